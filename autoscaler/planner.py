@@ -1,8 +1,8 @@
-"""The autoscaler's decision: one pure function from a Snapshot to actions, each with its reason in words.
+"""The autoscaler's decision: a pure function from a Snapshot to actions, each with its reason in words.
 
-Order is priority: replicas that were published, leases as they were admitted, work without a lease, room that somebody
-asked Ray to have, then the minimum and the warm nodes of each type; what nobody was promised and has been idle for long
-enough goes, and replicas and gangs move to where they cost less.
+The order is the priority: published replicas, admitted leases, work without a lease, resources requested from Ray, then
+the minimum and the warm nodes of each type. Then nodes that are idle for long enough and not nominated are drained, and
+replicas and gangs move to where they cost less.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 from raytide.autoscaler.disruption import consolidation, termination
-from raytide.autoscaler.endpoints import slo_policy, targets
+from raytide.autoscaler.endpoints import slo_policy
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
 from raytide.autoscaler.provisioning.provisioner import provision_leases, provision_replicas
@@ -26,19 +26,18 @@ WARM = "warm"
 
 
 def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
-    """What to do now. `snapshot.leases` already holds those that this decision admitted. `room`: of the snapshot, when
-    that is there already; it is changed."""
+    """The actions for nodes and placements. `snapshot` already has this decision's targets and admitted leases.
+
+    `room` is that of the snapshot, if there is one already; it is changed.
+    """
     if not snapshot.ray_answers:
         reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"
         return (*termination.expired_drains(snapshot), Wait("cluster", "signal", reason, "See `raytide doctor`."))
     ends = tuple(termination.overdue_actions(snapshot))
-    snapshot, scales = targets.set_targets(snapshot)
     snapshot = _ended(snapshot, {end.node_id for end in ends if isinstance(end, Terminate)})
-    if room is None or scales or any(end.node_id in room.rows for end in ends):
+    if room is None or any(end.node_id in room.rows for end in ends):
         room = SchedulingState.of(snapshot)
-    draft = PlanBuilder(
-        snapshot, replace(room, snapshot=snapshot), NodeOccupancy.from_snapshot(snapshot), [*ends, *scales]
-    )
+    draft = PlanBuilder(snapshot, replace(room, snapshot=snapshot), NodeOccupancy.from_snapshot(snapshot), list(ends))
     consolidation.reserve_replacements(draft)
     provision_replicas(draft)
     provision_leases(draft)
@@ -54,7 +53,7 @@ def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Actio
 
 
 def _ended(snapshot: Snapshot, node_ids: set[str]) -> Snapshot:
-    """The snapshot once these nodes are being ended, so that nobody is seated on them."""
+    """The snapshot with these nodes terminating, so that nothing is placed on them."""
     views = tuple(
         replace(view, node=replace(view.node, state=NodeState.TERMINATING)) if view.node.id in node_ids else view
         for view in snapshot.nodes
@@ -63,25 +62,25 @@ def _ended(snapshot: Snapshot, node_ids: set[str]) -> Snapshot:
 
 
 def _keep_minimum(draft: PlanBuilder) -> None:
-    there = Counter(draft.state.slots[row].node_type for row in draft.state.rows.values())
+    counts = Counter(draft.state.slots[row].node_type for row in draft.state.rows.values())
     for node_type in draft.snapshot.node_types:
-        for _ in range(node_type.min_nodes - there[node_type.name]):
-            if (seat := draft.state.buy(node_type)) is None:
+        for _ in range(node_type.min_nodes - counts[node_type.name]):
+            if (slot := draft.state.buy(node_type)) is None:
                 break
-            draft.buy(seat, MINIMUM, f"min_nodes of {node_type.name} is {node_type.min_nodes}")
+            draft.buy(slot, MINIMUM, f"min_nodes of {node_type.name} is {node_type.min_nodes}")
 
 
 def _keep_warm(draft: PlanBuilder) -> None:
-    """Nodes on which nobody sits and to which nobody was promised anything stay, up to `warm_nodes` of each type."""
+    """Keeps, or buys, up to `warm_nodes` nodes of each type that are empty and not nominated."""
     room = draft.state
-    there = {view.node.id: view.countable for view in draft.snapshot.nodes}  # what joined has what Ray says, not more
+    totals = {view.node.id: view.countable for view in draft.snapshot.nodes}  # a joined node has what Ray reports
     for node_type in draft.snapshot.node_types:
         if not node_type.warm_nodes:
             continue
         rows = {id: row for id, row in room.rows.items() if room.slots[row].node_type == node_type.name}
-        free = [id for id, row in rows.items() if room.node_table.has_free(row, there.get(id, node_type.resources))]
+        free = [id for id, row in rows.items() if room.node_table.has_free(row, totals.get(id, node_type.resources))]
         draft.nominated.update(free[: node_type.warm_nodes])
         for _ in range(node_type.warm_nodes - len(free)):
-            if (seat := room.buy(node_type)) is None:
+            if (slot := room.buy(node_type)) is None:
                 break
-            draft.buy(seat, WARM, f"warm_nodes of {node_type.name} is {node_type.warm_nodes}, {len(free)} are free")
+            draft.buy(slot, WARM, f"warm_nodes of {node_type.name} is {node_type.warm_nodes}, {len(free)} are free")

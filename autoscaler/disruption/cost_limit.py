@@ -1,8 +1,8 @@
-"""What goes while the fleet costs more an hour than it may: the least valuable nodes, until it costs that again.
+"""The limit on what the fleet costs an hour: while it costs more, the least valuable nodes leave.
 
-First nodes on which nobody is, then those with work that nobody leased, then gangs that may be preempted, the lowest
-class first: an elastic one shrinks before any of its class stops. All have `NOTICE_S` for a checkpoint. Replicas and
-gangs that may not be preempted stay, as do nodes that cost nothing. The queue and the planner decide on what is left.
+Empty nodes leave first, then those with work without a lease, then those of gangs that may be preempted, the lowest
+class first: within a class elastic gangs shrink before any gang stops. All of them have `NOTICE_S` for a checkpoint.
+Replicas, gangs that may not be preempted and nodes without a price stay. The queue and the planner decide on the rest.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from raytide.core.objects.snapshot import NodeView, Snapshot
 from raytide.scheduling.replicas import SERVING_STATES, is_fresh
 
 TOLERANCE = 1.05
-"""So many times what it may cost is let be: prices of spot that runs swing, and what they stop would start again."""
+"""Hysteresis, as a multiple of the limit: spot prices fluctuate, and stopping at the exact limit would restart the same
+work."""
 
 EMPTY, UNLEASED, LEASED = range(3)
 
-_COMING = (NodeState.REQUESTED, NodeState.LAUNCHING)
-_STAYS = (*_COMING, NodeState.READY)
+_STARTING = (NodeState.REQUESTED, NodeState.LAUNCHING)
+_STAYING = (*_STARTING, NodeState.READY)
 
 DisruptionRank = tuple[int, int, bool]
-"""Of a node: what is there, the highest class of it, and whether a gang would have to stop."""
+"""A node's occupancy (EMPTY...), the highest class on it, and whether a gang would have to stop."""
 
 
 def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
-    """Nothing while Ray is silent: nobody knows what runs where."""
+    """The nodes and gangs that leave; none while Ray does not answer, because it is unknown what runs where."""
     most = snapshot.limits.most_micro_usd_h
     if most is None or not snapshot.ray_answers:
         return ()
-    cost = sum(view.node.price_micro_usd_h for view in snapshot.nodes if view.node.state in _STAYS)
+    cost = sum(view.node.price_micro_usd_h for view in snapshot.nodes if view.node.state in _STAYING)
     if cost <= TOLERANCE * most:
         return ()
     served = [view for view in snapshot.endpoints if view.endpoint.state in SERVING_STATES]
@@ -50,11 +51,11 @@ def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
 
 
 def without(snapshot: Snapshot, shed: tuple[Action, ...]) -> Snapshot:
-    """The snapshot once these nodes leave, so that nobody is seated there."""
-    to = {a.node_id: NodeState.DRAINING for a in shed if isinstance(a, Drain)}
-    to |= {a.node_id: NodeState.TERMINATING for a in shed if isinstance(a, Terminate)}
+    """The snapshot with these nodes leaving, so that nothing is placed on them."""
+    states = {a.node_id: NodeState.DRAINING for a in shed if isinstance(a, Drain)}
+    states |= {a.node_id: NodeState.TERMINATING for a in shed if isinstance(a, Terminate)}
     views = (
-        replace(view, node=replace(view.node, state=to[view.node.id])) if view.node.id in to else view
+        replace(view, node=replace(view.node, state=states[view.node.id])) if view.node.id in states else view
         for view in snapshot.nodes
     )
     return replace(snapshot, nodes=tuple(views))
@@ -63,132 +64,134 @@ def without(snapshot: Snapshot, shed: tuple[Action, ...]) -> Snapshot:
 @dataclass(slots=True, eq=False)
 class _Shedding:
     snapshot: Snapshot
-    roster: NodeOccupancy
+    occupancy: NodeOccupancy
     most_micro_usd_h: int
     cost_micro_usd_h: int
-    """Of the nodes that stay."""
-    names: frozenset[str]
-    """Of endpoints."""
+    """The price of the nodes that stay."""
+    endpoints: frozenset[str]
     silent: list[str]
-    """Endpoints of which nobody knows where all their replicas are: any node with strange work may serve them."""
-    staying: dict[DisruptionRank, list[Tenants]] = field(default_factory=dict)
-    """Who may go, the cheapest first, of one price the newest last."""
-    worth: dict[str, DisruptionRank] = field(default_factory=dict)
-    gone: dict[str, Action] = field(default_factory=dict)
-    away: dict[str, set[int]] = field(default_factory=dict)
-    """Members that give way, by lease."""
+    """Endpoints without a fresh report: any node with unattributed usage may have their replicas."""
+    candidates: dict[DisruptionRank, list[Tenants]] = field(default_factory=dict)
+    """Nodes that may leave, by rank; the cheapest first, and the newest last at one price."""
+    ranks: dict[str, DisruptionRank] = field(default_factory=dict)
+    """By node id, of the candidates."""
+    leaving: dict[str, Action] = field(default_factory=dict)
+    yielding: dict[str, set[int]] = field(default_factory=dict)
+    """Members that yield, by lease."""
 
     def decide(self) -> tuple[Action, ...]:
         why = f"the fleet costs {self._usd_h}, above the hard limit of {format_usd(self.most_micro_usd_h)}/h"
         for view in self.snapshot.nodes:
-            if view.node.state in _STAYS and view.node.price_micro_usd_h > 0:
-                self._sort_in(self.roster.tenants_of(view))
-        while self.cost_micro_usd_h > self.most_micro_usd_h and self.staying:
-            self._take(min(self.staying), why)
+            if view.node.state in _STAYING and view.node.price_micro_usd_h > 0:
+                self._add(self.occupancy.tenants_of(view))
+        while self.cost_micro_usd_h > self.most_micro_usd_h and self.candidates:
+            self._shed_one(min(self.candidates), why)
         waits = []
         if self.cost_micro_usd_h > self.most_micro_usd_h:
             unsure = f" ({', '.join(self.silent)}: unknown where)" if self.silent else ""
-            what = f"{why}; the {self._usd_h} that are left serve{unsure}, or may not be preempted"
+            what = f"{why}; the remaining {self._usd_h} serve{unsure}, or may not be preempted"
             waits = [Wait("fleet", "budget", what, "Raise metadata.raytide.limits, or end something.")]
-        return (*self._leases(why), *self.gone.values(), *waits)
+        return (*self._lease_actions(why), *self.leaving.values(), *waits)
 
     @property
     def _usd_h(self) -> str:
         return f"{format_usd(self.cost_micro_usd_h)}/h"
 
-    def _sort_in(self, old: Tenants) -> None:
-        if (worth := self._worth(old)) is not None:
-            self.worth[old.view.node.id] = worth
-            insort(self.staying.setdefault(worth, []), old, key=_price_and_age)
+    def _add(self, tenants: Tenants) -> None:
+        if (rank := self._rank(tenants)) is not None:
+            self.ranks[tenants.view.node.id] = rank
+            insort(self.candidates.setdefault(rank, []), tenants, key=_price_and_age)
+
+    def _remove(self, tenants: Tenants) -> None:
+        rank = self.ranks.pop(tenants.view.node.id)
+        self.candidates[rank] = [other for other in self.candidates[rank] if other.view is not tenants.view]
+        if not self.candidates[rank]:
+            del self.candidates[rank]
+
+    def _rank(self, tenants: Tenants) -> DisruptionRank | None:
+        """None for a node that stays."""
+        node, is_idle = tenants.view.node, _is_idle(tenants.view)
+        if tenants.replicas or (node.subject in self.endpoints and not is_idle):
+            return None
+        accounts_for_all = bool(tenants.members) and tenants.accounts_for_all_usage
+        if self.silent and not (node.state in _STARTING or is_idle or accounts_for_all):
+            return None
+        staying = [
+            (lease, member)
+            for lease, member in tenants.members
+            if not member.is_yielding and member.index not in self.yielding.get(lease.id, ())
+        ]
+        if not staying:
+            is_left = accounts_for_all or (is_idle and tenants.accounts_for_all_usage)
+            is_empty = node.subject != UNMANAGED if node.state in _STARTING else is_left
+            return (EMPTY if is_empty else UNLEASED), 0, False
+        jobs = [self.occupancy.jobs.get(lease.job_id) for lease, _ in staying]
+        if not all(job is not None and job.spec.is_preemptible and not self._is_urgent(job) for job in jobs):
+            return None
+        highest = max(self.snapshot.classes.get(job.spec.priority, 0) for job in jobs if job is not None)
+        return LEASED, highest, any(self._would_stop(lease, tenants) for lease, _ in staying)
 
     def _is_urgent(self, job: Job) -> bool:
         stance = self.snapshot.stances.get(job.id)
         return stance is not None and stance.is_urgent
 
-    def _take_out(self, old: Tenants) -> None:
-        worth = self.worth.pop(old.view.node.id)
-        self.staying[worth] = [other for other in self.staying[worth] if other.view is not old.view]
-        if not self.staying[worth]:
-            del self.staying[worth]
+    def _shed_one(self, rank: DisruptionRank, why: str) -> None:
+        """Sheds, of the nodes of this rank, the cheapest that is enough, else the most expensive."""
+        nodes = self.candidates[rank]
+        at = bisect_left(nodes, self.cost_micro_usd_h - self.most_micro_usd_h, key=_price)
+        newest = bisect_right(nodes, nodes[at].price_micro_usd_h, key=_price) - 1 if at < len(nodes) else -1
+        tenants = nodes[newest]
+        self._remove(tenants)
+        self._drain(tenants, rank[0], why)
+        self.cost_micro_usd_h -= tenants.price_micro_usd_h
+        for lease in {lease.id: lease for lease, _ in tenants.members}.values():
+            whole = {member.index for member in lease.members}
+            here = {member.index for held, member in tenants.members if held is lease}
+            self.yielding.setdefault(lease.id, set()).update(whole if self._would_stop(lease, tenants) else here)
+            for node_id in {member.node_id for member in lease.members} & self.ranks.keys():
+                other = self.occupancy.tenants_of(self.occupancy.views[node_id])
+                self._remove(other)
+                self._add(other)
 
-    def _worth(self, old: Tenants) -> DisruptionRank | None:
-        """None: it stays."""
-        node = old.view.node
-        if old.replicas or (node.subject in self.names and not _is_idle(old.view)):
-            return None
-        is_known = node.state in _COMING or _is_idle(old.view) or (bool(old.members) and old.accounts_for_all_usage)
-        if self.silent and not is_known:
-            return None
-        seats = [
-            (lease, m) for lease, m in old.members if not m.is_yielding and m.index not in self.away.get(lease.id, ())
-        ]
-        if not seats:
-            is_left = (_is_idle(old.view) or old.members) and old.accounts_for_all_usage
-            is_empty = node.subject != UNMANAGED if node.state in _COMING else is_left
-            return (EMPTY if is_empty else UNLEASED), 0, False
-        jobs = [self.roster.jobs.get(lease.job_id) for lease, _ in seats]
-        if not all(job is not None and job.spec.is_preemptible and not self._is_urgent(job) for job in jobs):
-            return None
-        highest = max(self.snapshot.classes.get(job.spec.priority, 0) for job in jobs if job is not None)
-        return LEASED, highest, any(self._stops(lease, old) for lease, _ in seats)
-
-    def _take(self, worth: DisruptionRank, why: str) -> None:
-        """Of the nodes of this worth the cheapest that is enough, else the dearest."""
-        able = self.staying[worth]
-        at = bisect_left(able, self.cost_micro_usd_h - self.most_micro_usd_h, key=_price)
-        old = able[bisect_right(able, able[at].price_micro_usd_h, key=_price) - 1] if at < len(able) else able[-1]
-        self._take_out(old)
-        self._drain(old, worth[0], why)
-        self.cost_micro_usd_h -= old.price_micro_usd_h
-        for lease in {lease.id: lease for lease, _ in old.members}.values():
-            everybody = {member.index for member in lease.members}
-            here = {member.index for held, member in old.members if held is lease}
-            self.away.setdefault(lease.id, set()).update(everybody if self._stops(lease, old) else here)
-            for node_id in {member.node_id for member in lease.members} & self.worth.keys():
-                other = self.roster.tenants_of(self.roster.views[node_id])
-                self._take_out(other)
-                self._sort_in(other)
-
-    def _drain(self, old: Tenants, what: int, why: str) -> None:
-        node, price = old.view.node, old.price_micro_usd_h
-        said = (
-            f"{old.description} gives way"
-            if old.members
-            else "nothing runs here"
-            if what == EMPTY
-            else "no job runs here"
-        )
-        keep = Rejected(f"keep {node.id}", "whatever else could go is worth more", price)
-        if node.state in _COMING:
-            self.gone[node.id] = Terminate(node.id, f"{why}; {said}", -price)
+    def _drain(self, tenants: Tenants, occupancy: int, why: str) -> None:
+        node, price = tenants.view.node, tenants.price_micro_usd_h
+        if tenants.members:
+            why = f"{why}; {tenants.description} is preempted"
+        else:
+            why = f"{why}; " + ("nothing runs here" if occupancy == EMPTY else "no job runs here")
+        if node.state in _STARTING:
+            self.leaving[node.id] = Terminate(node.id, why, -price)
             return
-        kind: Literal["idle", "notice"] = "idle" if what == EMPTY and not old.members else "notice"
+        kind: Literal["idle", "notice"] = "idle" if occupancy == EMPTY and not tenants.members else "notice"
         deadline_s = self.snapshot.at_s + (IDLE_DRAIN_S if kind == "idle" else NOTICE_S)
-        self.gone[node.id] = Drain(node.id, kind, deadline_s, f"{why}; {said}", -price, (keep,))
+        keep = Rejected(f"keep {node.id}", "the other nodes that could leave are worth more", price)
+        self.leaving[node.id] = Drain(node.id, kind, deadline_s, why, -price, (keep,))
 
-    def _leases(self, why: str) -> Iterator[Preempt | Shrink]:
+    def _lease_actions(self, why: str) -> Iterator[Preempt | Shrink]:
         until_s = self.snapshot.at_s + NOTICE_S
-        for lease_id, gone in self.away.items():
-            lease = self.roster.leases[lease_id]
-            if len(gone) == len(lease.members):
-                yield Preempt(lease.job_id, lease_id, until_s, f"{why}; it goes on when there is room again")
+        for lease_id, members in self.yielding.items():
+            lease = self.occupancy.leases[lease_id]
+            if len(members) == len(lease.members):
+                reason = f"{why}; it continues when there is room again"
+                yield Preempt(lease.job_id, lease_id, until_s, reason)
             else:
-                yield Shrink(lease.job_id, lease_id, tuple(sorted(gone)), until_s, f"{why}; it goes on with the rest")
+                reason = f"{why}; it continues with the rest"
+                yield Shrink(lease.job_id, lease_id, tuple(sorted(members)), until_s, reason)
 
-    def _stops(self, lease: Lease, old: Tenants) -> bool:
-        """Whether it would fall below its minimum without its members there."""
-        going = {member.index for held, member in old.members if held is lease} | self.away.get(lease.id, set())
-        stay = sum(m.has_node and not m.is_yielding and m.index not in going for m in lease.members)
-        return stay < lease.shape.at_least
+    def _would_stop(self, lease: Lease, tenants: Tenants) -> bool:
+        """Whether the gang would fall below its minimum without its members here."""
+        leaving = {m.index for held, m in tenants.members if held is lease} | self.yielding.get(lease.id, set())
+        staying = sum(m.has_node and not m.is_yielding and m.index not in leaving for m in lease.members)
+        return staying < lease.shape.at_least
 
 
 def _is_idle(view: NodeView) -> bool:
     return view.idle_s > 0 and not view.busy
 
 
-def _price(old: Tenants) -> int:
-    return old.price_micro_usd_h
+def _price(tenants: Tenants) -> int:
+    return tenants.price_micro_usd_h
 
 
-def _price_and_age(old: Tenants) -> tuple[int, float, str]:
-    return old.price_micro_usd_h, old.view.node.requested_at_s, old.view.node.id
+def _price_and_age(tenants: Tenants) -> tuple[int, float, str]:
+    return tenants.price_micro_usd_h, tenants.view.node.requested_at_s, tenants.view.node.id

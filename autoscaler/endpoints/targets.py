@@ -1,7 +1,7 @@
-"""How many replicas an endpoint should have, and since when its load has asked for more or fewer.
+"""The replica targets of endpoints.
 
-With an SLO it is what the serving policy says (`live_fleet`). Without: up after `upscale_delay_s` of high load, down
-after `downscale_delay_s` of low load. Never down on silence: neither Serve's nor that of a single replica.
+With an SLO the serving policy (`slo_policy`) sets the target. Without, it rises after `upscale_delay_s` of high load
+and falls after `downscale_delay_s` of low load. It never falls while a report of Serve, or of one replica, is stale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raytide.scheduling.replicas import SERVING_STATES, is_fresh, silent_replica
 
 
 def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
-    """The targets that should be published, and the snapshot in which they are. Again, it finds nothing more to say."""
+    """The snapshot with the new targets, and the Scales that publish them. A second call finds no more."""
     if not snapshot.ray_answers:
         return snapshot, ()
     views, scales = [], []
@@ -39,7 +39,7 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
 
 
 def wanted(spec: ServeSpec, load: EndpointLoad) -> int:
-    """What the load needs, within the bounds."""
+    """The replicas that the load needs, within the bounds."""
     return bounded(spec, math.ceil(load_target(spec.replicas, load).replicas - 1e-9))
 
 
@@ -48,7 +48,7 @@ def bounded(spec: ServeSpec, replicas: int) -> int:
 
 
 def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endpoint:
-    """The endpoint with its clocks of low and high load moved on; silence stops them, one replica's the low one."""
+    """Updates since when the load is low or high. A stale report resets both, that of a single replica the low one."""
     if load is None or not is_fresh(load, now_s):
         return replace(endpoint, low_since_s=None, high_since_s=None)
     need = wanted(endpoint.spec, load)
@@ -61,18 +61,18 @@ def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endp
 
 
 def scaled(endpoint: Endpoint, scale: Scale) -> Endpoint:
-    """The endpoint once its new target is published."""
+    """The endpoint with its new target."""
     return replace(endpoint, target_replicas=scale.replicas, low_since_s=None, high_since_s=None, reason=scale.reason)
 
 
 def decide(view: EndpointView, now_s: float) -> Scale | None:
-    """The target that should be published instead, or None, by the load alone."""
+    """The new target by load alone; None to leave it."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return None
     spec, target = endpoint.spec, endpoint.target_replicas
     if (clamped := min(max(target, spec.replicas.min), spec.replicas.most)) != target:
-        return Scale(endpoint.name, clamped, f"{spec.replicas.min} to {spec.replicas.max} replicas are asked for")
+        return Scale(endpoint.name, clamped, f"{spec.replicas.min} to {spec.replicas.max} replicas are configured")
     if load is None or not is_fresh(load, now_s):
         return None
     need, because = wanted(spec, load), load_target(spec.replicas, load).reason
@@ -88,7 +88,7 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
 def _planned(
     view: EndpointView, snapshot: Snapshot, market: Offerings, hosts: EndpointHosts
 ) -> tuple[EndpointView, Scale | None] | None:
-    """The view with what the serving policy decided for it; None where it has no say."""
+    """The view with the serving policy's decision; None if the policy does not apply."""
     endpoint, worth = view.endpoint, view.worth
     if worth is None or endpoint.state not in SERVING_STATES or not is_fresh(view.load, snapshot.at_s):
         return None
@@ -100,25 +100,24 @@ def _planned(
 
 
 def stale_signal(view: EndpointView, now_s: float) -> str:
-    """Why its target is held, when that is because nothing fresh was heard; else empty."""
+    """Why the target is held because of missing or stale reports; empty if it is not."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return ""
     if load is None:
-        return "nothing was heard of its load yet; its replicas stay as they are"
+        return "no load was reported yet; its replicas stay as they are"
     if not is_fresh(load, now_s):
-        heard = f"its load was last heard of at {utc(load.at_s)}, over {FRESH_S:.0f} s ago"
-        return f"{heard}; its replicas stay as they are"
-    wish = wanted(endpoint.spec, load) if view.worth is None else _replicas_for(view.worth.ondemand, load)
-    if wish >= endpoint.target_replicas:
+        last = f"its load was last reported at {utc(load.at_s)}, over {FRESH_S:.0f} s ago"
+        return f"{last}; its replicas stay as they are"
+    need = wanted(endpoint.spec, load) if view.worth is None else _replicas_for(view.worth.ondemand, load)
+    if need >= endpoint.target_replicas:
         return ""
     if silent := silent_replicas(load, now_s):
-        said = f"{silent} of its {load.ready} replicas said nothing of their own in the last {FRESH_S:.0f} s"
-        return f"{said}; none is taken away"
+        return f"{silent} of its {load.ready} replicas did not report in the last {FRESH_S:.0f} s; none is removed"
     if view.worth is not None and load.ready == 0:
-        return "no replica answers, and so nobody knows what it is asked; none is taken away"
+        return "no replica answers, so its load is unknown; none is removed"
     if view.worth is not None and not view.worth.is_sure:
-        return "this controller has not watched its requests for long enough yet; none is taken away"
+        return "this controller has not watched its requests for long enough yet; none is removed"
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raytide.autoscaler.endpoints.targets import set_targets
 from raytide.autoscaler.planner import plan
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
@@ -56,7 +57,8 @@ def gang(count: int, at_least: int | None = None, *, gpus: float = 8, members: t
 
 def decided(**snapshot: object) -> list[Action]:
     defaults: dict[str, object] = {"at_s": 1000.0, "node_types": FLEET, "next_node": 50}
-    return list(plan(Snapshot(**{**defaults, **snapshot})))  # type: ignore[arg-type]
+    published, scales = set_targets(Snapshot(**{**defaults, **snapshot}))  # type: ignore[arg-type]
+    return [*scales, *plan(published)]
 
 
 def endpoint(target: int, load: EndpointLoad | None, replicas: Replicas | None = None) -> EndpointView:

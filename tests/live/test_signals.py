@@ -68,7 +68,7 @@ def test_full_caches_buy_a_node_and_neither_a_silent_replica_nor_a_busy_or_silen
         with stopped(late):
             eventually(lambda: not is_heard())
             two_requests.close()
-            eventually(lambda: explained("wait", "fills", "1 of its 2 replicas said nothing of their own"))
+            eventually(lambda: explained("wait", "fills", "1 of its 2 replicas did not report"))
             assert target() == 2
         for node in (first, second):
             set_use(live.run_dir, node, gpu=0.97)

@@ -87,7 +87,7 @@ def test_gangs_have_time_for_a_checkpoint_wait_in_the_queue_and_go_on_when_the_l
     assert isinstance(drain, Drain)
     assert preempt.leaves_at_s == drain.deadline_s == here.clock.now_s() + 60.0
     assert drain.kind == "notice"
-    assert drain.reason == "the fleet costs $3.00/h, above the hard limit of $1.00/h; job-1 gives way"
+    assert drain.reason == "the fleet costs $3.00/h, above the hard limit of $1.00/h; job-1 is preempted"
     here.settle(50)
     assert here.machines() == [machine]
     here.settle(20)
@@ -146,8 +146,7 @@ def test_replicas_and_gangs_that_may_not_be_preempted_stay_and_it_is_said() -> N
     cap(here, 1.0)
     waits = [action for action in here.tick() if isinstance(action, Wait) and action.subject == "fleet"]
     assert waits[0].reason == (
-        "the fleet costs $6.00/h, above the hard limit of $1.00/h; "
-        "the $6.00/h that are left serve, or may not be preempted"
+        "the fleet costs $6.00/h, above the hard limit of $1.00/h; the remaining $6.00/h serve, or may not be preempted"
     )
     assert here.settle(60) == []
     assert len(here.machines()) == 2
@@ -223,7 +222,7 @@ def test_while_an_endpoint_is_silent_no_node_goes_whose_work_may_be_its_replica(
     actions = here.tick()
     assert [type(a) for a in actions if not isinstance(a, Wait)] == [Preempt, Drain]
     (wait,) = [action for action in actions if isinstance(action, Wait) and action.subject == "fleet"]
-    assert "the $3.00/h that are left serve (m: unknown where)" in wait.reason
+    assert "the remaining $3.00/h serve (m: unknown where)" in wait.reason
 
 
 def test_explain_says_what_it_saves() -> None:
@@ -234,5 +233,5 @@ def test_explain_says_what_it_saves() -> None:
     plan = Plan(here.clock.now_s(), tuple(deeds(here)))
     said = lines([plan.to_json()])
     assert "preempt" in said[0]
-    assert said[1].endswith("above the hard limit of $1.00/h; job-1 gives way (-$3.00/h)")
-    assert said[2].strip() == "not keep node-1: whatever else could go is worth more (+$3.00/h)"
+    assert said[1].endswith("above the hard limit of $1.00/h; job-1 is preempted (-$3.00/h)")
+    assert said[2].strip() == "not keep node-1: the other nodes that could leave are worth more (+$3.00/h)"

@@ -1,8 +1,7 @@
-"""decide(Snapshot) = plan(admit(publish(Snapshot))): endpoints get their targets, the queue admits, shrinks and grows,
-then the autoscaler plans, so they cannot race.
+"""The decision of one tick, in steps that each see the outcome of the one before, so that they cannot race.
 
-Before all it is decided where jobs with a deadline may sit, and what the fleet may not cost any more goes: that is for
-all of them to keep.
+Deadline jobs get their market constraints, and nodes above the fleet's cost limit leave; endpoints get their targets;
+the queue admits, preempts and grows; then the autoscaler plans nodes and placements.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from raytide.scheduling.state import SchedulingState
 
 
 def decide(snapshot: Snapshot) -> Plan:
-    """Everything to be done now, with reasons. Pure: the same snapshot gives the same plan."""
+    """All actions of this tick, with reasons. The same snapshot always gives the same plan."""
     return decide_constrained(with_market_constraints(snapshot))
 
 
 def decide_constrained(seen: Snapshot) -> Plan:
-    """The same, of a snapshot that has its stances already."""
+    """`decide` for a snapshot that already has its market constraints."""
     seen, over_cap = within_member_cap(seen)
-    given_up = enforce_cost_limit(seen)
-    seen = with_leases(without(seen, given_up), given_up) if given_up else seen
+    shed = enforce_cost_limit(seen)
+    seen = with_leases(without(seen, shed), shed) if shed else seen
     published, scales = set_targets(seen)
     room = SchedulingState.of(published)
     published = with_reservations(published, room)
     admissions = schedule(published, consolidation.with_reserved(published, room))
-    are_seats_as_before = all(isinstance(action, Admit | Wait) for action in admissions)
-    actions = plan(with_leases(published, admissions), room if are_seats_as_before else None)
-    return Plan(at_s=seen.at_s, actions=(*given_up, *scales, *admissions, *over_cap, *actions))
+    is_room_valid = all(isinstance(action, Admit | Wait) for action in admissions)  # no member yields or comes back
+    actions = plan(with_leases(published, admissions), room if is_room_valid else None)
+    return Plan(at_s=seen.at_s, actions=(*shed, *scales, *admissions, *over_cap, *actions))
 
 
 def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:
-    """The snapshot as it is once those jobs are admitted, and those seats are given away or back."""
+    """The snapshot with these admissions, preemptions and grown gangs applied."""
     new = tuple(action.lease for action in actions if isinstance(action, Admit))
     leases = {lease.id: lease for lease in snapshot.leases}
     for action in actions:
