@@ -1,8 +1,8 @@
-"""Budgets: what may be spent is reserved when a job is admitted and settled by what it costs. Pure.
+"""Budgets of teams and jobs: reserved at admission, settled by what the job costs.
 
-A job reserves an hour of its gang's price. What it has reserved and not spent yet counts as spent, so jobs that are
-admitted together cannot together overdraw. Before a hard limit is reached, early enough for the checkpoints, what may
-be preempted gives way.
+A job reserves an hour of its gang's price. What is reserved and not spent yet counts as spent, so jobs that are
+admitted together cannot overdraw together. Before a hard limit is reached, early enough for their checkpoints,
+preemptible jobs are preempted.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from raytide.scheduling.diagnosis import Unschedulable
 
 RESERVE_S = 3600.0
 LEAD_S = 180.0
-"""How long before a limit is reached its jobs begin to give way: for the checkpoint, and what is not booked yet."""
+"""How long before a limit is reached its jobs are preempted: time for checkpoints, and for costs that are not booked
+yet."""
 
 
 @dataclass(slots=True, eq=False)
 class Budgets:
     specs: Mapping[str, TeamSpec]
     spent: Mapping[str, int]
-    """By job, all that it cost."""
+    """Total cost by job."""
     spent_month: Mapping[str, int] = field(default_factory=dict)
-    """And this month: those whose budget is by the month."""
+    """Cost this month, by job with a monthly budget."""
     has_soft: bool = True
-    """Whether any team has a soft limit."""
     has_hard: bool = True
-    """Whether any has a hard one."""
     committed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """By team, its children included: spent this month, and reserved and not spent yet."""
+    """By team, its children included: spent this month, plus reserved and not spent yet."""
     version: int = 0
-    """Grows whenever what is committed may make a difference."""
+    """Grows whenever a commitment may change an answer."""
 
     @classmethod
     def of(
@@ -59,7 +58,7 @@ class Budgets:
         return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
 
     def beyond_soft(self, job: Job) -> str:
-        """Who is beyond a soft limit: the job itself, its team, or one above it; "" when nobody is."""
+        """The job, or the nearest team above it, that is beyond its soft limit; "" if none is."""
         own_usd = job.spec.soft_budget_usd
         if own_usd is not None and _reached(self._counted(job), own_usd):
             return job.id
@@ -70,14 +69,14 @@ class Budgets:
         return next((f"team {name}" for name in reached), "")
 
     def is_limited(self, job: Job) -> bool:
-        """Whether anything may make it give way for what it costs."""
+        """True if the job may ever be preempted because of a budget."""
         limited = self.has_hard and any(
             self.specs[name].budget.hard_usd is not None for name in self._line(job.spec.team)
         )
         return limited or job.spec.budget_usd is not None
 
     def refuses(self, job: Job, micro_usd_h: float) -> Unschedulable | None:
-        """Why the job may not reserve its next hour at this price."""
+        """Why the job may not reserve its next hour at this price; None if it may."""
         if job.spec.budget_usd is None and not self.has_hard:
             return None
         need = self._reservation(job, micro_usd_h)
@@ -101,7 +100,8 @@ class Budgets:
         return None
 
     def may_grow(self, job: Job, held_micro_usd_h: float, more_micro_usd_h: float) -> bool:
-        """Whether its own budget lasts for an hour of all its members, lest a job gives way whole for having grown."""
+        """True if its own budget lasts for an hour of all its members, so that growing does not get the job
+        preempted."""
         if job.spec.budget_usd is None or more_micro_usd_h <= 0:
             return True
         whole = held_micro_usd_h + more_micro_usd_h
@@ -109,13 +109,14 @@ class Budgets:
         return self._counted(job) + hour + _lead(whole) <= micro_usd(job.spec.budget_usd)
 
     def reserve(self, job: Job, micro_usd_h: float) -> int:
-        """Commit the job's next hour. What it may have cost in all by then is returned, for its record."""
+        """Commits the job's next hour; returns what the job may have cost in total by then."""
         need = self._reservation(job, micro_usd_h)
         self._commit(job.spec.team, need)
         return self.spent.get(job.id, 0) + need
 
     def jobs_over_budget(self, jobs: Mapping[str, tuple[Job, float]], teams: Iterable[Team]) -> dict[str, str]:
-        """Which of the jobs (with what each costs an hour) must give way now, and why."""
+        """The jobs that must be preempted now, with the reason. `jobs`: each with its price in micro-dollars an
+        hour."""
         burn: defaultdict[str, float] = defaultdict(float)
         spent: defaultdict[str, int] = defaultdict(int)
         for team in teams:
@@ -140,7 +141,7 @@ class Budgets:
         return min(hour, micro_usd(job.spec.budget_usd) - self._counted(job) - round(_lead(micro_usd_h)))
 
     def _counted(self, job: Job) -> int:
-        """What its own budgets are compared with."""
+        """The job's cost that its own budgets limit."""
         return (self.spent if job.spec.budget_per == "job" else self.spent_month).get(job.id, 0)
 
     def _commit(self, team: str, amount: int) -> None:
@@ -149,7 +150,7 @@ class Budgets:
         self.version += self.has_soft or self.has_hard
 
     def _line(self, team: str) -> list[str]:
-        """The team and those above it."""
+        """The team and its ancestors."""
         line = []
         while team in self.specs:
             line.append(team)

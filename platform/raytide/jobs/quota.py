@@ -1,9 +1,9 @@
-"""What each team may hold now: its own quota, and what others of the tree leave unused. Pure but for its own tally.
+"""The resources that each team may hold: its own quota, and what others of the tree leave unused.
 
-The arithmetic is Kueue's. A team's subtree has its own quota and what its children lend up; what it keeps for itself
-is guaranteed. Use beyond the guarantee counts at the parent, up to the root. What the fleet could hold beyond all
-quotas is the root's, so that a quota for one team takes nothing from those without. A resource that no team names has
-no limit.
+The arithmetic is Kueue's. A subtree's quota is the team's own plus what its children lend; what a team does not lend is
+its local quota, and guaranteed. Use beyond the local quota counts at the parent, up to the root. Capacity of the fleet
+beyond all quotas belongs to the root, so a quota for one team takes nothing from teams without one. A resource that no
+team names is unlimited.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ _SLACK = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResourceNode:
-    """What holds for one team and one resource, whatever is used. Its tally stands in `Quotas` under its number."""
+    """The constants of one team and resource. Its usage is in `Quotas`, at index `number`."""
 
     number: int
     team: str
     name: str
-    """Of the resource."""
+    """The resource."""
     subtree_quota: float
-    """Its quota, with what its children lend."""
+    """Its quota, and what its children lend."""
     local_quota: float
-    """What of that it does not lend."""
+    """The part of it that is not lent."""
     borrow: float | None
-    """How much it may borrow at most; None: all there is."""
+    """The most that it may borrow; None for no limit."""
     is_named: bool
-    """A quota stands at the team or above it; else it lives off what is the root's."""
+    """True if the team or an ancestor has a quota; else it uses the root's."""
     above: ResourceNode | None
-    """Of the team above it; None at the root."""
+    """The parent team's node; None at the root."""
 
 
 @dataclass(slots=True, eq=False)
 class Quotas:
     specs: Mapping[str, TeamSpec]
     supply: Resources
-    """What the fleet could hold at most."""
+    """Resources of the largest possible fleet."""
     limited: frozenset[str] = frozenset()
     """The resources that some team names."""
     names: tuple[str, ...] = ()
-    """The same, in order."""
+    """`limited`, sorted."""
     unassigned: dict[str, float] = field(default_factory=dict)
-    """What the fleet could hold of each beyond all quotas."""
+    """Capacity of the fleet beyond all quotas, by resource."""
     borrowers: dict[str, set[str]] = field(default_factory=dict)
-    """By limited resource: the teams that hold more than their own of it."""
+    """By limited resource: the teams above their subtree quota."""
     _nodes: dict[str, dict[str, ResourceNode]] = field(default_factory=dict)
     """By limited resource and team."""
     _used: list[float] = field(default_factory=list)
-    """By account: what the team holds, and what its children hold beyond what they keep for themselves."""
+    """Usage of the team, and its children's beyond their local quota; by node number."""
     _nonpreemptible: list[float] = field(default_factory=list)
-    """By account: what jobs hold that do not give way, so that it cannot be taken back; without a quota at the root."""
+    """Usage of jobs that cannot be preempted, by node number; at the root for teams without a quota."""
     _borrowing: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict)
-    """What `borrowing` said since that last changed."""
+    """Results of `borrowing` since the borrowers last changed."""
 
     @classmethod
     def of(cls, teams: Iterable[Team], supply: Resources) -> Quotas:
@@ -72,7 +72,6 @@ class Quotas:
         return quotas
 
     def copy(self) -> Quotas:
-        """A tally of its own."""
         return replace(
             self,
             borrowers={name: set(teams) for name, teams in self.borrowers.items()},
@@ -96,17 +95,17 @@ class Quotas:
                 self._add(self._node(team, name), -need[name])
 
     def held(self, team: str, name: str) -> float:
-        """By it, and by its children beyond what they keep for themselves."""
+        """Usage of the team, and of its children beyond their local quota."""
         return self._used[self._node(team, name).number] if name in self.limited else 0.0
 
     def available(self, team: str, name: str) -> float:
-        """How much more the team may hold."""
+        """The amount that the team may still reserve, borrowing included."""
         return self._left(self._node(team, name)) if name in self.limited else math.inf
 
     def lacking(
         self, team: str, need: Resources, *, is_preemptible: bool = True, may_borrow: bool = True
     ) -> str | None:
-        """The first resource of which the team may not hold so much more. What cannot be taken back is not borrowed."""
+        """The first resource of which the team may not reserve `need`. What cannot be preempted may not be borrowed."""
         for name in self.names:
             if name not in need:
                 continue
@@ -119,7 +118,8 @@ class Quotas:
         return None
 
     def nonpreemptible_left(self, team: str, name: str) -> float:
-        """How much more of what nobody may ask for again the team may hold: its own, or without one what is spare."""
+        """The amount that jobs which cannot be preempted may still reserve: the team's own quota, or without one the
+        unassigned capacity."""
         if name not in self.limited:
             return math.inf
         if (account := self._node(team, name)).is_named:
@@ -127,13 +127,14 @@ class Quotas:
         return self.unassigned[name] - self._nonpreemptible[self._node(_ROOT, name).number]
 
     def nominal_left(self, team: str, name: str) -> float:
-        """How much more the team may hold without borrowing; what no team above it has a quota of is not borrowed."""
+        """The amount that the team may reserve without borrowing; infinite where neither it nor an ancestor has a
+        quota."""
         if name not in self.limited or not (account := self._node(team, name)).is_named:
             return math.inf
         return account.subtree_quota - self._used[account.number]
 
     def may_reclaim(self, team: str, need: Resources) -> bool:
-        """Whether what it lacks is its own, lent to others, or what its place in the fleet is held by them."""
+        """True if `need` is within the team's nominal quota, whether or not others are borrowing it."""
         has_own = False
         for name in self.names:
             if name in need and (account := self._node(team, name)).is_named:
@@ -146,7 +147,7 @@ class Quotas:
         return any(team in self.borrowers[name] for name in self.limited.intersection(names))
 
     def borrowing(self, names: Iterable[str]) -> frozenset[str]:
-        """The teams that hold more than their own of any of these: the same set until that changes."""
+        """The teams that borrow any of these resources: the same object until that changes."""
         limited = tuple([name for name in self.names if name in names])
         if (found := self._borrowing.get(limited)) is None:
             found = self._borrowing[limited] = frozenset[str]().union(*[self.borrowers[name] for name in limited])
@@ -156,7 +157,7 @@ class Quotas:
         return self._node(team, name).subtree_quota if name in self.limited else 0.0
 
     def ancestors(self, team: str) -> Iterator[str]:
-        """The team and those above it."""
+        """The team and its ancestors."""
         while spec := self.specs.get(team):
             yield team
             team = spec.parent
@@ -185,13 +186,13 @@ class Quotas:
             account = account.above
 
     def _node(self, team: str, name: str) -> ResourceNode:
-        """Of a limited resource; opened for who is first heard of, who has no quota."""
+        """The node for a team; created with zero quota for a team that has none."""
         if (found := self._nodes[name].get(team)) is None:
             found = self._open(team, name, (0.0, 0.0))
         return found
 
     def _open_all(self, name: str) -> None:
-        """The root's first; a team's own is known when those of its children are."""
+        """Creates the root's node first; a team's quota is known once those of its children are."""
         children, shares = defaultdict[str, list[str]](list), dict[str, tuple[float, float]]()
         for team, spec in self.specs.items():
             children[spec.parent].append(team)

@@ -1,4 +1,4 @@
-"""Why something cannot be placed, in words: the first unmet constraint and the nearest thing that would meet it."""
+"""Why something cannot be placed: the first unmet constraint, and the nearest change that would meet it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Unschedulable:
 
 
 def copies_that_fit(need: Resources, free: Resources) -> int:
-    """How many times `need` goes into `free`."""
+    """The number of times that `need` fits into `free`."""
     need = round_up_gpu_share(need)
     return min((int((free.get(name, 0.0) + 1e-9) // amount) for name, amount in need.items() if amount > 0), default=0)
 
 
 def why_impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject: str) -> Unschedulable | None:
-    """What stands against `count` members even on an empty fleet with every pool in stock; None when nothing does."""
+    """Why even an empty fleet with all pools in stock could not hold `count` members; None if it could."""
     labelled = [t for t in node_types if t.max_nodes > 0 and open_zones(shape, t)]
     if not labelled:
         return _no_labels(shape, node_types, subject)
@@ -49,12 +49,12 @@ def why_impossible(shape: Shape, count: int, node_types: Sequence[NodeType], sub
 
 
 def open_zones(shape: Shape, node_type: NodeType) -> tuple[str, ...]:
-    """The zones of a node type in which its nodes would carry the labels that the shape asks for."""
+    """The zones in which nodes of this type would match the shape's labels."""
     return tuple(z for z in node_type.zones if labels_match(shape.labels, node_type.all_labels(z)))
 
 
 def describe_amounts(shape: Shape) -> str:
-    """`8 x H100 + 4 CPU`: what one member needs, accelerators first and by their own name where the shape says it."""
+    """`8 x H100 + 4 CPU`: a member's resources, accelerators first, under their own name if the shape names it."""
     ordered = sorted((n for n, amount in shape.resources.items() if amount), key=lambda n: (n != "GPU", n))
     return " + ".join(_amount(name, shape.resources[name], shape.labels) for name in ordered)
 
@@ -108,13 +108,13 @@ def _too_big(shape: Shape, labelled: Sequence[NodeType], subject: str) -> Unsche
 
 
 class Holders:
-    """Who holds something on nodes of each type."""
+    """The jobs and endpoints that hold resources on nodes of each type."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._of_type, self._said = _holders(snapshot), dict[tuple[str, ...], list[str]]()
 
     def of(self, types: tuple[str, ...]) -> list[str]:
-        """On those of all these types, in order."""
+        """The names on all these types, sorted."""
         if types not in self._said:
             self._said[types] = sorted(set().union(*(self._of_type.get(name, set()) for name in types)))
         return self._said[types]
@@ -139,7 +139,8 @@ def _holders(snapshot: Snapshot) -> dict[str, set[str]]:
 
 
 def why_not(market: Offerings, held_by: Holders, shape: Shape, count: int, there: int, subject: str) -> Unschedulable:
-    """Of a placement that is possible at all. `there`: how many members fit on nodes that are there or coming."""
+    """Why a placement that is not impossible cannot be had now. `existing`: members that fit on existing and starting
+    nodes."""
     holding = market.offerings_for(shape)
     types = {offer.node_type.name: (offer.node_type, fit) for offer, fit in holding}
     resting = [offer for offer, _ in holding if market.retry_at_s(offer) > market.at_s]

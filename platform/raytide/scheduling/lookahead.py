@@ -1,7 +1,7 @@
-"""Who still waits for a seat in this decision, and what they would pay for what a node leaves over.
+"""The demand that is still to be placed in this decision, and its value for the room that a new node leaves over.
 
-Shapes are seated one after another. A node that costs a little more for the first of them may cost less for all, when
-the rest of it holds others that would need nodes of their own: their worth is taken off its price.
+Shapes are placed one after another. A node that costs a little more for the first may cost less for all, when its
+remaining room holds others that would need nodes of their own: their value is subtracted from its price.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raytide.core.objects.node import Resources, round_up_gpu_share
 from raytide.scheduling.offerings import Floats, Ints, Offerings
 
 MOST = 16
-"""Shapes that are looked at: the largest."""
+"""The largest shapes only are considered."""
 
 _EPS = 1e-9
 
@@ -29,7 +29,7 @@ class PendingShape:
 
 
 class PendingDemand:
-    """Asks in the order in which they will be seated; `next` when it is the turn of the first of them."""
+    """Shapes in the order of their placement; `advance` is called before each of them is placed."""
 
     def __init__(self, market: Offerings, asks: Sequence[PendingShape]) -> None:
         self._shelf = shelf = market.table
@@ -45,8 +45,8 @@ class PendingDemand:
         self._turn += 1
 
     def worth(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
-        """For these offers, with so many members of this need on each: what others would pay for the rest, and how many
-        of each ask it would hold. `left`: how many are left of each."""
+        """For each of these offerings with `members` of this need on a node: the value of its remaining room for other
+        shapes, and how many of each shape it would hold. `left`: how many of each shape remain."""
         need_R = self._shelf.vector(round_up_gpu_share(need))
         free_PR = self._shelf.totals_PR[rows] - members[:, None] * need_R
         worth, fits = np.zeros(len(rows)), np.zeros((len(rows), len(left)))
@@ -60,11 +60,11 @@ class PendingDemand:
         return worth, fits
 
     def _alone(self, shape: Shape) -> float:
-        """What each would pay for nodes of its own."""
+        """The lowest price of a member of this shape on nodes of its own."""
         members = self._shelf.members(shape)
         able = members > 0
         return float((self._shelf.cost[able] / members[able]).min()) if able.any() else 0.0
 
     def _is_known(self, shape: Shape) -> bool:
-        """Whether it asks for something, and for nothing that no node type has: that would look as if it fits."""
+        """True if it needs something, and only resources that a node type has: others would seem to fit."""
         return any(shape.resources.values()) and shape.resources.keys() <= self._shelf.columns.keys()

@@ -1,4 +1,4 @@
-"""What a job with a deadline may hold now, and what was learned of the spot pools that it could use."""
+"""The markets that a deadline job may use now, applied to its shapes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from raytide.core.objects.snapshot import MarketConstraint
 
 
 def constrain(shapes: Sequence[Shape], stance: MarketConstraint | None) -> tuple[Shape, ...]:
-    """The shapes in the markets that are allowed, the wanted market first: none while it waits.
+    """The shapes restricted to the allowed markets, the wanted market first; none while the job waits.
 
-    As they are without a stance, for a late job, and when they name another market than all of those.
+    Unchanged without a constraint, for a late job, and if the shapes name none of the allowed markets.
     """
     if stance is None or stance.markets is None:
         return tuple(shapes)
@@ -23,20 +23,20 @@ def constrain(shapes: Sequence[Shape], stance: MarketConstraint | None) -> tuple
 
 
 def is_allowed(shape: Shape, stance: MarketConstraint) -> bool:
-    """Whether there is a market that is wanted, and its own labels allow it that."""
+    """True if there is a wanted market and the shape's labels allow it."""
     return stance.wanted is not None and _allows(shape, stance.wanted)
 
 
 def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
-    """The one of `shapes` that was bound to a market: a lease keeps that, since its market may change. It may change to
-    any when they ask for the same in each market."""
+    """The original of a shape that `constrain` restricted, because the market of a lease may change: to any market if
+    the original shapes allow each of them."""
     free = _without_market(shape)
     asked = [one for one in shapes if _without_market(one) == free]
     return free if all(any(_allows(one, market) for one in asked) for market in CapacityType) else asked[0]
 
 
 def alternatives(shape: Shape, shapes: Sequence[Shape], market: CapacityType) -> tuple[Shape, ...]:
-    """Of a job's shapes, in a market in which its lease's own may not sit, those that may."""
+    """The job's shapes that the market allows, if the lease's own shape is not one of them."""
     return () if _allows(shape, market) else tuple(_in_market(one, market) for one in shapes if _allows(one, market))
 
 

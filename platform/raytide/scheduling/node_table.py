@@ -1,7 +1,7 @@
-"""Free resources of all nodes in one table, so that those that fit a shape are found in a few array operations.
+"""The free resources of all nodes in one array, so that the nodes that fit a shape are found by a few array operations.
 
-Rows are in the order of the nodes' numbers; new ones are added at the end. Among nodes that fit, those come first that
-are usable soonest, then those on which least is cut to pieces (FGD, ATC'23), then the tightest.
+Rows are in the order of node numbers; new nodes come last. Of the nodes that fit, those usable soonest come first, then
+those with the least fragmentation (FGD, ATC'23), then the tightest.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from raytide.core.objects.node import Resources, labels_match, round_up_gpu_shar
 
 GPU = "GPU"
 SHORTLIST = 256
-"""Only the tightest nodes are compared by what is cut on them."""
+"""Only this many of the tightest nodes are compared by fragmentation."""
 
 _EPS = 1e-9
 _RANK = 1000.0
-"""More than all that can be left over on a node, in units of the largest."""
+"""More than the sum of what can be left over on a node, in units of `scale`."""
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Need = tuple[tuple[int, float], ...]
-"""Columns of the grid, and how much of each."""
+"""Columns of the table, with amounts."""
 
 
 class NodeTable:
-    """`scale`: the most of each resource that one node can have, to compare a GPU left over with a CPU left over.
+    """`scale`: the most of each resource on one node, to compare a free GPU with a free CPU.
 
-    `popular`: what members usually ask for, with how many of them there are.
+    `popular`: the usual resources of a member, with their frequency.
     """
 
     def __init__(self, scale: Resources, popular: Sequence[tuple[Resources, float]] = ()) -> None:
@@ -51,7 +51,7 @@ class NodeTable:
         return len(self._labels)
 
     def extend(self, free: Sequence[Resources], rank: Sequence[int], labels: Sequence[Mapping[str, str]]) -> None:
-        """More nodes, in rows that follow one another. What is less than nothing counts as nothing."""
+        """Appends nodes. Negative amounts count as zero."""
         first, count = len(self), len(self) + len(free)
         while count > len(self._rank):
             self._free_RN = np.concatenate([self._free_RN, np.zeros_like(self._free_RN)], axis=1)
@@ -78,7 +78,7 @@ class NodeTable:
                 self._free_RN[at, row] -= count * amount
 
     def reserve_each(self, rows: Sequence[int], need: Resources, counts: Sequence[int]) -> None:
-        """So many members in each of these rows, no row twice."""
+        """Reserves `counts` members in these rows, which must be distinct."""
         if len(rows) == 1:
             self.reserve(rows[0], need, counts[0])
             return
@@ -91,7 +91,8 @@ class NodeTable:
             self._free_RN[column, row] += amount
 
     def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
-        """Rows with room, the best first, and how many members each would hold: for `enough` members, or all."""
+        """Rows with room, the best first, and the members that each would hold: until `enough` members fit, or all
+        rows."""
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
         if but >= 0:
@@ -109,13 +110,13 @@ class NodeTable:
         return rows[first], copies
 
     def rows_with_room(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
-        """Rows with room, in their order, and how many members each would hold."""
+        """Rows with room, in order, and the members that each would hold."""
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
         return rows, self._copies(need, rows)
 
     def _able(self, need: Resources, selector: Mapping[str, str]) -> Rows:
-        """Rows with room for one; none when nothing is needed."""
+        """Rows with room for one member; none if `need` is empty."""
         if not need or not need.keys() <= self._column.keys():
             return np.zeros(0, dtype=np.int64)
         there = len(self)
@@ -130,14 +131,14 @@ class NodeTable:
         return reduce(np.minimum, copies).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
 
     def columns(self, need: Resources) -> Need:
-        """The columns of what is needed; none when some of it is on no node."""
+        """The columns of `need`; empty if no node has one of its resources."""
         asked = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         if not asked.keys() <= self._column.keys():
             return ()
         return tuple((self._column[name], amount) for name, amount in asked.items())
 
     def free_at(self, row: int) -> list[float]:
-        """By column."""
+        """Free resources by column."""
         free: list[float] = self._free_RN[:, row].tolist()
         return free
 
@@ -148,16 +149,16 @@ class NodeTable:
         return all(self._mask(key, want)[row] for key, want in selector.items())
 
     def matching(self, selector: Mapping[str, str]) -> Mask:
-        """The same of all rows."""
+        """By row: whether the labels match."""
         masks = [self._mask(key, want)[: len(self)] for key, want in selector.items()]
         return reduce(np.logical_and, masks, np.ones(len(self), dtype=np.bool_))
 
     def values(self, key: str, rows: Iterable[int]) -> set[str]:
-        """Of a label, on those nodes that have it."""
+        """The values of a label on those of these nodes that have it."""
         return {self._labels[row][key] for row in rows if key in self._labels[row]}
 
     def checkpoint(self) -> Callable[[], None]:
-        """Call the result to have the free resources as they are now."""
+        """Returns a function that restores the free resources to what they are now."""
         before = self._free_RN.copy()
 
         def restore() -> None:
@@ -166,31 +167,30 @@ class NodeTable:
         return restore
 
     def set_free(self, row: int, free: Resources, labels: Mapping[str, str]) -> None:
-        """The node of this row is another one from now on."""
+        """Replaces the node of this row."""
         self._free_RN[:, row], self._labels[row] = self._vector(free), labels
         for (key, want), mask in self._masks.items():
             mask[row] = labels_match({key: want}, labels)
 
     def share_taken(self, row: int, total: Resources) -> float:
-        """Of the scarcest resource of a node that has `total`."""
+        """The used share of the scarcest resource of a node with `total`."""
         return max(
             (1.0 - float(self._free_RN[self._column[n], row]) / amount for n, amount in total.items() if amount > 0),
             default=1.0,
         )
 
     def has_free(self, row: int, amounts: Resources) -> bool:
-        """Whether so much is free there."""
         return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
 
     def have_free(self, amounts: Sequence[Resources]) -> Mask:
-        """By row from the first: whether so much is free there."""
+        """By row, from the first: whether these amounts are free."""
         have = np.ones(len(amounts), dtype=np.bool_)
         for name, at in self._column.items():
             have &= self._free_RN[at, : len(amounts)] + _EPS >= [each.get(name, 0.0) for each in amounts]
         return have
 
     def _cut(self, free_RN: Floats, need: Resources) -> Floats:
-        """GPUs that the usual members could no longer use there, for one member placed."""
+        """The increase in fragmentation by one member: GPUs that the usual members can no longer use."""
         gpu = self._column.get(GPU)
         if gpu is None or not len(self._weights_K) or not (cut := free_RN[gpu] > _EPS).any():
             return np.zeros(free_RN.shape[1])
@@ -200,7 +200,7 @@ class NodeTable:
         return np.where(cut, (after - before).round(9), 0.0)
 
     def _stranded(self, free_RN: Floats, gpu: int) -> Floats:
-        """GPUs on each node that the usual members could not use, on average."""
+        """GPUs on each node that the usual members cannot use, on average."""
         lacks_KN = self._popular_KR[:, 0, None] > free_RN[0] + _EPS
         for at in range(1, len(free_RN)):
             lacks_KN |= self._popular_KR[:, at, None] > free_RN[at] + _EPS
@@ -227,7 +227,7 @@ class NodeTable:
 
 
 def members_in(need: Need, free: Sequence[float]) -> int:
-    """How many members fit into what is free on a node."""
+    """The members that fit into a node's free resources."""
     least = math.inf
     for column, amount in need:
         if (here := (free[column] + _EPS) // amount) < least:
@@ -236,7 +236,7 @@ def members_in(need: Need, free: Sequence[float]) -> int:
 
 
 def _least(key: Floats, count: int) -> Rows:
-    """The places of so many least, the least first; of equals the first."""
+    """Indices of the `count` smallest keys, smallest first; ties by position."""
     if len(key) <= count:
         return np.argsort(key, kind="stable")
     near = np.flatnonzero(key <= np.partition(key, count - 1)[count - 1])

@@ -17,7 +17,7 @@ from raytide.core.objects.node import CapacityType, NodeType, Resources, labels_
 from raytide.core.objects.snapshot import Limits, Pool, Snapshot
 
 RESTART_S = 600.0
-"""What the loss of a node costs of its time: a start, and work that is done twice."""
+"""Seconds of a node's time that its loss costs: a restart, and work done again."""
 RATE_WINDOW_S = 60.0
 
 Refusal = tuple[Literal["stock", "capacity", "budget", "rate"], str]
@@ -36,7 +36,7 @@ _Key = tuple[tuple[tuple[str, float], ...], _Labels]
 
 @dataclass(frozen=True, slots=True)
 class Offering:
-    """A pool: nodes of one type in one zone."""
+    """A pool that nodes can be bought from: one node type in one zone."""
 
     row: int
     node_type: NodeType
@@ -44,7 +44,7 @@ class Offering:
     price_micro_usd_h: int
     reclaims_per_h: float
     cost_micro_usd_h: float
-    """The price of an hour of use, with what is lost when nodes are taken back."""
+    """The price of an hour of use, expected losses by reclaims included."""
     labels: Mapping[str, str]
 
     @property
@@ -53,7 +53,7 @@ class Offering:
 
 
 class OfferingTable:
-    """Never changes: copies of a market share it."""
+    """The static table of offerings, shared by all copies of `Offerings`."""
 
     def __init__(self, offers: Sequence[Offering]) -> None:
         self.offerings = tuple(offers)
@@ -73,7 +73,7 @@ class OfferingTable:
         self._in_menu: dict[frozenset[str] | None, Mask] = {}
 
     def members(self, shape: Shape) -> Ints:
-        """How many members of this shape a node of each offer would hold; none where it lacks a label."""
+        """By offering: the members of this shape that a node would hold; 0 where labels do not match."""
         key = tuple(shape.resources.items()), tuple(shape.labels.items())
         if (found := self._members.get(key)) is None:
             need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
@@ -86,7 +86,7 @@ class OfferingTable:
         return found
 
     def matching(self, selector: Mapping[str, str]) -> Mask:
-        """Whether the nodes of each offer carry the labels that are asked for."""
+        """By offering: whether its labels match the selector."""
         key = tuple(selector.items())
         if (found := self._carrying.get(key)) is None:
             found = np.array([labels_match(selector, offer.labels) for offer in self.offerings], dtype=np.bool_)
@@ -94,14 +94,14 @@ class OfferingTable:
         return found
 
     def allowed(self, menu: frozenset[str] | None) -> Mask:
-        """Whether the type of each offer is one of these; all are when there is no menu."""
+        """By offering: whether its type is one of these; None allows all."""
         if (found := self._in_menu.get(menu)) is None:
             found = np.array([menu is None or o.node_type.name in menu for o in self.offerings], dtype=np.bool_)
             self._in_menu[menu] = found
         return found
 
     def vector(self, amounts: Resources) -> Floats:
-        """By column, without what no node type has."""
+        """The amounts by column, without resources that no node type has."""
         vector = np.zeros(len(self.columns))
         for name, amount in amounts.items():
             if (at := self.columns.get(name)) is not None:
@@ -109,7 +109,7 @@ class OfferingTable:
         return vector
 
     def could_hold(self, amounts: Resources) -> Mask:
-        """Whether an empty node of each offer has so much."""
+        """By offering: whether an empty node has these amounts."""
         if any(amount > 0 and name not in self.columns for name, amount in amounts.items()):
             return np.zeros(len(self.offerings), dtype=np.bool_)
         enough = self.totals_PR + _EPS >= self.vector(amounts)
@@ -118,7 +118,7 @@ class OfferingTable:
 
 @dataclass(slots=True)
 class Purchase:
-    """What one placement would buy, before it is known whether all of it can be had."""
+    """The nodes that one placement would buy."""
 
     size: int = 0
     price_micro_usd_h: int = 0
@@ -142,13 +142,13 @@ class Offerings:
     burn_micro_usd_h: int
     """The price of all nodes that are not gone."""
     left: Ints
-    """Nodes of each type that its maximum still allows; one counts until the provider has ended it."""
+    """By type: nodes that max_nodes still allows. A node counts until the provider has ended it."""
     launches_left: int | None
-    """Within the limit of a minute; None without one."""
+    """Launches left in this minute; None without a limit."""
     backed_off: Mask
-    """By offer."""
+    """By offering."""
     caps: Ints | None
-    """What the fleet may cost with a node of each offer; None when it may cost anything."""
+    """By offering: the fleet price up to which it may be bought; None without limits."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Offerings:
@@ -181,17 +181,17 @@ class Offerings:
         return self.table.offerings
 
     def offerings_for(self, shape: Shape) -> list[tuple[Offering, int]]:
-        """Offers whose nodes would hold members of this shape, with how many each."""
+        """The offerings whose nodes would hold members of this shape, with how many each."""
         members = self.table.members(shape)
         return [(self.table.offerings[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
 
     def could_hold(self, shape: Shape, count: int) -> bool:
-        """Whether an empty fleet with every pool in stock would hold so many; `impossible` says why not."""
+        """True if an empty fleet with all pools in stock would hold `count` members."""
         most = {o.node_type.name: o.node_type.max_nodes * fit for o, fit in self.offerings_for(shape)}
         return sum(most.values()) >= count
 
     def can_have(self, basket: Purchase = _NOTHING) -> Ints:
-        """How many nodes of each offer there are to be had beside what is in the basket."""
+        """By offering: the nodes that can be bought beside this purchase."""
         left = self.left[self.table.type_of]
         if basket.size:
             taken = np.zeros_like(self.left)
@@ -205,7 +205,7 @@ class Offerings:
         return np.maximum(0, left)
 
     def most(self, shape: Shape) -> int:
-        """How many members of this shape nodes that can be had would hold; of each type in the zone that has most."""
+        """The members of this shape that purchasable nodes would hold, of each type in its best zone."""
         best = np.zeros_like(self.left)
         np.maximum.at(best, self.table.type_of, self.can_have() * self.table.members(shape))
         return int(best.sum())
@@ -214,7 +214,7 @@ class Offerings:
         return int(self.left[self.table.types[node_type]])
 
     def refusal(self, offer: Offering) -> Refusal | None:
-        """Why not one node of it can be had now, in words; None when it can."""
+        """Why a node of this offering cannot be bought now; None if it can."""
         if (retry_at_s := self.retry_at_s(offer)) > self.at_s:
             why = self.pools[(offer.node_type.name, offer.zone)].reason
             return "stock", f"rests until {utc(retry_at_s)}" + (f": {why}" if why else "")
@@ -237,7 +237,7 @@ class Offerings:
             self.launches_left = max(0, self.launches_left - 1)
 
     def cancel(self, offer: Offering) -> None:
-        """Undo `buy`."""
+        """Undoes `buy`."""
         self.left[self.table.types[offer.node_type.name]] += 1
         self.burn_micro_usd_h -= offer.price_micro_usd_h
         if self.launches_left is not None:
@@ -248,7 +248,7 @@ class Offerings:
         return pool.retry_at_s if pool else 0.0
 
     def limits_in_words(self) -> str:
-        """What the fleet costs, and what it may; empty when it may cost anything."""
+        """What the fleet costs, and its limits; empty without limits."""
         soft, hard = self.limits.soft_micro_usd_h, self.limits.hard_micro_usd_h
         words = [f"above {format_usd(soft)}/h only spot is bought"] if soft is not None else []
         words += [f"above {format_usd(hard)}/h nothing is"] if hard is not None else []
@@ -256,7 +256,7 @@ class Offerings:
 
 
 def _caps(shelf: OfferingTable, limits: Limits) -> Ints | None:
-    """Spot goes up to the hard limit, the rest up to the soft one."""
+    """Spot is bought up to the hard limit, on-demand up to the soft one."""
     if limits.soft_micro_usd_h is None and limits.hard_micro_usd_h is None:
         return None
     hard = _NO_CAP if limits.hard_micro_usd_h is None else limits.hard_micro_usd_h
@@ -265,7 +265,7 @@ def _caps(shelf: OfferingTable, limits: Limits) -> Ints | None:
 
 
 def _offers(snapshot: Snapshot) -> list[Offering]:
-    """In the order of node types and of their zones."""
+    """The offerings in the order of node types and their zones."""
     quotes = {(quote.node_type, quote.zone): quote for quote in snapshot.quotes}
     found: list[Offering] = []
     for node_type in snapshot.node_types:

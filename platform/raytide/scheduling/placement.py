@@ -1,4 +1,4 @@
-"""Where members would sit: first on nodes that are there, then on the cheapest that could be bought. Takes nothing."""
+"""The search for a placement: existing nodes first, then the cheapest that can be bought. It reserves nothing."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from raytide.scheduling.replicas import published_members, replica_shape
 from raytide.scheduling.throughput import cost_per_work
 
 USUAL = 4
-"""How many shapes stand for what is usually asked."""
+"""The number of shapes that stand for the usual demand."""
 SPREAD_EXTRA = 0.2
-"""What a replica may cost more in another zone, while one zone holds half of its endpoint or more."""
+"""The extra cost that a replica in another zone may have, while one zone holds half of its endpoint or more."""
 
 Option = tuple[float, float, int]
-"""What an offer costs for each member, and in all, and its place among the offers."""
+"""The cost of an offering per member and in total, and its row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ class PlacementRequest:
     spread_from: Counter[str] | None = None
     paces: Throughputs = field(default_factory=dict)
     apart: frozenset[str] | None = None
-    """Each member sits on a node of its own, and on none of these; None: they may share."""
+    """Each member needs a node of its own, and none of these; None if members may share nodes."""
 
 
 class Slot(NamedTuple):
-    """One member's place. A new node has the id under which the plan buys it, so that members can share it."""
+    """The place of one member. A new node already has its id, so that members can share it."""
 
     node_id: str
     node_type: str
@@ -51,27 +51,27 @@ class Slot(NamedTuple):
 
 @dataclass(slots=True)
 class Candidate:
-    """What one placement would take."""
+    """A possible placement."""
 
     shape: Shape
     existing: list[tuple[int, int]] = field(default_factory=list)
-    """Rows of the grid, with members."""
+    """Rows of the node table, with members."""
     new: list[tuple[Offering, int, int]] = field(default_factory=list)
-    """Offers, with nodes and members."""
+    """Offerings, with nodes and members."""
     purchase: Purchase = field(default_factory=Purchase)
     count: int = 0
     paces: Throughputs = field(default_factory=dict)
     left: Floats | None = None
-    """How many of each ask that is coming are not yet thought of as filling up nodes that this buys."""
+    """How many of each pending shape are not yet counted on to fill the nodes that this buys."""
 
     @property
     def rating(self) -> tuple[int, float]:
-        """The smaller the better: most members, then cheapest."""
+        """Smaller is better: most members, then lowest cost."""
         costs = ((offer.cost_micro_usd_h * nodes, offer.node_type.name) for offer, nodes, _ in self.new)
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_break(self, pace: int, needed: int) -> bool:
-        """Whether with so many new nodes fewer would sit than are needed at least."""
+        """True if fewer members than needed would be placed with so few new nodes."""
         members = sum(members for _, members in self.existing)
         sizes = [members // nodes for _, nodes, members in self.new for _ in range(nodes)]
         return members + sum(sizes[:pace]) < needed
@@ -80,7 +80,7 @@ class Candidate:
 def best_candidate(
     market: Offerings, grid: NodeTable, seats: Sequence[Slot], coming: PendingDemand | None, want: PlacementRequest
 ) -> Candidate:
-    """As many of the members that are wanted as there is room for. `seats`: by row of the grid."""
+    """Places as many of the requested members as possible. `slots`: by row of the node table."""
     choice = Candidate(want.shape, paces=want.paces, left=None if coming is None else coming.remaining)
     looked_at = want.count if want.apart is None else sys.maxsize  # apart, many rows hold one each, whatever else fits
     rows, copies = grid.fitting(want.shape.resources, want.shape.labels, enough=looked_at)
@@ -111,8 +111,8 @@ def best_candidate(
 
 
 def spread_over(options: Sequence[Option], zone: Callable[[int], str], there: Counter[str]) -> Option:
-    """The cheapest. While its zone holds more than half of those that are there, one that costs little more in the zone
-    that holds the fewest."""
+    """The cheapest option; but while its zone holds more than half of the endpoint, one that costs little more in the
+    zone with the fewest."""
     best = min(options)
     if there[zone(best[2])] * 2 <= there.total():
         return best
@@ -127,8 +127,8 @@ def _cheapest(
     choice: Candidate,
     zones: Counter[str] | None,
 ) -> tuple[Offering, int, int] | None:
-    """The best offer, how many members a node of it holds, and how many of its nodes to take at once. `zones`: how many
-    there are in each, when they are spread."""
+    """The best offering, the members that one of its nodes holds, and how many nodes to take at once. `zones`: members
+    by zone if they are spread."""
     shelf, lacking = market.table, want.count - choice.count
     fits, to_be_had = shelf.members(want.shape), market.can_have(choice.purchase)
     fits = fits if want.apart is None else np.minimum(1, fits)
@@ -163,14 +163,15 @@ def _cheapest(
 
 
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:
-    """The most of each resource on one node; what no node type has counts for nothing when it is left over."""
+    """The most of each resource on one node; infinite for resources that no node type has, so that leftovers of them do
+    not count."""
     scale = dict.fromkeys(set().union(*(view.available for view in nodes)), float("inf"))
     names = {name for t in node_types for name in t.resources}
     return scale | {name: max(t.resources.get(name, 0.0) for t in node_types) for name in names}
 
 
 def usual_shapes(snapshot: Snapshot) -> list[tuple[Resources, float]]:
-    """The GPU shapes that most members have, running and waiting, with the share of each."""
+    """The GPU shapes that most members have, running or waiting, each with its share of members."""
     said: Counter[tuple[tuple[str, float], ...]] = Counter()
     for lease in snapshot.leases:
         said[tuple(lease.shape.resources.items())] += len(lease.members)

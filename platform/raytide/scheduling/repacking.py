@@ -1,8 +1,7 @@
-"""Regret of a greedy plan: nodes it would buy whose tenants fit elsewhere after all, or on something cheaper.
+"""Corrects a greedy plan: gives up nodes whose tenants fit elsewhere after all, and swaps nodes for cheaper ones.
 
-Shapes are placed one after another, each as is best for itself alone. Once all are, a node that is not full may be
-given up for room on others, or be swapped for a cheaper one. Nothing has been bought yet, so this costs nothing. Who
-was spread over zones stays in his.
+Shapes are placed one after another, each in its own best way. Nothing has been bought yet, so a correction costs
+nothing. Tenants that were spread over zones stay in theirs.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from raytide.scheduling.state import SchedulingState, Tenant
 
 FULL = 0.999
 MOST_TENANTS = 64
-"""A node with more is not emptied: nearly full, and long to try."""
+"""A node with more tenants is not emptied: it is nearly full, and slow to try."""
 
 
 @dataclass(slots=True)
 class Repacking:
     moved: dict[str, list[Slot]] = field(default_factory=dict)
-    """By node that is not bought after all: the seats of its tenants, in their order."""
+    """By node that is not bought after all: the new slots of its tenants, in their order."""
     swapped: dict[str, Slot] = field(default_factory=dict)
-    """By node that is bought as something else."""
+    """By node that is bought as another type: its new slot."""
 
     def final_slot(self, seat: Slot) -> Slot:
-        """Where this tenant sits now. Ask for the tenants of a node in the order in which they were seated."""
+        """The tenant's final slot. Must be called for the tenants of a node in the order of their placement."""
         if elsewhere := self.moved.get(seat.node_id):
             seat = elsewhere.pop(0)
         return self.swapped.get(seat.node_id, seat)
 
 
 def repack(room: SchedulingState) -> Repacking:
-    """Empty or swap what can be, the dearest first; the room is changed accordingly."""
+    """Empties or swaps new nodes, the most expensive first; changes `room` accordingly."""
     done = Repacking()
     kept: set[str] = set()
     for node_id, offer in sorted(room.bought.items(), key=lambda item: -item[1].cost_micro_usd_h):
@@ -61,7 +60,7 @@ def repack(room: SchedulingState) -> Repacking:
 
 
 def _elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> list[Slot]:
-    """Seats for all tenants of this row on other nodes, taken; none when they do not all fit."""
+    """Reserves slots for all tenants of this row on other nodes; empty if they do not all fit."""
     restore = room.node_table.checkpoint()
     seats: list[Slot] = []
     for tenant in tenants:
@@ -78,7 +77,7 @@ def _elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> list[S
 
 
 def _cheaper(room: SchedulingState, offer: Offering, tenants: list[Tenant]) -> Offering | None:
-    """The cheapest offer that holds all of them, if it is cheaper than this one."""
+    """The cheapest offering that holds all of them, if it is cheaper than this one."""
     market, shelf = room.offerings, room.offerings.table
     able = (shelf.cost < offer.cost_micro_usd_h) & shelf.could_hold(_sum(tenants)) & (market.can_have() > 0)
     for labels, menu in {(tuple(tenant.labels.items()), tenant.allowed_types) for tenant in tenants}:
@@ -98,7 +97,7 @@ def _swap(room: SchedulingState, node_id: str, offer: Offering, tenants: list[Te
 
 
 def _forget(room: SchedulingState, node_id: str) -> None:
-    """It is not bought: nobody is seated there any more."""
+    """Removes a node that is not bought after all."""
     room.offerings.cancel(room.bought.pop(node_id))
     del room.tenants[node_id]
     room.node_table.set_free(room.rows.pop(node_id), {}, {})

@@ -1,4 +1,4 @@
-"""How many replicas of an endpoint still wait for a node: promises that the fleet has made and not kept yet."""
+"""Replicas of endpoints: their shapes, their loads, and how many still need a node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raytide.core.objects.node import FRESH_S, NodeState
 from raytide.core.objects.snapshot import Demand, EndpointView, Snapshot, Throughputs
 
 REPLICA_LABEL = "raytide.io/replica-of"
-"""In a replica's label selector, negated: every node matches it, and Ray's queue shows whose work it is."""
+"""Negated in a replica's label selector, so that every node matches it and Ray's queue shows the endpoint."""
 
 SERVING_STATES = frozenset({EndpointState.DEPLOYING, EndpointState.RUNNING})
 
@@ -18,49 +18,49 @@ def is_fresh(load: EndpointLoad | None, now_s: float) -> bool:
 
 
 def silent_replicas(load: EndpointLoad, now_s: float) -> int:
-    """How many of the replicas that answer requests said nothing of their own lately."""
+    """The ready replicas without a recent report of their own."""
     return max(0, load.ready - sum(now_s - replica.at_s <= FRESH_S for replica in load.replicas))
 
 
 def replica_selector(spec: ServeSpec) -> dict[str, str]:
-    """The label selector that every replica actor of the endpoint is started with."""
+    """The label selector of every replica actor of the endpoint."""
     return {**spec.labels, REPLICA_LABEL: _mark(spec.name)}
 
 
 def replica_shape(view: EndpointView) -> Shape:
-    """One member of a replica, as the fleet has to find room for it."""
+    """The shape of one member of a replica."""
     return Shape(resources=view.endpoint.spec.resources, labels=view.endpoint.spec.labels)
 
 
 def replica_throughputs(view: EndpointView) -> Throughputs:
-    """How fast its replicas are on each node type, as far as that was heard."""
+    """The replicas' relative throughput by node type, as far as known."""
     traffic = view.load.traffic if view.load is not None else None
     return traffic.paces if traffic is not None else {}
 
 
 def published_members(view: EndpointView) -> int:
-    """Of all its published replicas."""
+    """Members of all published replicas."""
     return view.endpoint.target_replicas * view.endpoint.spec.members
 
 
 def departing_nodes(snapshot: Snapshot) -> frozenset[str]:
-    """Ray's ids of the nodes on which no replica stays."""
+    """Ray ids of the nodes that no replica stays on."""
     gone = (NodeState.DRAINING, NodeState.TERMINATING)
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.state in gone) - {""}
 
 
 def released_nodes(snapshot: Snapshot) -> frozenset[str]:
-    """Ray's ids of the nodes that endpoints give up in this decision: none of their replicas stays there either."""
+    """Ray ids of the nodes that endpoints release in this decision: their replicas do not stay there either."""
     given_up = {node_id for view in snapshot.endpoints for node_id in view.given_up}
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.id in given_up) - {""}
 
 
 def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
-    """Members of published replicas without a node to stay on; those on draining nodes count as missing, Serve moves
-    them. It moves a replica whole, so of one that it moves no member stays.
+    """Members of published replicas that need a node. Those on draining nodes are included because Serve moves them; it
+    moves a replica whole, so no member of one that moves stays.
 
-    Without fresh word from the endpoint only what Ray itself says it cannot place counts, so that a restarted
-    controller does not buy for replicas that run.
+    Without a fresh report only replicas that Ray itself cannot place count, so that a restarted controller does not buy
+    nodes for running replicas.
     """
     if view.endpoint.state not in SERVING_STATES:
         return 0
@@ -72,7 +72,7 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[
 
 
 def is_overloaded(view: EndpointView, now_s: float) -> bool:
-    """Whether it is asked more now than the replicas that answer are meant to carry."""
+    """True if the load is above what the ready replicas are meant to carry."""
     load, spec = view.load, view.endpoint.spec.replicas
     if load is None or not is_fresh(load, now_s):
         return False
@@ -83,7 +83,7 @@ def is_overloaded(view: EndpointView, now_s: float) -> bool:
 
 
 def is_replica_of(demand: Demand, endpoint: str) -> bool:
-    """Whether work that Ray cannot place is a replica of this endpoint."""
+    """True if demand that Ray cannot place is a replica of this endpoint."""
     return demand.labels.get(REPLICA_LABEL) == _mark(endpoint)
 
 
@@ -97,5 +97,5 @@ def _staying(load: EndpointLoad, leaving: frozenset[str]) -> int:
 
 
 def _mark(endpoint: str) -> str:
-    """A label value ends in a letter or a digit; the name of an endpoint may not."""
+    """The endpoint's name as a label value, which must end in a letter or digit."""
     return "!" + endpoint.rstrip("._-")

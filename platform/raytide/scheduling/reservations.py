@@ -1,8 +1,8 @@
-"""What is kept for replicas that find no room: who needs more than falls free at a time would never have it beside work
-that takes each seat at once. Pure.
+"""Reserves nodes for replicas that do not fit, so that smaller jobs cannot starve them by taking each slot as it frees
+up.
 
-The nodes on which others hold the least of it take no new work, so what it lacks only grows less; replicas of other
-endpoints that fit there are seated all the same.
+The nodes that lack the least take no new work, so what is lacking only shrinks. Replicas of other endpoints that fit
+there may still use them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from raytide.scheduling.replicas import replica_shape
 from raytide.scheduling.state import SchedulingState
 
 Reservation = tuple[tuple[str, Resources], ...]
-"""Nodes, and what nobody else gets of each: all that is free there, as far as it is needed."""
+"""Nodes, with the resources of each that are reserved: what is free there, as far as it is needed."""
 
 _EPS = 1e-6
 
 
 def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
-    """With what is kept for the first replica of each endpoint that has no room, as the room is now."""
+    """The snapshot with reservations for the first unplaced replica of each endpoint."""
     lacking = [view for view in snapshot.endpoints if missing_members(room, view) and view.pools is None]
     if not lacking:
         return snapshot
@@ -44,13 +44,13 @@ def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
 
 
 def missing_members(room: SchedulingState, view: EndpointView) -> int:
-    """Members of published replicas for which there is no room, not even on nodes that can be bought."""
+    """Members of published replicas that fit nowhere, not even on nodes that can be bought."""
     name = view.endpoint.name
     return room.missing.get(name, 0) - len(room.replicas.get(name, ()))
 
 
 def members_at_once(view: EndpointView, lacking: int) -> int:
-    """Of so many, those that belong to one replica: first what a broken one lacks."""
+    """The members, out of `lacking`, that belong to one replica; those of a broken replica come first."""
     return lacking % view.endpoint.spec.members or view.endpoint.spec.members
 
 
@@ -66,16 +66,16 @@ def release(room: SchedulingState, kept: Reservation) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Fleet:
-    """Nodes that are there or coming, in order."""
+    """The existing and starting nodes, in order."""
 
     ids: Sequence[str]
     grid: NodeTable
     rows: Rows
-    """Of the grid."""
+    """Rows of the node table."""
     free: Mapping[str, Floats]
-    """By resource and node: what is free."""
+    """By resource: free amounts by node."""
     most: Mapping[str, Floats]
-    """And what would be once all has ended that ends: replicas do not."""
+    """By resource: free amounts by node once all jobs have ended; replicas do not end."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, room: SchedulingState, names: Iterable[str]) -> _Fleet:
@@ -92,8 +92,8 @@ class _Fleet:
         return cls([view.node.id for view in views], room.node_table, rows, free, most)
 
     def keep(self, shape: Shape, count: int, to_buy: int) -> Reservation:
-        """The nodes on which the least would have to be left for so many members, of which `to_buy` need none of them.
-        None when there would be no room for all of them even then."""
+        """Reserves the nodes that lack the least for `count` members, `to_buy` of which fit on new nodes. Empty if not
+        all of them would ever fit."""
         need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
         if not need:
             return ()
@@ -112,7 +112,7 @@ class _Fleet:
         return tuple((self.ids[row], self._take(row, number, need)) for row, number in chosen.items())
 
     def _take(self, row: int, number: int, need: Resources) -> Resources:
-        """Of what is free there, no more than so many members need; and of what will be, all of that."""
+        """Takes from a node's free resources what `number` members need, and all of that from its future ones."""
         some = {name: min(float(self.free[name][row]), number * amount) for name, amount in need.items()}
         for name, amount in some.items():
             self.free[name][row] -= amount
@@ -125,7 +125,7 @@ def _need(view: EndpointView) -> Resources:
 
 
 def _used_for_good(snapshot: Snapshot, room: SchedulingState) -> Mapping[str, Mapping[str, float]]:
-    """What replicas hold of each node, or are about to."""
+    """Resources of each node that replicas use or are about to use."""
     used: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     ids = {view.node.ray_node_id: view.node.id for view in snapshot.nodes if view.node.ray_node_id}
     for view in snapshot.endpoints:

@@ -1,4 +1,4 @@
-"""What the fleet can still hold: the one answer that the queue (may it start?) and the planner (where?) share."""
+"""The resources that the fleet can still provide: shared by the queue (may it start?) and the planner (where?)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from raytide.scheduling.throughput import no_slower
 from raytide.scheduling.unattributed import UnattributedUsage
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
-"""Where members may sit, the soonest usable first."""
+"""States of nodes that members may be placed on, the soonest usable first."""
 _NEW = len(_RANK)
 
 Placements = tuple[Slot, ...]
@@ -50,36 +50,36 @@ _Ask = tuple[
     int | None,
     frozenset[str] | None,
 ]
-"""A shape, the menu, how many nodes may be bought, and which may not be shared."""
+"""A shape, the allowed types, the number of nodes that may be bought, and the nodes that may not be shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Somebody who was given a seat on a new node."""
+    """A member placed on a new node."""
 
     shape: Shape
     allowed_types: frozenset[str] | None
     """The node types that may be bought for it; None for all."""
     zone: str = ""
-    """Where it stays, so that its endpoint is spread; empty for anywhere."""
+    """The zone that it must stay in, so that its endpoint is spread; "" for any."""
     types: str = ""
-    """A label selector's value for the node types on which its work goes no slower; empty for all."""
+    """A label selector's value for the node types on which its work is no slower; "" for all."""
     is_apart: bool = False
-    """It has this node to itself among its fellows, and might meet one on another."""
+    """It needs a node without other members of its group."""
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """What its node must carry."""
+        """The labels that its node must have."""
         labels = {TYPE_LABEL: self.types, **self.shape.labels} if self.types else self.shape.labels
         return {**labels, ZONE_LABEL: self.zone} if self.zone else labels
 
 
 @dataclass(slots=True)
 class SchedulingState:
-    """Free resources on nodes that are there or on their way, and nodes that could still be bought.
+    """Free resources on existing and starting nodes, and the nodes that can be bought.
 
-    `Room.of` has already taken out every promise: members with a node, and published replicas that have none yet.
-    A scratch pad: `place` takes out what it promises, so that no room is promised twice within one decision.
+    `SchedulingState.of` has already reserved what is promised: members with a node, and published replicas without one.
+    `place` reserves what it returns, so no room is promised twice within a decision.
     """
 
     snapshot: Snapshot
@@ -87,21 +87,21 @@ class SchedulingState:
     next_node: int
     node_table: NodeTable
     slots: list[Slot] = field(default_factory=list)
-    """By row of the grid."""
+    """By row of the node table."""
     rows: dict[str, int] = field(default_factory=dict)
-    """By node."""
+    """By node id."""
     bought: dict[str, Offering] = field(default_factory=dict)
     tenants: dict[str, list[Tenant]] = field(default_factory=dict)
-    """Of each new node, in the order in which they were seated."""
+    """By new node, in the order of placement."""
     pending: PendingDemand | None = None
-    """Who will be seated later in this decision, when that is known."""
+    """The demand that will be placed later in this decision, if known."""
     missing: dict[str, int] = field(default_factory=dict)
-    """Published replicas of each endpoint that have no node, where there are any."""
+    """By endpoint: members of published replicas without a node."""
     replicas: dict[str, Placements] = field(default_factory=dict)
-    """Where the published replicas of each endpoint that have no node will find one, as far as there is room."""
+    """By endpoint: the slots reserved for these, as far as there is room."""
     _holders: Holders | None = None
     full: set[_Ask] = field(default_factory=set)
-    """What found no seat at all. Seats are only taken, until somebody gives one, or a node is bought that has more."""
+    """Shapes for which there was no slot at all: valid until something is released or bought."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> SchedulingState:
@@ -151,12 +151,12 @@ class SchedulingState:
         paces: Throughputs | None = None,
         apart: frozenset[str] | None = None,
     ) -> Placements | Unschedulable:
-        """Seats for `count` members, or for as many as there is room for; nothing is taken below `at_least`.
+        """Reserves slots for `count` members, or for as many as fit; none if fewer than `at_least` fit (default: all).
 
-        All or nothing when `at_least` is left out. First nodes that are there, the tightest fit first, then new nodes
-        of the pool that is cheapest for each member it would hold: of `menu` (all types), `max_new` at most (no limit).
-        `spread_from`: how many there are by zone, when they should not all sit in one. `paces`: cheapest for what a
-        member does there. `apart`: each must have a node of its own, none of these.
+        Existing nodes come first, the tightest fit first, then new nodes of the pool that is cheapest per member: of
+        the types in `menu` (default: all), and `max_new` at most. `spread_from`: members by zone, if they should not
+        all be in one. `paces`: relative throughput by node type, to compare costs per work. `apart`: each member needs
+        a node of its own, and none of these.
         """
         if count <= 0:
             return ()
@@ -185,11 +185,11 @@ class SchedulingState:
         return self._commit(best, types, is_spread=spread_from is not None, is_apart=apart is not None)
 
     def most(self, shape: Shape) -> int:
-        """How many members there would be room for now, nodes to be bought included: at most so many, that is."""
+        """An upper bound of the members that fit now, on nodes that can be bought included."""
         return int(self.node_table.rows_with_room(shape.resources, shape.labels)[1].sum()) + self.offerings.most(shape)
 
     def buy(self, node_type: NodeType) -> Slot | None:
-        """One more node of a type, whoever needs it; None when none can be had."""
+        """Buys one node of a type, for any use; None if that is not possible."""
         offers = [o for o in self.offerings.offerings if o.node_type.name == node_type.name]
         able = [o for o in offers if self.offerings.refusal(o) is None]
         return self.buy_offer(min(able, key=lambda offer: offer.cost_micro_usd_h)) if able else None
@@ -198,7 +198,7 @@ class SchedulingState:
         return self._buy(offer, 1)[0]
 
     def why_not(self, shape: Shape, count: int, subject: str) -> Unschedulable:
-        """What keeps `count` members from being placed now; capacity when nothing worse does."""
+        """Why `count` members cannot be placed now."""
         if not self.offerings.could_hold(shape, count):
             never = why_impossible(shape, count, self.snapshot.node_types, subject)
             assert never is not None
@@ -211,7 +211,7 @@ class SchedulingState:
         return why_not(self.offerings, self._holders, shape, count, there, subject)
 
     def copy(self) -> SchedulingState:
-        """A scratch pad of the scratch pad."""
+        """A copy that can be changed without affecting this one."""
         return replace(
             self,
             offerings=self.offerings.copy(),
@@ -227,7 +227,7 @@ class SchedulingState:
         )
 
     def release(self, node_id: str, resources: Resources) -> None:
-        """Somebody on that node lets go of these; a node that takes no work is left."""
+        """Frees resources on a node; no effect for nodes that take no work."""
         if (row := self.rows.get(node_id)) is not None:
             self.node_table.reserve(row, resources, -1)
             self.full.clear()
@@ -237,7 +237,8 @@ class SchedulingState:
             self.node_table.reserve(row, resources)
 
     def _seats_for(self, view: EndpointView, missing: int, there: Counter[str]) -> Placements:
-        """Where it was decided to buy them, or where it is cheapest; whatever is free comes first."""
+        """Reserves slots for replicas: free room first, then where their policy decided to buy, or where it is
+        cheapest."""
         shape, name = replica_shape(view), view.endpoint.name
         if (members := view.endpoint.spec.members) > 1:
             return self._whole(shape, missing, members, name)
@@ -250,7 +251,8 @@ class SchedulingState:
         return seats
 
     def _whole(self, shape: Shape, missing: int, members: int, subject: str) -> Placements:
-        """Replicas of several members, each of them whole or not at all; first what a broken one lacks."""
+        """Reserves slots for replicas of several members, each whole or not at all; first what a broken replica
+        lacks."""
         seats: Placements = ()
         while missing > 0:
             count = missing % members or members
@@ -269,14 +271,14 @@ class SchedulingState:
         spread_from: Counter[str] | None = None,
         paces: Throughputs | None = None,
     ) -> Placements:
-        """As many as there is room for."""
+        """Reserves as many slots as there is room for."""
         seats = self.place(
             shape, count, subject=subject, at_least=0, max_new=max_new, spread_from=spread_from, paces=paces
         )
         return () if isinstance(seats, Unschedulable) else seats
 
     def _bound(self, shape: Shape) -> list[Shape]:
-        """The shape with the label that its members share, once for each value; itself when they share none."""
+        """The shape once for each value of the label that its members share; the shape itself if they share none."""
         if not shape.together:
             return [shape]
         rows, _ = self.node_table.rows_with_room(shape.resources, shape.labels)
@@ -312,7 +314,7 @@ class SchedulingState:
         return tuple(seats)
 
     def _buy(self, offer: Offering, count: int) -> list[Slot]:
-        """So many nodes of one pool, in rows that follow one another."""
+        """Buys nodes of one pool, in consecutive rows."""
         node_type, first = offer.node_type, len(self.slots)
         numbers = range(self.next_node, self.next_node + count)
         seats = [Slot(f"node-{number}", node_type.name, offer.zone, is_new=True) for number in numbers]
@@ -328,7 +330,7 @@ class SchedulingState:
 
 
 def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:
-    """CapacityError when no state of the fleet, not even an empty one, could hold any shape of the gang."""
+    """Raises CapacityError if not even an empty fleet could hold any shape of the gang."""
     never = [why_impossible(shape, shape.at_least, node_types, subject) for shape in spec.shapes]
     if never[0] is not None and all(never):
         raise CapacityError(never[0].reason, hint=never[0].remedy)
@@ -339,7 +341,7 @@ def _takes_work(node: Node) -> bool:
 
 
 def _is_known(view: NodeView, snapshot: Snapshot) -> bool:
-    """Without Ray's word on what is free, a node that runs holds nothing new."""
+    """False for ready nodes while Ray does not answer: nothing new is placed there."""
     return snapshot.ray_answers or view.node.state is not NodeState.READY
 
 
@@ -354,7 +356,7 @@ def _promised(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, Shape]]]:
 
 
 def _held(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
-    """What usable members have of each node. Ray shows it a second or two after their placement groups are ready."""
+    """Resources of usable members by node. Ray shows them a second or two after their placement groups are ready."""
     found: dict[str, dict[str, float]] = {}
     for lease in leases:
         need = lease.shape.resources.items()
@@ -367,7 +369,7 @@ def _held(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
 
 
 def _within(view: NodeView, taken: Resources | None) -> Resources:
-    """No more is free of a node than its members leave."""
+    """The free resources of a node, at most what its members leave."""
     free = view.available
     if not taken or fits(taken, minus(view.total, free)):
         return free
@@ -375,11 +377,11 @@ def _within(view: NodeView, taken: Resources | None) -> Resources:
 
 
 def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> Resources:
-    """Free resources without those of members whose placement group Ray does not count yet.
+    """The free resources without those of members whose placement group Ray does not count yet.
 
-    ASSIGNED has no group: taken out. FORMING has one that Ray may count or not. While the free resources still cover it
-    it is taken out: at worst this hides its room for the second until it is READY, and never promises it twice. When
-    they do not cover it, Ray must have counted it.
+    ASSIGNED members have no group and are subtracted. FORMING members have one that Ray may count or not. They are
+    subtracted as long as the free resources cover them: at worst this hides their room for a second until they are
+    READY, and it never promises it twice. If the free resources do not cover them, Ray must have counted them.
     """
     free = available
     for member, shape in here:
@@ -392,5 +394,5 @@ def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> R
 
 
 def _order(node_id: str) -> tuple[int, str]:
-    """node-2 before node-10."""
+    """Sorts node-2 before node-10."""
     return len(node_id), node_id

@@ -1,9 +1,4 @@
-"""How fast the work of a job or an endpoint goes on each type of node, and so what it costs: dollars for work, not for
-hours. Pure.
-
-Types with the same accelerator are of one kind, whatever their market, and do alike. What was measured on a kind
-counts; on others the `speed` of their types says how they compare with it.
-"""
+"""The relative throughput of a job or an endpoint on each node type, and costs per unit of work."""
 
 from __future__ import annotations
 
@@ -16,21 +11,21 @@ from raytide.core.objects.node import ACCELERATOR_LABEL, NodeType, Resources
 from raytide.core.objects.snapshot import Throughputs
 
 MOST_PACE = 100.0
-"""No kind is taken to do more than so many times what the slowest does: speeds are also what users say."""
+"""The largest ratio between accelerator classes: speeds may also be declared by users."""
 
 
 @dataclass(frozen=True, slots=True)
 class AcceleratorClasses:
-    """Of the node types on which some work could go."""
+    """The accelerator classes of the node types that some work could use."""
 
     types: Mapping[str, str] = field(default_factory=dict)
-    """The kind of each."""
+    """The class of each node type."""
     declared: Mapping[str, float] = field(default_factory=dict)
-    """The `speed` of each kind."""
+    """The declared `speed` of each class."""
 
     @classmethod
     def of(cls, node_types: Iterable[NodeType], need: Resources) -> AcceleratorClasses:
-        """`need`: what the work asks of a node. The `speed` of a type with GPUs is for work on these."""
+        """`need`: a member's resources. The `speed` of a type with GPUs applies to work on GPUs only."""
         by_kind: dict[str, list[NodeType]] = defaultdict(list)
         for node_type in node_types:
             by_kind[_kind_of(node_type)].append(node_type)
@@ -40,7 +35,8 @@ class AcceleratorClasses:
         )
 
     def paces(self, measured: Mapping[str, float]) -> Throughputs:
-        """`measured`: what is done on node types, in any unit."""
+        """The throughput on each node type relative to the slowest. `measured`: throughput on node types, in any
+        unit."""
         found: dict[str, list[float]] = defaultdict(list)
         for name, rate in measured.items():
             if (kind := self.types.get(name)) is not None:
@@ -54,18 +50,18 @@ class AcceleratorClasses:
 
 
 def cost_per_work(cost: float, node_type: str, paces: Throughputs) -> float:
-    """What a unit of work costs there, when an hour costs so much."""
+    """The cost of a unit of work on this type, given the cost of an hour."""
     return cost / paces.get(node_type, 1.0)
 
 
 def no_slower(node_type: str, paces: Throughputs) -> str:
-    """A label selector's value for the node types on which work goes as fast as on this one, or faster; empty: all."""
+    """A label selector's value for the node types that are at least as fast as this one; empty for all."""
     least = paces.get(node_type, 1.0)
     return f"in({','.join(sorted(name for name, pace in paces.items() if pace >= least))})" if paces else ""
 
 
 def _kind_of(node_type: NodeType) -> str:
-    """The accelerator's name; of types that name none, what their nodes hold."""
+    """The accelerator's name; for types without one, a description of their resources."""
     held = " ".join(f"{name} {amount:g}" for name, amount in sorted(node_type.resources.items()))
     return node_type.labels.get(ACCELERATOR_LABEL) or held
 

@@ -1,4 +1,4 @@
-"""What Ray counts as taken and nobody is known to hold: seats that were just left, replicas that just found room."""
+"""Usage that Ray reports and no known member or replica accounts for: slots just left, replicas just placed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from raytide.scheduling.diagnosis import copies_that_fit
 from raytide.scheduling.replicas import is_replica_of
 
 LAG_S = 3.0
-"""So long after a seat was given away Ray may still count it as taken, or Serve not know yet who took it."""
+"""For so long after a member left, Ray may still count it, and Serve may not know which replica took its slot."""
 
 _COUNTED = (MemberState.FORMING, MemberState.READY, MemberState.LEAVING)
 
 
 class UnattributedUsage:
-    """Of one snapshot."""
+    """The unattributed usage of one snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
     def vacated(self, served: EndpointView, starting: int) -> list[tuple[str, Resources]]:
-        """The seats that are being left for its replicas, or were left just now: nodes, and how much. Those that the
-        replicas that start may have taken are left out."""
+        """The slots that members yield to the endpoint's replicas, or just left: node ids with resources. Those that
+        starting replicas may have taken are left out."""
         need, found = served.endpoint.spec.resources, []
         gone: Resources = {}
         for node_id, seat, is_hidden in self._given.get(served.endpoint.name, ()):
@@ -38,7 +38,7 @@ class UnattributedUsage:
 
     @cached_property
     def _given(self) -> dict[str, list[tuple[str, Resources, bool]]]:
-        """By endpoint, the seats, and whether each is left and still counted as taken."""
+        """By endpoint: node id, resources, and whether the member has left but still counts in Ray."""
         nodes = {view.node.id: view for view in self._snapshot.nodes}
         left: dict[str, Resources] = {}
         found: dict[str, list[tuple[str, Resources, bool]]] = {}
@@ -58,8 +58,8 @@ class UnattributedUsage:
         return found
 
     def starting(self, served: EndpointView, missing: int) -> int:
-        """How many of the replicas that are on no node have room all the same: their process starts, and until it has
-        nobody tells on which node. One that Ray still queues has none."""
+        """The replicas without a known node that have room all the same: their process starts, and until then no node
+        is reported. A replica that Ray still queues has no room."""
         spec = served.endpoint.spec
         queued = sum(d.count for d in self._snapshot.demand if is_replica_of(d, spec.name))
         if missing <= queued:
@@ -72,7 +72,7 @@ class UnattributedUsage:
         return min(missing - queued, found)
 
     def room_on(self, view: NodeView, served: EndpointView) -> int:
-        """For how many of its replicas something is taken there that nobody is known to hold."""
+        """The endpoint's replicas that could account for unattributed usage on this node."""
         spec = served.endpoint.spec
         is_taken = view.node.state is NodeState.READY and fits(spec.resources, minus(view.total, view.available))
         return (
@@ -83,21 +83,20 @@ class UnattributedUsage:
 
     @cached_property
     def _strange(self) -> list[NodeView]:
-        """Ready nodes on which more is taken than is known of."""
+        """Ready nodes with unattributed usage."""
         return [view for view in self._snapshot.nodes if view.node.state is NodeState.READY and self._is_strange(view)]
 
     def _is_strange(self, view: NodeView) -> bool:
-        """Whether `unknown` says more than nothing."""
         known, free = self._known[view.node.id], view.available
         return any(amount - known.get(name, 0.0) - free.get(name, 0.0) > 0 for name, amount in view.total.items())
 
     def unknown(self, view: NodeView) -> Resources:
-        """What is taken there beyond that; less than nothing where Ray does not show yet what is known."""
+        """Used resources beyond those accounted for; negative where Ray does not show known usage yet."""
         return minus(minus(view.total, self._known[view.node.id]), view.available)
 
     @cached_property
     def _known(self) -> Mapping[str, Mapping[str, float]]:
-        """What members and replicas are known to hold of each node."""
+        """Resources of each node that known members and replicas hold."""
         known: defaultdict[str, defaultdict[str, float]] = defaultdict(partial(defaultdict, float))
         for lease in self._snapshot.leases:
             for member in lease.members:

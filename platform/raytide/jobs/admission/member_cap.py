@@ -1,5 +1,4 @@
-"""Bounds the members that one team has in its leases: every tick looks at each of them, whatever small share of a node
-it has. Pure."""
+"""A limit on the members of one team's leases: every tick visits each of them, however small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the queue will take: the queue's own decision run forward over the ends that can be foreseen. Pure."""
+"""A forecast of when queued jobs start: the queue's decision, replayed at each end that can be foreseen."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from raytide.core.objects.snapshot import NodeView, Snapshot
 from raytide.jobs.admission.scheduler import schedule
 
 MOST_DECISIONS = 2000
-"""Jobs decided on in all: a long queue is looked ahead less far."""
+"""Jobs decided on in total; a long queue gets a shorter forecast."""
 
 
 def forecast_starts(snapshot: Snapshot) -> Mapping[str, float]:
-    """By job of the queue, when it would be admitted if nothing else came; without those of whom nothing is known."""
+    """Seconds until each queued job would be admitted if no other job came; without jobs for which that is unknown."""
     jobs = {job.id: job for job in snapshot.jobs}
     ends = sorted(
         (left, lease.job_id)
@@ -35,7 +35,7 @@ def forecast_starts(snapshot: Snapshot) -> Mapping[str, float]:
 
 
 def _ended(snapshot: Snapshot, job_id: str) -> Snapshot:
-    """Without that job and its lease; what it held is free."""
+    """The snapshot without that job and its lease, whose resources are free."""
     over = [lease for lease in snapshot.leases if lease.job_id == job_id]
     return replace(
         snapshot,
@@ -55,7 +55,7 @@ def _freed(view: NodeView, over: list[Lease]) -> NodeView:
 
 
 def _started(snapshot: Snapshot, new: list[Admit]) -> Snapshot:
-    """With their leases, whose room is taken from now on."""
+    """The snapshot with these leases."""
     ids = {action.job_id for action in new}
     return replace(
         snapshot,

@@ -1,4 +1,4 @@
-"""Whether a deadline can be kept at all: asked once, when a job is submitted. Pure."""
+"""The check, at submission, that a deadline can be met at all."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from raytide.scheduling.diagnosis import copies_that_fit, open_zones
 
 
 def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float) -> JobSpec:
-    """The spec with its deadline as a moment. UsageError when there is not the time, CapacityError when nothing but
-    spot could hold its gang."""
+    """The spec with its deadline as a point in time.
+
+    Raises UsageError if there is not enough time, CapacityError if only spot nodes could hold its gang.
+    """
     if spec.deadline is None:
         return spec
     deadline = spec.deadline
@@ -41,6 +43,6 @@ def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float
 
 
 def _holds(shape: Shape, node_type: NodeType) -> bool:
-    """Whether it is on demand and could hold a member."""
+    """True if the type is on-demand and can hold a member."""
     is_open = node_type.market is CapacityType.ON_DEMAND and node_type.max_nodes > 0 and open_zones(shape, node_type)
     return bool(is_open and copies_that_fit(shape.resources, node_type.resources))

@@ -26,7 +26,7 @@ _WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 
 @dataclass(frozen=True, slots=True)
 class DriverKey:
-    """One attempt at running a job. A controller that restarts finds the same key alive and does not start it twice."""
+    """One attempt at running a job. A restarted controller finds the same key alive and does not start it twice."""
 
     job_id: str
     attempt: int
@@ -34,9 +34,9 @@ class DriverKey:
 
 @dataclass(frozen=True, slots=True)
 class DriverStatus:
-    """`died`: it vanished (out of memory, killed, node lost), so it may run again; `failed`: it said so itself.
+    """`died`: the process vanished (out of memory, killed, node lost) and may run again; `failed`: it reported failure.
 
-    `unknown`: nobody could be asked. Nothing is concluded from that, least of all that it has ended.
+    `unknown`: the status could not be read, so nothing follows from it.
     """
 
     key: DriverKey
@@ -47,9 +47,9 @@ class DriverStatus:
 def advance(
     job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float, *, silent_s: float | None = None
 ) -> tuple[Job, Lease | None]:
-    """The job as it is now, and its lease, released when the job is over. A status of another attempt is old news.
+    """The job's next state, and its lease, released when the job is over. A status of another attempt is ignored.
 
-    `silent_s`: for how long the driver of a gang has not made itself heard; None while it cannot.
+    `silent_s`: seconds since the driver of a gang last asked for its lease; None while that is unknown.
     """
     if driver is not None and driver.key != DriverKey(job.id, job.restarts):
         driver = None
@@ -69,7 +69,7 @@ def advance(
 
 
 def admitted(job: Job, reason: str, now_s: float, reserved_micro_usd: int = 0) -> Job:
-    """Apply the queue's Admit; its lease is recorded with it."""
+    """Applies the queue's Admit; its lease is recorded with it."""
     return replace(
         job,
         state=JobState.ADMITTED,
@@ -80,14 +80,14 @@ def admitted(job: Job, reason: str, now_s: float, reserved_micro_usd: int = 0) -
 
 
 def requeued(job: Job, reason: str) -> Job:
-    """Apply the planner's Requeue, or the end of a preemption; its lease is released with it."""
+    """Applies the planner's Requeue, or the end of a preemption; its lease is released with it."""
     return replace(job, state=JobState.QUEUED, reason=reason, reserved_micro_usd=0)
 
 
 def wanted_drivers(jobs: Iterable[Job]) -> frozenset[DriverKey]:
-    """The drivers that should be alive; one that is not there is started, every other one is ended.
+    """The drivers that should be alive; missing ones are started, all others are ended.
 
-    A driver starts as soon as its job is admitted, while the nodes do, and lives on while its job is queued again.
+    A driver starts as soon as its job is admitted, while nodes launch, and stays alive while its job is queued again.
     """
     return frozenset(
         DriverKey(job.id, job.restarts) for job in jobs if job.spec.kind is not JobKind.GANG and _has_driver(job)
@@ -142,7 +142,8 @@ def _stop(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
 
 
 def _restart(job: Job, driver: DriverStatus, now_s: float, most: int) -> Job:
-    """A driver may die with the seats that its job gave away: each preemption allows one death more."""
+    """Restarts the driver, `most` times at most. A driver may die with preempted members, so each preemption allows one
+    more."""
     why = driver.message or "its driver died"
     if job.restarts >= most:
         return _end(

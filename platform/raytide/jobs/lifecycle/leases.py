@@ -1,8 +1,8 @@
-"""The life of a lease, as a pure function of its nodes and of its placement groups.
+"""The life of a lease, as a pure function of its nodes and its placement groups.
 
-All-or-nothing is made here: until enough groups are ready no member is usable, and those that are not ready in time all
-go. Later, lost members are filled anew one by one while the survivors go on. `wanted_groups` is the whole interface to
-Ray: the groups that should exist now.
+A gang starts all or nothing: no member is usable until enough groups are ready, and if they are not in time all of them
+are removed. Lost members are replaced later, one by one, while the others continue. `wanted_groups` is the only
+interface to Ray: the groups that should exist now.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEA
 def advance(
     lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, PlacementGroupInfo] | None, now_s: float
 ) -> Lease:
-    """The lease as it is now. `epoch` grows exactly when its holder has something to react to.
+    """The lease's next state. `epoch` grows exactly when the holder has to react.
 
-    `groups` is None while Ray cannot be asked: nothing is concluded, and the time to form begins anew when it can.
+    `groups` is None while Ray does not answer: nothing is concluded, and the time to form restarts.
     """
     if lease.state is LeaseState.RELEASED:
         return lease
@@ -40,7 +40,7 @@ def advance(
 
 
 def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
-    """Apply a plan's Assigns to one lease: `nodes` has a node id for each member index. Seats with a node keep it."""
+    """Applies a plan's Assigns to one lease. `nodes`: node id by member index. Members with a node keep it."""
     members = tuple(
         replace(m, state=MemberState.ASSIGNED, node_id=nodes[m.index])
         if m.index in nodes and m.state is MemberState.WAITING
@@ -51,12 +51,12 @@ def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
 
 
 def unassign(lease: Lease, index: int) -> Lease:
-    """Apply the planner's Unassign to a seat whose node holds nothing of it yet."""
+    """Applies the planner's Unassign to a member whose node holds nothing of it yet."""
     return _with(lease, index, MemberState.ASSIGNED, _vacate)
 
 
 def apply_action(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Lease:
-    """Apply what the queue decided about seats: some or all give way for a while and are then parked, or come back."""
+    """Applies a decision of the queue: members yield and are then parked, or come back."""
     match action:
         case Shrink(members=members):
             return _give_way(lease, frozenset(members), action, now_s)
@@ -68,8 +68,8 @@ def apply_action(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) ->
 
 
 def acknowledge_release(lease: Lease, settled: str, now_s: float) -> Lease:
-    """Seats that are being left are free as soon as their holder says that nothing of it runs there, not only in time:
-    those that give way are parked, and those whose node leaves look for another."""
+    """Frees leaving members as soon as their holder reports that nothing runs there, before their time is up. Yielding
+    members are parked; those whose node leaves look for another."""
     if settled != lease.version or not any(member.state is MemberState.LEAVING for member in lease.members):
         return lease
     members = tuple(_let_go(m, now_s) if m.state is MemberState.LEAVING else m for m in lease.members)
@@ -87,14 +87,14 @@ def _with(lease: Lease, index: int, state: MemberState, change: Callable[[Member
 
 
 def release(lease: Lease, reason: str) -> Lease:
-    """Over: no group of it is wanted any more."""
+    """Ends the lease: none of its groups is wanted any more."""
     if lease.state is LeaseState.RELEASED:
         return lease
     return replace(lease, state=LeaseState.RELEASED, epoch=lease.epoch + 1, forming_since_s=None, reason=reason)
 
 
 def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
-    """The placement groups that should exist now; every other one of raytide's is to be removed."""
+    """The placement groups that should exist now; every other group of raytide is removed."""
     return {
         key: WantedGroup(key, member.ray_node_id, lease.shape.resources)
         for lease in leases
@@ -106,7 +106,7 @@ def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
 
 
 def _seated(lease: Lease, members: Iterable[Member]) -> Lease:
-    """The lease with these members: itself when they are as they were, as nearly all are at nearly every tick."""
+    """The lease with these members; the same object if they are unchanged, as at most ticks."""
     seats = tuple(members)
     return lease if seats == lease.members else replace(lease, members=seats)
 
@@ -116,18 +116,18 @@ def _key(lease: Lease, member: Member) -> GroupKey:
 
 
 def _vacate(member: Member) -> Member:
-    """The seat is free again. Its group, if any, had the old incarnation's name and is not wanted any more."""
+    """The member without a node. Its group, if any, has the old incarnation's name and is not wanted any more."""
     return Member(member.index, incarnation=member.incarnation + 1)
 
 
 def _park(member: Member, now_s: float) -> Member:
-    """It keeps its node in mind until that is seen to be free."""
+    """The parked member. It remembers its node until that is seen to be free."""
     parked = replace(_vacate(member), state=MemberState.PARKED, leaves_at_s=now_s)
     return replace(parked, given_to=member.given_to, node_id=member.node_id if member.given_to else "")
 
 
 def _leaving(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
-    """Usable a little longer; a seat that nobody can use yet is away at once."""
+    """The member usable for a while longer; parked at once if it is not usable yet."""
     if member.is_parked or member.is_yielding:
         return member
     member = replace(member, given_to=", ".join(action.by) if isinstance(action, Shrink) else "")
@@ -164,7 +164,7 @@ def _let_go(member: Member, now_s: float) -> Member:
 
 
 def _follow_group(member: Member, group: PlacementGroupInfo | None, now_s: float) -> Member:
-    """A member whose group Ray lost starts over. One that Ray does not list is left: the list may be stale."""
+    """Restarts a member whose group Ray lost. A group that Ray does not list is kept: the list may be stale."""
     if member.state not in _WITH_GROUP or group is None:
         return member
     is_lost = group.state == "removed"
@@ -174,7 +174,7 @@ def _follow_group(member: Member, group: PlacementGroupInfo | None, now_s: float
 
 
 def _form(lease: Lease, nodes: Mapping[str, Node], now_s: float) -> Lease:
-    """Once enough members have a ready node, ask for their groups."""
+    """Requests groups once enough members have a ready node."""
     able = {m.index for m in lease.members if _is_on_ready_node(m, nodes)}
     holding = sum(m.state in _WITH_GROUP for m in lease.members)
     if not able or holding + len(able) < lease.shape.at_least:
@@ -194,7 +194,7 @@ def _start(member: Member, node: Node) -> Member:
 
 
 def _settle(lease: Lease, groups: Mapping[GroupKey, PlacementGroupInfo]) -> Lease:
-    """Make members usable, all of them at once the first time, and say what state that makes of the lease."""
+    """Makes members usable, all at once the first time, and sets the state of the lease."""
     is_enough = sum(m.is_usable or _is_ready(lease, m, groups) for m in lease.members) >= lease.shape.at_least
     if is_enough:
         lease = _seated(lease, (_finish(lease, m, groups) for m in lease.members))
@@ -207,7 +207,7 @@ def _settle(lease: Lease, groups: Mapping[GroupKey, PlacementGroupInfo]) -> Leas
 
 
 def _time_out(lease: Lease, now_s: float) -> Lease:
-    """Groups that did not make it in time all go, those that are ready but not enough too; their seats start over."""
+    """Removes all groups of a forming that did not complete in time; its members look for nodes again."""
     if lease.forming_since_s is None or now_s - lease.forming_since_s < lease.form_timeout_s:
         return lease
     where = ", ".join(sorted({m.node_id for m in lease.members if m.state is MemberState.FORMING}))
@@ -235,7 +235,7 @@ def _is_ready(lease: Lease, member: Member, groups: Mapping[GroupKey, PlacementG
 
 
 def _say(before: Lease, after: Lease) -> Lease:
-    """The reason follows the state and the number of usable members."""
+    """The lease with its reason set if the state or the number of usable members changed."""
     if after is before:
         return after
     have, want = len(after.usable), len(after.members)
@@ -247,6 +247,6 @@ def _say(before: Lease, after: Lease) -> Lease:
 
 
 def _seen(lease: Lease) -> tuple[object, ...]:
-    """What its holder can see and must react to."""
+    """The parts of a lease to which its holder reacts."""
     usable = tuple((m.index, m.incarnation, m.state, m.leaves_at_s) for m in lease.usable)
     return lease.state is LeaseState.ACTIVE, usable

@@ -1,4 +1,4 @@
-"""What an admitted job waits for, and what would help; of one in the queue the decision itself says it."""
+"""Why an admitted job has not started, and what would help. For queued jobs the decision itself says it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from raytide.scheduling.state import SchedulingState
 @dataclass(frozen=True, slots=True)
 class PendingReason:
     constraint: str
-    """As in `Wait`: the first that is unmet."""
+    """The first unmet constraint, as in `Wait`."""
     reason: str
     remedy: str = ""
-    """The nearest thing that would meet it."""
+    """The nearest change that would meet it."""
     wait_s: float | None = None
-    """When it would start if nothing else came; None when nobody can tell."""
+    """Seconds until it would start if no other job came; None if unknown."""
 
 
 def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
-    """Admitted: some seats have no node yet, or a node that is not ready, or a group that Ray is making."""
+    """The reason of an admitted job: members without a node, nodes that are not ready, or groups that Ray is making."""
     seatless = [member for member in lease.members if member.state is MemberState.WAITING]
     needed = lease.shape.at_least - lease.member_count
     if needed > 0 and seatless:
@@ -42,7 +42,7 @@ def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
 
 
 def given_away_text(lease: Lease) -> str:
-    """Who has which of its seats; empty when it has them all."""
+    """The jobs and endpoints that took some of its members; empty if it has them all."""
     to = Counter(member.given_to for member in lease.members if member.is_yielding or member.is_parked)
     gpus = lease.shape.resources.get("GPU", 0.0)
     each, what = (gpus, "GPUs") if gpus else (1.0, "members")
@@ -55,12 +55,12 @@ def given_away_text(lease: Lease) -> str:
 
 
 def _is_job(name: str) -> bool:
-    """No endpoint may be called like a job."""
+    """True for a job's id; no endpoint may have such a name."""
     return name.startswith("job-") and name[4:].isdigit()
 
 
 def _vacated(snapshot: Snapshot) -> PendingReason | None:
-    """It was admitted to seats that others still use until they have given way."""
+    """The reason of a job that was admitted to slots which are still being vacated."""
     going = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.is_yielding]
     if not going:
         return None
