@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests import api_page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -49,6 +50,10 @@ def test_the_map_tells_each_life_in_at_most_ten_steps() -> None:
         steps = re.findall(r"^\d+\. .*(?:\n   .*)*", chapter, re.MULTILINE)
         assert 0 < len(steps) <= 10, title
         assert all("](" in step for step in steps), f"{title}: a step without a link"
+
+
+def test_the_api_page_shows_the_api_as_it_is() -> None:
+    assert api_page.PAGE.read_text() == api_page.page(), "`python tests/api_page.py` writes it anew"
 
 
 def test_the_commands_of_the_readme_exist() -> None:

@@ -6,9 +6,11 @@ of the test's own, `raytide up --local` has been said (the session's cluster), a
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,3 +139,26 @@ def test_the_ledger_is_read(how_to: HowTo) -> None:
     printed = how_to("read-the-ledger")
     assert re.search(r"^ +0\.\d{6} \$  job +job-", printed, re.MULTILINE)
     assert "my-model succeeded: $0." in printed
+
+
+def test_the_example_of_the_api_page_runs(live: LocalCluster, tmp_path: Path) -> None:
+    """In a process of its own, in a folder with the files that it names, each call of the page."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
+    missing = [name for name in rt.__all__ if inspect.isfunction(getattr(rt, name)) and f"rt.{name}(" not in example]
+    assert set(missing) <= {"connect", "local"}, "they make the cluster on which the example runs"
+    stdlib = Path(inspect.__file__).parent
+    (tmp_path / "data.yaml").write_text(
+        f"{{name: api-text, inputs: [{stdlib}/json], include: [.py], tokenizer: {{train: {{vocab_size: 300}}}}, "
+        f"out: {tmp_path}/dataset}}"
+    )
+    (tmp_path / "train.yaml").write_text(
+        f"{{name: api-model, dataset: {tmp_path}/dataset, out: {tmp_path}/run, steps: 5, global_batch: 4, "
+        "micro_batch: 2, seq_len: 32, model: {dim: 32, layers: 1, heads: 2, max_seq_len: 64}}"
+    )
+    (tmp_path / "hello.py").write_text("import sys; print(sys.argv)")
+    (tmp_path / "example.py").write_text(example)
+    environment = {name: value for name, value in live.environment().items() if not name.startswith("RAY_")}
+    command = [sys.executable, "example.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert "9 [1, 4] 16" in done.stdout

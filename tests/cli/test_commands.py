@@ -158,6 +158,16 @@ def test_options_of_serve_go_before_what_the_file_says(monkeypatch: pytest.Monke
     assert spec.replicas == Replicas(min=2, max=3, slo_ttft_s=4, slo_target=0.9, target_ongoing=3)
 
 
+def test_serve_explains_its_engine_without_a_cluster() -> None:
+    runner = CliRunner()
+    done = runner.invoke(app, ["serve", "/models/mine", "--gpus", "H100:1", "--explain"])
+    assert (
+        done.stdout == "mine runs on the vllm engine: its replicas have GPUs, and vLLM's kernels are made for them.\n"
+    )
+    done = runner.invoke(app, ["serve", "/models/mine", "--explain", "--json"])
+    assert json.loads(done.stdout)["engine"] == "native"
+
+
 @pytest.mark.parametrize(
     "args", [["--replicas", "1:4"], ["--gpus", "2"], ["--delete", "m", "--name", "n"], ["m", "--delete", "m"]]
 )

@@ -56,6 +56,7 @@ def evaluate(checkpoint):
     return checkpoint, ray.util.get_current_placement_group() is not None
 
 print("evaluated", *evaluate("step 7"))
+print("mapped", *[future.result(timeout=60)[0] for future in evaluate.map(["one", "two"])])
 """
 
 
@@ -63,6 +64,7 @@ def test_a_task_of_a_process_outside_of_ray_runs_on_a_leased_node(live: LocalClu
     environment = {name: value for name, value in live.environment().items() if not name.startswith("RAY_")}
     done = subprocess.run([sys.executable, "-c", TASK], capture_output=True, text=True, env=environment, timeout=120)
     assert "evaluated step 7 True" in done.stdout, done.stderr[-2000:]
+    assert "mapped one two" in done.stdout
 
 
 HOLD = """

@@ -90,3 +90,29 @@ def test_what_the_function_raises_is_raised_and_not_tried_again(tried: list[Any]
     with pytest.raises(ValueError, match="ip="):
         call(3)
     assert tried == ["result"]
+
+
+def test_calls_return_futures_and_each_is_a_job_of_its_own(tried: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in of Ray returns 4, 3, 2, 1 in this order, so the results are those, in any."""
+    monkeypatch.setattr(tasks, "is_without_ray", lambda: False)
+    tried += [1, 2, 3, 4]
+    names: list[str] = []
+
+    class Entered(Held):
+        def __enter__(self) -> Entered:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    def hold(name: str) -> Any:
+        names.append(name)
+        return Entered()
+
+    def double(x: int) -> int:
+        return 2 * x
+
+    task = tasks.Task(double, hold, dict, 3)
+    futures = [*task.map([1, 2]), task.remote(3)]
+    assert sorted([*(future.result(timeout=10) for future in futures), task(4)]) == [1, 2, 3, 4]
+    assert names == ["double"] * 4
+    assert task.__name__ == "double"

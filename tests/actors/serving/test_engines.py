@@ -1,0 +1,47 @@
+"""The engine of an endpoint: the one that is named, or the one that fits its device."""
+
+from __future__ import annotations
+
+import pytest
+
+from raytide.actors.serving import engines
+from raytide.actors.serving.engines import build_engine, choose_engine
+from raytide.core.errors import ConfigError
+from raytide.core.objects.endpoint import ServeSpec
+
+
+def spec(**fields: object) -> ServeSpec:
+    return ServeSpec.parse({"name": "m", "model": "/m", **fields}, where="serve")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "why"),
+    [
+        ({}, "native", "no GPU"),
+        ({"engine": {"kind": "auto"}}, "native", "no GPU"),
+        ({"gpus": "H100:1"}, "vllm", "vLLM's kernels"),
+        ({"gpus": 0.5}, "vllm", "vLLM's kernels"),
+        ({"gpus": 1, "engine": {"kind": "native"}}, "native", "reference operators, which are slow"),
+        ({"engine": {"kind": "native"}}, "native", "name it."),
+        ({"engine": {"kind": "vllm"}}, "vllm", "name it."),
+    ],
+)
+def test_auto_is_vllm_on_a_gpu_and_raytides_own_on_a_cpu(fields: dict[str, object], kind: str, why: str) -> None:
+    choice = choose_engine(spec(**fields))
+    assert choice.kind == kind
+    assert why in choice.why
+
+
+def test_a_gpu_without_vllm_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="not installed here") as refused:
+        build_engine(spec(gpus=1))
+    assert "pip install vllm" in refused.value.hint
+    assert "engine kind native" in refused.value.hint
+
+
+def test_an_engine_that_does_not_exist_and_one_that_spans_no_members_are_refused() -> None:
+    with pytest.raises(ConfigError, match="asks for engine 'vlm'"):
+        choose_engine(spec(engine={"kind": "vlm"}))
+    with pytest.raises(ConfigError, match="engine native computes on one"):
+        choose_engine(spec(members=2))
