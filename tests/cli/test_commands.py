@@ -13,12 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import raytide
 from raytide import demo
-from raytide.cli import jobs
-from raytide.cli.app import app
+from raytide.cli import jobs, run
+from raytide.cli.app import COMMANDS, app
 from raytide.cli.options import _with_zone
 from raytide.control.accounting.final_accounting import Closed
 from raytide.control.bootstrap.cloud_launch import SetUpStep
@@ -158,6 +159,13 @@ def test_options_of_serve_go_before_what_the_file_says(monkeypatch: pytest.Monke
     assert spec.replicas == Replicas(min=2, max=3, slo_ttft_s=4, slo_target=0.9, target_ongoing=3)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
+    """The list is shown without importing a command."""
+    command = typer.main.get_command(app).get_command(None, name)  # type: ignore[attr-defined, arg-type]
+    assert command.get_short_help_str(limit=1000) == COMMANDS[name][1].rstrip(".") + "."
+
+
 def test_serve_explains_its_engine_without_a_cluster() -> None:
     runner = CliRunner()
     done = runner.invoke(app, ["serve", "/models/mine", "--gpus", "H100:1", "--explain"])
@@ -208,7 +216,7 @@ def test_a_followed_job_shows_its_numbers_and_where_the_result_is(
     monkeypatch.setattr("raytide.sdk.job_run._POLL_S", 0.0)
     done = view(JobState.SUCCEEDED, step=2, model="/out/model")
     client = Script(view(JobState.RUNNING, step=1, restarts=0, loss=2.34567), done, done)
-    jobs.follow(Run(client, view(JobState.QUEUED)), wait=True, json=False)
+    run.follow(Run(client, view(JobState.QUEUED)), wait=True, json=False)
     shown = capsys.readouterr().out.splitlines()
     assert shown == ["job-1 running: step 1, loss 2.346", "job-1 is succeeded.", "train tiny: /out/model"]
 
@@ -261,7 +269,7 @@ def test_all_that_are_named_are_stopped_whatever_is_wrong_with_one(monkeypatch: 
 
 def test_whoever_stops_following_is_told_that_the_job_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        jobs.follow(Run(Script(), view(JobState.RUNNING)), wait=True, json=False)
+        run.follow(Run(Script(), view(JobState.RUNNING)), wait=True, json=False)
     said = capsys.readouterr().err
     assert "job-1 goes on" in said
     assert "raytide stop job-1" in said

@@ -1,14 +1,75 @@
-"""The commands, put together."""
+"""The commands, put together. A module is imported when one of its commands is run: `raytide ps` does not wait for what
+other commands need."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from raytide.cli import autoscaler, cluster, jobs, money, run, runs, serve, simulate
+COMMANDS = {
+    "quota": ("money:quota", "What teams may hold."),
+    "budget": ("money:budget", "What teams and jobs may spend."),
+    "demo": ("cluster:demo", "The whole life of a model, on this machine."),
+    "up": ("cluster:up", "Start a cluster: a Ray head, raytide's controller and its API."),
+    "down": ("cluster:down", "End a cluster and check that no process of it is left."),
+    "head": ("cluster:head", "Start controller and API beside the Ray head of this machine."),
+    "status": ("cluster:status", "Nodes, jobs and dollars of the cluster."),
+    "cost": ("money:cost", "Dollars by job, endpoint and team, or grouped."),
+    "run": ("run:run", "Run a script on every node of a gang."),
+    "ps": ("jobs:ps", "Jobs, with what each waits for and what it costs."),
+    "why": ("jobs:why", "Say what a job waits for, or why it ended."),
+    "logs": ("jobs:logs", "Print what a job's driver wrote."),
+    "stop": ("jobs:stop", "Stop jobs; their leases are freed."),
+    "retry": ("jobs:retry", "Submit a job that is over again."),
+    "train": ("run:train", "Train a model on a gang."),
+    "metrics": ("runs:metrics", "Print the latest steps of a training run."),
+    "plot": ("runs:plot", "Draw a training run: its numbers over its steps, and its breaks."),
+    "profile": ("runs:profile", "Profile the next steps of a running job, which goes on as it is."),
+    "serve": ("serve:serve", "Serve a model, or list what is served."),
+    "schema": ("cluster:schema", "Print the JSON schema of a spec, or of cluster.yaml's settings."),
+    "doctor": ("cluster:doctor", "Check what this machine lacks, and say how to mend it."),
+    "data": ("run:data", "Build datasets."),
+    "autoscaler": ("autoscaler:scaler", "Look into the autoscaler."),
+    "simulate": ("simulate:simulation", "Replay recorded traces, or look ahead (--from-live)."),
+    "checkpoint": ("runs:checkpoints", "Look into checkpoints."),
+}
+"""Module and name of each command or group of commands, and the line that `--help` shows of it, which a test compares
+with the command's own."""
+
+_OWN_ARGUMENTS = {"run": {"allow_interspersed_args": False}}
+"""Commands whose arguments after the first belong to somebody else."""
+_HIDDEN = {"watch-notices": "cluster:watch_notices"}
+
+
+class LazyGroup(TyperGroup):
+    """Imports a command's module when the command is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        home = COMMANDS[cmd_name][0] if cmd_name in COMMANDS else _HIDDEN.get(cmd_name)
+        if home is None:
+            return None
+        module, _, name = home.partition(":")
+        found = getattr(import_module(f"raytide.cli.{module}"), name)
+        if isinstance(found, typer.Typer):
+            return typer.main.get_group(found)
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        alone.command(cmd_name, context_settings=_OWN_ARGUMENTS.get(cmd_name))(found)
+        return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes the table, without importing a command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
 
 app = typer.Typer(
+    cls=LazyGroup,
     name="raytide",
     help="One pool of mixed, partly spot, accelerators where teams prepare data, train and serve language models.",
     no_args_is_help=True,
@@ -16,10 +77,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-data = typer.Typer(help="Build datasets.", no_args_is_help=True)
-scaler = typer.Typer(callback=autoscaler.options, no_args_is_help=True, invoke_without_command=True)
-simulation = typer.Typer(callback=simulate.options, no_args_is_help=True, invoke_without_command=True)
-checkpoints = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
 
 
 def _print_version(asked: bool) -> None:
@@ -36,39 +93,4 @@ def options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """What stands before the command."""
-
-
-app.add_typer(data, name="data")
-app.add_typer(scaler, name="autoscaler")
-app.add_typer(simulation, name="simulate")
-app.add_typer(checkpoints, name="checkpoint")
-app.add_typer(money.quota, name="quota")
-app.add_typer(money.budget, name="budget")
-
-app.command()(cluster.demo)
-app.command()(cluster.up)
-app.command()(cluster.down)
-app.command()(cluster.head)
-app.command(hidden=True)(cluster.watch_notices)
-app.command()(cluster.status)
-app.command()(money.cost)
-app.command(context_settings={"allow_interspersed_args": False})(run.run)
-app.command()(jobs.ps)
-app.command()(jobs.why)
-app.command()(jobs.logs)
-app.command()(jobs.stop)
-app.command()(jobs.retry)
-data.command("build")(jobs.data_build)
-app.command()(jobs.train)
-app.command()(runs.metrics)
-app.command()(runs.plot)
-app.command()(runs.profile)
-app.command()(serve.serve)
-scaler.command("explain")(autoscaler.explain)
-simulation.command("serving")(simulate.serving)
-simulation.command("deadline")(simulate.deadline)
-checkpoints.command("verify")(runs.verify)
-simulation.command("jobs")(simulate.jobs)
-app.command()(cluster.schema)
-app.command()(cluster.doctor)
+    """The options before the command."""

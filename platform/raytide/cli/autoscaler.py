@@ -11,7 +11,10 @@ from raytide.cli.show import ClusterName, Json, as_json, as_lines
 from raytide.control.client import ApiClient
 from raytide.core.errors import UsageError
 
+scaler = typer.Typer(rich_markup_mode=None, no_args_is_help=True, invoke_without_command=True)
 
+
+@scaler.callback()
 def options(
     context: typer.Context,
     dry_run: Annotated[
@@ -37,6 +40,7 @@ def options(
     as_lines(lines([plan]) or ["there is nothing to do"], indent=AFTER_KIND)
 
 
+@scaler.command()
 def explain(
     at: Annotated[
         str | None, typer.Option(help="What held then: HH:MM, HH:MM:SS, or a date with a time (ISO 8601).")

@@ -1,4 +1,4 @@
-"""ps, why, logs, stop, retry, data build, train."""
+"""ps, why, logs, stop, retry."""
 
 from __future__ import annotations
 
@@ -7,26 +7,10 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from raytide.cli.options import (
-    Budget,
-    Cpus,
-    Deadline,
-    EstimateH,
-    Gpus,
-    Labels,
-    Memory,
-    Nodes,
-    Priority,
-    Shapes,
-    Spot,
-    queueing,
-    resources,
-)
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
 from raytide.control.views import JobView, to_json
@@ -34,13 +18,9 @@ from raytide.core.clock import ago
 from raytide.core.errors import ClusterError, RaytideError
 from raytide.core.money import format_usd
 from raytide.core.objects.job import Job, JobState
-from raytide.sdk.client import Client
 from raytide.sdk.job_run import AWAY_S, Run, explain, patiently
-from raytide.sdk.options import GangOptions
 
 JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
-Spec = Annotated[Path, typer.Argument(help="A YAML file.")]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it is over.")]
 _FOLLOW_S = 0.5
 _MOST = 1000
 """So many jobs the API shows at once."""
@@ -179,96 +159,6 @@ def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> Non
         print(f"{view.job.id} is {view.job.state}: {job_id} again")
 
 
-def data_build(
-    spec: Spec,
-    gpus: Gpus = None,
-    cpus: Cpus = None,
-    memory: Memory = None,
-    nodes: Nodes = None,
-    spot: Spot = None,
-    labels: Labels = None,
-    shapes: Shapes = None,
-    priority: Priority = "normal",
-    budget: Budget = None,
-    deadline: Deadline = None,
-    estimate: EstimateH = None,
-    wait: Wait = True,
-    cluster: ClusterName = None,
-    json: Json = False,
-) -> None:
-    """Build a token dataset from text.
-
-    Options for nodes replace the `gang` of the file.
-    """
-    wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
-    options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
-    follow(Client(ApiClient.find(cluster)).data(spec, **options), wait, json)
-
-
-def train(
-    spec: Spec,
-    gpus: Gpus = None,
-    cpus: Cpus = None,
-    memory: Memory = None,
-    nodes: Nodes = None,
-    spot: Spot = None,
-    labels: Labels = None,
-    shapes: Shapes = None,
-    priority: Priority = "normal",
-    budget: Budget = None,
-    deadline: Deadline = None,
-    estimate: EstimateH = None,
-    wait: Wait = True,
-    cluster: ClusterName = None,
-    json: Json = False,
-) -> None:
-    """Train a model on a gang.
-
-    Options for nodes replace the `gang` of the file.
-    """
-    wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
-    options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
-    follow(Client(ApiClient.find(cluster)).train(spec, **options), wait, json)
-
-
-def follow(run: Run, wait: bool, json: bool) -> None:
-    """Show a job until it is over. Whoever stops watching does not stop it."""
-    try:
-        if wait:
-            _print_changes(run, quiet=json)
-    except KeyboardInterrupt:
-        print(
-            f"{run.id} goes on: `raytide logs -f {run.id}` follows it, `raytide stop {run.id}` ends it", file=sys.stderr
-        )
-        raise
-    if json:
-        as_json(run.json())
-    elif not wait:
-        print(f"{run.id} is queued; `raytide ps` shows it")
-    elif run.state is JobState.SUCCEEDED:
-        print(f"{run.view.job.spec.kind} {run.view.job.spec.name}: {run.output()}")
-    if run.view.job.is_final and run.state is not JobState.SUCCEEDED:
-        raise typer.Exit(1)
-
-
-def _print_changes(run: Run, *, quiet: bool) -> None:
-    line = ""
-    for view in run.watch():
-        latest = _progress(view)
-        if latest != line and not quiet:
-            line = latest
-            print(line, flush=True)
-
-
-def _progress(view: JobView) -> str:
-    if view.job.is_final or view.waiting is not None or not view.job.progress:
-        return explain(view)
-    numbers = ", ".join(
-        f"{key} {_short(value)}" for key, value in view.job.progress.items() if value and key != "settled"
-    )
-    return f"{view.job.id} {view.job.state}: {numbers}"
-
-
 def _row(view: JobView, now: float) -> tuple[object, ...]:
     job = view.job
     until = job.ended_at_s if job.ended_at_s is not None else now
@@ -302,7 +192,3 @@ def _due(job: Job, now: float) -> str:
     if job.is_final:
         return "kept" if job.state is JobState.SUCCEEDED else "-"
     return f"in {ago(due_at_s - now)}"
-
-
-def _short(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

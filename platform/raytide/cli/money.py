@@ -29,8 +29,8 @@ _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _QUOTA = frozenset({"quota", "borrow", "lend", "weight"})
 _PAGE = 1000
 
-quota = typer.Typer(help="What teams may hold.")
-budget = typer.Typer(help="What teams and jobs may spend.")
+quota = typer.Typer(rich_markup_mode=None, help="What teams may hold.")
+budget = typer.Typer(rich_markup_mode=None, help="What teams and jobs may spend.")
 
 
 @quota.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""run: a script on a gang."""
+"""run, train, data build: the commands that submit a job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.jobs import Wait
 from raytide.cli.options import (
     Budget,
     Cpus,
@@ -27,12 +26,16 @@ from raytide.cli.options import (
 )
 from raytide.cli.show import ClusterName, Json, as_json
 from raytide.control.client import ApiClient
+from raytide.control.views import JobView
 from raytide.core.objects.job import JobState
 from raytide.sdk.client import Client
 from raytide.sdk.job_run import Run, explain, patiently
 from raytide.sdk.options import GangOptions
 from raytide.sdk.script import pairs_of
 
+Spec = Annotated[Path, typer.Argument(help="A YAML file.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it is over.")]
+data = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 _FOLLOW_S = 0.3
 
 
@@ -93,7 +96,7 @@ def run(
     )
     try:
         if wait:
-            _follow(job, quiet=json)
+            _follow_script(job, quiet=json)
     except KeyboardInterrupt:
         hint = f"`raytide logs -f {job.id}` follows it, `raytide stop {job.id}` ends it"
         print(f"{job.id} goes on: {hint}", file=sys.stderr)
@@ -108,7 +111,107 @@ def run(
         raise typer.Exit(1)
 
 
-def _follow(job: Run, *, quiet: bool) -> None:
+@data.callback()
+def datasets() -> None:
+    """Build datasets."""
+
+
+@data.command("build")
+def data_build(
+    spec: Spec,
+    gpus: Gpus = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    nodes: Nodes = None,
+    spot: Spot = None,
+    labels: Labels = None,
+    shapes: Shapes = None,
+    priority: Priority = "normal",
+    budget: Budget = None,
+    deadline: Deadline = None,
+    estimate: EstimateH = None,
+    wait: Wait = True,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Build a token dataset from text.
+
+    Options for nodes replace the `gang` of the file.
+    """
+    wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
+    options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
+    follow(Client(ApiClient.find(cluster)).data(spec, **options), wait, json)
+
+
+def train(
+    spec: Spec,
+    gpus: Gpus = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    nodes: Nodes = None,
+    spot: Spot = None,
+    labels: Labels = None,
+    shapes: Shapes = None,
+    priority: Priority = "normal",
+    budget: Budget = None,
+    deadline: Deadline = None,
+    estimate: EstimateH = None,
+    wait: Wait = True,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Train a model on a gang.
+
+    Options for nodes replace the `gang` of the file.
+    """
+    wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
+    options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
+    follow(Client(ApiClient.find(cluster)).train(spec, **options), wait, json)
+
+
+def follow(run: Run, wait: bool, json: bool) -> None:
+    """Show a job until it is over. Whoever stops watching does not stop it."""
+    try:
+        if wait:
+            _print_changes(run, quiet=json)
+    except KeyboardInterrupt:
+        print(
+            f"{run.id} goes on: `raytide logs -f {run.id}` follows it, `raytide stop {run.id}` ends it", file=sys.stderr
+        )
+        raise
+    if json:
+        as_json(run.json())
+    elif not wait:
+        print(f"{run.id} is queued; `raytide ps` shows it")
+    elif run.state is JobState.SUCCEEDED:
+        print(f"{run.view.job.spec.kind} {run.view.job.spec.name}: {run.output()}")
+    if run.view.job.is_final and run.state is not JobState.SUCCEEDED:
+        raise typer.Exit(1)
+
+
+def _print_changes(run: Run, *, quiet: bool) -> None:
+    line = ""
+    for view in run.watch():
+        latest = _progress(view)
+        if latest != line and not quiet:
+            line = latest
+            print(line, flush=True)
+
+
+def _progress(view: JobView) -> str:
+    if view.job.is_final or view.waiting is not None or not view.job.progress:
+        return explain(view)
+    numbers = ", ".join(
+        f"{key} {_short(value)}" for key, value in view.job.progress.items() if value and key != "settled"
+    )
+    return f"{view.job.id} {view.job.state}: {numbers}"
+
+
+def _short(value: float | int | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _follow_script(job: Run, *, quiet: bool) -> None:
     """What the script prints goes to stdout, what it waits for to stderr."""
     waits, after = "", ""
     while True:

@@ -15,6 +15,7 @@ from raytide.core.objects.job import JobKind
 
 Which = Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="A training job, or a run's `out` directory.")]
 Target = Annotated[str, typer.Argument(help="A run, its checkpoints folder or one of them: a path or an fsspec URL.")]
+checkpoints = typer.Typer(rich_markup_mode=None, help="Look into checkpoints.", no_args_is_help=True)
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "data_s", "world")
 
 
@@ -74,6 +75,12 @@ def profile(
         print(f"the next {steps} steps are profiled; traces and tables appear in {out}/profile")
 
 
+@checkpoints.callback()
+def checkpoint() -> None:
+    """Look into checkpoints."""
+
+
+@checkpoints.command()
 def verify(target: Target, json: Json = False) -> None:
     """Read every byte and compare it with the manifests. Exit code 1 if any is bad or none is whole."""
     from raytide.actors.trainer.checkpoint.verify import verify as read_all

@@ -13,7 +13,10 @@ from raytide.core.clock import ago
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
 
+simulation = typer.Typer(rich_markup_mode=None, no_args_is_help=True, invoke_without_command=True)
 
+
+@simulation.callback()
 def options(
     context: typer.Context,
     from_live: Annotated[
@@ -63,6 +66,7 @@ def options(
     print(f"{now} an hour now, {most} at most, {end} at the end; {format_usd(outlook.cost_micro_usd)} in {hours:g} h")
 
 
+@simulation.command()
 def deadline(
     spot: Annotated[Path, typer.Option(help="A JSON file of spot traces.")],
     collection: Annotated[str, typer.Option(help="The traces whose key contains this, cut to the shortest of them.")],
@@ -108,6 +112,7 @@ def deadline(
         as_table(("WHAT", "VALUE"), report.items())
 
 
+@simulation.command()
 def serving(
     requests: Annotated[
         Path, typer.Option(help="CSV with t_s, prompt_tokens, output_tokens; repeated to fill the days.")
@@ -175,6 +180,7 @@ def serving(
         as_table(("NAME", "VALUE"), list(shown.items()))
 
 
+@simulation.command()
 def jobs(
     trace: Annotated[Path, typer.Option(help="A CSV file: submit_s, duration_s, num_gpus, vc.")],
     window: Annotated[str, typer.Option(help="`busiest`, or the number of the first day.")] = "busiest",

@@ -21,7 +21,12 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, str_max_length=bounds.MOST_CHARS
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        str_max_length=bounds.MOST_CHARS,
+        defer_build=True,  # a validator is built when it is first used: commands load every spec and use few
     )
 
     most_bytes: ClassVar[int] = bounds.MOST_SPEC_BYTES
