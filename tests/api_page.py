@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import raytide as rt
 
@@ -20,19 +22,23 @@ HANDLES = {
 
 def page() -> str:
     """Returns the page as it should be: its own text up to the mark, and the tables."""
-    functions = [name for name in rt.__all__ if inspect.isfunction(getattr(rt, name))]
+    functions = [name for name in rt.__all__ if inspect.isfunction(_public(name))]
     lines = ["| call | |", "|---|---|"]
     for name in functions:
-        method = getattr(rt.Client, name, None) or getattr(rt, name)
+        method = getattr(rt.Client, name, None) or _public(name)
         lines.append(f"| `rt.{name}{_arguments(method)}` | {_first_sentence(method)} |")
     lines += ["", "| handle | methods |", "|---|---|"]
     for name, methods in HANDLES.items():
-        own = getattr(rt, name)
+        own = _public(name)
         shown = ", ".join(f"`{method}{_arguments(getattr(own, method))}`" for method in methods)
         lines.append(f"| `{name}` | {shown} |")
-    classes = [name for name in rt.__all__ if inspect.isclass(getattr(rt, name)) and name not in HANDLES]
+    classes = [name for name in rt.__all__ if inspect.isclass(_public(name)) and name not in HANDLES]
     lines += ["", "Also: " + ", ".join(f"`rt.{name}`" for name in classes) + "."]
     return PAGE.read_text().partition(MARK)[0] + MARK + "\n" + "\n".join(lines) + "\n"
+
+
+def _public(name: str) -> Any:
+    return rt.__version__ if name == "__version__" else getattr(import_module(rt._HOME_OF[name]), name)
 
 
 def _arguments(function: object) -> str:

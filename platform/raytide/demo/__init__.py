@@ -48,19 +48,27 @@ def run(*, keep: bool, out: Path | None, json: bool) -> int:
     report.show(console)
     if json:
         sys.stdout.write(jsonlib.dumps(asdict(report), default=str) + "\n")
-    if keep and base_url:
-        console.print(
-            _how_to_go_on(base_url, folder if out is None else None), markup=False, highlight=False, soft_wrap=True
-        )
+    if base_url and (keep or report.completion):
+        text = _last_words(report, base_url, keep=keep, temporary=folder if out is None else None)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     if report.problems:
         console.print(f"the logs: {run_dir_of(NAME) / 'logs'}", markup=False, highlight=False, soft_wrap=True)
     return 1 if report.problems else 0
 
 
-def _how_to_go_on(base_url: str, temporary: Path | None) -> str:
+def _last_words(report: Report, base_url: str, *, keep: bool, temporary: Path | None) -> str:
+    """What the model answers, where, and the two commands to go on with."""
     command = shutil.which("raytide") or str(Path(sys.executable).with_name("raytide"))
-    body = jsonlib.dumps({"model": specs.MODEL, "prompt": "def main(", "max_tokens": 48})
+    said = f"asked {specs.PROMPT!r}, the model goes on:\n\n{specs.PROMPT}{report.completion}\n\n"
+    if not keep:
+        return (
+            f"{said}it answered at {base_url}, which ended with the cluster\n"
+            f"keep it:   {command} demo --keep\n"
+            f"your own:  {command} up --local    # then docs/howto/train-your-own.md"
+        )
+    body = jsonlib.dumps({"model": specs.MODEL, "prompt": specs.PROMPT, "max_tokens": 48})
     return (
+        f"{said}it answers at {base_url}\n"
         f"ask it:  curl {base_url}/completions -H 'content-type: application/json' -d '{body}'\n"
         f"end it:  {command} down --name {NAME}" + (f" && rm -r {temporary}" if temporary else "")
     )
@@ -70,22 +78,23 @@ def _live(view: View, folder: Path, report: Report, *, keep: bool) -> str:
     with view.stage("start a cluster") as say:
         started = local.up(None, name=NAME, owner=None if keep else Process.of(os.getpid()))
         say(f"API {started.api_url}")
-    tide = Client(ApiClient.from_run_dir(started.run_dir))
+    client = Client(ApiClient.from_run_dir(started.run_dir))
     finished = False
     try:
         with view.stage("build a dataset") as say:
-            stages.build_dataset(tide, folder, say, report)
+            stages.build_dataset(client, folder, say, report)
         with view.stage("train on spot nodes") as say:
-            model = stages.train(tide, started.run_dir, folder, say, report)
+            model = stages.train(client, started.run_dir, folder, say, report)
         with view.stage("serve the model") as say:
-            handle = stages.start_endpoint(tide, model, say)
+            handle = stages.start_endpoint(client, model, say)
+            stages.ask(handle, report)
         with view.stage("load") as say:
-            stages.load(tide, handle, say, report)
+            stages.load(client, handle, say, report)
         with view.stage("calm") as say:
-            stages.calm(tide, handle, say, report)
+            stages.calm(client, handle, say, report)
         finished = True
     finally:
-        tide.close()
+        client.close()
         if not (keep and finished):
             with view.stage(TITLES[-1]) as say:
                 closed = local.down(NAME)

@@ -26,6 +26,7 @@ class Report:
     restarts: int = 0
     recovery_s: float = float("nan")
     """From the reclaim of the node to the next training step."""
+    completion: str = ""
     load: LoadReport | None = None
     most_replicas: int = 0
     most_serving_nodes: int = 0
@@ -49,6 +50,7 @@ class Report:
         else:
             errors = {answer.error for answer in self.load.answers if answer.error}
             self._expect(self.load.failed == 0, f"{self.load.failed} requests failed: {'; '.join(sorted(errors))}")
+        self._expect(bool(self.completion), "the model did not answer")
         self._expect(self.most_replicas > 1, "replicas did not scale up")
         self._expect(self.most_serving_nodes > 1, "nodes did not follow the replicas")
         self._expect(self.last_replicas == 1, f"replicas did not scale down: {self.last_replicas} are left")

@@ -16,6 +16,7 @@ ON_DEMAND = {MARKET_LABEL: str(CapacityType.ON_DEMAND)}
 SPOT = {MARKET_LABEL: str(CapacityType.SPOT)}
 GANG = 2
 MODEL = "tide-tiny"
+PROMPT = "def main("
 
 
 def data(out: Path) -> DataSpec:

@@ -25,8 +25,8 @@ _STAGE_TIMEOUT_S = 600.0
 _MOST_WAVES = 6
 
 
-def build_dataset(tide: Client, out: Path, say: Say, report: Report) -> None:
-    run = tide.data(specs.data(out))
+def build_dataset(client: Client, out: Path, say: Say, report: Report) -> None:
+    run = client.data(specs.data(out))
     for view in run.watch(timeout_s=_STAGE_TIMEOUT_S):
         progress = view.job.progress
         say(_doing(run, f"{progress.get('stage', '')}, {int(progress.get('documents', 0)):,} documents"))
@@ -37,10 +37,10 @@ def build_dataset(tide: Client, out: Path, say: Say, report: Report) -> None:
     say(f"{report.documents:,} documents, {report.tokens:,} tokens")
 
 
-def train(tide: Client, run_dir: Path, out: Path, say: Say, report: Report) -> str:
+def train(client: Client, run_dir: Path, out: Path, say: Say, report: Report) -> str:
     """Train, and take one node away once a third of the steps is done. Returns the exported model's directory."""
     spec = specs.train(out)
-    run = tide.train(spec)
+    run = client.train(spec)
     reclaimed_s = 0.0
     losses: list[float] = []
     for view in run.watch(timeout_s=_STAGE_TIMEOUT_S):
@@ -65,36 +65,44 @@ def train(tide: Client, run_dir: Path, out: Path, say: Say, report: Report) -> s
     return run.output()
 
 
-def start_endpoint(tide: Client, model: str, say: Say) -> EndpointHandle:
-    handle = tide.serve(specs.serve(model))
+def start_endpoint(client: Client, model: str, say: Say) -> EndpointHandle:
+    handle = client.serve(specs.serve(model))
     for status in handle.watch(timeout_s=_STAGE_TIMEOUT_S):
         say(status.waiting.reason if status.waiting else "loading the model")
     say(f"answers at {handle.base_url}")
     return handle
 
 
-def load(tide: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
+def ask(handle: EndpointHandle, report: Report) -> None:
+    """Asks the model once, for the end of the demo."""
+    answer = handle.openai(timeout=_STAGE_TIMEOUT_S).completions.create(
+        model=handle.name, prompt=specs.PROMPT, max_tokens=32, temperature=0.7, frequency_penalty=1.0, seed=7
+    )
+    report.completion = answer.choices[0].text
+
+
+def load(client: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
     """Waves of concurrent streams until the replicas have followed; the last wave is the one that is reported."""
     for wave in range(1, _MOST_WAVES + 1):
-        report.load = _watched_wave(tide, handle, say, report, wave)
+        report.load = _watched_wave(client, handle, say, report, wave)
         if report.most_replicas > 1 and report.most_serving_nodes > 1:
             break
     say(f"{CONCURRENCY} streams, {report.load.tokens_per_s if report.load else 0:,.0f} tokens/s")
 
 
-def calm(tide: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
+def calm(client: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
     """Without load the replicas and their nodes go away again, down to the minimum."""
     deadline = time.monotonic() + _STAGE_TIMEOUT_S
     while time.monotonic() < deadline:
         report.last_replicas = handle.refresh().status.ready_replicas
-        serving = _serving_nodes(tide)
+        serving = _serving_nodes(client)
         say(f"replicas {report.last_replicas}, nodes {serving}")
         if report.last_replicas == 1 and serving == 1:
             return
         time.sleep(_POLL_S)
 
 
-def _watched_wave(tide: Client, handle: EndpointHandle, say: Say, report: Report, wave: int) -> LoadReport:
+def _watched_wave(client: Client, handle: EndpointHandle, say: Say, report: Report, wave: int) -> LoadReport:
     done: list[LoadReport | Exception] = []
 
     def users() -> None:
@@ -107,7 +115,7 @@ def _watched_wave(tide: Client, handle: EndpointHandle, say: Say, report: Report
     thread.start()
     while thread.is_alive():
         status = handle.refresh().status
-        nodes = _serving_nodes(tide)
+        nodes = _serving_nodes(client)
         report.most_replicas = max(report.most_replicas, status.ready_replicas)
         report.most_serving_nodes = max(report.most_serving_nodes, nodes)
         say(f"wave {wave}: requests {status.ongoing:.0f}, replicas {status.ready_replicas}, nodes {nodes}")
@@ -117,9 +125,9 @@ def _watched_wave(tide: Client, handle: EndpointHandle, say: Say, report: Report
     return done[0]
 
 
-def _serving_nodes(tide: Client) -> int:
+def _serving_nodes(client: Client) -> int:
     """Ready on-demand nodes: while nothing else runs, all of them are there for replicas."""
-    return sum(1 for node in tide.status().nodes if node.state is NodeState.READY and node.market == "on-demand")
+    return sum(1 for node in client.status().nodes if node.state is NodeState.READY and node.market == "on-demand")
 
 
 def _last_node(lease: Lease) -> str:

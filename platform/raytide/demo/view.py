@@ -97,6 +97,11 @@ def _row(stage: Stage) -> tuple[RenderableType, RenderableType, RenderableType, 
         return Text("·", style="dim"), Text(stage.title, style="dim"), Text(""), Text("")
     if stage.took_s is None:
         took = time.monotonic() - stage.started_s
-        return Spinner("dots"), Text(stage.title, style="bold"), Text(f"{took:.0f}s"), Text(stage.detail)
+        return Spinner("dots"), Text(stage.title, style="bold"), Text(f"{took:.0f}s"), _line(stage.detail)
     mark = Text("✗", style="red") if stage.failed else Text("✓", style="green")
-    return mark, Text(stage.title), Text(f"{stage.took_s:.0f}s", style="dim"), Text(stage.detail, style="dim")
+    return mark, Text(stage.title), Text(f"{stage.took_s:.0f}s", style="dim"), _line(stage.detail, "dim")
+
+
+def _line(detail: str, style: str = "") -> Text:
+    """One line on the terminal, however long the text."""
+    return Text(detail.partition("\n")[0], style=style, no_wrap=True, overflow="ellipsis")
