@@ -1,4 +1,4 @@
-"""Stored plans, as the state store keeps them (`Plan.to_json`), turned into lines that a person reads."""
+"""Renders stored plans (`Plan.to_json`) as lines of text."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _SUBJECT = {
 }
 
 AFTER_KIND = 21
-"""Where a line says to which object, after when and what."""
+"""The column of the object in a line, after time and kind."""
 
 
 def lines(plans: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line for each action, oldest first: when, what, to which object, why, at what cost; then what was rejected
-    for it, a line each. A wait that goes on is said once."""
-    said: dict[tuple[str, str], str] = {}
+    """Returns one line for each action, oldest first: time, kind, object, reason, cost; then one for each rejected
+    alternative. A wait that continues is listed once."""
+    last: dict[tuple[str, str], str] = {}
     out = []
     for plan in plans:
         at = datetime.fromtimestamp(float(plan["at_s"]), tz=UTC).astimezone().strftime("%H:%M:%S")
         for action in plan["actions"]:
             text = _action(action)
             key = (str(action["action"]), str(action.get(_SUBJECT.get(str(action["action"]), ""), "")))
-            if key[0] == "wait" and said.get(key) == text:
+            if key[0] == "wait" and last.get(key) == text:
                 continue
-            said[key] = text
+            last[key] = text
             out.append(f"{at}  {text}")
             out += [" " * AFTER_KIND + _rejected(rejected) for rejected in action.get("rejected", ())]
     return out
@@ -61,7 +61,7 @@ def _rejected(rejected: Mapping[str, Any]) -> str:
 
 
 def _an_hour(micro_usd_h: int) -> str:
-    """`+$1.20/h`, a difference."""
+    """Formats a price difference, such as `+$1.20/h`."""
     return f"{'-' if micro_usd_h < 0 else '+'}{format_usd(abs(micro_usd_h))}/h"
 
 

@@ -1,7 +1,7 @@
-"""How many steps a job makes on each type of node: its stride, in steps a second of one GPU, from the `step` that its
-driver reports. And so how fast each job is on the node types, measured, else as their `speed` says.
+"""The throughput of each job on each node type, in steps per second and GPU, from the `step` that its driver reports;
+where nothing was measured, the node type's `speed` counts.
 
-Only stretches count in which its gang stayed as it was, with all its members on nodes of one type.
+Only stretches in which the gang did not change, with all members on nodes of one type, are measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raytide.scheduling.throughput import AcceleratorClasses
 
 STRETCH_S = 60.0
 ENOUGH, MOST = 3, 20
-"""Stretches: so many must have been seen on a type, so many of the last are remembered."""
+"""Stretches needed on a node type, and stretches kept."""
 
 Learned = Mapping[str, Mapping[str, float]]
 """By job and node type."""
@@ -27,26 +27,26 @@ Learned = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A step that was seen being made."""
+    """The start of a stretch."""
 
     gang: tuple[str, int]
-    """The lease and its epoch: a gang that changed begins anew."""
+    """Lease id and epoch; a changed gang starts a new stretch."""
     step: float
     at_s: float
     is_edge: bool
-    """Seen as it was made; else it is not known since when the job stands there."""
+    """Whether `at_s` is when the step began; else the job may have been at this step for longer."""
 
 
 @dataclass(slots=True)
 class _Meter:
-    """Of one job."""
+    """The throughput meter of one job."""
 
     learned: dict[str, float] = field(default_factory=dict)
-    """By node type; as another controller learned it, until there is enough of our own."""
+    """Steps per second and GPU by node type; an earlier controller's values until enough stretches are measured."""
     seen: dict[str, deque[float]] = field(default_factory=dict)
     mark: _Mark | None = None
     paces: Throughputs | None = None
-    """What follows from `learned`, once it was asked for."""
+    """Cache of what follows from `learned`."""
 
     def observe(self, gang: tuple[str, int], node_type: str, gpus: float, step: float, at_s: float) -> None:
         mark = self.mark
@@ -55,15 +55,15 @@ class _Meter:
         elif step > mark.step and not mark.is_edge:
             self.mark = _Mark(gang, step, at_s, is_edge=True)
         elif step > mark.step and at_s - mark.at_s >= STRETCH_S:
-            strides = self.seen.setdefault(node_type, deque(maxlen=MOST))
-            strides.append((step - mark.step) / (at_s - mark.at_s) / gpus)
+            steps_per_gpu_s = self.seen.setdefault(node_type, deque(maxlen=MOST))
+            steps_per_gpu_s.append((step - mark.step) / (at_s - mark.at_s) / gpus)
             self.mark = _Mark(gang, step, at_s, is_edge=True)
-            if len(strides) >= ENOUGH:
-                self.learned, self.paces = {**self.learned, node_type: median(strides)}, None
+            if len(steps_per_gpu_s) >= ENOUGH:
+                self.learned, self.paces = {**self.learned, node_type: median(steps_per_gpu_s)}, None
 
 
 class JobThroughput:
-    """All jobs'. `known`: what was learned before."""
+    """The throughput of all jobs. `known`: as an earlier controller learned it."""
 
     def __init__(self, node_types: Sequence[NodeType], known: Learned | None = None) -> None:
         on_cpus, on_gpus = (
@@ -71,7 +71,7 @@ class JobThroughput:
             AcceleratorClasses.of(node_types, {"GPU": 1.0}),
         )
         self._on = (on_cpus, on_cpus.paces({})), (on_gpus, on_gpus.paces({}))
-        """By whether a job asks for GPUs; each with what their `speed` says."""
+        """For jobs without and with GPUs: accelerator classes, and throughputs by the configured `speed`."""
         self._kinds = len(on_cpus.declared)
         self._meters = {job_id: _Meter(dict(by_type)) for job_id, by_type in (known or {}).items()}
 
@@ -80,10 +80,10 @@ class JobThroughput:
         return {job_id: meter.learned for job_id, meter in self._meters.items() if meter.learned}
 
     def observe(self, seen: Snapshot, now_s: float) -> None:
-        there = {job.id for job in seen.jobs}
-        self._meters = {job_id: meter for job_id, meter in self._meters.items() if job_id in there}
+        job_ids = {job.id for job in seen.jobs}
+        self._meters = {job_id: meter for job_id, meter in self._meters.items() if job_id in job_ids}
         if self._kinds < 2:
-            return  # there is nothing to compare
+            return  # nothing to compare
         types = {view.node.id: view.node.type for view in seen.nodes}
         leases = {lease.job_id: lease for lease in seen.leases if lease.state is LeaseState.ACTIVE}
         for job in seen.jobs:
@@ -91,12 +91,12 @@ class JobThroughput:
             if lease is None or step is None or job.state is not JobState.RUNNING:
                 continue
             if (node_type := _type_of(lease, types)) is not None:
-                gpus = (lease.shape.gpus or 1.0) * len(lease.usable)  # who asks for neither GPU nor CPU: by member
+                gpus = (lease.shape.gpus or 1.0) * len(lease.usable)  # by member if it asks for neither GPU nor CPU
                 meter = self._meters.setdefault(job.id, _Meter())
                 meter.observe((lease.id, lease.epoch), node_type, gpus, step, now_s)
 
     def paces(self, jobs: Iterable[Job]) -> dict[str, Throughputs]:
-        """Of those that are not as fast everywhere, as far as is known."""
+        """Returns the relative throughputs of jobs that are not equally fast on all node types."""
         found = ((job.id, self._of(job)) for job in jobs)
         return {job_id: paces for job_id, paces in found if paces}
 
@@ -110,8 +110,8 @@ class JobThroughput:
 
 
 def _type_of(lease: Lease, types: Mapping[str, str]) -> str | None:
-    """The one type on which all its members are."""
+    """Returns the node type of all members, None if they differ."""
     if any(member.state is MemberState.LEAVING for member in lease.usable):
         return None
-    there = {types.get(member.node_id) for member in lease.usable}
-    return there.pop() if len(there) == 1 else None
+    job_ids = {types.get(member.node_id) for member in lease.usable}
+    return job_ids.pop() if len(job_ids) == 1 else None

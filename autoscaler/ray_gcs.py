@@ -1,7 +1,7 @@
-"""Ray's cluster state and drains, straight from its GCS.
+"""Ray's cluster state and drains, directly from its GCS.
 
-A call takes about a millisecond and needs no driver connection. Utilisation is not here: GCS knows logical resources
-only, and where each node's agent tells the rest (meters.py).
+A call takes about a millisecond and needs no driver connection. The GCS knows logical resources only; utilization.py
+reads physical use from each node's agent.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from raytide.core.ray_internals import (
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
+    """A node as Ray sees it, matched to its record by the instance id that every raylet is started with."""
+
     ray_node_id: str
-    """Hex, as every other call of Ray wants it."""
+    """Ray's id, in hex."""
     node_id: str
-    """Ours; empty for the head and for nodes that somebody else started."""
+    """raytide's id; empty for the head and for foreign nodes."""
     is_alive: bool = True
     is_draining: bool = False
     total: Resources = field(default_factory=dict)
@@ -36,9 +38,9 @@ class RayNode:
     labels: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
     idle_ms: int = 0
-    """Ray's own clock. It restarts whenever work queues anywhere (ray#60546), so decisions use `IdleClock`."""
+    """Ray's own idle time. It restarts whenever work queues anywhere (ray#60546), so decisions use `IdleClock`."""
     activity: tuple[str, ...] = ()
-    """Why Ray calls it busy, in its words. They stay when it becomes idle, so they count only while `idle_ms` is 0."""
+    """Ray's reasons for calling it busy. They stay when it becomes idle, so they count only while `idle_ms` is 0."""
 
     @property
     def is_busy(self) -> bool:
@@ -48,47 +50,46 @@ class RayNode:
 
 T = TypeVar("T")
 _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, str, str]
-"""Resources and labels of one shape of demand, hashable; of a placement group whose bundles belong together, the label
-that they share, and which group it is; of one whose bundles must be apart, the label that nodes with one of them
-carry."""
+"""One shape of demand: resources and labels; for bundles that belong together, their shared label and their group's id;
+for bundles that must be apart, the label that nodes with one of them carry."""
 
 CALL_TIMEOUT_S = 5.0
 NODE_ID_LABEL = "ray.io/node-id"
 _PINNED = (NODE_ID_LABEL, "raytide.io/node-id")
 _ENDLESS = 1e18
 _GROUP_MARK = "_group_"
-"""In the names of resources inside a placement group, `CPU_group_0_<id>`: work that waits for its group, not a node."""
+"""Part of resource names inside a placement group, `CPU_group_0_<id>`: such work waits for its group, not a node."""
 
 
 class GcsReader:
-    """Connects on first use, and anew after any error: a GCS that was restarted is found again by the next call."""
+    """Connects on first use, and again after any error, so that the next call finds a restarted GCS."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._client: GcsClient | None = None
 
     def nodes(self) -> tuple[RayNode, ...]:
-        """Every node that Ray remembers, dead ones included, the head too (its `node_id` is empty)."""
+        """Returns every node that Ray knows, dead ones and the head (with an empty `node_id`) included."""
         return tuple(_node(state) for state in self._state().node_states)
 
     def demand(self) -> tuple[Demand, ...]:
-        """Work that Ray cannot place and that another node might help, then the room that `request_resources` asks for.
-        raytide's own groups are pinned: never here."""
+        """Returns work that Ray cannot place and that a new node might help, then what `request_resources` asks for.
+        raytide's own placement groups are pinned to nodes and left out."""
         state = self._state()
         found: dict[_Key, int] = {}
-        for ask in state.pending_resource_requests:
-            _count(found, ask.request, ask.count)
+        for pending in state.pending_resource_requests:
+            _count(found, pending.request, pending.count)
         for gang in state.pending_gang_resource_requests:
             for request in combine_bundles(_bundles(gang)):
                 _count(found, request, 1, _together(gang), gang.details)
-        standing: dict[_Key, int] = {}
-        for asked in state.cluster_resource_constraints:
-            for ask in asked.resource_requests:
-                _count(standing, ask.request, ask.count)
-        return (*_demands(found), *(replace(each, is_standing=True) for each in _demands(standing)))
+        requested: dict[_Key, int] = {}
+        for constraint in state.cluster_resource_constraints:
+            for each in constraint.resource_requests:
+                _count(requested, each.request, each.count)
+        return (*_demands(found), *(replace(each, is_standing=True) for each in _demands(requested)))
 
     def metrics_addresses(self) -> dict[str, str]:
-        """Where Ray's agent on each living node tells its metrics, `host:port`, by the id that Ray knows us by."""
+        """Returns `host:port` of the metrics of Ray's agent by instance id, for each live node."""
         nodes = self._call("list Ray's nodes", lambda client: client.get_all_node_info(timeout=CALL_TIMEOUT_S))
         return {
             node.instance_id: f"{node.node_manager_address}:{node.metrics_export_port}"
@@ -97,20 +98,20 @@ class GcsReader:
         }
 
     def drain(self, ray_node_id: str, kind: Literal["idle", "notice"], deadline_s: float, why: str) -> bool:
-        """Ask Ray to give the node no more work. False when `kind` is "idle" and something runs there."""
+        """Asks Ray to place no more work on the node. Returns False if `kind` is "idle" and something runs there."""
         reasons = {
             "idle": autoscaler_messages().DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION,
             "notice": autoscaler_messages().DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
         }
 
-        def ask(client: GcsClient) -> bool:
+        def call(client: GcsClient) -> bool:
             accepted, _ = client.drain_node(ray_node_id, reasons[kind], why, int(deadline_s * 1000), CALL_TIMEOUT_S)
             return bool(accepted)
 
-        return self._call("drain a node", ask)
+        return self._call("drain a node", call)
 
     def report(self, nodes: Iterable[Node]) -> None:
-        """Let `ray status` and Ray's dashboard show the nodes that are on their way and those that failed to start."""
+        """Reports pending and failed nodes, for `ray status` and Ray's dashboard."""
         seen = self._state().cluster_resource_state_version
         state = autoscaler_messages().AutoscalingState(
             last_seen_cluster_resource_state_version=seen, autoscaler_state_version=seen + 1
@@ -137,11 +138,11 @@ class GcsReader:
         reply.ParseFromString(body)
         return reply.cluster_resource_state
 
-    def _call(self, what: str, ask: Callable[[GcsClient], T]) -> T:
+    def _call(self, what: str, call: Callable[[GcsClient], T]) -> T:
         try:
             if self._client is None:
                 self._client = gcs_client(self._address)
-            return ask(self._client)
+            return call(self._client)
         except Exception as error:  # Ray raises RpcError, ConnectionError and bare RuntimeErrors here
             self._client = None
             raise ClusterError(
@@ -172,24 +173,24 @@ def _demands(found: Mapping[_Key, int]) -> Iterator[Demand]:
 
 
 def _resources(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Without the marks that Ray adds to every node and to every placement group."""
+    """Drops the marker resources that Ray adds to every node and placement group."""
     return {k: v for k, v in sorted(amounts.items()) if _GROUP_MARK not in k and not k.startswith("node:")}
 
 
 def _asked(amounts: Mapping[str, float]) -> dict[str, float]:
-    """As exact as Ray counts. `request_resources` checks nothing: what is no amount, or less than nothing, is nothing;
-    no node has what is endless."""
+    """Rounds to Ray's precision. `request_resources` validates nothing: NaN and negative amounts count as 0, infinite
+    ones as more than any node has."""
     rounded = {name: max(0.0, round(amount, 4)) for name, amount in _resources(amounts).items()}
     return {name: min(amount, _ENDLESS) for name, amount in rounded.items()}
 
 
 def _bundles(gang: Any) -> Iterable[Any]:
-    """`requests` is the old form and has no label selectors."""
+    """Returns the bundles of a group; `requests` is the old form, without label selectors."""
     return tuple(gang.bundle_selectors[0].resource_requests if gang.bundle_selectors else gang.requests)
 
 
 def _together(gang: Any) -> str:
-    """The label of `topology_strategy={label: "STRICT_PACK"}`."""
+    """Returns the label of `topology_strategy={label: "STRICT_PACK"}`, or ""."""
     if not gang.bundle_selectors or not gang.bundle_selectors[0].HasField("locality_requirement"):
         return ""
     constraint = gang.bundle_selectors[0].locality_requirement.locality_constraint
@@ -207,7 +208,7 @@ def _count(found: dict[_Key, int], request: Any, count: int, together: str = "",
 
 
 def _labels(selectors: Any) -> dict[str, str]:
-    """The first selector, in the words in which it is asked; further ones are fallbacks. Ray shuffles the values."""
+    """Returns the first label selector (further ones are fallbacks); values are sorted, since Ray shuffles them."""
     labels = {}
     for constraint in selectors[0].label_constraints if selectors else ():
         values = sorted(constraint.label_values)

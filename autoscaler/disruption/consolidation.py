@@ -1,14 +1,13 @@
-"""Replicas and gangs move to where they cost less: onto room that is free anyhow, or onto cheaper nodes, back to spot
-above all.
+"""Consolidation: moves replicas and gangs to where they cost less, onto free capacity or onto cheaper nodes.
 
-A cheaper node is bought first (its subject is `move node-7`), and only once it is ready is the old one drained: what
-was bought on demand in need stays until its replacement is there. Serve starts a replica on the new node before it
-stops the old one. Nodes of one gang go together, in one stop. Work without a lease is never moved.
+A cheaper node is bought first (with subject `move node-7`); the old one is drained only once the new one is ready.
+Serve starts a replica on the new node before it stops the old one. The nodes of a gang move together, in one stop.
+Work without a lease is never moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from raytide.autoscaler.disruption import market_migration
@@ -25,32 +24,32 @@ from raytide.scheduling import reservations
 from raytide.scheduling.state import SchedulingState
 
 
-def with_reserved(snapshot: Snapshot, room: SchedulingState) -> SchedulingState:
-    """A copy, without what is kept for replicas that have no room yet, and for those who will move."""
-    room = replace(room.copy(), snapshot=snapshot, _holders=None)
-    for kept in snapshot.kept.values():
-        reservations.reserve(room, kept)
+def with_reserved(snapshot: Snapshot, state: SchedulingState) -> SchedulingState:
+    """Returns a copy with the reservations for unplaced replicas and for tenants that will move."""
+    state = replace(state.copy(), snapshot=snapshot, _holders=None)
+    for reservation in snapshot.kept.values():
+        reservations.reserve(state, reservation)
     if not any(view.node.subject.startswith(MOVE) for view in snapshot.nodes):
-        return room
-    builder = PlanBuilder(snapshot, room, NodeOccupancy.from_snapshot(snapshot), [])
+        return state
+    builder = PlanBuilder(snapshot, state, NodeOccupancy.from_snapshot(snapshot), [])
     reserve_replacements(builder)
     return builder.state
 
 
 def reserve_replacements(builder: PlanBuilder) -> None:
-    """What was bought for a move is kept for those who will move there, unless they may not leave any more, or have
-    become too many for it."""
+    """Reserves replacement nodes for the tenants that will move there, unless these may no longer leave or no longer
+    fit."""
     builder.replacements.update(_replacements(builder))
-    olds, now_s = _olds(builder, builder.replacements), builder.snapshot.at_s
+    olds, now_s = _olds(builder), builder.snapshot.at_s
     for node_id, old in olds.items():
         new = builder.replacements[node_id]
         row = builder.state.rows[new.node.id]
-        fellows = [other for other in olds.values() if other is old or other.leases & old.leases]
+        gang_tenants = [other for other in olds.values() if other is old or other.leases & old.leases]
         if not builder.state.node_table.has_free(row, old.resources) or not may_leave(old, now_s):
             continue
-        if (stance := constraint_of(builder.snapshot, old)) is not None and not is_wanted(stance, new):
+        if (constraint := constraint_of(builder.snapshot, old)) is not None and not is_wanted(constraint, new):
             continue
-        if disruption_cost(builder.occupancy, fellows, now_s) and all(
+        if disruption_cost(builder.occupancy, gang_tenants, now_s) and all(
             labels_match(shape.labels, new.labels) for shape in old.shapes
         ):
             builder.nominated.add(new.node.id)
@@ -59,18 +58,16 @@ def reserve_replacements(builder: PlanBuilder) -> None:
 
 
 def finish_moves(builder: PlanBuilder) -> list[Drain]:
-    """Nodes that are left now: what replaces them is ready."""
-    return [*_to_replacements(builder, builder.replacements), *market_migration.migrate(builder, MOVE)]
+    """Drains the nodes whose replacements are ready, then migrates gangs between markets."""
+    return [*_drain_replaced(builder), *market_migration.migrate(builder, MOVE)]
 
 
 def start_moves(builder: PlanBuilder) -> list[Drain | Launch]:
-    """New moves."""
-    return [*ConsolidationPlanner(builder, builder.replacements).decide()]
+    return [*ConsolidationPlanner(builder).decide()]
 
 
 def _replacements(builder: PlanBuilder) -> dict[str, NodeView]:
-    """Nodes that were bought for a move, are there or coming, and were not taken by others, by the node that they
-    replace."""
+    """Returns the usable nodes that were bought for a move, by the id of the node that they replace."""
     rows, views = builder.state.rows, builder.occupancy.views
     found: dict[str, NodeView] = {}
     for new in builder.snapshot.nodes:
@@ -83,30 +80,31 @@ def _replacements(builder: PlanBuilder) -> dict[str, NodeView]:
     return found
 
 
-def _olds(builder: PlanBuilder, coming: Mapping[str, NodeView]) -> dict[str, Tenants]:
-    return {node_id: builder.occupancy.tenants_of(builder.occupancy.views[node_id]) for node_id in coming}
+def _olds(builder: PlanBuilder) -> dict[str, Tenants]:
+    occupancy = builder.occupancy
+    return {node_id: occupancy.tenants_of(occupancy.views[node_id]) for node_id in builder.replacements}
 
 
-def _to_replacements(builder: PlanBuilder, coming: Mapping[str, NodeView]) -> Iterator[Drain]:
-    """Drains of nodes whose replacement is ready, and so are those of the rest of their gangs."""
-    olds = _olds(builder, coming)
+def _drain_replaced(builder: PlanBuilder) -> Iterator[Drain]:
+    """Drains nodes whose replacement is ready, once those of the rest of their gangs are ready too."""
+    olds, replacements = _olds(builder), builder.replacements
     free_to_go = {
         node_id
         for node_id in olds.keys() & builder.movable - builder.nominated
-        if coming[node_id].node.state is NodeState.READY
+        if replacements[node_id].node.state is NodeState.READY
     }
     waiting = {lease_id for node_id in olds.keys() - free_to_go for lease_id in olds[node_id].leases}
     for old in olds.values():
-        if (stance := constraint_of(builder.snapshot, old)) is not None:
+        if (constraint := constraint_of(builder.snapshot, old)) is not None:
             misplaced = {
-                lease.id: {*market_migration.misplaced_nodes(builder, lease, stance)} for lease, _ in old.members
+                lease.id: {*market_migration.misplaced_nodes(builder, lease, constraint)} for lease, _ in old.members
             }
             waiting |= {lease_id for lease_id, nodes in misplaced.items() if not nodes <= free_to_go}
     for node_id, old in olds.items():
         if node_id in free_to_go and not old.leases & waiting:
-            new = coming[node_id].node
-            if (stance := constraint_of(builder.snapshot, old)) is not None:
-                yield market_migration.drain(old, [new.id], stance, builder.snapshot.at_s)
+            new = replacements[node_id].node
+            if (constraint := constraint_of(builder.snapshot, old)) is not None:
+                yield market_migration.drain(old, [new.id], constraint, builder.snapshot.at_s)
                 continue
             saved = old.price_micro_usd_h - new.price_micro_usd_h
             reason = f"{new.id} ({new.type}) is ready for {old.description}; saves {format_usd(saved)}/h"

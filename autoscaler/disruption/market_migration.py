@@ -1,8 +1,8 @@
-"""Gangs with a deadline go over to the market in which they should sit: from on demand to spot that is cheaper, and
-from spot to on demand when their time runs out.
+"""Migrates gangs with a deadline to the market that the deadline policy chose: to cheaper spot, or back to on demand
+when their time runs out.
 
-New nodes are bought first, and the gang works on where it is until all of them are ready. It is asked of nobody whether
-that pays: the deadline policy has weighed it. A node that others use too is not left.
+New nodes are bought first; the gang keeps working until all of them are ready. There is no payback check: the deadline
+policy has already compared the costs. A node that other work uses too is not left.
 """
 
 from __future__ import annotations
@@ -23,68 +23,70 @@ from raytide.scheduling.state import SchedulingState
 
 
 def constraint_of(snapshot: Snapshot, old: Tenants) -> MarketConstraint | None:
-    """Of the one gang on this node; None when it has no deadline to keep."""
+    """Returns the constraint of the gang on this node; None if it has no deadline to keep."""
     stances = (snapshot.stances.get(lease.job_id) for lease, _ in old.members)
-    return next((stance for stance in stances if stance is not None and stance.markets is not None), None)
+    return next(
+        (constraint for constraint in stances if constraint is not None and constraint.markets is not None), None
+    )
 
 
-def is_wanted(stance: MarketConstraint, new: NodeView) -> bool:
-    """Whether a node that was bought for a gang is still of the market where that should sit."""
-    return stance.wanted is new.node.market
+def is_wanted(constraint: MarketConstraint, new: NodeView) -> bool:
+    """Tells whether a node that was bought for a gang is still of the wanted market."""
+    return constraint.wanted is new.node.market
 
 
-def drain(old: Tenants, new_ids: Sequence[str], stance: MarketConstraint, now_s: float) -> Drain:
-    reason = f"{', '.join(new_ids)} is ready for {old.description}: {stance.reason}"
+def drain(old: Tenants, new_ids: Sequence[str], constraint: MarketConstraint, now_s: float) -> Drain:
+    reason = f"{', '.join(new_ids)} is ready for {old.description}: {constraint.reason}"
     return Drain(old.view.node.id, "notice", now_s + NOTICE_S, reason, -old.price_micro_usd_h)
 
 
 def migrate(builder: PlanBuilder, move: str) -> Iterator[Drain]:
-    """Buys what is missing, and leaves nodes whose gang has room that is there for all of them."""
+    """Buys missing replacements, and drains the nodes of gangs whose replacements are all ready."""
     for lease in builder.snapshot.leases:
-        stance = builder.snapshot.stances.get(lease.job_id)
-        if stance is None or not (olds := _misplaced(builder, lease, stance)):
+        constraint = builder.snapshot.stances.get(lease.job_id)
+        if constraint is None or not (olds := _misplaced(builder, lease, constraint)):
             continue
         missing = [old for old in olds if old.view.node.id not in builder.replacements]
         if not missing or disruption_cost(builder.occupancy, olds, builder.snapshot.at_s) is None:
             continue
-        if _find_slots(builder.state.copy(), missing, stance) is None:
+        if _find_slots(builder.state.copy(), missing, constraint) is None:
             continue
-        seats = _find_slots(builder.state, missing, stance)
-        assert seats is not None
-        builder.nominated.update(seat.node_id for seat in seats)
-        for old, seat in zip(missing, seats, strict=True):
-            if seat.is_new:
-                why = f"for {lease.job_id} in place of {old.view.node.id}: {stance.reason}"
-                builder.buy(seat, f"{move}{old.view.node.id}", why)
-        new_ids = {old.view.node.id: seat.node_id for old, seat in zip(missing, seats, strict=True)}
+        slots = _find_slots(builder.state, missing, constraint)
+        assert slots is not None
+        builder.nominated.update(slot.node_id for slot in slots)
+        for old, slot in zip(missing, slots, strict=True):
+            if slot.is_new:
+                why = f"for {lease.job_id} in place of {old.view.node.id}: {constraint.reason}"
+                builder.buy(slot, f"{move}{old.view.node.id}", why)
+        new_ids = {old.view.node.id: slot.node_id for old, slot in zip(missing, slots, strict=True)}
         new_ids |= {id: builder.replacements[id].node.id for id in builder.movable & builder.replacements.keys()}
         if all(_is_ready(builder, new_ids.get(old.view.node.id, "")) for old in olds):
-            yield from (drain(old, [new_ids[old.view.node.id]], stance, builder.snapshot.at_s) for old in olds)
+            yield from (drain(old, [new_ids[old.view.node.id]], constraint, builder.snapshot.at_s) for old in olds)
 
 
-def misplaced_nodes(builder: PlanBuilder, lease: Lease, stance: MarketConstraint) -> dict[str, NodeView]:
-    """Its nodes of other markets than the wanted one."""
+def misplaced_nodes(builder: PlanBuilder, lease: Lease, constraint: MarketConstraint) -> dict[str, NodeView]:
+    """Returns the gang's nodes of other markets than the wanted one."""
     views = ((id, builder.occupancy.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.has_node}))
-    return {id: view for id, view in views if view is not None and not is_wanted(stance, view)}
+    return {id: view for id, view in views if view is not None and not is_wanted(constraint, view)}
 
 
-def _misplaced(builder: PlanBuilder, lease: Lease, stance: MarketConstraint) -> list[Tenants]:
-    """Its nodes of other markets than the wanted one, if it may sit there and can be taken from all of them."""
-    if not is_allowed(lease.shape, stance):
+def _misplaced(builder: PlanBuilder, lease: Lease, constraint: MarketConstraint) -> list[Tenants]:
+    """Returns the tenants of the gang's misplaced nodes, if it may move and can leave all of them."""
+    if not is_allowed(lease.shape, constraint):
         return []
-    olds = [builder.occupancy.tenants_of(view) for view in misplaced_nodes(builder, lease, stance).values()]
+    olds = [builder.occupancy.tenants_of(view) for view in misplaced_nodes(builder, lease, constraint).values()]
     return olds if all(old.hosts_only(lease) and old.view.node.state is NodeState.READY for old in olds) else []
 
 
-def _find_slots(room: SchedulingState, olds: Sequence[Tenants], stance: MarketConstraint) -> list[Slot] | None:
-    """For all who are on each of these nodes, one node of the wanted market; None when one has none."""
+def _find_slots(state: SchedulingState, olds: Sequence[Tenants], constraint: MarketConstraint) -> list[Slot] | None:
+    """Returns a node of the wanted market for each of these nodes; None if one has none."""
     found: list[Slot] = []
     for old in olds:
-        (shape,) = constrain([Shape.computed(old.resources, old.shapes[0].labels)], stance)[:1]
-        seats = room.place(shape, 1, subject="")
-        if isinstance(seats, Unschedulable):
+        (shape,) = constrain([Shape.computed(old.resources, old.shapes[0].labels)], constraint)[:1]
+        slots = state.place(shape, 1, subject="")
+        if isinstance(slots, Unschedulable):
             return None
-        found += seats
+        found += slots
     return found
 
 

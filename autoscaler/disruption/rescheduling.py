@@ -1,7 +1,7 @@
-"""Where those who leave a node fit on others: ready ones that are in use, or cheaper.
+"""Rescheduling simulation: tells whether the tenants of a node fit on other ready nodes.
 
-An idle node of the same price had better go itself. What many nodes ask for is looked up once: of thousands of nodes
-nearly all hold those who fit nowhere else.
+Targets are nodes in use, or cheaper ones: an idle node of the same price should rather be terminated itself. Lookups
+are cached by shape, because on thousands of nodes nearly all tenants fit nowhere else.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ from raytide.scheduling.placement import Slot
 from raytide.scheduling.state import SchedulingState
 
 MAX_TRIES = 64
-"""Of placing the occupants of nodes one by one, in one decision."""
+"""Full placements tried in one decision."""
 
 _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
 
 
 class ReschedulingSimulator:
-    def __init__(self, room: SchedulingState) -> None:
-        self._room, self._tries = room, MAX_TRIES
-        views = {view.node.id: view for view in room.snapshot.nodes}
-        there = [views[seat.node_id] for seat in room.slots if seat.node_id in views]  # bought ones come last
+    """Places tenants on other nodes, in the plan's own scheduling state."""
+
+    def __init__(self, state: SchedulingState) -> None:
+        self._room, self._tries = state, MAX_TRIES
+        views = {view.node.id: view for view in state.snapshot.nodes}
+        there = [views[slot.node_id] for slot in state.slots if slot.node_id in views]  # bought ones come last
         self._is_ready = np.array([view.node.state is NodeState.READY for view in there], dtype=np.bool_)
-        self._is_used = ~room.node_table.have_free([view.countable for view in there])
+        self._is_used = ~state.node_table.have_free([view.countable for view in there])
         self._price = np.array([view.node.price_micro_usd_h for view in there], dtype=np.int64)
         self._members: dict[_Key, Rows] = {}
         self._sums: dict[tuple[_Key, int], int] = {}
 
     def exclude(self, node_ids: Iterable[str]) -> None:
-        """Nobody moves there any more."""
+        """Removes these nodes from the targets."""
         self._is_ready[self._rows(node_ids)] = False
         self._sums.clear()
 
     def place(self, olds: Sequence[Tenants]) -> list[Slot] | None:
-        """Seats for all who are on these nodes, taken; None when they do not all fit."""
+        """Reserves slots for all tenants of these nodes and returns them; None if they do not all fit."""
         own = self._rows(old.view.node.id for old in olds)
         if not self._tries or not all(map(self.could_fit, olds)):
             return None
@@ -64,11 +66,11 @@ class ReschedulingSimulator:
         return found
 
     def could_fit(self, old: Tenants) -> bool:
-        """Whether each shape would if it were alone: quick, and wrong only when it says yes."""
-        own, price, asked = self._rows([old.view.node.id]), old.price_micro_usd_h, {_key(s): s for s in old.shapes}
+        """Tells whether each shape would fit alone: quick, and only a `True` can be wrong."""
+        own, price, shape = self._rows([old.view.node.id]), old.price_micro_usd_h, {_key(s): s for s in old.shapes}
         for key, count in Counter(map(_key, old.shapes)).items():
             if key not in self._members:
-                self._members[key] = self._members_of(asked[key])
+                self._members[key] = self._members_of(shape[key])
             members = self._members[key]
             if (key, price) not in self._sums:
                 self._sums[key, price] = int(members[self._able(price)].sum())
@@ -82,7 +84,7 @@ class ReschedulingSimulator:
         return able
 
     def _members_of(self, shape: Shape) -> Rows:
-        """How many of this shape each node would hold, by row."""
+        """Returns the members of this shape that each node would hold, by row."""
         rows, members = self._room.node_table.rows_with_room(shape.resources, shape.labels)
         found = np.zeros(len(self._room.slots), dtype=np.int64)
         found[rows] = members

@@ -1,4 +1,4 @@
-"""Which nodes go: idle ones that nobody was promised, and those whose drain or launch has run out of time."""
+"""Terminates nodes: idle ones that the plan does not need, and those whose drain or launch is overdue."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from raytide.core.objects.plan import Drain, Rejected, Terminate, Wait
 from raytide.core.objects.snapshot import NodeView, Snapshot
 
 IDLE_DRAIN_S = 30.0
-"""Ray wants a deadline for every drain; an idle node has nothing to finish by it."""
+"""The deadline of idle drains; Ray wants one, though nothing is left to finish."""
 
 
 def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
-    """Drained nodes that are out of time or empty, notices that Ray has not heard, launches that never joined."""
+    """Terminates expired, drained and never-joined nodes, and passes notices on to Ray."""
     types = {t.name: t for t in snapshot.node_types}
     yield from expired_drains(snapshot)
     for view in snapshot.nodes:
@@ -27,7 +27,7 @@ def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
 
 
 def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
-    """Nodes that the provider takes back now, whatever else is known."""
+    """Terminates nodes whose drain deadline has passed, whatever else is known."""
     for view in snapshot.nodes:
         deadline_s = view.node.drain_deadline_s
         if view.node.state is NodeState.DRAINING and deadline_s is not None and deadline_s <= snapshot.at_s:
@@ -35,13 +35,14 @@ def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
 
 
 def idle_drains(snapshot: Snapshot, *, keep: Collection[str], leaving: Collection[str]) -> Iterator[Drain | Wait]:
-    """Drains that Ray refuses if anything runs there, so that a task that starts meanwhile is safe. `leaving`: nodes
-    that go anyhow."""
+    """Drains idle nodes outside `keep`; Ray refuses if a task has just started. `leaving`: nodes that leave anyway."""
     types = {t.name: t for t in snapshot.node_types}
-    kept, gone = {*keep, *_nodes_in_use(snapshot), *leaving}, (NodeState.TERMINATING, NodeState.DRAINING)
+    reservation, gone = {*keep, *_nodes_in_use(snapshot), *leaving}, (NodeState.TERMINATING, NodeState.DRAINING)
     stay = (view.node for view in snapshot.nodes if view.node.state not in gone)
     staying = Counter(node.type for node in stay if node.id not in leaving)
-    free = [v for v in snapshot.nodes if v.idle_s > 0 and v.node.state is NodeState.READY and v.node.id not in kept]
+    free = [
+        v for v in snapshot.nodes if v.idle_s > 0 and v.node.state is NodeState.READY and v.node.id not in reservation
+    ]
     for view in sorted(free, key=lambda view: (len(view.node.id), view.node.id), reverse=True):
         node, node_type = view.node, types.get(view.node.type)
         timeout_s = node_type.idle_timeout_s if node_type else 0.0
@@ -54,7 +55,7 @@ def idle_drains(snapshot: Snapshot, *, keep: Collection[str], leaving: Collectio
             staying[node.type] -= 1
             price, saved = node.price_micro_usd_h, format_usd(node.price_micro_usd_h)
             reason = f"idle for {view.idle_s:.0f} s (limit {timeout_s:.0f} s); saves {saved}/h"
-            keeping = Rejected(f"keep {node.id}", f"costs {saved}/h, and nobody is promised room on it", price)
+            keeping = Rejected(f"keep {node.id}", f"costs {saved}/h, and nothing is planned for it", price)
             yield Drain(node.id, "idle", snapshot.at_s + IDLE_DRAIN_S, reason, -price, (keeping,))
 
 
@@ -74,10 +75,10 @@ def _launching(view: NodeView, node_type: NodeType, now_s: float) -> Iterator[Te
 
 
 def _nodes_in_use(snapshot: Snapshot) -> set[str]:
-    """Nodes of members, and of replicas by the last word that was heard, however old."""
-    seated = {member.node_id for lease in snapshot.leases for member in lease.members if member.node_id}
+    """Returns the nodes of members, and of replicas by their last report, however old."""
+    with_members = {member.node_id for lease in snapshot.leases for member in lease.members if member.node_id}
     hosts = {node for view in snapshot.endpoints if view.load for node in view.load.replica_nodes} - {""}
-    return seated | {view.node.id for view in snapshot.nodes if view.node.ray_node_id in hosts}
+    return with_members | {view.node.id for view in snapshot.nodes if view.node.ray_node_id in hosts}
 
 
 def _is_empty(view: NodeView) -> bool:

@@ -1,6 +1,6 @@
-"""How long nothing has run on each node: in Ray, by our own clock, and physically, by the word of the node's meters.
+"""The idle time of each node: in Ray, by raytide's own clock, and physically, by the node's meters.
 
-Ray's own clock starts over whenever work queues anywhere (ray#60546), and it knows only of what Ray started.
+Ray's own idle clock restarts whenever work queues anywhere (ray#60546), and covers only what Ray started.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raytide.core.objects.node import FRESH_S, NodeType, Use
 
 @dataclass(frozen=True, slots=True)
 class QuietInterval:
-    """From the first to the last word, without a break, that no meter was over its limit."""
+    """An unbroken interval of readings without a meter above its limit."""
 
     since_s: float
     last_s: float
@@ -23,18 +23,18 @@ class QuietInterval:
 
 @dataclass(frozen=True, slots=True)
 class IdleClock:
-    """Since when each node has been seen idle without a break. A new controller starts at zero: the safe side."""
+    """Since when each node has been idle without a break. A new controller starts at zero, which is safe."""
 
     since_s: Mapping[str, float] = field(default_factory=dict)
     quiet: Mapping[str, QuietInterval] = field(default_factory=dict)
 
     def observe(self, ray_nodes: Iterable[RayNode], now_s: float) -> IdleClock:
-        """The clock after one look at Ray. After a look that failed keep the old clock: it is not an empty look."""
+        """Returns the clock after an observation of Ray. After a failed observation keep the old clock."""
         idle = [n.node_id for n in ray_nodes if n.node_id and n.is_alive and not n.is_busy]
         return replace(self, since_s={node_id: self.since_s.get(node_id, now_s) for node_id in idle})
 
     def observe_meters(self, uses: Mapping[str, Use], types: Mapping[str, NodeType]) -> IdleClock:
-        """The clock after a look at the meters of these nodes."""
+        """Returns the clock after readings of these nodes' meters."""
         quiet = {}
         for node_id, node_type in types.items():
             last_s = _quiet_at_s(node_type, uses.get(node_id, {}))
@@ -49,20 +49,16 @@ class IdleClock:
         return 0.0 if since_s is None else now_s - since_s
 
     def busy_reason(self, node_id: str, node_type: NodeType, use: Use, now_s: float) -> str:
-        """Why a node that Ray calls idle is not: it works, or that is not known. Empty when nothing speaks against it.
-
-        The same words at every tick while the same is true.
-        """
+        """Returns why a node that is idle in Ray may be busy, "" if it is idle. Stable text while nothing changes."""
         for meter, limit in node_type.busy_above.items():
-            word, name = use.get(meter), meter.upper()
-            if word is None:
-                return f"idle in Ray, but its {name} use was never heard of (no meter? `busy_above: {{}}` for its type)"
-            if not word.is_fresh(now_s):
-                return (
-                    f"idle in Ray, but its {name} use was last heard of at {utc(word.at_s)}, over {FRESH_S:.0f} s ago"
-                )
-            if word.value > limit:
-                return f"idle in Ray, but its {name} is in use, over {limit:.0%}: something works there beside Ray"
+            reading, name = use.get(meter), meter.upper()
+            if reading is None:
+                return f"idle in Ray, but its {name} use was never measured (no meter? `busy_above: {{}}` for its type)"
+            if not reading.is_fresh(now_s):
+                last = f"last measured at {utc(reading.at_s)}, over {FRESH_S:.0f} s ago"
+                return f"idle in Ray, but its {name} use was {last}"
+            if reading.value > limit:
+                return f"idle in Ray, but its {name} is in use, over {limit:.0%}: work that Ray did not start"
         quiet = self.quiet.get(node_id)
         if quiet is None or not node_type.busy_above or quiet.last_s - quiet.since_s >= node_type.idle_timeout_s:
             return ""
@@ -70,8 +66,9 @@ class IdleClock:
 
 
 def _quiet_at_s(node_type: NodeType, use: Use) -> float | None:
-    """When its meters said that none is over its limit; None when one is, was never heard, or there is none."""
-    words = [(use.get(meter), limit) for meter, limit in node_type.busy_above.items()]
-    if not words or any(word is None or word.value > limit for word, limit in words):
+    """Returns the time of the oldest reading if all meters are within limits; None if one is not or has no reading, or
+    the type has none."""
+    readings = [(use.get(meter), limit) for meter, limit in node_type.busy_above.items()]
+    if not readings or any(reading is None or reading.value > limit for reading, limit in readings):
         return None
-    return min(word.at_s for word, _ in words if word is not None)
+    return min(reading.at_s for reading, _ in readings if reading is not None)

@@ -1,4 +1,4 @@
-"""The launch history of each (node type, zone): after a failure it rests, twice as long after each further one."""
+"""The launch history of each pool (node type and zone): exponential back-off after failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def after_failure(pool: Pool, now_s: float, reason: str) -> Pool:
 
 
 def after_success(pool: Pool, requested_at_s: float) -> Pool:
-    """A node that was asked for before the last failure says nothing of the pool as it is now."""
+    """Resets the pool, unless the node was requested before the last failure."""
     if pool.failures and requested_at_s <= pool.retry_at_s - _backoff_s(pool.failures):
         return pool
     return Pool(pool.node_type, pool.zone)
@@ -31,9 +31,8 @@ def after_success(pool: Pool, requested_at_s: float) -> Pool:
 def update_pools(
     pools: Sequence[Pool], before: Iterable[Node], now_nodes: Iterable[Node], now_s: float
 ) -> tuple[Pool, ...]:
-    """The pools once `before` has become `now_nodes`: a node that joined is a success, one that never will a failure.
-
-    Several failures at one instant are one: they say the same thing. Persist the result with the nodes, in one go.
+    """Returns the pools after the change from `before` to `now_nodes`: a node that joined is a success, one that never
+    will is a failure. Failures of a pool in one call count once. Persist the result together with the nodes.
     """
     table = {(pool.node_type, pool.zone): pool for pool in pools}
     was = {node.id: node.state for node in before}
@@ -42,8 +41,8 @@ def update_pools(
         if node.state not in _LOST:
             key = (node.type, node.zone)
             table[key] = after_success(table.get(key, Pool(*key)), node.requested_at_s)
-    lost = [node for node in changed if node.state in _LOST and not was_cancelled(node)]
-    for key, reason in {(node.type, node.zone): node.reason for node in lost}.items():
+    failed = [node for node in changed if node.state in _LOST and not was_cancelled(node)]
+    for key, reason in {(node.type, node.zone): node.reason for node in failed}.items():
         table[key] = after_failure(table.get(key, Pool(*key)), now_s, reason)
     return tuple(table[key] for key in sorted(table))
 

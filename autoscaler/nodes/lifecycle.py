@@ -1,8 +1,8 @@
-"""The life of a node, as pure functions: what was seen moves it forward, what was decided is recorded, then done.
+"""The lifecycle of a node, as pure functions: observations move it forward; decisions are recorded, then carried out.
 
 REQUESTED -> LAUNCHING (the provider lists it) -> READY (Ray lists it alive) -> DRAINING (a notice, or Ray accepted a
-drain) -> TERMINATING -> GONE (the provider ended it). Every step can be repeated after a crash: `overdue` lists what
-was decided and not done yet.
+drain) -> TERMINATING -> GONE (the provider ended it). Every step can be repeated after a crash: `overdue` lists the
+decisions that have not been carried out.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ NEVER_JOINED = "it did not join within"
 CANCELLED = "given up before it joined"
 
 RAY_GRACE_S = 30.0
-"""A machine that runs without its Ray node for longer is of no use to anybody."""
+"""A machine that runs without its Ray node for longer is terminated."""
 
 DRAINED_BY_OTHERS_S = 600.0
-"""A node that somebody else drained takes no new work: whatever stays on it has this long to end."""
+"""The time that work on a node has to end when Ray drains it without raytide's request."""
 
 
 def observe(
@@ -34,15 +34,15 @@ def observe(
     notices: Iterable[Notice],
     now_s: float,
 ) -> tuple[Node, ...]:
-    """Every node moved forward by what was seen. None means that the provider, or Ray, could not be asked: nothing is
-    concluded from its silence."""
+    """Returns all nodes, moved forward by the observation. None for `machines` or `ray_nodes` means that the source did
+    not answer; nothing is concluded from that."""
     listed = None if machines is None else {machine.node_id: machine for machine in machines}
     in_ray = None if ray_nodes is None else by_node_id(ray_nodes)
-    told = {notice.node_id: notice for notice in notices}
+    notices_by_node = {notice.node_id: notice for notice in notices}
     moved = []
     for node in nodes:
         if listed is not None:
-            node = from_provider(node, listed.get(node.id), told.get(node.id), now_s)
+            node = from_provider(node, listed.get(node.id), notices_by_node.get(node.id), now_s)
         if in_ray is not None:
             node = from_ray(node, in_ray.get(node.id), now_s)
         moved.append(node)
@@ -70,18 +70,20 @@ def from_ray(node: Node, in_ray: RayNode | None, now_s: float) -> Node:
     if node.state not in (NodeState.READY, NodeState.DRAINING):
         return node
     if alive is None:
-        return _without_ray(node, was_told=in_ray is not None, now_s=now_s)
+        return _without_ray(node, is_listed=in_ray is not None, now_s=now_s)
     address = alive.address or node.address
     if (node.ray_node_id, node.address, node.lost_at_s) != (alive.ray_node_id, address, None):
         node = replace(node, ray_node_id=alive.ray_node_id, address=address, lost_at_s=None)
     if node.state is NodeState.READY and alive.is_draining:
         deadline_s = now_s + DRAINED_BY_OTHERS_S
-        return replace(node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason="somebody drains it in Ray")
+        return replace(
+            node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason="drained in Ray by another client"
+        )
     return node
 
 
 def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
-    """The record of a launch that was decided; persist it before the provider is asked."""
+    """Returns the record of a decided launch; persist it before calling the provider."""
     return Node(
         id=launch.node_id,
         type=node_type.name,
@@ -96,48 +98,48 @@ def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
 
 
 def was_taken_back(node: Node) -> bool:
-    """Whether it is a spot node that the provider has ended, or will, without being asked."""
+    """Tells whether this is a spot node that the provider has reclaimed, or will."""
     return node.market is CapacityType.SPOT and (TAKEN_BACK in node.reason or ENDED_BY_PROVIDER in node.reason)
 
 
 def was_cancelled(node: Node) -> bool:
-    """Whether it was ended by us while it still might have joined, which says nothing of its pool."""
+    """Tells whether raytide ended it before it could join, which is no failure of its pool."""
     return node.reason.startswith(CANCELLED)
 
 
 def refused(node: Node, why: str, now_s: float) -> Node:
-    """The provider had none: the node never was, and nothing is billed."""
+    """Returns the record of a node that the provider refused: it never existed, and nothing is billed."""
     return _gone(node, now_s, why)
 
 
 def drained(node: Node, drain: Drain) -> Node:
-    """The record after Ray accepted an idle drain. Ask Ray first: it refuses when something runs there."""
+    """Returns the record after Ray accepted an idle drain. Call Ray first: it refuses when something runs there."""
     if node.state is not NodeState.READY:
         return node
     return replace(node, state=NodeState.DRAINING, reason=drain.reason)
 
 
 def terminating(node: Node, terminate: Terminate) -> Node:
-    """The record of an end that was decided; persist it before the provider is asked."""
+    """Returns the record of a decided termination; persist it before calling the provider."""
     if node.state is NodeState.GONE:
         return node
-    is_given_up = node.ready_at_s is None and not terminate.reason.startswith(NEVER_JOINED)
-    reason = f"{CANCELLED}: {terminate.reason}" if is_given_up else terminate.reason
+    is_cancelled = node.ready_at_s is None and not terminate.reason.startswith(NEVER_JOINED)
+    reason = f"{CANCELLED}: {terminate.reason}" if is_cancelled else terminate.reason
     return replace(node, state=NodeState.TERMINATING, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """Calls that must still reach the provider. All are idempotent there."""
+    """Provider calls that are still to be made. All are idempotent."""
 
     launch: tuple[Node, ...] = ()
     terminate: tuple[str, ...] = ()
 
 
 def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
-    """What the records say should be and the provider does not show: after a crash, and after calls that failed.
+    """Returns the differences between records and machines: after a crash, and after failed calls.
 
-    A machine that runs and has no record is ended too: records come first, so nobody can be using it.
+    A running machine without a record is terminated too: records come first, so nothing can be using it.
     """
     records: Mapping[str, Node] = {node.id: node for node in nodes}
     listed = {machine.node_id: machine for machine in machines}
@@ -148,7 +150,7 @@ def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
 
 
 def by_node_id(ray_nodes: Iterable[RayNode]) -> dict[str, RayNode]:
-    """Ray's nodes under our ids; where a machine's raylet was started again, the one that lives."""
+    """Returns Ray's nodes by raytide's id; of several raylets of one machine, the live one."""
     found: dict[str, RayNode] = {}
     for node in ray_nodes:
         if node.node_id:
@@ -168,9 +170,10 @@ def _noticed(node: Node, notice: Notice) -> Node:
     return replace(node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason=TAKEN_BACK)
 
 
-def _without_ray(node: Node, *, was_told: bool, now_s: float) -> Node:
-    """Ray does not have it. A drained raylet that Ray reports dead left on purpose; any other gets a grace."""
-    if node.state is NodeState.DRAINING and was_told:
+def _without_ray(node: Node, *, is_listed: bool, now_s: float) -> Node:
+    """Handles a node that is not alive in Ray. A drained raylet that Ray reports dead left on purpose; others get a
+    grace period."""
+    if node.state is NodeState.DRAINING and is_listed:
         return replace(node, state=NodeState.TERMINATING, reason=f"{node.reason}; its Ray node has left")
     if node.lost_at_s is None:
         return replace(node, lost_at_s=now_s)
@@ -180,14 +183,20 @@ def _without_ray(node: Node, *, was_told: bool, now_s: float) -> Node:
 
 
 def _unlisted(node: Node, now_s: float) -> Node:
-    """It was listed once, or its end was decided before it was bought."""
+    """Ends a node that the provider no longer lists, or whose end was decided before it was bought."""
     return _gone(node, now_s, _why_ended(node, "it is not listed any more"))
 
 
-def _why_ended(node: Node, word: str) -> str:
-    """Our own reason says more than the provider's word for what we asked of it."""
-    is_asked = node.state in (NodeState.DRAINING, NodeState.TERMINATING)
-    return node.reason if is_asked else f"{ENDED_BY_PROVIDER}: {word}" if word else ENDED_BY_PROVIDER
+def _why_ended(node: Node, provider_reason: str) -> str:
+    """Returns raytide's own reason if raytide asked for the end, else the provider's."""
+    is_requested = node.state in (NodeState.DRAINING, NodeState.TERMINATING)
+    return (
+        node.reason
+        if is_requested
+        else f"{ENDED_BY_PROVIDER}: {provider_reason}"
+        if provider_reason
+        else ENDED_BY_PROVIDER
+    )
 
 
 def _gone(node: Node, ended_at_s: float, reason: str) -> Node:

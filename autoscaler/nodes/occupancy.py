@@ -1,4 +1,4 @@
-"""Who works on each node: replicas, members of gangs, and whatever else Ray runs there."""
+"""The tenants of each node: replicas, members of gangs, and other work in Ray."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _EPS = 1e-6
 
 @dataclass(frozen=True)
 class Tenants:
-    """Of one node."""
+    """The replicas and members on one node."""
 
     view: NodeView
     replicas: tuple[EndpointView, ...] = ()
-    """The endpoint of each, by the last word that was heard."""
+    """The endpoint of each replica, by its last report."""
     members: tuple[tuple[Lease, Member], ...] = ()
     paces: Mapping[str, Throughputs] = field(default_factory=dict)
     """By job."""
@@ -41,7 +41,7 @@ class Tenants:
 
     @property
     def description(self) -> str:
-        """In words."""
+        """The tenants as text."""
         jobs = list(dict.fromkeys(lease.job_id for lease, _ in self.members))
         more = [f"{len(jobs) - 3} more"] if len(jobs) > 3 else []
         return ", ".join([*jobs[:3], *more]) or f"the {len(self.replicas)} replicas"
@@ -55,7 +55,7 @@ class Tenants:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """What each needs elsewhere. A gang keeps its accelerator, and what its members share."""
+        """What each tenant needs elsewhere. A gang keeps its accelerator, and the label that its members share."""
         gangs = (
             _with_node_labels(self._where_as_fast(lease.shape, self.paces.get(lease.job_id)), self.view)
             for lease, _ in self.members
@@ -67,27 +67,29 @@ class Tenants:
 
     @cached_property
     def shape_key(self) -> tuple[object, ...]:
-        """What all of them need, and the labels that each asks for: alike for nodes whose occupants fit the same."""
+        """Total resources and each tenant's labels: equal for nodes whose tenants fit the same offerings."""
         labels = (tuple(sorted(shape.labels.items())) for shape in self.shapes)
         return (*sorted(self.resources.items()), *labels)
 
     @cached_property
     def accounts_for_all_usage(self) -> bool:
-        """Whether nothing else of Ray's runs there."""
-        theirs: Resources = {}
+        """Whether the tenants explain all usage that Ray reports."""
+        explained: Resources = {}
         for shape in self._shapes:
-            theirs = plus(theirs, shape.resources)
+            explained = plus(explained, shape.resources)
         free = self.view.available
         return all(
-            total - free.get(name, 0.0) <= theirs.get(name, 0.0) + _EPS for name, total in self.view.countable.items()
+            total - free.get(name, 0.0) <= explained.get(name, 0.0) + _EPS
+            for name, total in self.view.countable.items()
         )
 
     def hosts_only(self, lease: Lease) -> bool:
-        """Whether nobody else is there than members of this gang."""
+        """Tells whether only members of this gang use the node."""
         return self.leases == {lease.id} and not self.replicas and self.accounts_for_all_usage
 
     def _where_as_fast(self, shape: Shape, paces: Throughputs | None) -> Shape:
-        """Only where its work goes no slower than here: the price of an hour says nothing else."""
+        """Restricts the shape to node types that are at least as fast for this work as the present one: only then do
+        hourly prices compare."""
         if not paces:
             return shape
         types = no_slower(self.view.node.type, paces)
@@ -106,19 +108,19 @@ class NodeOccupancy:
     in_ray: Mapping[str, NodeView]
     endpoints: Mapping[str, EndpointView]
     replicas_by_ray_node: dict[str, list[EndpointView]] = field(default_factory=dict)
-    """Replicas by Ray's id of their node."""
+    """The endpoint of each replica, by Ray's node id."""
     members: dict[str, list[tuple[Lease, Member]]] = field(default_factory=dict)
-    """Members by their node."""
+    """Members by node id."""
     paces: Mapping[str, Throughputs] = field(default_factory=dict)
     """By job."""
     _tenants: dict[str, Tenants] = field(default_factory=dict)
-    """By node, as far as they were asked for."""
+    """Cache by node id."""
     _prices: dict[str, float] = field(default_factory=dict)
-    """By lease, as far as they were asked for."""
+    """Cache by lease id."""
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot) -> NodeOccupancy:
-        roster = cls(
+        occupancy = cls(
             jobs={job.id: job for job in snapshot.jobs},
             leases={lease.id: lease for lease in snapshot.leases},
             views={view.node.id: view for view in snapshot.nodes},
@@ -128,23 +130,23 @@ class NodeOccupancy:
         )
         for endpoint in snapshot.endpoints:
             for ray_node_id in endpoint.load.replica_nodes if endpoint.load else ():
-                roster.replicas_by_ray_node.setdefault(ray_node_id, []).append(endpoint)
-        roster.replicas_by_ray_node.pop("", None)
+                occupancy.replicas_by_ray_node.setdefault(ray_node_id, []).append(endpoint)
+        occupancy.replicas_by_ray_node.pop("", None)
         for lease in snapshot.leases:
             for member in lease.members:
                 if member.has_node:
-                    roster.members.setdefault(member.node_id, []).append((lease, member))
-        return roster
+                    occupancy.members.setdefault(member.node_id, []).append((lease, member))
+        return occupancy
 
     def tenants_of(self, view: NodeView) -> Tenants:
         node = view.node
         if (found := self._tenants.get(node.id)) is None:
-            replicas, seats = self.replicas_by_ray_node.get(node.ray_node_id, ()), self.members.get(node.id, ())
-            found = self._tenants[node.id] = Tenants(view, tuple(replicas), tuple(seats), self.paces)
+            replicas, members = self.replicas_by_ray_node.get(node.ray_node_id, ()), self.members.get(node.id, ())
+            found = self._tenants[node.id] = Tenants(view, tuple(replicas), tuple(members), self.paces)
         return found
 
     def price_of(self, lease: Lease) -> float:
-        """Micro-dollars an hour of what the gang holds, by its share of each node."""
+        """Returns the gang's price in micro-dollars an hour, by its share of each node."""
         if lease.id not in self._prices:
             views = [self.views[m.node_id] for m in lease.members if m.has_node and m.node_id in self.views]
             shares = [dominant_share(lease.shape.resources, view.total) for view in views]
@@ -154,7 +156,7 @@ class NodeOccupancy:
 
 
 def _with_node_labels(shape: Shape, view: NodeView) -> Shape:
-    kept = [shape.together] if shape.together else []
-    kept += [ACCELERATOR_LABEL] if shape.resources.get("GPU") else []
-    labels = {key: view.labels[key] for key in kept if key in view.labels}
+    keys = [shape.together] if shape.together else []
+    keys += [ACCELERATOR_LABEL] if shape.resources.get("GPU") else []
+    labels = {key: view.labels[key] for key in keys if key in view.labels}
     return shape.model_copy(update={"labels": {**shape.labels, **labels}, "together": ""}) if labels else shape

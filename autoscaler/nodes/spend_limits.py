@@ -1,4 +1,4 @@
-"""What the fleet may cost an hour now: the limits of the configuration, and what the month's budget leaves of them."""
+"""The limits on the fleet's cost per hour: the configured ones, lowered to what the month's budget leaves."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from raytide.core.objects.cluster_config import LimitsSection
 from raytide.core.objects.snapshot import Limits
 
 SOFT_SHARE = 0.8
-"""Of what a month's budget leaves: above it only spot is bought."""
+"""Share of the hourly rate that the month's budget leaves; above it only spot is bought."""
 LEAST_LEFT_H = 1.0
-"""In the last hour of a month the rest of its budget is for that whole hour."""
+"""In the last hour of a month the rest of the budget counts as for a whole hour."""
 
 
 def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits:
-    """`spent_micro_usd`: since the month began. The fleet as it is may stay to the end of the month and fit."""
+    """Returns the limits at which the fleet, unchanged to the end of the month, stays within budget.
+
+    `spent_micro_usd`: since the month began.
+    """
     soft = None if section.soft_usd_h is None else micro_usd(section.soft_usd_h)
     hard = most = None if section.hard_usd_h is None else micro_usd(section.hard_usd_h)
     if section.month_usd is not None:
@@ -35,6 +38,6 @@ def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits
 
 
 def month_end_s(now_s: float) -> float:
-    """The first instant of the next month, UTC."""
+    """Returns the first instant of the next month, UTC."""
     first = datetime.fromtimestamp(now_s, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     return (first + timedelta(days=32)).replace(day=1).timestamp()

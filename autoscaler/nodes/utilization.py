@@ -1,6 +1,6 @@
-"""Physical use of the nodes, read from the metrics endpoint of each: Ray's own agent, or an exporter of the machine's.
+"""Physical utilization of the nodes, from the metrics endpoint of each: Ray's agent, or an exporter on the machine.
 
-One thread asks them all every few seconds, each with a timeout; the controller's loop takes what was last heard.
+One thread reads all endpoints every few seconds, each with a timeout; the controller uses the last readings.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ log = logger(__name__)
 
 PERIOD_S = 2.0
 TIMEOUT_S = 2.0
-"""For a whole page, from when it is asked."""
+"""The time limit of one page."""
 MAX_CONCURRENT = 128
-"""So that a round is short although half of them are silent."""
+"""Concurrent requests: a round stays short even if half the nodes do not answer."""
 MAX_NODES_PER_ROUND = 256
-"""Asked in one round: a page of Ray's agent has about 60 KB."""
+"""A page of Ray's agent has about 60 KB."""
 _METERS: dict[str, Meter] = {"ray_node_cpu_utilization": "cpu", "ray_node_gpus_utilization": "gpu"}
-"""Percent, in the names that Ray's agent gives them."""
+"""By the metric names of Ray's agent; values in percent."""
 
 
 class MeterReader:
-    """Asks from the first `watch` on. `transport` is for tests."""
+    """Reads meters in a thread that starts with the first `watch`."""
 
     def __init__(self, gcs: GcsReader, clock: Clock, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        """`gcs` is used by the thread alone."""
+        """Only the thread uses `gcs`. `transport` is for tests."""
         self._gcs, self._clock, self._transport = gcs, clock, transport
         self._machines: tuple[Machine, ...] = ()
         self._idle: Container[str] = ()
@@ -47,27 +47,27 @@ class MeterReader:
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
     def watch(self, machines: Iterable[Machine], idle: Container[str] = ()) -> None:
-        """From now on ask about these; about some, first of all the idle ones, if there are too many."""
+        """Sets the machines to read. Of too many, the idle ones come first."""
         self._machines, self._idle = tuple(machines), idle
         if self._machines and not self._thread.is_alive() and not self._stopped.is_set():
             self._thread.start()
 
     def last_readings(self) -> Mapping[str, Use]:
-        """By node, the last word of each of its meters, however old."""
+        """Returns the last reading of each meter by node, however old."""
         return self._readings
 
     def close(self) -> None:
         self._stopped.set()
 
     def read_all(self) -> None:
-        """One round. Who does not answer in time is left with what it said before."""
+        """Reads one round. A node that does not answer in time keeps its earlier readings."""
         machines, before = self._machines, self._readings
-        words = asyncio.run(self._read_pages(self._addresses(self._next_batch(machines))))
-        self._readings = {m.node_id: {**before.get(m.node_id, {}), **words.get(m.node_id, {})} for m in machines}
+        readings = asyncio.run(self._read_pages(self._addresses(self._next_batch(machines))))
+        self._readings = {m.node_id: {**before.get(m.node_id, {}), **readings.get(m.node_id, {})} for m in machines}
 
     def _next_batch(self, machines: tuple[Machine, ...]) -> tuple[Machine, ...]:
-        """Whose turn it is. Of too many idle ones another joins in each round: all have theirs, and each is asked for
-        long enough without a break to be seen idle."""
+        """Returns the machines of this round. With too many idle ones a window rotates over them, by one each round, so
+        that each is read without a break for long enough to count as idle."""
         idle = tuple(machine for machine in machines if machine.node_id in self._idle)
         self._round += 1
         if len(idle) > MAX_NODES_PER_ROUND:
@@ -79,44 +79,44 @@ class MeterReader:
         while not self._stopped.is_set():
             try:
                 self.read_all()
-            except Exception:  # whatever it was, the next round may go well; until then last words grow old
+            except Exception:  # the next round may succeed; until then readings go stale
                 log.exception("meters failed")
             self._stopped.wait(PERIOD_S)
 
     def _addresses(self, machines: Iterable[Machine]) -> dict[str, str]:
-        """Where each of them is to be asked; those are left out that Ray does not list."""
-        own = {machine.node_id: machine.meter for machine in machines if machine.meter}
-        rays = {machine.node_id: machine.ray_id or machine.node_id for machine in machines if not machine.meter}
-        if not rays:
-            return own
+        """Returns the metrics address of each machine, without those that Ray does not list."""
+        exporters = {machine.node_id: machine.meter for machine in machines if machine.meter}
+        ray_ids = {machine.node_id: machine.ray_id or machine.node_id for machine in machines if not machine.meter}
+        if not ray_ids:
+            return exporters
         try:
             agents = self._gcs.metrics_addresses()
-        except ClusterError as error:  # the loop says it too, and nodes that are not heard of stay
+        except ClusterError as error:  # the controller reports it too, and nodes without readings stay
             log.warning("source failed", extra={"source": "metrics addresses", "error": str(error)})
-            return own
-        return {**own, **{node_id: agents[ray_id] for node_id, ray_id in rays.items() if ray_id in agents}}
+            return exporters
+        return {**exporters, **{node_id: agents[ray_id] for node_id, ray_id in ray_ids.items() if ray_id in agents}}
 
     async def _read_pages(self, pages: Mapping[str, str]) -> dict[str, Use]:
-        turns = asyncio.Semaphore(MAX_CONCURRENT)
+        semaphore = asyncio.Semaphore(MAX_CONCURRENT)
         limits = httpx.Limits(max_connections=MAX_CONCURRENT)
         client = httpx.AsyncClient(timeout=None, limits=limits, transport=self._transport, trust_env=False)  # nosec B113
         async with client as http:  # each request has its own limit, see _ask_one
-            answers = await asyncio.gather(*(self._read_page(http, address, turns) for address in pages.values()))
+            answers = await asyncio.gather(*(self._read_page(http, address, semaphore) for address in pages.values()))
         return dict(zip(pages, answers, strict=True))
 
-    async def _read_page(self, http: httpx.AsyncClient, address: str, turns: asyncio.Semaphore) -> Use:
+    async def _read_page(self, http: httpx.AsyncClient, address: str, semaphore: asyncio.Semaphore) -> Use:
         try:
-            async with turns, asyncio.timeout(TIMEOUT_S):  # whoever waits for a turn is not late; httpx would say so
+            async with semaphore, asyncio.timeout(TIMEOUT_S):  # unlike httpx's limit, without the wait for a turn
                 page = (await http.get(f"http://{address}/metrics")).raise_for_status().text
             return parse_page(page, self._clock.now_s())
-        except (httpx.HTTPError, ValueError, TimeoutError):  # silence: its last word grows old
+        except (httpx.HTTPError, ValueError, TimeoutError):  # its last readings go stale
             return {}
 
 
 def parse_page(page: str, now_s: float) -> dict[Meter, Signal]:
-    """The meters on a page of Prometheus' text format, the busiest GPU for all of a node's.
+    """Returns the meters on a page in Prometheus' text format; of several GPUs, the busiest.
 
-    One that says NaN of any GPU (a driver that fails) knows nothing of the node: the GPU may be in use.
+    A NaN for any GPU (a failing driver) makes the meter unknown: that GPU may be in use.
     """
     lines = [line for line in page.splitlines() if line.startswith(tuple(_METERS))]  # a page has hundreds of others
     found: dict[Meter, Signal] = {}

@@ -503,11 +503,11 @@ class TestMeters:
             return wait.reason
 
         loop.tick(14)
-        assert "never heard of" in waits()
+        assert "never measured" in waits()
         assert "in use" in said(0.97)
         assert "only since" in said(0.0)
         loop.tick(24)
-        assert "last heard of" in waits(), "its exporter stopped while it rested: nobody knows what it does now"
+        assert "last measured at" in waits(), "its exporter stopped while it rested: nobody knows what it does now"
         for _ in range(20):
             loop.world.use[node_id] = {"gpu": Signal(0.0, loop.clock.now_s())}
             loop.tick()

@@ -44,8 +44,8 @@ def test_quiet_for_long_enough_by_fresh_words_is_idle() -> None:
     [
         (use(0.97, 20.0), "its GPU is in use, over 5%"),
         (use(0.0, 20.0, cpu=0.9), "its CPU is in use, over 50%"),
-        (use(0.0, 5.0), "its GPU use was last heard of at 00:00:05 UTC, over 10 s ago"),
-        ({"gpu": Signal(0.0, 20.0)}, "its CPU use was never heard of"),
+        (use(0.0, 5.0), "its GPU use was last measured at 00:00:05 UTC, over 10 s ago"),
+        ({"gpu": Signal(0.0, 20.0)}, "its CPU use was never measured"),
     ],
 )
 def test_what_holds_a_node_is_said(last: dict[Meter, Signal], words: str) -> None:
