@@ -1,4 +1,5 @@
-"""The trainer: one loop (`loop.py`) that runs alone (`local.py`) or over an elastic gang (`driver.py`).
+"""The trainer: one training loop (`trainer.py`) that runs in one process (`runners/local.py`), inside Ray Train
+(`runners/ray_train.py`) or over an elastic gang (`elastic/driver.py`).
 
-Everything but the driver imports with torch, numpy, safetensors and pydantic alone.
+Everything except the driver's Ray worker imports with torch, numpy, safetensors and pydantic alone.
 """

@@ -1,7 +1,7 @@
-"""The training loop: one step is all microbatches, one clip, one update, and nothing is logged before it happened.
+"""The training loop. A step runs all microbatches, clips once and updates once, and is logged only afterwards.
 
-A Trainer lives as long as its group: when the gang changes, a new one is built and loads the latest checkpoint. What a
-step does depends on (spec, step) alone; the group decides only who computes which part.
+A Trainer lives as long as its process group: when the gang changes, a new one is built and loads the latest state. The
+data and the update of a step depend only on (spec, step); the group decides which rank computes which part.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from raytide.core.specs.train import TrainSpec
 
 
 class Trainer:
-    """The state of one run on one group. Every method is called by all ranks together."""
+    """The state of one run on one process group. All ranks call every method together."""
 
     def __init__(
         self, spec: TrainSpec, group: ProcessGroup, snapshots: Snapshots | None = None, claim: str = ""
     ) -> None:
-        """`claim`: the token of the run's claim on its folders; without one nothing is checked when it commits."""
+        """`claim` is the token of the run's claim on its folders; without one, commits are not checked."""
         apply.check_supported(spec, group.device)
         self.spec, self.group = spec, group
         self.data = group.run_on_all(lambda: open_data(spec))
@@ -62,19 +62,20 @@ class Trainer:
         self.model_source = resolve_model(spec, self.data)
         validate(spec.layout, self.model_source.arch, spec)
         self.micro_batch = spec.first_micro_batch(group.sizes)
-        """Sequences at once; it shrinks when memory runs out."""
+        """Sequences in a microbatch; halved when memory runs out."""
         self.loss_scale = GradScaler(spec.precision)
         self._pool = activation_offload.create_pool(spec.memory)
         self._loader = DataLoader(self.data, self.sampler, group, spec)
         self._gradient_copies = 1 if spec.memory.compression == "none" else group.sizes.replicate
-        """Of each gradient, that no DTensor knows of: replicas that reduce by themselves are not on its mesh."""
+        """Copies of each gradient outside of DTensor's mesh: replicas that compress their gradients reduce them
+        themselves."""
         self._applying = False
         self.guard = AnomalyGuard(spec.guard)
         self.stateful: dict[str, Stateful] = {"guard": self.guard, "loss_scale": self.loss_scale}
-        """What else a checkpoint carries: each has state_dict and load_state_dict of small tensors."""
+        """Further state in checkpoints, as small tensors."""
         self._build()
         self.all_reduce = gradient_compression.create_all_reduce(spec.memory, group.replicas, self._trainable_shards())
-        if self.all_reduce is not None:  # another layout, another gradient to leave something out of
+        if self.all_reduce is not None:  # the error feedback belongs to one layout
             self.stateful[f"left_out.{'x'.join(map(str, group.sizes.shape))}.{group.rank}"] = self.all_reduce
         digests = {"model, seed or batch": self.model_source.digest, "dataset": self.data.digest}
         self._commit = partial(committing, spec.places, claim)
@@ -87,37 +88,36 @@ class Trainer:
         self.profiler = Profiler(spec.profile, spec.out, group.rank, group.device)
         self.steps_done = 0
         self.saved_step: int | None = 0
-        """The first state needs no copy: the seed makes it again."""
+        """Step of the last checkpoint. 0 needs none, because the seed reproduces it."""
         self.unsaved = ""
-        """Why the last checkpoint could not be written, until a later one could."""
+        """Reason why the last checkpoint could not be written; empty once a later one succeeds."""
         self._compared_step = 0
-        """The step after which the replicas were last compared."""
+        """Step after which the replicas were last compared."""
         self.snapshot_step = 0
-        """The step of the last snapshot."""
+        """Step of the last snapshot."""
         self.restored_from: Literal["", "memory", "storage"] = ""
         self._samples = LineFile(Path(spec.out) / "samples" / f"{group.rank}.jsonl")
         self._stop_request = 0
-        """To pause, by all ranks together, at the last step."""
+        """The largest StopRequest of all ranks at the last step."""
 
     def _build(self) -> None:
         self.model_parts = parallelize.build_model_parts(self.spec, self.model_source, self.group, self._pool)
-        """Of the model: what this rank has of it."""
+        """The parts of the model that this rank holds."""
         spec = self.spec.model_copy(update={"micro_batch": self.micro_batch})
         self.compute = forward_backward.build(spec, self.model_parts, self.group)
         named = [named for part in self.model_parts for named in part.named_parameters()]
         self.optimizer = registry.build(named, self.spec.optim, self.spec.memory)
         self._weights = [weight for _, weight in named]
-        """Before the first step, like the state's: see TrainState."""
+        """Collected before the first step, see TrainState."""
         self.state = TrainState(self.model_parts, self.optimizer, self.stateful)
 
     def _trainable_shards(self) -> list[tuple[str, Tensor]]:
-        """What this rank has of each weight that gets a gradient."""
+        """Returns this rank's shard of each trainable weight."""
         named = [named for part in self.model_parts for named in part.named_parameters()]
         return [(name, local_shards.local(weight)) for name, weight in named if weight.requires_grad]
 
     def restore(self) -> list[CheckpointError]:
-        """Go to the newest state that is left, in the members' memory or on storage; returns the checkpoints that had
-        to be passed over."""
+        """Load the newest state from the members' memory or from storage. Returns why checkpoints were rejected."""
         listing = self.checkpoints.list_checkpoints()
         in_memory = self.snapshots.find_newest() if self.snapshots is not None else 0
         if self.snapshots is not None and in_memory and in_memory >= listing.newest_step:
@@ -132,7 +132,7 @@ class Trainer:
         return listing.rejected
 
     def save(self) -> None:
-        """Begin to checkpoint the state as it is, unless that was done already."""
+        """Start a checkpoint of the current state, unless it is saved already."""
         if self.saved_step != self.steps_done:
             self.timer.start()
             self.wait_for_save()
@@ -142,8 +142,8 @@ class Trainer:
             self.saved_step = self.steps_done
 
     def wait_for_save(self) -> None:
-        """Wait for the save in flight. One that the storage refused (a full disk, a lost bucket) is no reason to stop:
-        the checkpoint before it is whole, and the next interval tries again. All ranks see the same outcome."""
+        """Wait for the save in flight. A failed one (full disk, unreachable bucket) does not stop the run: the previous
+        checkpoint is intact and the next interval tries again. All ranks see the same outcome."""
         try:
             if self.checkpoints.wait():
                 self.unsaved = ""
@@ -152,18 +152,18 @@ class Trainer:
 
     @property
     def save_s(self) -> float:
-        """What the last checkpoint took, from the copy to the manifest."""
+        """Duration of the last checkpoint, from the copy to the manifest."""
         return self.checkpoints.save_s
 
     def take_snapshot(self) -> None:
-        """Begin to give a copy of the state to another member's memory, unless that was done already."""
+        """Start copying the state into a peer's memory, unless that is done already."""
         if self.snapshots is not None and self.snapshot_step != self.steps_done:
             self.snapshots.save(self.state, self.steps_done)
             self.snapshot_step = self.steps_done
 
     def flush(self, *, save: bool = True) -> None:
-        """Bring the state to safety and wait for that: into other members' memory, and onto storage too if `save` or if
-        there is no other memory."""
+        """Save the state and wait for it: into peers' memory, and to storage too if `save` is set or there is no
+        peer."""
         alone = self.snapshots is None or self.group.world == 1
         self.take_snapshot()
         if self.snapshots is not None:
@@ -174,10 +174,10 @@ class Trainer:
         if alone:
             self.checkpoints.wait()
         else:
-            self.wait_for_save()  # the others' memory has the state
+            self.wait_for_save()  # peers hold the state
 
     def close(self) -> None:
-        """Give up what is in flight. For this rank alone, and quick: the generation may be broken."""
+        """Abandon saves in flight. Local to this rank and quick, because the generation may be broken."""
         self.checkpoints.close()
         if self.snapshots is not None:
             self.snapshots.close()
@@ -220,10 +220,10 @@ class Trainer:
         return True
 
     def step(self, *, pause: StopRequest = StopRequest.NO) -> StepResult | None:
-        """One optimiser step over the global batch; None, with nothing done, when any rank asks to pause.
+        """Run one optimiser step over the global batch. Returns None, with nothing done, if any rank asks to stop.
 
-        A batch that the guard objects to is not applied; the result says so, and why. torch.OutOfMemoryError in a gang,
-        which then forms again with smaller microbatches; alone, that is done here.
+        A batch that the guard rejects is not applied; the result gives the reason. In a gang torch.OutOfMemoryError is
+        raised, and the gang forms again with smaller microbatches; a single process retries here.
         """
         while True:
             try:
@@ -232,22 +232,22 @@ class Trainer:
                 if not micro_batch.is_out_of_memory(error) or self._applying or self.group.world > 1:
                     raise
             self.micro_batch = halve_micro_batch(self.micro_batch, self.spec.name)
-            self._rebuild()  # out of the handler, which holds the frames that hold the graph
+            self._rebuild()  # outside the handler, whose traceback keeps the graph alive
 
     def _compare_replicas(self) -> None:
-        """Unless that was done at this step, or not at all."""
+        """Compare replicas, unless disabled or already done at this step."""
         if self.spec.replica_check_every and self._compared_step != self.steps_done:
             self._compared_step = self.steps_done
             replica_check.check(self._weights, self.group, self.spec.name, self.steps_done)
 
     def _before_update(self) -> None:
-        """Copies of the weights may still be under way."""
+        """Wait for copies of the weights that are still under way."""
         self.checkpoints.before_update()
         if self.snapshots is not None:
             self.snapshots.before_update()
 
     def _rebuild(self) -> None:
-        """The same state in a new model: a backward pass that broke off leaves FSDP's own state in the middle of it."""
+        """Move the state into a new model: an interrupted backward pass leaves FSDP's internal state inconsistent."""
         self._before_update()
         saved = micro_batch.offload_state(self.model_parts, self.optimizer)
         self.model_parts.clear()
@@ -274,7 +274,7 @@ class Trainer:
             return None
         if not tokens:
             raise TrainError(
-                f"step {step} of {spec.name} has no token to learn: all its answers begin beyond seq_len.",
+                f"step {step} of {spec.name} has no token to train on: all answers start beyond seq_len.",
                 hint="Raise seq_len, or global_batch.",
             )
         self.profiler.begin(step + 1, int(profiled))
@@ -321,7 +321,7 @@ class Trainer:
         )
 
     def _reduce(self) -> None:
-        """Take the loss scale back out of the gradients, and average them over replicas that do so themselves."""
+        """Unscale the gradients, and average them over replicas that compress them."""
         named = [named for part in self.model_parts for named in part.named_parameters()]
         grads = [(name, local_shards.local(weight.grad)) for name, weight in named if weight.grad is not None]
         self.loss_scale.unscale([grad for _, grad in grads])
@@ -329,7 +329,7 @@ class Trainer:
             self.all_reduce(grads)
 
     def _judge(self, loss: float, grad_norm: float) -> GuardVerdict:
-        """An overflow in fp16 is no anomaly of the batch: the loss scale's own affair."""
+        """Returns the guard's verdict. An fp16 overflow is no anomaly: the loss scale handles it."""
         if not self.loss_scale.overflowed(loss, grad_norm):
             return self.guard.judge(loss, grad_norm)
         why = f"gradients overflowed in fp16 at a loss scale of {self.loss_scale.value:g}"

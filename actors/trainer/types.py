@@ -1,4 +1,5 @@
-"""The trainer's nouns: what a step did, how a run ended, a rank's seat and its outcome. No torch, no ray."""
+"""Types that the whole trainer shares: step and run results, rank assignments, worker status. Imports neither torch nor
+ray."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from raytide.core.errors import RaytideError, TrainError
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did, over all ranks."""
+    """The result of one step, over all ranks."""
 
     step: int
-    """Its number, counted from 1; when it was applied or skipped, so many are done."""
+    """Step number, counted from 1. After this step, `step` steps are done."""
     loss: float
     """Mean over the valid tokens of the global batch, before the update."""
     lr: float
@@ -24,40 +25,40 @@ class StepResult:
     tokens: int
     step_s: float
     data_s: float
-    """Waiting for the batch."""
+    """Time spent waiting for the batch."""
     world: int
     mfu: float | None = None
     """Model FLOPs utilisation; None where the device's peak is not known."""
     memory_bytes: int = 0
-    """The most that the reporting rank had so far: of its GPU, else of the process."""
+    """Peak memory of the reporting rank so far: of its GPU, or of the process on a CPU."""
     times: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by phase, the stall of a checkpoint before this step among them."""
+    """Seconds by phase, including the stall of a checkpoint before this step."""
     verdict: Literal["applied", "skipped", "stopped"] = "applied"
-    """skipped: its samples are used up and nothing was learned. stopped: neither, and the run ends."""
+    """skipped: the samples are used up, but the update is not applied. stopped: the run ends here."""
     why: str = ""
     samples: tuple[int, ...] = ()
-    """The ids of the whole batch, when it was not applied."""
+    """Sample ids of the whole batch, if it was not applied."""
     micro_batch: int = 0
-    """Sequences that a rank had at once."""
+    """Sequences in a rank's microbatch."""
     unsaved: str = ""
-    """Why the last checkpoint could not be written, until a later one could."""
+    """Reason why the last checkpoint could not be written; empty once a later one succeeds."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole gang, checkpoints left out."""
+        """Tokens per second of the whole gang, without checkpoint time."""
         return self.tokens / self.step_s if self.step_s > 0 else 0.0
 
     def metrics_line(self) -> dict[str, Any]:
-        """As metrics.jsonl has it."""
+        """Returns the line for metrics.jsonl."""
         line = {**asdict(self), "tokens_per_s": round(self.tokens_per_s, 1)}
         for key in ("samples", "verdict", "why") if self.verdict == "applied" else ("samples",):
-            del line[key]  # an event has the samples
-        del line["unsaved"]  # as an event has this
+            del line[key]  # recorded in an event
+        del line["unsaved"]  # recorded in an event
         return line
 
 
 def scalar_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """What of a step's line can be drawn over its steps, flat: for MLflow and Ray Train."""
+    """Returns the values of a metrics line that can be plotted over steps, flattened, for MLflow and Ray Train."""
     flat = {f"times/{phase}": float(seconds) for phase, seconds in line["times"].items()}
     names = [name for name, value in line.items() if isinstance(value, int | float) and name not in ("step", "at_s")]
     return {name: float(line[name]) for name in names} | flat
@@ -65,70 +66,70 @@ def scalar_metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended."""
+    """The result of a run."""
 
     steps: int
     first_loss: float | None
-    """Of the run's first step, also after a resume; None, like `loss`, when no step was done."""
+    """Loss of the run's first step, also after a resume. None, like `loss`, if no step was done."""
     loss: float | None
     tokens: int
-    """Trained on by this call, steps done twice counted twice."""
+    """Tokens trained on by this call; repeated steps count each time."""
     seconds: float
     restarts: int
-    """How often the gang broke and formed again."""
+    """Number of times the gang failed and formed again."""
     resizes: int
-    """How often it formed again on purpose, from the state of that moment."""
+    """Number of planned re-formations, which lose no state."""
     steps_lost: int
-    """Done again, because no snapshot and no checkpoint of them was left."""
+    """Steps repeated because no snapshot or checkpoint had them."""
     recovery_s: float
-    """The longest time from the first sign of a break to the next step done."""
+    """Longest time from the first sign of a failure to the next completed step."""
     model_dir: str | None
 
 
 class StopRequest(IntEnum):
-    """Whether a generation shall stop before its next step. The ranks add their answers up: the largest wins."""
+    """A request to stop a generation before its next step. Ranks exchange the maximum."""
 
     NO = 0
-    STOP = 1  # with the state in memory only: a checkpoint would not fit into the notice
-    SAVE = 2  # with a checkpoint besides
+    STOP = 1  # keep the state in memory only: the notice is too short for a checkpoint
+    SAVE = 2  # also write a checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """A rank's place in one generation of the gang."""
+    """A rank's assignment in one generation of the gang."""
 
     generation: int
     rank: int
     world: int
     store: tuple[str, int]
-    """Host and port of the store where the ranks meet; rank 0 has it open already."""
+    """Host and port of the rendezvous store, which rank 0 has already opened."""
     address: str
     micro_batch: int
-    """The spec's, or less once it did not fit."""
+    """Microbatch of the spec, or a smaller one after running out of memory."""
     claim: str = ""
-    """The token of the run's claim on its folders, without which no checkpoint is sealed."""
+    """Token of the run's claim on its folders; without it no checkpoint is committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a rank is at: steps since the last look, and where it stands now."""
+    """A rank's status: the steps since the last poll and its current phase."""
 
     generation: int
     phase: str
     phase_s: float
     stack: str = ""
-    """The innermost frames of its work, the innermost first."""
+    """Innermost stack frames of the training thread, innermost first."""
     is_waiting: bool = False
-    """Whether it waits there for other ranks."""
+    """Whether the rank is waiting for other ranks."""
     steps: list[StepResult] = field(default_factory=list)
     skipped_checkpoints: list[str] = field(default_factory=list)
-    """Checkpoints that had to be passed over."""
+    """Checkpoints rejected while loading."""
     phase_times: dict[str, float] = field(default_factory=dict)
-    """Seconds of this generation's join, build, load, first_step and leave, as far as they are over."""
+    """Seconds of this generation's join, build, load, first_step and leave phases, as far as they are over."""
     source: str = ""
-    """Where its state came from: "memory", "storage", or nothing for the first step of all."""
+    """Origin of the state: "memory", "storage", or empty for a fresh start."""
     save_s: float = 0.0
-    """Of the last checkpoint, from the state to its seal; 0 before the first."""
+    """Duration of the last checkpoint, from the copy to the manifest; 0 before the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +137,11 @@ class WorkerExit:
     """How a generation ended for one rank."""
 
     kind: Literal["done", "paused", "broken", "oom", "failed"]
-    """broken: a collective failed, so some peer is gone. failed: the run itself cannot go on."""
+    """broken: a collective failed, so a peer is gone. failed: the run itself cannot continue."""
     detail: str = ""
     error: RaytideError | None = None
     timed_out: bool = False
-    """broken, since a peer kept it waiting rather than closed its door."""
+    """For broken: the collective timed out, rather than the peer closing its connection."""
     last_status: WorkerStatus | None = None
 
 
@@ -148,8 +149,8 @@ def halve_micro_batch(micro_batch: int, name: str) -> int:
     """Returns half the microbatch, rounded up: the same global batch in half the memory. TrainError when it is 1."""
     if micro_batch == 1:
         raise TrainError(
-            f"{name} does not fit into memory with one sequence at a time.",
-            hint="Use memory.checkpointing, memory.loss_chunk or memory.activations, divide the model among more ranks "
+            f"{name} runs out of memory even with a microbatch of one sequence.",
+            hint="Use memory.checkpointing, memory.loss_chunk or memory.activations, shard the model over more ranks "
             "(layout), or lower seq_len.",
         )
     return -(-micro_batch // 2)

@@ -1,1 +1,1 @@
-"""Checkpoints: asynchronous saves, manifests that commit them, the choice of one to resume from."""
+"""Checkpoints: asynchronous saves, the manifests that commit them, and loading."""

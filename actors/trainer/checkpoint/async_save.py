@@ -1,7 +1,7 @@
-"""The write of one checkpoint after the other, beside the training: plan, write, hash, seal, prune.
+"""Writes checkpoints on a background thread: plan, write, hash, commit, prune.
 
-What runs here may outlive its generation for a moment. So it holds a process group of its own and no other: one that is
-held stays open, and then the peers that wait for this rank would not learn that it has left.
+The thread may outlive its generation for a moment, so it holds no process group but its own: a held group stays open,
+and peers waiting for this rank would not notice that it has left.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from raytide.core.errors import RaytideError, StorageError
 
 T = TypeVar("T")
 Commit = Callable[[], AbstractContextManager[None]]
-"""Inside it this run may publish; ConflictError when another one has its folders by now."""
+"""A context in which this run may publish; ConflictError if another run has claimed its folders."""
 
 
 class AsyncSaver:
-    """The saves of one generation, as one of its ranks makes them."""
+    """Saves the checkpoints of one rank in one generation."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class AsyncSaver:
         self.buffer = StagingBuffer()
         self.task = BackgroundTask("checkpoint")
         self.last_save_s = 0.0
-        """From the copy to the manifest, of the last save."""
+        """Duration of the last save, from the copy to the manifest."""
         self.rejected: list[str] = []
-        """Folders that were found to be bad: they do not count among those that are kept."""
+        """Folders of bad checkpoints, which do not count towards `keep`."""
         self._channel, self._rank, self._world = channel, rank, world
         self._digests, self._keep, self._commit = dict(digests), keep, commit
         self._closed = threading.Event()
 
     def start(self, store: CheckpointStorage, name: str, step: int, samples: int) -> None:
-        """Write the image. The one before must have been waited for."""
+        """Start writing the staging buffer. The previous save must have been waited for."""
         began_s = time.monotonic()
         self.task.start(lambda: self._save(store, name, step, samples, began_s))
 
@@ -60,7 +60,7 @@ class AsyncSaver:
         self._closed.set()
         try:
             self.task.wait(timeout_s)
-        except BaseException:  # a dead peer broke it, or this very call: the generation is over either way
+        except BaseException:  # broken by a dead peer or cancelled: the generation is over either way
             return
 
     def _save(self, store: CheckpointStorage, name: str, step: int, samples: int, began_s: float) -> None:
@@ -68,20 +68,20 @@ class AsyncSaver:
         try:
             self.buffer.wait()
             save({}, storage_writer=writer, planner=ShardSavePlanner(self.buffer.shards), process_group=self._channel)
-        except CheckpointException as error:  # all ranks have it, so none of them still writes
+        except CheckpointException as error:  # all ranks raise it, so none is still writing
             if self._rank == 0:
                 capture_error(lambda: manifest.remove(store, name))
             raise _unwrap(error, f"{store.url}/{name}") from error
         records: list[dict[str, FileRecord]] = [{}] * self._world
         dist.all_gather_object(records, writer.records, group=self._channel)
-        box: list[RaytideError | None] = [None]
+        failed: list[RaytideError | None] = [None]
         if self._rank == 0:
             files = {file: record for part in records for file, record in sorted(part.items())}
             body = Manifest(step=step, samples=samples, digests=self._digests, world=self._world, files=files)
-            box[0] = capture_error(lambda: self._commit_manifest(store, name, body))[1]
-        dist.broadcast_object_list(box, src=0, group=self._channel)
-        if box[0] is not None:
-            raise box[0]
+            failed[0] = capture_error(lambda: self._commit_manifest(store, name, body))[1]
+        dist.broadcast_object_list(failed, src=0, group=self._channel)
+        if failed[0] is not None:
+            raise failed[0]
         self.last_save_s = time.monotonic() - began_s
 
     def _commit_manifest(self, store: CheckpointStorage, name: str, body: Manifest) -> None:
@@ -100,6 +100,8 @@ class AsyncSaver:
 
 
 class BackgroundTask:
+    """Runs one job at a time on a thread: the write of a checkpoint, the exchange of a snapshot."""
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None
@@ -107,7 +109,7 @@ class BackgroundTask:
 
     @property
     def has_failed(self) -> bool:
-        """The last job ended with an error that nobody has been told of yet."""
+        """Whether the last job failed and `wait` has not raised its error yet."""
         return self._error is not None and not self.is_running
 
     @property
@@ -115,13 +117,13 @@ class BackgroundTask:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run `job` once the one before has ended; its error, if it had one, is raised here."""
+        """Run `job` after the previous one, whose error is raised here."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until the job has ended, and raise its error once. False when it still runs after `timeout_s`."""
+        """Wait for the job and raise its error once. Returns False if it still runs after `timeout_s`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         if self.is_running:
@@ -134,12 +136,12 @@ class BackgroundTask:
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except BaseException as error:  # raised where it is waited for; DCP's own is no Exception
+        except BaseException as error:  # re-raised by `wait`; DCP's own errors are BaseExceptions
             self._error = error
 
 
 def capture_error(work: Callable[[], T]) -> tuple[T | None, RaytideError | None]:
-    """For what one rank does while the others wait for the outcome."""
+    """Returns the result or the RaytideError of work that one rank does while the others wait."""
     try:
         return work(), None
     except RaytideError as error:
@@ -151,11 +153,11 @@ def first_cause(error: CheckpointException) -> BaseException:
 
 
 def _unwrap(error: CheckpointException, path: str) -> BaseException:
-    """The failure inside DCP's bundle, in the words of raytide's own tree."""
+    """Returns the raytide error inside DCP's exception."""
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:
-        if isinstance(cause, SaveCancelled):  # nothing is wrong with the storage, and another generation will save
-            return RuntimeError(f"a rank gave up writing {path}: {cause}")
+        if isinstance(cause, SaveCancelled):  # not a storage failure: another generation will save
+            return RuntimeError(f"a rank cancelled writing {path}: {cause}")
     for cause in causes:
         if isinstance(cause, StorageError):
             return cause

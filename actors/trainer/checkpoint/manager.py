@@ -1,7 +1,7 @@
-"""Checkpoints by torch's distributed checkpoint (DCP): written beside the training, read by any number of ranks.
+"""Saves and loads checkpoints with torch's distributed checkpoint (DCP), for any number of ranks.
 
-A save costs training one copy in memory. A thread writes that copy on a process group of its own: two threads that
-share one break it. At most one save is in flight, and its error is raised where it is waited for, on all ranks.
+A save blocks training only for one copy in memory. A thread writes that copy on its own process group, because two
+threads must not share a gloo group. At most one save is in flight; `wait` raises its error on all ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ CLOSE_S = 2.0
 
 @dataclass(slots=True)
 class Listing:
-    """What lies in the store, newest first. The files themselves were not read yet."""
+    """The checkpoints in storage, newest first. Their files have not been read yet."""
 
     committed: list[Checkpoint] = field(default_factory=list)
     rejected: list[CheckpointError] = field(default_factory=list)
     bad_folders: list[str] = field(default_factory=list)
-    """The folders whose manifest is no good."""
+    """Folders with a bad manifest."""
 
     @property
     def newest_step(self) -> int:
@@ -45,7 +45,7 @@ class Listing:
 
 
 class CheckpointManager:
-    """A run's checkpoints, as one generation of ranks sees them. All ranks call every method but `close` together."""
+    """A run's checkpoints, for one generation of ranks. All ranks call every method except `close` together."""
 
     def __init__(
         self, spec: TrainSpec, digests: Mapping[str, str], group: ProcessGroup, commit: Commit = nullcontext
@@ -59,17 +59,17 @@ class CheckpointManager:
 
     @property
     def save_s(self) -> float:
-        """From the copy to the manifest, of the last save; 0.0 before there is one."""
+        """Duration of the last save, from the copy to the manifest; 0.0 before the first."""
         return self._saver.last_save_s
 
     @property
     def has_failed(self) -> bool:
-        """A save has failed, and `wait` will say why."""
+        """Whether a save has failed; `wait` raises its error."""
         return self._saver.task.has_failed
 
     @property
     def has_saved(self) -> bool:
-        """A save was begun, and is whole now."""
+        """Whether a save was started and has completed."""
         return self._in_flight and not self.is_saving and not self.has_failed
 
     @property
@@ -77,11 +77,11 @@ class CheckpointManager:
         return self._saver.task.is_running
 
     def prepare(self, state: TrainState) -> None:
-        """Make room for the copy, so that the first save is no slower than the others."""
+        """Allocate the staging buffer, so that the first save is as fast as later ones."""
         self._saver.buffer.prepare(state.shards())
 
     def save(self, state: TrainState, step: int) -> None:
-        """Copy the state, and write the copy beside the training. Waits for the save before, and raises its error."""
+        """Copy the state and write the copy in the background. Waits for the previous save and raises its error."""
         self.wait()
         self._saver.buffer.copy_from(state.shards())
         self._count += 1
@@ -91,22 +91,23 @@ class CheckpointManager:
         self._in_flight = True
 
     def before_update(self) -> None:
-        """Call before weights change: a copy may still be under way on the GPU."""
+        """Call before weights change: a copy may still be reading them on the GPU."""
         self._saver.buffer.before_update()
 
     def wait(self) -> bool:
-        """Until no save is in flight; whether one was, and is whole now. StorageError for one that failed (a full disk,
-        a lost bucket); the older ones are whole."""
+        """Wait for the save in flight. Returns whether there was one. StorageError if it failed (full disk, unreachable
+        bucket); older checkpoints are intact."""
         in_flight, self._in_flight = self._in_flight, False
         self._saver.task.wait()
         return in_flight
 
     def close(self) -> None:
-        """Give up what is in flight: it stays an unfinished write. For this rank alone, and quick."""
+        """Abandon a save in flight, which stays an unfinished write. Local to this rank and quick."""
         self._saver.close(CLOSE_S)
 
     def list_checkpoints(self) -> Listing:
-        """What can be loaded. What interrupted writes have left is removed, since nobody writes there any more."""
+        """Returns the checkpoints that can be loaded. Removes what interrupted writes left: no rank writes there any
+        more."""
         listing, failed = self.group.from_first(
             capture_error(self._list_folders) if self.group.is_first else (None, None)
         )
@@ -117,10 +118,11 @@ class CheckpointManager:
         return listing
 
     def select(self, listing: Listing) -> Checkpoint | None:
-        """The newest checkpoint, every byte of it read by the ranks together; why others were passed over is noted.
+        """Returns the newest intact checkpoint, after all ranks together have read every byte of it; None if there are
+        no checkpoints.
 
-        CheckpointError when there are some and none is good, or when another run wrote it: to start over in silence
-        would lose work.
+        Appends the reason for each rejected one to `listing.rejected`. CheckpointError if all are bad, because silently
+        starting over would lose work, or if another run wrote it.
         """
         for checkpoint in listing.committed:
             problems = self._find_problems(checkpoint)
@@ -142,11 +144,13 @@ class CheckpointManager:
 
         try:
             state.load(fill)
-        except CheckpointException as error:  # a BaseException: nothing above would catch it
+        except CheckpointException as error:  # a BaseException, so callers would not catch it
             cause = first_cause(error)
             if isinstance(cause, StorageError):
                 raise cause from error
-            raise CheckpointError(f"cannot load {where}: {cause}", hint="Go on with the spec that wrote it.") from error
+            raise CheckpointError(
+                f"cannot load {where}: {cause}", hint="Resume with the spec that wrote it."
+            ) from error
 
     def _list_folders(self) -> Listing:
         listing = Listing()
@@ -163,7 +167,7 @@ class CheckpointManager:
         return listing
 
     def _find_problems(self, checkpoint: Checkpoint) -> list[str]:
-        """What is wrong with it; each rank reads its share of the files."""
+        """Returns the checkpoint's problems; each rank reads a share of its files."""
         files = sorted(checkpoint.manifest.files)[self.group.rank :: self.group.world]
         found = self.group.gather(capture_error(lambda: manifest.find_problems(self.store, checkpoint, files)))
         for _, failed in found:
@@ -175,11 +179,11 @@ class CheckpointManager:
         for what, ours in self.digests.items():
             if checkpoint.manifest.digests.get(what) != ours:
                 raise CheckpointError(
-                    f"{self.store.url}/{checkpoint.name} was written with another {what}.",
-                    hint="Go on with the spec that wrote it, or choose another out directory.",
+                    f"{self.store.url}/{checkpoint.name} was written with a different {what}.",
+                    hint="Resume with the spec that wrote it, or choose another out directory.",
                 )
 
 
 def _remove(store: CheckpointStorage, names: list[str]) -> None:
-    for name in names:  # one that cannot be removed harms nobody, and the next generation tries again
+    for name in names:  # a failure is harmless: the next generation tries again
         capture_error(partial(manifest.remove, store, name))

@@ -1,7 +1,7 @@
-"""A checkpoint as files: a folder `step-00000050-5f3a9c01` whose manifest, written last, names and hashes all of them.
+"""Checkpoint folders: `step-00000050-5f3a9c01` holds files and, written last, a manifest with their hashes.
 
-A folder without a manifest is an unfinished write and is never loaded; the hashes find what changed afterwards. Every
-attempt has a folder of its own, so a straggler of a broken generation cannot touch another's. No torch here.
+A folder without a manifest is an unfinished write and is never loaded; the hashes detect later damage. Each save has
+its own folder, so a straggler of a broken generation cannot touch another's. No torch here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from raytide.core.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
-"""Which pieces DCP has put where."""
+"""DCP's table of which tensor shards lie in which file."""
 MAX_BYTES = 256 << 20
-"""Of a manifest; a file takes 0.15 KiB in it."""
+"""Size limit of a manifest; an entry takes 0.15 KiB."""
 _FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
 _CHUNK = 1 << 20
-_RESTORE = "Delete the folder: the run goes on from the checkpoint before it."
+_RESTORE = "Delete the folder: the run then resumes from the previous checkpoint."
 
 
 class FileRecord(Config):
@@ -42,29 +42,29 @@ class Manifest(Config):
     most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
 
     step: int = Field(ge=0, lt=1 << 63)
-    """Steps done; the next one to run has this number."""
+    """Steps done, which is also the index of the next step."""
     samples: int = Field(ge=0, lt=1 << 63)
-    """Sequences consumed. With the spec's seed it is the whole state of the data."""
+    """Sequences consumed. With the spec's seed this is the whole state of the data."""
     digests: dict[str, str]
-    """Of what it cannot be continued without, by its name."""
+    """Digests of what a resumed run must match, by name."""
     world: int = Field(ge=1, lt=1 << 31)
-    """Ranks that wrote it; any number may read it."""
+    """Ranks that wrote it. Any number of ranks may read it."""
     files: dict[str, FileRecord]
-    """By name inside the folder."""
+    """Files by their name in the folder."""
 
     @field_validator("files")
     @classmethod
-    def _inside(cls, value: dict[str, FileRecord]) -> dict[str, FileRecord]:
+    def _check_names(cls, value: dict[str, FileRecord]) -> dict[str, FileRecord]:
         for name in value:
             if not _FILE.fullmatch(name) or name in (".", "..", MANIFEST):
-                raise ValueError(f"{name[:100]!r} is no file of a checkpoint's own folder")
+                raise ValueError(f"{name[:100]!r} is not a file name inside a checkpoint's folder")
         return value
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     name: str
-    """Of its folder in the store."""
+    """Folder name in the storage."""
     manifest: Manifest
 
     @property
@@ -74,25 +74,25 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest good checkpoint, if there is one, and why newer ones were passed over."""
+    """The newest intact checkpoint, if any, and the errors of newer ones."""
 
     checkpoint: Checkpoint | None
     rejected: list[CheckpointError] = field(default_factory=list)
 
 
 def folder_name(step: int, attempt: str) -> str:
-    """`attempt`: eight hexadecimal digits that no other write of this run has."""
+    """Returns a folder name. `attempt` is eight hexadecimal digits, unique among the run's saves."""
     return f"step-{step:08d}-{attempt}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint folder's name; None for anything else that lies there."""
+    """Returns the step in a checkpoint folder's name; None for other names."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def commit(store: CheckpointStorage, name: str, manifest: Manifest) -> Checkpoint:
-    """Make what was written a checkpoint. From here on it can be found."""
+    """Publish the manifest, which makes the folder a checkpoint."""
     body = manifest.model_dump()
     with named_failures(f"{store.url}/{name}"):
         store.publish(f"{name}/{MANIFEST}", json.dumps({**body, "sha256": _digest(body)}, indent=1).encode())
@@ -100,13 +100,13 @@ def commit(store: CheckpointStorage, name: str, manifest: Manifest) -> Checkpoin
 
 
 def read(store: CheckpointStorage, name: str) -> Checkpoint:
-    """What a folder's manifest says; CheckpointError when it has none or it was altered. The files are not read."""
+    """Read a folder's manifest, not its files. CheckpointError if it is missing or altered."""
     where = f"{store.url}/{name}"
     try:
         with named_failures(where), store.read(f"{name}/{MANIFEST}") as stream:
             text = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise CheckpointError(f"{where} is torn: it has no {MANIFEST}.", hint=_RESTORE) from None
+        raise CheckpointError(f"{where} is unfinished: it has no {MANIFEST}.", hint=_RESTORE) from None
     try:
         if len(text) > MAX_BYTES:
             raise ValueError("it is too large")
@@ -114,7 +114,7 @@ def read(store: CheckpointStorage, name: str) -> Checkpoint:
         digest = body.pop("sha256")
         manifest = Manifest.parse(body, where=f"{where}/{MANIFEST}")
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError, ConfigError):
-        raise CheckpointError(f"{where}/{MANIFEST} was altered: it is no manifest.", hint=_RESTORE) from None
+        raise CheckpointError(f"{where}/{MANIFEST} was altered: it is not a manifest.", hint=_RESTORE) from None
     if digest != _digest(body):
         raise CheckpointError(f"{where}/{MANIFEST} was altered: it does not match its own hash.", hint=_RESTORE)
     if step_of(name) not in (None, manifest.step):
@@ -123,7 +123,7 @@ def read(store: CheckpointStorage, name: str) -> Checkpoint:
 
 
 def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with these files of a checkpoint (all when None), every byte read. Empty when nothing is."""
+    """Returns the problems of these files (all if None), after reading every byte."""
     found = []
     for name in checkpoint.manifest.files if files is None else files:
         path, wanted = f"{checkpoint.name}/{name}", checkpoint.manifest.files[name]
@@ -146,7 +146,8 @@ def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Itera
 
 
 def _metadata_problems(store: CheckpointStorage, path: str, size: int) -> list[str]:
-    """The manifest's hashes find damage, but whoever writes a checkpoint also writes those. See `inert_pickle`."""
+    """Returns the problem of a metadata file that was crafted: its writer also wrote the hashes. See
+    `safe_unpickler`."""
     try:
         with named_failures(f"{store.url}/{path}"), store.read(path) as stream:
             safe_unpickler.read(stream.read(min(size, safe_unpickler.MAX_BYTES + 1)), f"{store.url}/{path}")
@@ -156,7 +157,7 @@ def _metadata_problems(store: CheckpointStorage, path: str, size: int) -> list[s
 
 
 def verify(store: CheckpointStorage, name: str) -> Checkpoint:
-    """A checkpoint, every byte checked; CheckpointError names the first file that is wrong."""
+    """Read a checkpoint and check every byte. CheckpointError names the first bad file."""
     checkpoint = read(store, name)
     for problem in find_problems(store, checkpoint):
         raise bad_checkpoint(problem)
@@ -168,7 +169,7 @@ def bad_checkpoint(problem: str) -> CheckpointError:
 
 
 def latest(store: CheckpointStorage) -> Found:
-    """The newest checkpoint that verifies. Bad ones are skipped and returned, never loaded."""
+    """Returns the newest checkpoint that verifies, and the errors of bad ones."""
     rejected: list[CheckpointError] = []
     for name in folders_newest_first(store):
         try:
@@ -179,31 +180,31 @@ def latest(store: CheckpointStorage) -> Found:
 
 
 def folders_newest_first(store: CheckpointStorage) -> list[str]:
-    """The folders of all checkpoints and of unfinished writes."""
+    """Returns the folders of checkpoints and unfinished writes, newest first."""
     with named_failures(store.url):
         steps = {name: step for name in store.folders() if (step := step_of(name)) is not None}
     return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
 
 
 def unfinished_folders(store: CheckpointStorage) -> list[str]:
-    """Folders in which a write goes on, or ended before its manifest."""
+    """Returns folders whose write is in progress or was interrupted."""
     return [name for name in folders_newest_first(store) if MANIFEST not in _sizes(store, name)]
 
 
-def prune(store: CheckpointStorage, keep: int, sealed: Checkpoint, rejected: Collection[str] = ()) -> None:
-    """Remove what is older than the newest `keep` steps up to the one just sealed, and bad ones that it outdates.
+def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: Collection[str] = ()) -> None:
+    """Remove checkpoints older than the newest `keep` steps up to the committed one, and older bad ones.
 
-    Newer folders are neither counted nor touched: they are another generation's. Nor are unfinished ones: somebody may
-    be writing there, and only a restart knows better.
+    Newer folders belong to another generation and are neither counted nor removed. Unfinished ones may still be written
+    to; only a restart can tell.
     """
     kept: set[int] = set()
     for name in folders_newest_first(store):
         step = step_of(name)
         assert step is not None
         sizes = _sizes(store, name)
-        if step > sealed.manifest.step or MANIFEST not in sizes:
+        if step > committed.manifest.step or MANIFEST not in sizes:
             continue
-        whole = name == sealed.name or (name not in rejected and _looks_whole(store, name, sizes))
+        whole = name == committed.name or (name not in rejected and _looks_whole(store, name, sizes))
         if whole and (step in kept or len(kept) < keep):
             kept.add(step)
         else:
@@ -211,7 +212,7 @@ def prune(store: CheckpointStorage, keep: int, sealed: Checkpoint, rejected: Col
 
 
 def remove(store: CheckpointStorage, name: str) -> None:
-    """The manifest first: what a removal that was cut off leaves is then an unfinished write, not a bad checkpoint."""
+    """Remove a folder, manifest first: an interrupted removal leaves an unfinished write, not a bad checkpoint."""
     with named_failures(f"{store.url}/{name}"):
         store.remove(name, first=MANIFEST)
 

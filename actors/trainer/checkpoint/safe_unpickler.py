@@ -1,8 +1,8 @@
 """Reads the pickle in a checkpoint's `.metadata` as data: nothing in it is imported or called. No torch here.
 
-Torch's distributed checkpoint (DCP) writes that file with pickle, and to unpickle a foreign one is to run whatever it
-names. This reader accepts the names that DCP's metadata consists of and leaves each object as the arguments and the
-state that it would be made from; `dcp_metadata` turns those into DCP's classes.
+Torch's distributed checkpoint (DCP) writes that file with pickle, and unpickling a foreign file runs whatever it names.
+This reader accepts only the names of DCP's metadata and returns each object as its arguments and state, which
+`dcp/metadata.py` converts to DCP's classes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raytide.core.errors import CheckpointError
 __all__ = ["ALLOWED", "DTYPES", "MAX_BYTES", "GlobalName", "PickledObject", "read"]
 
 MAX_BYTES = 1 << 30
-"""A larger `.metadata` is refused: a million stored pieces take 0.13 GiB."""
+"""Size limit of `.metadata`: a million shards take 0.13 GiB."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _NUMBERS = """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
@@ -38,13 +38,13 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("pathlib", "PosixPath"): "PosixPath",
     ("pathlib._local", "PosixPath"): "PosixPath",
 }
-"""The names that a metadata file may hold, by module and name, and how they are called here."""
+"""The names that a metadata file may contain, by module and name, with the names used here."""
 
-_HINT = "Delete the folder, and find out who wrote it: the run goes on from the checkpoint before it."
+_HINT = "Delete the folder and find its writer: the run then resumes from the previous checkpoint."
 
 
 class GlobalName:
-    """A global that the pickle names."""
+    """A global name in the pickle."""
 
     __slots__ = ("name",)
 
@@ -53,7 +53,7 @@ class GlobalName:
 
 
 class PickledObject:
-    """An object that the pickle would make: by calling `name` with `args`, then setting `state`."""
+    """An object of the pickle: `name` called with `args`, then given `state`."""
 
     __slots__ = ("args", "name", "state")
 
@@ -63,18 +63,19 @@ class PickledObject:
 
 
 def read(body: bytes, where: str) -> object:
-    """The tree of plain values, Name and Made in a pickle; CheckpointError for anything but DCP's metadata."""
+    """Returns the tree of plain values, GlobalNames and PickledObjects. CheckpointError for anything but DCP's
+    metadata."""
     if len(body) > MAX_BYTES:
-        raise CheckpointError(f"{where} has {len(body)} bytes, above the {MAX_BYTES} of any metadata.", hint=_HINT)
+        raise CheckpointError(f"{where} has {len(body)} bytes, above the limit of {MAX_BYTES}.", hint=_HINT)
     try:
         return _Reader(io.BytesIO(body)).load()
     except _ForeignNameError as error:
         raise CheckpointError(
-            f"{where} was crafted: it names {error}, which no checkpoint's metadata holds.", hint=_HINT
+            f"{where} was crafted: it names {error}, which is not allowed in checkpoint metadata.", hint=_HINT
         ) from None
-    except (Exception, RecursionError, MemoryError) as error:  # a hostile pickle fails in any of these ways
+    except (Exception, RecursionError, MemoryError) as error:  # a hostile pickle may fail in any of these ways
         raise CheckpointError(
-            f"{where} is no checkpoint's metadata: {type(error).__name__}: {error}.", hint=_HINT
+            f"{where} is not checkpoint metadata: {type(error).__name__}: {error}.", hint=_HINT
         ) from None
 
 
@@ -83,9 +84,9 @@ class _ForeignNameError(Exception):
 
 
 class _Reader(pickle._Unpickler):
-    """The library's reader in Python, without the operations that call, import or index by foreign numbers.
+    """The standard library's Python unpickler, without the operations that call, import or allocate by index.
 
-    The one in C would reserve memory for any memo index that a file names.
+    The C version would allocate memory for any memo index that a file names.
     """
 
     dispatch: ClassVar[dict[int, Callable[..., Any]]] = {}
@@ -106,14 +107,14 @@ class _Reader(pickle._Unpickler):
         args = self.stack.pop()
         made = self.stack.pop()
         if not isinstance(made, GlobalName) or not isinstance(args, tuple):
-            raise TypeError("it calls what is no class of the metadata")
+            raise TypeError("it calls something that is not a metadata class")
         self.append(PickledObject(made.name, args))
 
     def build(self) -> None:
         state = self.stack.pop()
         made = self.stack[-1]
         if not isinstance(made, PickledObject) or made.state is not None:
-            raise TypeError("it sets the state of what is no object of the metadata")
+            raise TypeError("it sets the state of something that is not a metadata object")
         made.state = state
 
     def set_item(self) -> None:
@@ -126,17 +127,16 @@ class _Reader(pickle._Unpickler):
     def _put(self, items: list[object]) -> None:
         into = self.stack[-1]
         if not isinstance(into, dict):
-            raise TypeError("it puts an item into what is no mapping")
+            raise TypeError("it puts an item into something that is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(
-                key, str | PickledObject
-            ):  # deeply nested tuples would overflow the stack when they are hashed
+            if not isinstance(key, str | PickledObject):  # hashing deeply nested tuples would overflow the stack
                 raise TypeError(f"a key is a {type(key).__name__}")
             into[key] = value
 
 
 def _operations() -> dict[int, Callable[..., Any]]:
-    """Of the library's operations, those that make plain values; the ones that make objects are replaced."""
+    """Returns the opcode table: the library's operations for plain values, and replacements for those that make
+    objects."""
     library: dict[int, Callable[..., Any]] = pickle._Unpickler.dispatch
     found = {getattr(pickle, name)[0]: library[getattr(pickle, name)[0]] for name in _PLAIN.split()}
     found |= {pickle.REDUCE[0]: _Reader.make, pickle.NEWOBJ[0]: _Reader.make, pickle.BUILD[0]: _Reader.build}

@@ -1,4 +1,4 @@
-"""A copy of a rank's pieces in one block of memory, which the next copy reuses: what is saved beside the training."""
+"""The staging buffer: a copy of a rank's shards in one reusable block of memory, written while training goes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class BufferEntry:
-    """Where a piece lies in a block."""
+    """The place of a shard in the block."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class StagingBuffer:
 
     @property
     def size(self) -> int:
-        """Bytes in use, at the front of the block."""
+        """Bytes in use at the start of the block."""
         return self.entries[-1].end if self.entries else 0
 
     @property
@@ -52,7 +52,7 @@ class StagingBuffer:
         return self.block[: self.size]
 
     def allocate(self, entries: list[BufferEntry], *, pinned: bool = False) -> None:
-        """Make room. Memory is touched here once, so that no copy waits for the kernel to find pages."""
+        """Allocate the block. Its memory is touched once, so that no copy waits for page faults."""
         if entries == self.entries:
             return
         self.entries = entries
@@ -61,50 +61,50 @@ class StagingBuffer:
         memory = self.block.numpy()
         self.shards = [TensorShard(e.name, e.shape, e.offsets, _view(memory, e)) for e in entries]
 
-    def prepare(self, pieces: Sequence[TensorShard]) -> None:
-        self.allocate(_entries(pieces), pinned=any(piece.local.is_cuda for piece in pieces))
+    def prepare(self, shards: Sequence[TensorShard]) -> None:
+        self.allocate(_entries(shards), pinned=any(shard.local.is_cuda for shard in shards))
 
-    def copy_from(self, pieces: Sequence[TensorShard]) -> None:
-        """Take the pieces' values. From a GPU this only starts: see `before_update` and `wait`."""
-        self.prepare(pieces)
-        if not any(piece.local.is_cuda for piece in pieces):
-            self._copy(pieces)
+    def copy_from(self, shards: Sequence[TensorShard]) -> None:
+        """Copy the shards' values. From a GPU the copy is asynchronous, see `before_update` and `wait`."""
+        self.prepare(shards)
+        if not any(shard.local.is_cuda for shard in shards):
+            self._copy(shards)
             return
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._copy(pieces)
+            self._copy(shards)
             self._copied = self._stream.record_event()
 
     def before_update(self) -> None:
-        """Let the GPU change no weight before it is copied; the host does not wait."""
+        """Make the GPU's next updates wait for the copy; the host does not wait."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Until the copy is whole."""
+        """Wait until the copy is complete."""
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _copy(self, pieces: Sequence[TensorShard]) -> None:
-        for mine, live in zip(self.shards, pieces, strict=True):
-            mine.local.copy_(live.local, non_blocking=True)
+    def _copy(self, shards: Sequence[TensorShard]) -> None:
+        for copy, live in zip(self.shards, shards, strict=True):
+            copy.local.copy_(live.local, non_blocking=True)
             if self._stream is not None and live.local.is_cuda:
-                live.local.record_stream(self._stream)  # it may be a temporary of the optimizer's
+                live.local.record_stream(self._stream)  # may be a temporary tensor of the optimizer
 
 
-def _entries(pieces: Sequence[TensorShard]) -> list[BufferEntry]:
+def _entries(shards: Sequence[TensorShard]) -> list[BufferEntry]:
     entries, at = [], 0
-    for piece in pieces:
-        sizes = tuple(piece.local.shape)
-        entry = BufferEntry(piece.name, piece.shape, piece.offsets, sizes, piece.local.dtype, at)
+    for shard in shards:
+        sizes = tuple(shard.local.shape)
+        entry = BufferEntry(shard.name, shard.shape, shard.offsets, sizes, shard.local.dtype, at)
         entries.append(entry)
         at = -(-entry.end // _ALIGN) * _ALIGN
     return entries
 
 
 def _view(memory: object, entry: BufferEntry) -> Tensor:
-    """With a storage of exactly its size: torch.save writes all of a storage."""
+    """Returns a tensor whose storage has exactly its size, because torch.save writes whole storages."""
     if entry.numel == 0:
         return torch.empty(entry.sizes, dtype=entry.dtype)
     flat = torch.frombuffer(memory, dtype=entry.dtype, count=entry.numel, offset=entry.start)

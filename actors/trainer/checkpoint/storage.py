@@ -1,7 +1,7 @@
-"""Where checkpoints are kept: a local directory, or any fsspec URL. No torch here.
+"""Checkpoint storage: a local directory, or any fsspec URL. No torch here.
 
-A stored file is whole once its stream is closed; what makes a folder of them a checkpoint is its manifest, published
-last, since object stores cannot rename. The local store needs no fsspec: a bare GPU machine trains without it.
+A file is complete once its stream is closed. A folder becomes a checkpoint when its manifest is published, last,
+because object stores cannot rename. Local storage needs no fsspec, so a bare GPU machine can train.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from raytide.core.io.private_paths import check_opened, safe_opener
 
 
 class CheckpointStorage(Protocol):
-    """Paths are relative to the store and use `/`. FileNotFoundError where there is nothing to read."""
+    """Paths are relative to the storage root and use `/`. FileNotFoundError for missing files."""
 
     url: str
 
     def folders(self) -> list[str]: ...
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The bytes of each file directly in a folder, by name; empty when there is no such folder."""
+        """Returns the bytes of each file directly in a folder, by name; empty if the folder does not exist."""
         ...
 
     def read(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """CheckpointError where there is something, but no file: a link, a pipe, a device."""
+        """Open a file. CheckpointError for a link, a pipe or a device."""
         ...
 
     def write(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """A new file, durable when the block ends; what a failed block leaves is no whole file."""
+        """Open a new file, which is durable when the block ends. A failed block leaves no complete file."""
         ...
 
     def publish(self, path: str, body: bytes) -> None:
-        """A whole file at once: a reader sees all of it or none."""
+        """Write a file atomically: a reader sees all of it or none."""
         ...
 
     def remove(self, folder: str, first: str) -> None:
-        """A folder with its files, `first` before all others."""
+        """Remove a folder with its files, `first` before all others."""
         ...
 
 
@@ -55,12 +55,12 @@ def open_store(url: str) -> CheckpointStorage:
 
 @contextmanager
 def named_failures(what: str) -> Iterator[None]:
-    """Turn whatever a filesystem raises into a StorageError that can cross processes; a missing file stays one."""
+    """Convert a filesystem's errors to StorageErrors that can cross processes; FileNotFoundError passes."""
     try:
         yield
     except (RaytideError, FileNotFoundError):
         raise
-    except Exception as error:  # a cloud's client has errors of its own
+    except Exception as error:  # cloud clients have their own exceptions
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             with storage.full_disk_is_an_error(what):
                 raise
@@ -108,7 +108,7 @@ class LocalStore:
             _sync_dir(folder)
 
     def remove(self, folder: str, first: str) -> None:
-        if (self.root / folder).is_symlink():  # what it points at is not ours
+        if (self.root / folder).is_symlink():  # keep the target
             (self.root / folder).unlink()
             return
         (self.root / folder / first).unlink(missing_ok=True)
@@ -140,7 +140,7 @@ class UrlStore:
             yield stream
         except BaseException:
             stream.discard()
-            with suppress(AttributeError):  # fsspec's own file, which would upload the rest when it is collected
+            with suppress(AttributeError):  # an fsspec file would upload the rest when it is collected
                 stream.closed = True
             raise
         stream.close()
@@ -171,16 +171,16 @@ def _name(entry: dict[str, object]) -> str:
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Follows no link at the end of the path, and does not wait for a pipe's other end."""
+    """Open without following a link at the end of the path or blocking on a pipe."""
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise _no_file(path) from None
+            raise _not_a_file(path) from None
         raise
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise _no_file(path)
+            raise _not_a_file(path)
         check_opened(os.readlink(f"/proc/self/fd/{handle}"), path)  # a folder above it may be a link
     except BaseException:
         os.close(handle)
@@ -188,8 +188,8 @@ def _open_file(path: str, flags: int) -> int:
     return handle
 
 
-def _no_file(path: str) -> CheckpointError:
-    return CheckpointError(f"{path} is a link or a device, no file.", hint="Put the file itself there.")
+def _not_a_file(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} is a link or a device, not a file.", hint="Replace it with the file itself.")
 
 
 def _sync_dir(path: Path) -> None:

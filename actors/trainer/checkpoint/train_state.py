@@ -1,7 +1,7 @@
-"""All that a step changes, as named pieces of tensors: what a checkpoint and a snapshot hold, whatever the layout.
+"""The training state as named tensor shards, independent of the layout, for checkpoints and snapshots.
 
-Names are those of the model alone: `model.layers.3.q_proj.weight`, `optim.layers.3.q_proj.weight.exp_avg`. A piece is
-the part of a tensor that this rank has, with its place in the whole, so that any layout reads what any other wrote.
+Names are those of the model alone: `model.layers.3.q_proj.weight`, `optim.layers.3.q_proj.weight.exp_avg`. A shard
+knows its offsets in the whole tensor, so any layout reads what any other wrote.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into names."""
+"""Prefixes that torch.compile and activation checkpointing put into names."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
-    """Where `local` begins in it."""
+    """Offsets of `local` in the whole tensor."""
     local: Tensor
     optional: bool = False
-    """It keeps its value where a checkpoint does not have it."""
+    """Keeps its value if a checkpoint does not have it."""
 
 
 class OptimizerState(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
-        """By `<parameter>.<key>`; DTensors where the parameter is one. They exist before the first step."""
+        """Returns the state by `<parameter>.<key>`, as DTensors where parameters are. It exists before the first
+        step."""
         ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what was written into the tensors that `tensors` gave."""
+        """Apply values that were written into the tensors returned by `tensors()`."""
         ...
 
 
 class Stateful(Protocol):
-    """State beside the weights (a loss scale, a guard's window): tensors of fixed shapes, equal on all ranks or under a
-    name of each rank's own."""
+    """State besides the weights (a loss scale, a guard's window): tensors of fixed shapes, equal on all ranks or named
+    by rank."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
@@ -50,24 +51,25 @@ class Stateful(Protocol):
 
 
 class TrainState:
-    """Built before the first step: FSDP may show other tensors under the same names once the model has run."""
+    """The state of a model, an optimizer and other stateful objects. Build it before the first step: FSDP may show
+    other tensors under the same names later."""
 
     def __init__(
         self, parts: Sequence[nn.Module], optimizer: OptimizerState, extras: Mapping[str, Stateful] | None = None
     ) -> None:
         self.optimizer, self.extras = optimizer, {} if extras is None else extras
         self._model = [(f"model.{name}", tensor) for part in parts for name, tensor in _saved_tensors(part)]
-        self._places: dict[str, tuple[int, ...]] = {}
+        self._offsets: dict[str, tuple[int, ...]] = {}
 
     def shards(self) -> list[TensorShard]:
-        """Of every tensor that this rank has a part of, with the live values."""
-        return self._pieces(self.optimizer.tensors(), self._extras())
+        """Returns a shard of every tensor that this rank holds a part of, sharing its memory."""
+        return self._shards(self.optimizer.tensors(), self._extras())
 
     def load(self, fill: Callable[[list[TensorShard]], None]) -> None:
-        """Have `fill` write every piece in place."""
+        """Load the state: `fill` writes every shard in offsets."""
         moments = self.optimizer.tensors()
         extras = self._extras()
-        fill(self._pieces(moments, extras))
+        fill(self._shards(moments, extras))
         self.optimizer.load(moments)
         for name, extra in self.extras.items():
             extra.load_state_dict(extras[name])
@@ -75,26 +77,26 @@ class TrainState:
     def _extras(self) -> dict[str, Mapping[str, Tensor]]:
         return {name: extra.state_dict() for name, extra in self.extras.items()}
 
-    def _pieces(self, moments: Mapping[str, Tensor], extras: Mapping[str, Mapping[str, Tensor]]) -> list[TensorShard]:
+    def _shards(self, moments: Mapping[str, Tensor], extras: Mapping[str, Mapping[str, Tensor]]) -> list[TensorShard]:
         tensors = [*self._model, *((f"optim.{name}", tensor) for name, tensor in moments.items())]
-        found = [self._piece(name, tensor) for name, tensor in tensors]
+        found = [self._shard(name, tensor) for name, tensor in tensors]
         for name, tensors_of in extras.items():
             for key, tensor in tensors_of.items():
-                place = (0,) * tensor.ndim
-                found.append(TensorShard(f"extra.{name}.{key}", tuple(tensor.shape), place, tensor, optional=True))
+                offsets = (0,) * tensor.ndim
+                found.append(TensorShard(f"extra.{name}.{key}", tuple(tensor.shape), offsets, tensor, optional=True))
         return found
 
-    @torch.no_grad()  # with gradients on, to_local is an operation of its own: half of what a copy takes
-    def _piece(self, name: str, tensor: Tensor) -> TensorShard:
+    @torch.no_grad()  # with autograd, to_local takes half the time of a copy
+    def _shard(self, name: str, tensor: Tensor) -> TensorShard:
         if not isinstance(tensor, DTensor):
             return TensorShard(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
-        if name not in self._places:  # the same for as long as the layout, and slow to find
-            self._places[name] = tuple(tensor.__create_chunk_list__()[0].offsets)
-        return TensorShard(name, tuple(tensor.shape), self._places[name], tensor.to_local().detach())
+        if name not in self._offsets:  # constant for a layout, and slow to compute
+            self._offsets[name] = tuple(tensor.__create_chunk_list__()[0].offsets)
+        return TensorShard(name, tuple(tensor.shape), self._offsets[name], tensor.to_local().detach())
 
 
 def _saved_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What training changes; frozen weights come from where they came first. Tied weights go by their first name."""
+    """Yields the tensors that training changes. Frozen weights are loaded from the model; tied weights count once."""
     seen: set[int] = set()
     for prefix, module in part.named_modules():
         buffers = [

@@ -1,4 +1,4 @@
-"""Read every byte of checkpoints and say which are whole: what `raytide checkpoint verify` does. No torch here."""
+"""Verifies every byte of checkpoints, for `raytide checkpoint verify`. No torch here."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ class VerifyResult:
     url: str
     step: int
     state: Literal["whole", "bad", "unfinished"]
-    """Unfinished: being written, or a write that was cut off. Such a folder is never loaded, so it is no damage."""
+    """Unfinished: in progress or interrupted. Such a folder is never loaded."""
     size: int = 0
-    """Bytes that were read and hashed."""
+    """Bytes read and hashed."""
     world: int = 0
     """Ranks that wrote it."""
     problems: tuple[str, ...] = ()
 
 
 def verify(target: str) -> list[VerifyResult]:
-    """Of a checkpoint, of a run or of a folder of checkpoints (a path or an fsspec URL), newest first.
+    """Verify a checkpoint, or all of a run or a folder (a path or an fsspec URL), newest first.
 
-    NotFoundError when there are none; StorageError when they cannot be reached.
+    NotFoundError if there are none; StorageError if they cannot be reached.
     """
     target = target.rstrip("/")
-    above, _, name = target.rpartition("/")
+    parent, _, name = target.rpartition("/")
     if manifest.step_of(name) is not None:
-        store = open_store(above or ".")
+        store = open_store(parent or ".")
         if _sizes(store, name):
-            return [_verdict(store, name)]
+            return [_verify_folder(store, name)]
     for url in (target, f"{target}/checkpoints"):
         store = open_store(url)
         if names := manifest.folders_newest_first(store):
-            return [_verdict(store, name) for name in names]
+            return [_verify_folder(store, name) for name in names]
     raise NotFoundError(
         f"there is no checkpoint at {target}.", hint="Give a run's `out`, its checkpoints folder or one of them."
     )
 
 
-def _verdict(store: CheckpointStorage, name: str) -> VerifyResult:
+def _verify_folder(store: CheckpointStorage, name: str) -> VerifyResult:
     url, step = f"{store.url}/{name}", manifest.step_of(name)
     assert step is not None
     if MANIFEST not in _sizes(store, name):

@@ -1,7 +1,6 @@
-"""Conversations to train on: sequence i is conversation i, rendered by the model's chat template.
+"""Chat datasets: sequence i is conversation i, rendered by the model's chat template.
 
-Lines are checked when the file is opened and turned into tokens when a step needs them, so that a rank keeps no
-texts.
+Lines are checked when the file is opened and tokenized when a step needs them, so a rank keeps no text in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TEMPLATE = "chat_template.jinja"
 
 
 class ChatDataset:
-    """See `Data`. A conversation is cut at its end to `seq_len` + 1 tokens, and filled up behind it."""
+    """A TokenDataset of conversations, each truncated or padded to `seq_len` + 1 tokens."""
 
     def __init__(self, chat: ChatSpec, tokenizer: Path, seq_len: int) -> None:
         self.name, self.seq_len = chat.file, seq_len
@@ -48,7 +47,7 @@ class ChatDataset:
         self._chat = ChatTemplate(source, {key: self._special(key) for key in ("bos_token", "eos_token")})
         parts = (self._lines.digest, source, str(self._config), hashlib.sha256(_bytes(self.tokenizer_file)).hexdigest())
         self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        self._tokens(0)  # a template that cannot be learnt from says so now
+        self._tokens(0)  # fail early if the template cannot mark the answers
 
     @property
     def vocab_size(self) -> int:
@@ -61,7 +60,7 @@ class ChatDataset:
         named = self._tokenizer.token_to_id(self._special("eos_token"))
         ids = as_ids(named) or as_ids(generation.get("eos_token_id"))
         if not ids:
-            raise DataError(f"{self.tokenizer_file} has no end of text.", hint=f"Name its eos_token in {CONFIG}.")
+            raise DataError(f"{self.tokenizer_file} has no end-of-text token.", hint=f"Set eos_token in {CONFIG}.")
         return ids[0]
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
@@ -74,7 +73,7 @@ class ChatDataset:
         return inputs, targets
 
     def _tokens(self, index: int) -> tuple[Ids, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """Up to `seq_len` + 1 tokens, and which of them the assistant says: those that begin in one of its answers."""
+        """Returns up to `seq_len` + 1 tokens, and a mask of those that begin inside an assistant's answer."""
         number, turns = self._lines.read(self._file, index)
         try:
             text, answers = self._chat.answers(turns)
@@ -87,7 +86,9 @@ class ChatDataset:
         for first, end in answers:
             learnt |= (begins >= first) & (begins < end)
         if len(ids) < 2:
-            raise DataError(f"{self.name}, line {number}: there is nothing to learn.", hint="Check the chat template.")
+            raise DataError(
+                f"{self.name}, line {number}: there is nothing to train on.", hint="Check the chat template."
+            )
         return ids, learnt
 
     @cached_property
@@ -115,13 +116,13 @@ class ChatDataset:
         return source
 
     def _special(self, key: str) -> str:
-        """A special token is a string in tokenizer_config.json, or an object that has it as its content."""
+        """Returns a special token, which tokenizer_config.json stores as a string or as an object with its content."""
         value = self._config.get(key)
         return str((value.get("content") if isinstance(value, dict) else value) or "")
 
 
 class _Lines:
-    """Where each conversation begins in the file, and the number of its line."""
+    """The file offset and line number of each conversation."""
 
     def __init__(self, file: Path, name: str) -> None:
         self.name = name
@@ -143,7 +144,7 @@ class _Lines:
         with open(file, "rb", opener=safe_opener) as body:
             if _version(os.fstat(body.fileno())) != self.version:
                 raise DataError(
-                    f"{self.name} was changed while it was trained on.", hint="Start a new run, or put it back."
+                    f"{self.name} was changed during training.", hint="Restore the file, or start a new run."
                 )
             body.seek(self.starts[index])
             return self.numbers[index], _turns(body.readline(), str(file))
@@ -155,7 +156,7 @@ def _version(about: os.stat_result) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=2)
 def _index(file: Path, version: tuple[int, int, int], name: str) -> _Lines:
-    """Kept, since a gang that forms again opens the same file."""
+    """Cached, because a gang that forms again opens the same file."""
     return _Lines(file, name)
 
 
@@ -172,12 +173,12 @@ def _turns(line: bytes, where: str) -> list[Turn]:
         if not good:
             raise DataError(f"{where}: message {place} lacks a role or content.", hint="Both are strings.")
     if all(turn["role"] != "assistant" for turn in turns):
-        raise DataError(f"{where} has no message of the assistant to learn.", hint="Leave the line out.")
+        raise DataError(f"{where} has no assistant message to train on.", hint="Remove the line.")
     return turns
 
 
 def _staged(file: str) -> Path:
-    """A local copy of a remote file, once per machine and version."""
+    """Returns the file's local path; a remote file is copied once per machine and version."""
     if "://" not in file:
         if not Path(file).is_file():
             raise DataError(f"{file} does not exist.", hint="Check chat.file.")

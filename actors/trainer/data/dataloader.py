@@ -1,4 +1,4 @@
-"""A rank's part of each step's batch, read one step ahead and cut into microbatches."""
+"""Loads a rank's part of each step's batch, one step ahead, and cuts it into microbatches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["DataLoader"]
 
 T = TypeVar("T")
 _ANY: Ids = np.zeros(1, dtype=np.int64)
-"""The sequence that fills up a microbatch; it does not count."""
+"""The sequence that pads a microbatch; its targets are ignored."""
 
 
 class DataLoader:
@@ -38,17 +38,17 @@ class DataLoader:
             if (largest := max(int(inputs.max()), int(targets.max()))) >= vocab_size or int(inputs.min()) < 0:
                 raise DataError(
                     f"{data.name} has the id {largest} in step {step + 1}, outside its vocabulary of {vocab_size}.",
-                    hint="Build the dataset again with the tokenizer that it is trained with.",
+                    hint="Build the dataset again with the model's tokenizer.",
                 )
             return ids, inputs, targets
 
         self._rows = Prefetch(read, spec.steps)
 
     def next_batch(self, step: int, size: int) -> tuple[Ids, list[Micro], int]:
-        """The sequences of this rank in a step, in microbatches of `size`, and how many targets count in them.
+        """Returns this rank's sequence ids of a step, its microbatches of `size`, and the number of targets that count.
 
-        All ranks have equally many microbatches, or their collectives would not match: a rank whose share is smaller
-        fills up with sequences that do not count. In a pipeline they also have one shape.
+        All ranks return equally many microbatches, or their collectives would not match: a rank with fewer sequences is
+        padded with ignored ones. In a pipeline all microbatches have the same shape.
         """
         ids, inputs, targets = self._rows.get(step)
         count, size = self.layout.microbatches(self._most, size)
@@ -68,7 +68,7 @@ class DataLoader:
 
 
 class Prefetch(Generic[T]):
-    """`read(step)` on a thread of its own, one step ahead and never more. `read` depends on the step alone."""
+    """Runs `read(step)` on a thread, one step ahead. `read` must depend on the step alone."""
 
     def __init__(self, read: Callable[[int], T], last: int) -> None:
         self._read, self._last = read, last
@@ -76,7 +76,7 @@ class Prefetch(Generic[T]):
         self._ahead: tuple[int, Future[T]] | None = None
 
     def get(self, step: int) -> T:
-        """What `read(step)` gives, or raises; from now on the step after it is on its way."""
+        """Returns the result of `read(step)`, or raises its error, and starts reading the next step."""
         ahead, self._ahead = self._ahead, None
         future = ahead[1] if ahead is not None and ahead[0] == step else self._thread.submit(self._read, step)
         value = future.result()

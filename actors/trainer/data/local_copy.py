@@ -1,7 +1,7 @@
-"""This user's private folder on a machine: local copies of remote data, and what was found out about local files.
+"""Local copies of remote data in this user's private cache folder, and locks between processes.
 
-It lies under a fixed name in the system's temporary folder (TMPDIR moves it), where anybody may create names: so it is
-used only if it belongs to this user and nobody else may write into it.
+The folder has a fixed name in the system's temporary folder (set TMPDIR to move it), where any user may create files.
+So it is used only if this user owns it and no other user may write to it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from raytide.core.io.token_dataset import CONFIG, ITEM_BYTES, MANIFEST, TokenMan
 __all__ = ["local_copy", "local_file_copy", "lock", "private_folder", "require_free_space", "try_lock"]
 
 LOCK_TIMEOUT_S = 6 * 3600.0
-"""A copy of another process may take this long; the lock goes when that process ends."""
+"""Time limit for waiting on another process's copy. The lock is released when that process ends."""
 _POLL_S = 0.05
 _MARGIN_BYTES = 16 << 20
-"""Left free on the disk beside a copy."""
+"""Disk space left free beside a copy."""
 
 
 def private_folder(*names: str) -> Path:
-    """A folder that this user alone can write to; StorageError when somebody else has taken its name."""
+    """Returns a folder that only this user can write to. StorageError if another user owns the name."""
     top = Path(tempfile.gettempdir()) / f"raytide-{os.getuid()}"
     with full_disk_is_an_error(str(top)):
         top.mkdir(mode=0o700, exist_ok=True)
         about = top.lstat()
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
             raise StorageError(
-                f"{top} is not a folder of this user alone.", hint="Remove it, or set TMPDIR to a folder of your own."
+                f"{top} is not private to this user.", hint="Remove it, or set TMPDIR to a folder of your own."
             )
         folder = top.joinpath(*names)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def private_folder(*names: str) -> Path:
 
 @contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Whether this process holds the lock inside the block. It goes with the process, however that ends."""
+    """Yields whether this process holds the lock. The lock is released when the process ends."""
     with full_disk_is_an_error(str(path)):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -63,7 +63,7 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Wait for the lock; WaitTimeoutError when another process does not let go of it."""
+    """Wait for the lock. WaitTimeoutError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         with try_lock(path) as held:
@@ -72,13 +72,13 @@ def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
                 return
         if time.monotonic() > deadline_s:
             raise WaitTimeoutError(
-                f"another process has held {path} for {timeout_s:g} s.", hint="See what its holder waits for."
+                f"another process has held {path} for {timeout_s:g} s.", hint="Check what that process is waiting for."
             )
         time.sleep(_POLL_S)
 
 
 def require_free_space(folder: Path, needed: int, what: str) -> None:
-    """StorageError, with both numbers, when `needed` bytes do not fit into the folder's disk."""
+    """Raise StorageError if the folder's disk has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed + _MARGIN_BYTES:
         raise StorageError(
@@ -88,9 +88,10 @@ def require_free_space(folder: Path, needed: int, what: str) -> None:
 
 
 def local_copy(dataset: str) -> Path:
-    """The dataset's local directory; a remote one is copied once per machine and user, under its manifest's hash.
+    """Returns the dataset's local directory; a remote one is copied once per machine and user, keyed by its manifest's
+    hash.
 
-    Only the files that its manifest names are copied. StorageError when they do not fit; nothing half is left.
+    Only the files that the manifest names are copied. StorageError if they do not fit; a partial copy is removed.
     """
     if "://" not in dataset:
         return Path(dataset)
@@ -107,7 +108,7 @@ def local_copy(dataset: str) -> Path:
 
 
 def local_file_copy(url: str, version: str, suffix: str) -> Path:
-    """A local copy of one remote file, once per machine, user and version."""
+    """Returns a local copy of one remote file, made once per machine, user and version."""
     home = private_folder("datasets") / f"{version}{suffix}"
     if home.exists():
         return home
@@ -126,7 +127,8 @@ def local_file_copy(url: str, version: str, suffix: str) -> Path:
 
 
 def _files(dataset: str, manifest: TokenManifest) -> dict[str, int]:
-    """Names and, where the manifest tells, bytes. A name of the store's own could lead out of the folder."""
+    """Returns the files to copy with their bytes (0 if unknown). Names come from the manifest, because a listed name
+    could lead out of the folder."""
     fs, path = open_url(dataset)
     beside = [name for name in (manifest.tokenizer, CONFIG) if fs.exists(join(path, name))]
     shards = {shard.file: shard.tokens * ITEM_BYTES[manifest.dtype] for shard in manifest.shards}
@@ -134,7 +136,7 @@ def _files(dataset: str, manifest: TokenManifest) -> dict[str, int]:
 
 
 def _fetch(dataset: str, files: Mapping[str, int], home: Path, needed: int) -> None:
-    part = home.with_suffix(".part")  # what a killed process left there goes: its lock is ours
+    part = home.with_suffix(".part")  # also removes what a killed process left: this process holds the lock
     fs, path = open_url(dataset)
     try:
         shutil.rmtree(part, ignore_errors=True)

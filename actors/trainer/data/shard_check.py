@@ -1,8 +1,8 @@
-"""Whether a dataset's shards are what was written, found out once per machine for all processes and runs of a user.
+"""Verifies a dataset's shards, once per machine and user for all processes and runs.
 
-Every byte is hashed (measured: 0.67 s/GB on one core) and the largest id looked for (0.05 s/GB). What was
-found is noted under the file's name, size, times and inode, so a changed file is hashed again. Processes on a machine
-share the work: each takes a shard that no other one is at.
+Every byte is hashed (measured: 0.67 s/GB on one core) and the largest id is found (0.05 s/GB). The result is cached
+under the file's name, size, times and inode, so a changed file is hashed again. Processes on a machine share the work:
+each takes a shard that no other process is hashing.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from raytide.core.io.token_dataset import Shard, TokenDtype
 __all__ = ["ShardCheck"]
 
 WAIT_S = 60.0
-"""Opening waits this long for the hashes. A larger dataset is hashed on beside the training, which ends with the error
-at the next step once a shard is found to be bad."""
+"""Opening a dataset waits this long for the hashes. A larger dataset is hashed during training, which fails at the next
+step once a bad shard is found."""
 CHUNK_BYTES = 4 << 20
 _POLL_S = 0.05
 _REBUILD = "Build the dataset again, or copy it again from where it was built."
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Result:
     sha256: str
     largest: int
 
 
 class ShardCheck:
-    """`begin` hashes on a thread of its own; `wait` and `check` raise the DataError that it found."""
+    """Hashes shards on a background thread; `wait` and `check` raise the DataError of a bad shard."""
 
     def __init__(self, name: str, folder: Path, shards: Sequence[Shard], dtype: TokenDtype, vocab_size: int) -> None:
         self.name, self.folder, self.dtype, self.vocab_size = (
@@ -48,7 +48,7 @@ class ShardCheck:
             vocab_size,
         )
         self._shards = [shard for shard in shards if shard.tokens]
-        self._notes = private_folder("checked")
+        self._results = private_folder("checked")
         self._error: RaytideError | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -58,14 +58,14 @@ class ShardCheck:
         self._thread.start()
 
     def wait(self, timeout_s: float = WAIT_S) -> bool:
-        """Whether all shards were found to be good within `timeout_s`; DataError for one that is not."""
+        """Returns whether all shards are verified within `timeout_s`. DataError for a bad shard."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         self.check()
         return self._thread is not None and not self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise what was found so far."""
+        """Raise the error found so far."""
         if self._error is not None:
             raise self._error
 
@@ -75,41 +75,41 @@ class ShardCheck:
 
     def _run(self) -> None:
         try:
-            self._all()
+            self._check_all()
         except RaytideError as error:
             self._error = error
         except Exception as error:  # raised by `check`, where the training can stop for it
             self._error = StorageError(f"cannot read {self.name}: {error}.", hint="Check the path and its disk.")
 
-    def _all(self) -> None:
+    def _check_all(self) -> None:
         todo = list(self._shards)
         while todo and not self._stop.is_set():
-            busy = [shard for shard in todo if not self._one(shard)]
-            if busy == todo:  # other processes are at all of them
+            busy = [shard for shard in todo if not self._check_shard(shard)]
+            if busy == todo:  # other processes are hashing all of them
                 self._stop.wait(_POLL_S)
             todo = busy
 
-    def _one(self, shard: Shard) -> bool:
-        """False while another process is at it."""
+    def _check_shard(self, shard: Shard) -> bool:
+        """Verify one shard. Returns False while another process is hashing it."""
         path = self.folder / shard.file
-        note = self._notes / f"{_key(path, self.dtype.name)}.json"
-        found = _noted(note)
+        cache_file = self._results / f"{_key(path, self.dtype.name)}.json"
+        found = _read_result(cache_file)
         if found is None:
-            with try_lock(note.with_suffix(".lock")) as held:
+            with try_lock(cache_file.with_suffix(".lock")) as held:
                 if not held:
                     return False
-                found = _noted(note) or self._hash(path)
+                found = _read_result(cache_file) or self._hash(path)
                 if found is None:
                     return True
-                with suppress(RaytideError, OSError):  # a full disk: it is hashed again next time
-                    write_json(note, {"sha256": found.sha256, "largest": found.largest}, is_kept=False)
+                with suppress(RaytideError, OSError):  # on a full disk, the next process hashes it again
+                    write_json(cache_file, {"sha256": found.sha256, "largest": found.largest}, is_kept=False)
             with suppress(OSError):
-                note.with_suffix(".lock").unlink()
-        self._judge(shard, found)
+                cache_file.with_suffix(".lock").unlink()
+        self._raise_if_bad(shard, found)
         return True
 
-    def _hash(self, path: Path) -> _Found | None:
-        """None when it was told to stop."""
+    def _hash(self, path: Path) -> _Result | None:
+        """Returns None if `close` was called."""
         digest, largest = hashlib.sha256(), 0
         with open(path, "rb", buffering=0) as file:
             buffer = bytearray(CHUNK_BYTES)
@@ -120,12 +120,12 @@ class ShardCheck:
                 digest.update(view[:size])
                 count = size // self.dtype.itemsize
                 largest = max(largest, int(ids[:count].max(initial=0)))
-        return _Found(digest.hexdigest(), largest)
+        return _Result(digest.hexdigest(), largest)
 
-    def _judge(self, shard: Shard, found: _Found) -> None:
+    def _raise_if_bad(self, shard: Shard, found: _Result) -> None:
         if found.sha256 != shard.sha256:
             raise DataError(
-                f"{shard.file} of {self.name} is not what was written: its SHA-256 is {found.sha256}, and the manifest "
+                f"{shard.file} of {self.name} was altered: its SHA-256 is {found.sha256}, and the manifest "
                 f"says {shard.sha256}.",
                 hint=_REBUILD,
             )
@@ -146,15 +146,23 @@ def _fill(file: object, view: memoryview) -> int:
 
 
 def _key(path: Path, dtype: str) -> str:
-    """The time of the last change of a file's inode cannot be set by hand, other than that of its content."""
+    """Returns the cache key. It includes ctime, which, unlike mtime, cannot be set by hand."""
     about = path.stat()
-    told = (str(path.resolve()), about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, dtype)
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+    identity = (
+        str(path.resolve()),
+        about.st_dev,
+        about.st_ino,
+        about.st_size,
+        about.st_mtime_ns,
+        about.st_ctime_ns,
+        dtype,
+    )
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
 
 
-def _noted(note: Path) -> _Found | None:
+def _read_result(cache_file: Path) -> _Result | None:
     try:
-        body = read_json(note)
-        return None if body is None else _Found(str(body["sha256"]), int(body["largest"]))
+        body = read_json(cache_file)
+        return None if body is None else _Result(str(body["sha256"]), int(body["largest"]))
     except (ValueError, KeyError, TypeError, OSError):
         return None

@@ -1,7 +1,7 @@
-"""Which sequences make step k, and their tokens.
+"""Selects the sequences of each step and reads their tokens.
 
-The ids of a step are a pure function of (seed, step): a resize, a resume and a run alone all see the same stream, so
-there is no data state to save. A rank takes its slice of the step's ids.
+The ids of a step are a pure function of (seed, step). Runs that resume or resize see the same stream as an
+uninterrupted one, so no data state is saved. A rank takes its slice of the step's ids.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ROUNDS = 6
 
 @dataclass(frozen=True, slots=True)
 class BatchSampler:
-    """A fresh order of all sequences in every epoch.
+    """Shuffles all sequences anew in every epoch.
 
-    The order is a keyed Feistel permutation: it costs no memory whatever the size of the dataset, and, unlike a
-    library's shuffle, no release of anything can change it under a running job.
+    The order is a keyed Feistel permutation: it takes no memory whatever the dataset's size and, unlike a library's
+    shuffle, does not change between releases.
     """
 
     seed: int
@@ -39,7 +39,7 @@ class BatchSampler:
     global_batch: int
 
     def ids(self, step: int) -> Ids:
-        """The sequences of `step`, in order. A batch that reaches the end of an epoch goes on into the next one."""
+        """Returns the sequence ids of `step`, in order. A batch may continue into the next epoch."""
         place = np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.int64)
         epochs = place // self.n_sequences
         out = np.empty_like(place)
@@ -50,13 +50,14 @@ class BatchSampler:
 
 
 def rank_slice(count: int, rank: int, world: int) -> slice:
-    """Rank's contiguous part of `count` items: the parts are disjoint, cover all, and differ in size by at most one."""
+    """Returns the rank's contiguous slice of `count` items. Slices are disjoint, cover all items and differ in size by
+    at most one."""
     return slice(count * rank // world, count * (rank + 1) // world)
 
 
 def feistel_permutation(index: Ids, size: int, key: str) -> Ids:
-    """Where the bijection of [0, size) named by `key` sends each index: a Feistel network over the next power of four,
-    walked again from every value that falls outside."""
+    """Returns the image of each index under the bijection of [0, size) named by `key`: a Feistel network over the next
+    power of four, applied again to values outside the range."""
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
     digest = hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest()
@@ -80,16 +81,16 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class TokenDataset(Protocol):
-    """Sequences to train on, by number. Every rank opens them itself and reads what it is asked for."""
+    """Training sequences by number. Every rank opens the dataset itself."""
 
     @property
     def name(self) -> str:
-        """In errors: where they come from."""
+        """The dataset's origin, for error messages."""
         ...
 
     @property
     def digest(self) -> str:
-        """Of what `examples` gives."""
+        """Hash of the content that `examples` returns."""
         ...
 
     @property
@@ -106,23 +107,23 @@ class TokenDataset(Protocol):
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """What a model trained on it needs beside its weights, by the name in its directory."""
+        """Tokenizer files to export with the model, by file name."""
         ...
 
     @property
     def template(self) -> Mapping[str, Path]:
-        """The chat template that it was written with, where that is not the model's own."""
+        """The chat template that the data was rendered with, if it is not the model's own."""
         ...
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Inputs and targets [len(ids), seq_len]; a target that does not count is IGNORE."""
+        """Returns inputs and targets [len(ids), seq_len]; ignored targets are IGNORE."""
         ...
 
 
 class TokenData:
-    """Sequences of `seq_len` + 1 tokens (inputs and their targets) from memory-mapped shards.
+    """Sequences of `seq_len` + 1 tokens (inputs and targets) from memory-mapped shards.
 
-    DataError for a shard that is not what was written: at once, or in a large dataset when `examples` is called next.
+    DataError for a damaged shard: on opening, or, for a large dataset, at a later call of `examples`.
     """
 
     def __init__(self, dataset: str, seq_len: int) -> None:
@@ -149,13 +150,13 @@ class TokenData:
         self._check.wait()
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
-        """All targets count."""
+        """Returns inputs and targets; no target is ignored."""
         self._check.check()
         tokens = self.batch(ids)
         return tokens[:, :-1], tokens[:, 1:]
 
     def batch(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """[len(ids), seq_len + 1] tokens; sequence i starts at token i * seq_len of the whole dataset."""
+        """Returns [len(ids), seq_len + 1] tokens; sequence i starts at token i * seq_len of the dataset."""
         out = np.empty((len(ids), self.seq_len + 1), dtype=np.int64)
         for row, index in enumerate(ids):
             self._read(int(index) * self.seq_len, out[row])
@@ -188,7 +189,7 @@ def _manifest(path: Path) -> tuple[TokenManifest, str]:
             body = file.read()
     except OSError:
         raise DataError(
-            f"{path} is no token dataset: it has no {MANIFEST}.", hint="Build it with `raytide data build`."
+            f"{path} is not a token dataset: it has no {MANIFEST}.", hint="Build it with `raytide data build`."
         ) from None
     manifest = parse_manifest(body, str(path / MANIFEST))
     if manifest.format != "bin":

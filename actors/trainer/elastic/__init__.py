@@ -1,1 +1,1 @@
-"""Elastic training: workers join and leave, ranks are assigned again, and the run goes on."""
+"""Elastic training: members join and leave, ranks are reassigned, and the run continues."""

@@ -1,7 +1,8 @@
-"""Runs a training job over a lease: in its driver process, on the head.
+"""Runs a training job over a lease, in the job's driver process on the head.
 
-One generation of ranks after another: staff the lease's members with workers, seat those that are ready, train until
-something ends it. A break costs the steps since the last snapshot or checkpoint; a planned change costs none.
+The driver runs one generation of ranks after another: start workers on the lease's members, assign ranks to ready
+workers, train until the generation ends. A failure costs the steps since the last snapshot or checkpoint; a planned
+change costs none.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def run_train(
     clock: Clock | None = None,
     start: StartWorker = RayWorker,
 ) -> RunResult:
-    """Train `spec` on the lease of `job_id` to its end, through deaths, notices and returns of its members.
+    """Train `spec` on the lease of `job_id` to its end, while members are lost, leave and return.
 
-    Needs a process that is connected to Ray, unless `start` makes other workers than Ray's. Goes on from the latest
-    checkpoint in `spec.out`. Raises what ended the run early: LeaseLostError, DataError, CheckpointError, StorageError,
-    TrainError, or ConflictError when another run writes there.
+    Needs a process connected to Ray, unless `start` makes other workers. Resumes from the latest checkpoint in
+    `spec.out`. Raises what ended the run early: LeaseLostError, DataError, CheckpointError, StorageError, TrainError,
+    or ConflictError while another run writes there.
     """
     claim = Claim(spec.places, job_id, is_over=partial(_is_over, lease_client))
     try:
@@ -57,7 +58,7 @@ def _run(
     driver = _Driver(spec, lease_client, job_id, record, start, claim)
     try:
         driver.run()
-    except ConflictError:  # the files are another run's now
+    except ConflictError:  # the files belong to another run now
         raise
     except RaytideError as error:
         record.close("failed", str(error))
@@ -68,14 +69,14 @@ def _run(
 
 
 def _is_over(client: LeaseClient, holder: str) -> bool:
-    """Whether the job that a claim names has ended. A file may name anything."""
+    """Returns whether the job that holds a claim has ended. `holder` comes from a file and is untrusted."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", holder):
         return False
     try:
         client.lease(holder)
     except LeaseLostError:
         return True
-    except RaytideError:  # unknown here, another team's, or the API is away: the heartbeats decide
+    except RaytideError:  # unknown, another team's, or the API is unreachable: the claim's heartbeats decide
         return False
     return False
 
@@ -90,12 +91,12 @@ class _Driver:
         self.reporter = ProgressReporter(client, job_id)
         self.restart_policy = RestartPolicy(spec.name, furthest_step=record.steps)
         self.max_micro_batch: int | None = None
-        """Sequences that a rank may have room for at once, once memory ran out."""
+        """Upper bound of the microbatch after running out of memory."""
         self.generation = 0
         self.workers: list[WorkerHandle] = []
-        """Those that were seated last."""
+        """The workers of the last generation, by rank."""
         self.recovery: Recovery | None = None
-        """From the end of a generation until the next step."""
+        """The recovery in progress, from the end of a generation to its successor's first step."""
         self.step_rate = StepRate(record.step_s)
 
     def run(self) -> None:
@@ -116,11 +117,11 @@ class _Driver:
                 claim=self.claim.token,
                 on_steps=self._on_steps,
             )
-            ending = generation.run()
-            if ending.kind == "done":
+            result = generation.run()
+            if result.kind == "done":
                 self.record.mark_finished()
                 return
-            self._handle_exit(ending)
+            self._handle_exit(result)
 
     def close(self) -> None:
         self.watch.close()
@@ -128,8 +129,8 @@ class _Driver:
         self.reporter.close(self._progress(0))
 
     def _wait_for_workers(self) -> list[WorkerHandle]:
-        """Wait until enough workers are ready. The first time also for those that are on their way to a seat; later,
-        survivors go on at once and the others join them when they come."""
+        """Wait until enough workers are ready. Before the first generation also waits for workers that are starting;
+        later, survivors continue at once and others join when ready."""
         while True:
             self.claim.check()
             lease = self.watch.latest()
@@ -144,7 +145,9 @@ class _Driver:
                 if workers and (self.generation > 0 or self._is_full(lease, len(workers))):
                     return workers
                 if not workers:
-                    self.spec.layout.sizes(most_ranks(self.spec, lease.shape))  # raises when even all would be too few
+                    self.spec.layout.sizes(
+                        most_ranks(self.spec, lease.shape)
+                    )  # raises if even a full gang would be too small
                 self.reporter.send(self._progress(0))
             time.sleep(TICK_S)
 
@@ -152,20 +155,23 @@ class _Driver:
         return self.worker_group.starting == 0 or seated == most_ranks(self.spec, lease.shape)
 
     def _report_membership(self) -> None:
-        seats = {"hosts": [worker.host for worker in self.workers], "pids": [worker.pid for worker in self.workers]}
+        membership = {
+            "hosts": [worker.host for worker in self.workers],
+            "pids": [worker.pid for worker in self.workers],
+        }
         sizes = str(self.spec.layout.sizes(len(self.workers)))
         spare = self.worker_group.ready - len(self.workers)
         self.record.event(
-            "formed", generation=self.generation, world=len(self.workers), layout=sizes, spare=spare, **seats
+            "formed", generation=self.generation, world=len(self.workers), layout=sizes, spare=spare, **membership
         )
         self.reporter.send(self._progress(len(self.workers)))
 
     def _on_steps(self, new: list[StepResult], status: WorkerStatus) -> None:
         self.claim.check()
         if self.recovery is not None:
-            told = self.recovery.finished_event(time.monotonic(), new[0], status)
-            self.record.record_recovery(float(told["seconds"]), self.recovery.steps_lost(new[0]))
-            self.record.event("recovered", **told)
+            event = self.recovery.finished_event(time.monotonic(), new[0], status)
+            self.record.record_recovery(float(event["seconds"]), self.recovery.steps_lost(new[0]))
+            self.record.event("recovered", **event)
             self.recovery = None
             self.step_rate.pause()
         self.restart_policy.record_step(new[-1].step)
@@ -174,23 +180,23 @@ class _Driver:
         tokens_per_s = sum(step.tokens for step in new) / max(worked_s, 1e-9)
         self.reporter.send(self._progress(new[-1].world, tokens_per_s))
 
-    def _handle_exit(self, ending: GenerationResult) -> None:
-        if ending.error is not None:
-            raise ending.error
+    def _handle_exit(self, result: GenerationResult) -> None:
+        if result.error is not None:
+            raise result.error
         now_s, step = time.monotonic(), self.record.steps
         if self.recovery is None:
-            self.recovery = Recovery(ending.began_s, ending.leave_s, now_s, step)
-            self.record.broke_at_s = self.record.clock.now_s() - (now_s - ending.began_s)
+            self.recovery = Recovery(result.began_s, result.leave_s, now_s, step)
+            self.record.broke_at_s = self.record.clock.now_s() - (now_s - result.began_s)
         self.recovery.ended_s = now_s
-        if ending.kind == "paused":
+        if result.kind == "paused":
             self.record.resizes += 1
-            self.record.event("resize", generation=self.generation, step=step, why=ending.why)
-        elif ending.kind == "oom":
-            self._shrink_micro_batch(ending.why)
+            self.record.event("resize", generation=self.generation, step=step, why=result.why)
+        elif result.kind == "oom":
+            self._shrink_micro_batch(result.why)
         else:
             self.record.restarts += 1
-            self.record.event("broke", generation=self.generation, step=step, why=ending.why)
-            self.restart_policy.record_break(ending.why, [worker.incarnation for worker in ending.dead])
+            self.record.event("broke", generation=self.generation, step=step, why=result.why)
+            self.restart_policy.record_break(result.why, [worker.incarnation for worker in result.dead])
 
     def _micro_batch(self) -> int:
         first = self.spec.first_micro_batch(self.spec.layout.sizes(len(self.workers)))
@@ -219,7 +225,7 @@ class _Driver:
         if (step_s := self.step_rate.step_s) is not None:
             progress["left_s"] = round((self.spec.steps - record.steps) * step_s, 3)
             progress["redo_s"] = round(self.spec.checkpoint_every * step_s, 3)
-        if record.has_been_unsaved:  # what was told once stays, until something else is
+        if record.has_been_unsaved:  # what was event once stays, until something else is
             progress["not_saved"] = record.unsaved[:500]
         if record.lost_s and record.broke_at_s is not None:
             progress |= {"lost_s": round(record.lost_s, 3), "lost_at_s": round(record.broke_at_s, 3)}

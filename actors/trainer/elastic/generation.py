@@ -1,7 +1,7 @@
-"""One generation of ranks: assignment the workers, watch them and the lease, and say how it ended.
+"""Runs one generation of ranks: starts `train` on the workers, watches them and the lease, and returns how it ended.
 
-Every wait has a bound. A rank that does not answer, or is elsewhere while its peers wait for it, is named with its host
-and the code it is in, and its process ended.
+Every wait is bounded. A rank that does not answer, or does not join the collective that its peers wait in, is reported
+with its host and stack, and its process is killed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 TICK_S = 0.1
 OPEN_TIMEOUT_S = 30.0
 OUTSIDE_POLLS = 3
-"""Answers in a row, after a peer's collective timed out, that find a rank anywhere but in a collective."""
+"""Consecutive polls after a collective timeout that find a rank outside of collectives before it counts as hung."""
 SETTLE_S = 10.0
-"""Beyond the collectives' own timeout, before a rank that has not ended like its peers is taken for hung."""
+"""Time beyond the collectives' timeout before a rank that has not ended counts as hung."""
 SAVE_MARGIN = 2.0
-"""A checkpoint must fit into a notice so many times over: the disk may be slower with all gangs leaving at once."""
+"""A notice must be this many times longer than a checkpoint: storage may be slower while all gangs leave at once."""
 
 Kind = Literal["done", "paused", "broken", "oom", "failed"]
 
@@ -42,11 +42,11 @@ class GenerationResult:
     why: str = ""
     error: RaytideError | None = None
     began_s: float = 0.0
-    """Monotonic: the first sign of it."""
+    """Monotonic time of the first sign of the end."""
     leave_s: float = 0.0
-    """Of the slowest survivor."""
+    """Time that the slowest survivor took to leave."""
     dead: tuple[WorkerHandle, ...] = ()
-    """Those whose process did not survive it."""
+    """Workers whose process died."""
 
 
 class GenerationRunner:
@@ -67,7 +67,7 @@ class GenerationRunner:
         self.worker_group, self.watch, self.record = worker_group, watch, record
         self.micro_batch, self.claim, self.on_steps = micro_batch, claim, on_steps
         self.save_s = 0.0
-        """Of the last checkpoint that a rank told of."""
+        """Duration of the last checkpoint that a rank reported."""
         self._last_step = -1
         self._running: dict[Future[WorkerExit], int] = {}
         self._exits: dict[int, WorkerExit] = {}
@@ -76,10 +76,10 @@ class GenerationRunner:
         self._heartbeats = HeartbeatMonitor(workers)
         self._broke_s: float | None = None
         self._first_failure: tuple[float, str] | None = None
-        """When and why this generation began to end."""
+        """Monotonic time and reason of the generation's end."""
 
     def run(self) -> GenerationResult:
-        """Train to the generation's end."""
+        """Train until the generation ends."""
         if self._start_ranks():
             while self._running:
                 self._collect()
@@ -91,15 +91,15 @@ class GenerationRunner:
         return self._result()
 
     def _start_ranks(self) -> bool:
-        """Have rank 0 open the meeting place and start `train` everywhere."""
+        """Open the rendezvous store on rank 0 and start `train` on all ranks."""
         first, world = self.workers[0], len(self.workers)
-        opened = first.call("open_store", first.member.address, world)
-        wait([opened], timeout=OPEN_TIMEOUT_S)
-        if not opened.done() or opened.exception() is not None:
-            why = failure_reason(opened) if opened.done() else f"no answer in {OPEN_TIMEOUT_S:.0f} s"
-            self._kill(0, f"rank 0 on {first.host} did not open the gang's store: {why}")
+        store_port = first.call("open_store", first.member.address, world)
+        wait([store_port], timeout=OPEN_TIMEOUT_S)
+        if not store_port.done() or store_port.exception() is not None:
+            why = failure_reason(store_port) if store_port.done() else f"no answer in {OPEN_TIMEOUT_S:.0f} s"
+            self._kill(0, f"rank 0 on {first.host} did not open the rendezvous store: {why}")
             return False
-        store = first.member.address, opened.result()
+        store = first.member.address, store_port.result()
         for rank, worker in enumerate(self.workers):
             assignment = RankAssignment(
                 self.number, rank, world, store, worker.member.address, self.micro_batch, self.claim
@@ -113,17 +113,17 @@ class GenerationRunner:
             if ended.exception() is not None:
                 self._kill(rank, f"rank {rank} on {self.workers[rank].host} died: {failure_reason(ended)}")
                 continue
-            outcome = self._exits[rank] = ended.result()
-            if outcome.last_status is not None:
-                self._record_status(outcome.last_status)
-            if outcome.kind not in ("done", "paused"):
+            worker_exit = self._exits[rank] = ended.result()
+            if worker_exit.last_status is not None:
+                self._record_status(worker_exit.last_status)
+            if worker_exit.kind not in ("done", "paused"):
                 self._broke_s = self._broke_s or time.monotonic()
-                self._note_end(f"rank {rank} on {self.workers[rank].host}: {outcome.detail.splitlines()[-1]}")
-            if outcome.timed_out:
+                self._note_end(f"rank {rank} on {self.workers[rank].host}: {worker_exit.detail.splitlines()[-1]}")
+            if worker_exit.timed_out:
                 self._heartbeats.on_collective_timeout()
 
     def _follow_lease(self) -> None:
-        """React to what happens to members: lost ones are gone, leaving and new ones ask for a planned change."""
+        """Follow the lease: lost members end the generation, leaving and new ones cause a planned change."""
         lease = self.watch.latest()
         if lease is None:
             return
@@ -139,19 +139,19 @@ class GenerationRunner:
             self.workers[0].call("pause", self.number, how)
 
     def _planned_change(self, lease: Lease) -> tuple[StopRequest, str] | None:
-        """Why to form again on purpose, if there is a reason, and how to stop for it."""
+        """Returns the reason for a planned re-formation and how to stop for it; None if there is none."""
         leaving = [worker for worker in self.workers if worker.member.state is MemberState.LEAVING]
         if leaving:
             return self._stop_for_notice(leaving), f"{leaving[0].host} leaves soon"
         if self.worker_group.starting == 0 and len(seats := self.worker_group.assign(lease.shape, self.workers)) > len(
             self.workers
         ):
-            new = next(worker for worker in seats if worker not in self.workers)
-            return StopRequest.SAVE, f"{new.host} joins"
+            new_steps = next(worker for worker in seats if worker not in self.workers)
+            return StopRequest.SAVE, f"{new_steps.host} joins"
         return None
 
     def _stop_for_notice(self, leaving: list[WorkerHandle]) -> StopRequest:
-        """With a checkpoint, unless the notice is too short for what the last one took."""
+        """Save a checkpoint unless the notice is too short for one."""
         deadline_s = min(worker.member.leaves_at_s or float("inf") for worker in leaving)
         left_s = deadline_s - self.record.clock.now_s()
         fits = left_s > self.save_s * SAVE_MARGIN
@@ -159,32 +159,35 @@ class GenerationRunner:
         return StopRequest.SAVE if fits else StopRequest.STOP
 
     def _find_hung(self) -> None:
-        """Name the ranks that do not answer, that are elsewhere while their peers wait, or do not end like them."""
-        patience_s = self.spec.collective_timeout_s + SETTLE_S
-        silence_s = self.spec.collective_timeout_s  # a rank that waits in a collective still answers
+        """Kill ranks that do not answer, that stay outside of collectives while peers wait, or that do not end after
+        peers failed."""
+        end_timeout_s = self.spec.collective_timeout_s + SETTLE_S
+        silence_limit_s = self.spec.collective_timeout_s  # a rank waiting in a collective still answers
         for rank in sorted(self._running.values()):
-            if self._heartbeats.silent_s(rank) > silence_s:
-                self._kill_hung(rank, f"it has not answered for {silence_s:g} s")
+            if self._heartbeats.silent_s(rank) > silence_limit_s:
+                self._kill_hung(rank, f"no answer for {silence_limit_s:g} s")
             elif self._heartbeats.last(rank).polls_outside >= OUTSIDE_POLLS:
                 self._kill_hung(rank, "its peers waited for it until their collective timed out")
-            elif self._broke_s is not None and time.monotonic() - self._broke_s > patience_s:
-                self._kill_hung(rank, f"{patience_s:g} s after its peers' collective failed it has not ended")
+            elif self._broke_s is not None and time.monotonic() - self._broke_s > end_timeout_s:
+                self._kill_hung(rank, f"still running {end_timeout_s:g} s after its peers' collective failed")
 
     def _find_stalled(self) -> None:
-        """A rank that answers and gets nowhere (its storage hangs, say) would do no better in another generation."""
+        """Fail the run if a rank answers but makes no progress (its storage hangs, say): another generation would do no
+        better."""
         for rank in sorted(self._running.values()):
-            heard = self._heartbeats.last(rank)
-            if heard.status.phase_s > self.spec.stall_timeout_s:
-                why = f"rank {rank} on {self.workers[rank].host} gets nowhere: {heard.phase}, in {heard.status.stack}"
-                error = TrainError(f"{self.spec.name} stalled: {why}.", hint="Mend that, or raise stall_timeout_s.")
+            heartbeat = self._heartbeats.last(rank)
+            if heartbeat.status.phase_s > self.spec.stall_timeout_s:
+                at = f"{heartbeat.phase}, in {heartbeat.status.stack}"
+                why = f"rank {rank} on {self.workers[rank].host} makes no progress: {at}"
+                error = TrainError(f"{self.spec.name} stalled: {why}.", hint="Fix the cause, or raise stall_timeout_s.")
                 self._failed = why, error
                 self._kill_hung(rank, f"stall_timeout_s is {self.spec.stall_timeout_s:g} s")
 
     def _kill_hung(self, rank: int, why: str) -> None:
-        host, heard = self.workers[rank].host, self._heartbeats.last(rank)
-        what = {"phase": heard.phase, "where": heard.status.stack, "why": why}
+        host, heartbeat = self.workers[rank].host, self._heartbeats.last(rank)
+        what = {"phase": heartbeat.phase, "where": heartbeat.status.stack, "why": why}
         self.record.event("hung", generation=self.number, rank=rank, host=host, **what)
-        self._kill(rank, f"rank {rank} on {host} hung in {heard.phase}, in {heard.status.stack}: {why}")
+        self._kill(rank, f"rank {rank} on {host} hung in {heartbeat.phase}, in {heartbeat.status.stack}: {why}")
         self._running = {future: other for future, other in self._running.items() if other != rank}
 
     def _kill(self, rank: int, why: str) -> None:
@@ -199,32 +202,32 @@ class GenerationRunner:
             self._first_failure = (time.monotonic(), why)
 
     def _record_status(self, status: WorkerStatus) -> None:
-        """Every rank tells of the same steps; the first to do so is believed."""
+        """Record a rank's status. Every rank reports the same steps; the first report counts."""
         if status.generation != self.number:
             return
         self.save_s = status.save_s or self.save_s
         for why in status.skipped_checkpoints:
             self.record.event("skipped", why=why)
-        new = [step for step in status.steps if step.step > self._last_step]
-        if new:
-            self._last_step = new[-1].step
-            for step in new:
+        new_steps = [step for step in status.steps if step.step > self._last_step]
+        if new_steps:
+            self._last_step = new_steps[-1].step
+            for step in new_steps:
                 self.record.step(step)
-            self.on_steps(new, status)
+            self.on_steps(new_steps, status)
 
     def _result(self) -> GenerationResult:
-        outcomes = self._exits.values()
-        kinds = {outcome.kind for outcome in outcomes}
+        exits = self._exits.values()
+        kinds = {worker_exit.kind for worker_exit in exits}
         began_s, why = self._first_failure or (time.monotonic(), "")
         leave_s = max(
-            (o.last_status.phase_times.get("leave", 0.0) for o in outcomes if o.last_status is not None), default=0.0
+            (o.last_status.phase_times.get("leave", 0.0) for o in exits if o.last_status is not None), default=0.0
         )
         kind: Kind = next((kind for kind in ("done", "oom", "broken") if kind in kinds), "paused")
         error = None
         if self._failed is not None:
             kind, (why, error) = "failed", self._failed
-        elif not self._dead and kind != "done":  # what failed beside a death may have failed of it: it will fail again
-            failed = next((outcome for outcome in outcomes if outcome.kind == "failed"), None)
+        elif not self._dead and kind != "done":  # an error beside a death may be its consequence
+            failed = next((worker_exit for worker_exit in exits if worker_exit.kind == "failed"), None)
             if failed is not None:
                 kind, why, error = "failed", failed.detail, failed.error
         return GenerationResult(kind, why, error, began_s, leave_s, tuple(self._dead.values()))

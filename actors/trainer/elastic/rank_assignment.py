@@ -1,4 +1,4 @@
-"""Who takes a seat in the next generation, and who stays a warm spare. Pure."""
+"""Assigns ranks of the next generation to workers; the others are warm spares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raytide.core.objects.gang import Shape
 from raytide.core.specs.train import TrainSpec
 
 Key = tuple[int, int, int, str]
-"""Member index, its incarnation, the rank's slot inside the member, and the member's placement group."""
+"""Member index, its incarnation, the rank's slot in the member, and the member's placement group."""
 
 
 class RankCandidate(Protocol):
@@ -22,17 +22,17 @@ S = TypeVar("S", bound=RankCandidate)
 
 
 def slots_of(shape: Shape) -> int:
-    """Ranks in a member: one for each GPU, or one."""
+    """Returns the ranks of a member: candidate for each GPU, at least candidate."""
     return max(1, int(shape.resources.get("GPU", 0)))
 
 
 def most_ranks(spec: TrainSpec, shape: Shape) -> int:
-    """Ranks of a whole gang; what the lease has beyond them is spare."""
+    """Returns the ranks of a full gang; further members of the lease are spares."""
     return (shape.members - spec.spares) * slots_of(shape)
 
 
 def usable(spec: TrainSpec, ranks: int) -> int:
-    """How many of `ranks` the layout can use; 0 when they are too few for any use."""
+    """Returns how many of `ranks` the layout can use; 0 if they are too few."""
     try:
         return spec.layout.sizes(ranks).world if ranks else 0
     except ConfigError:
@@ -40,22 +40,22 @@ def usable(spec: TrainSpec, ranks: int) -> int:
 
 
 def assign_ranks(
-    able: Iterable[S], shape: Shape, *, most: int, usable: Callable[[int], int], held: Collection[S] = ()
+    candidates: Iterable[S], shape: Shape, *, most: int, usable: Callable[[int], int], current: Collection[S] = ()
 ) -> list[S]:
-    """Those of `able` that train, in rank order; nobody when fewer than the gang's minimum are there.
+    """Returns the candidates that train, in rank order; empty if there are fewer than the gang's minimum.
 
-    Whoever held a seat keeps one, since its memory holds state; ranks of a member stay neighbours.
+    Current ranks are preferred, because their memory holds state. Ranks of a member stay neighbours.
     """
-    whole = _whole(able, slots_of(shape))
-    if len({one.key[0] for one in whole}) < shape.at_least:
+    complete = _complete_members(candidates, slots_of(shape))
+    if len({candidate.key[0] for candidate in complete}) < shape.at_least:
         return []
-    first = sorted(whole, key=lambda one: (one not in held, one.key))[:most]
-    return sorted(first[: usable(len(first))], key=lambda one: one.key)
+    selected = sorted(complete, key=lambda candidate: (candidate not in current, candidate.key))[:most]
+    return sorted(selected[: usable(len(selected))], key=lambda candidate: candidate.key)
 
 
-def _whole(able: Iterable[S], slots: int) -> list[S]:
-    """A member whose ranks are not all there takes no seat: its neighbours would wait for links that it lacks."""
+def _complete_members(candidates: Iterable[S], slots: int) -> list[S]:
+    """Returns the candidates of members whose ranks are all ready; an incomplete member gets no rank."""
     by_member: dict[int, list[S]] = {}
-    for one in able:
-        by_member.setdefault(one.key[0], []).append(one)
-    return [one for ranks in by_member.values() if len(ranks) == slots for one in ranks]
+    for candidate in candidates:
+        by_member.setdefault(candidate.key[0], []).append(candidate)
+    return [candidate for ranks in by_member.values() if len(ranks) == slots for candidate in ranks]

@@ -1,6 +1,6 @@
-"""A rank's worker in a process of its own, as the driver calls it; here as a Ray actor in its member's placement group.
+"""A rank's worker process as the driver calls it, implemented as a Ray actor in its member's placement group.
 
-Answers come as futures, so that nothing in the driver knows Ray: the tests run the same driver over forked processes.
+Results are futures, so the driver does not depend on Ray: tests run the same driver over forked processes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from raytide.core.objects.gang import Member, Shape
 from raytide.core.specs.train import TrainSpec
 
 THREADS = 8
-"""Of an actor: `train` and `stay` hold one each for as long as they last, the others answer."""
+"""Threads of an actor: `train` and `wait_for_exit` hold one each, the others answer polls."""
 
 
 class RemoteWorker(Protocol):
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Start a method of the TrainWorker there. The future fails when that process is gone."""
+        """Call a method of the remote TrainWorker. The future fails if its process dies."""
 
     def kill(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the process."""
 
 
 StartWorker = Callable[[TrainSpec, Member, Shape], RemoteWorker]

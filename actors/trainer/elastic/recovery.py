@@ -1,4 +1,4 @@
-"""From the first sign that a generation ends to the next step: how long, by phase, and what it cost. Pure."""
+"""Measures recoveries, from the first sign that a generation ends to the next step, and the recent step rate."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import dataclass
 
 from raytide.actors.trainer.types import StepResult, WorkerStatus
 
-HALF = 20
-"""Steps after which what was before counts half."""
+HALF_LIFE = 20
+"""Half-life of the average, in steps."""
 LAPS = ("join", "build", "load", "first_step")
 
 
 @dataclass(slots=True)
 class Recovery:
-    """Times are monotonic seconds. Several generations may be needed: the first sign and the last attempt count."""
+    """A recovery, in monotonic seconds. It may take several generations: the first sign and the last attempt count."""
 
     began_s: float
     leave_s: float
-    """Of the slowest survivor, out of the time until all had ended."""
+    """Time that the slowest survivor took to leave, part of the time until `ended_s`."""
     ended_s: float
-    """When every rank of the old generation was accounted for."""
+    """When every rank of the old generation had ended."""
     step: int
-    """The last one that was done before."""
+    """The last step done before."""
     assigned_s: float = 0.0
 
     def finished_event(self, now_s: float, first: StepResult, status: WorkerStatus) -> dict[str, float | int | str]:
-        """The event that tells of it, once `first` was done."""
+        """Returns the event that describes the recovery, once `first` is done."""
         laps = {f"{name}_s": round(status.phase_times.get(name, 0.0), 3) for name in LAPS}
         return {
             "seconds": round(now_s - self.began_s, 3),
@@ -46,16 +46,16 @@ class Recovery:
 @dataclass(slots=True)
 class StepRate:
     step_s: float | None = None
-    """None until a step was seen."""
+    """Recent wall-clock time of a step, including what happens between steps; None before the first."""
     _at_s: float | None = None
 
     def pause(self) -> None:
-        """What lies between the last step and the next is no part of the work: members were lost, or came back."""
+        """Do not count the time until the next step: the gang is forming again."""
         self._at_s = None
 
     def record_steps(self, steps: int, now_s: float, worked_s: float) -> None:
-        """So many steps were done since the last call, in which `worked_s` passed inside of them."""
+        """Record `steps` done since the last call, which took `worked_s` themselves."""
         took_s = (worked_s if self._at_s is None else max(worked_s, now_s - self._at_s)) / steps
-        share = 1.0 - 0.5 ** (steps / HALF)
+        share = 1.0 - 0.5 ** (steps / HALF_LIFE)
         self.step_s = took_s if self.step_s is None else self.step_s + share * (took_s - self.step_s)
         self._at_s = now_s

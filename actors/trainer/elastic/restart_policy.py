@@ -1,7 +1,7 @@
-"""Which breaks count against a run. Pure.
+"""Decides which failures count against a run.
 
-Losing members is the weather: it never counts. A break without a step further than ever before does, since its cause
-may be the run's own; so does a worker that dies while it starts.
+Lost members never count. A generation that fails without progress does, since the run itself may be the cause; so does
+a worker that dies while starting.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Incarnation = tuple[int, int]
 class RestartPolicy:
     name: str
     furthest_step: int = 0
-    """The furthest step of the run so far."""
+    """Furthest step of the run so far."""
     _last_break_step: int = -1
-    """`best` at the last break; another break with the same is fruitless."""
+    """`furthest_step` at the last failure; another failure at the same step made no progress."""
     _failures: list[tuple[str, frozenset[Incarnation]]] = field(default_factory=list)
     _lost: set[Incarnation] = field(default_factory=set)
 
@@ -32,12 +32,12 @@ class RestartPolicy:
             self.furthest_step = step
             self._failures.clear()
 
-    def record_lost(self, fillings: Iterable[Incarnation]) -> None:
-        """These members are gone. The platform may say so some time after their ranks died."""
-        self._lost.update(fillings)
+    def record_lost(self, incarnations: Iterable[Incarnation]) -> None:
+        """Record lost members. The lease may report them some time after their ranks died."""
+        self._lost.update(incarnations)
 
     def record_break(self, why: str, dead: Iterable[Incarnation]) -> None:
-        """A generation broke, and the ranks of `dead` did not survive it."""
+        """Record a failed generation; the processes of `dead` died."""
         if self.furthest_step == self._last_break_step:
             self.record_failure(why, dead)
         self._last_break_step = self.furthest_step
@@ -46,7 +46,7 @@ class RestartPolicy:
         self._failures.append((why, frozenset(dead)))
 
     def raise_if_exhausted(self) -> None:
-        """TrainError once too many breaks in a row are the run's own."""
+        """Raise TrainError after too many consecutive failures that lost members do not explain."""
         counted = [why for why, dead in self._failures if not dead & self._lost]
         if len(counted) > MAX_FAILURES:
             raise TrainError(

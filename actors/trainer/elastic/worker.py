@@ -1,7 +1,7 @@
-"""One rank of the gang: an actor that outlives every re-forming of it.
+"""The worker of one rank: an actor that outlives generations.
 
-All torch work runs on one thread of its own, so that the actor answers `poll` and `pause` while a step runs. A broken
-collective is an outcome, not the actor's death: the process and its imports are what makes a recovery quick.
+Torch runs on a thread of its own, so the actor answers `poll` and `pause` during a step. A broken collective is a
+result, not the actor's death: keeping the process and its imports makes recovery fast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OWN_SHARE = 0.9
-"""Of collective_timeout_s, for the collectives themselves; the rest is for naming the rank that they waited for."""
+"""Share of collective_timeout_s for the collectives themselves; the rest is for finding the rank that they waited
+for."""
 
 
 class TrainWorker:
@@ -44,23 +45,23 @@ class TrainWorker:
         self._snapshots: Snapshots | None = None
 
     def ready(self) -> int:
-        """The process id, once the imports are done and the worker can take a assignment."""
+        """Returns the process id once imports are done and the worker can take a rank."""
         return self._on_torch(os.getpid)
 
     def wait_for_exit(self) -> None:
-        """Never answers: the call fails when this process ends."""
+        """Never returns: the call fails when this process ends."""
         threading.Event().wait()
 
     def open_store(self, address: str, world: int) -> int:
-        """Open the store of a new generation on this rank's host and return its port."""
+        """Open the rendezvous store of a new generation on this host and return its port."""
         return self._on_torch(lambda: self._open_store(address, world))
 
     def train(self, assignment: RankAssignment) -> WorkerExit:
-        """Join the generation, load the newest state, train until something ends it, and leave it."""
+        """Join the generation, load the newest state, train until it ends, and leave it."""
         return self._on_torch(lambda: self._train(assignment))
 
     def pause(self, generation: int, how: StopRequest) -> None:
-        """Make all ranks of this generation, through this one, stop before their next step."""
+        """Make all ranks of this generation stop before their next step."""
         self._generation, self._stop = generation, how
 
     def poll(self) -> WorkerStatus:
@@ -74,7 +75,7 @@ class TrainWorker:
 
         torch.set_num_threads(self._threads)
         gc.collect()
-        gc.freeze()  # what was imported stays: leaving a group then looks through what the run made, and nothing else
+        gc.freeze()  # imports stay: collecting garbage when leaving a group then skips them
 
     def _open_store(self, address: str, world: int) -> int:
         from raytide.actors.trainer.distributed import process_group
@@ -86,13 +87,13 @@ class TrainWorker:
         from raytide.actors.trainer.distributed import process_group
 
         self._status.open(assignment.generation)
-        outcome = self._attempt(assignment)
+        worker_exit = self._attempt(assignment)
         self._status.enter_phase("leaving", lap="leave")
-        gc.collect()  # FSDP's cycles hold the group, and closing its sockets is what wakes the peers
+        gc.collect()  # FSDP's cycles hold the group, whose sockets must close to wake the peers
         process_group.leave()
         self._store = None
         self._status.enter_phase("idle")
-        return replace(outcome, last_status=self._status.read())
+        return replace(worker_exit, last_status=self._status.read())
 
     def _attempt(self, assignment: RankAssignment) -> WorkerExit:
         from raytide.actors.trainer.parallel.micro_batch import is_out_of_memory
@@ -101,7 +102,7 @@ class TrainWorker:
             return self._run(assignment, self._join(assignment))
         except RaytideError as error:
             return WorkerExit("failed", str(error), error)
-        except Exception as error:  # torch raises RuntimeError and its kin for a peer that is gone
+        except Exception as error:  # torch raises RuntimeError and others for a lost peer
             detail = "".join(traceback.format_exception(error)).strip()[-2000:]
             if is_out_of_memory(error):
                 return WorkerExit("oom", detail)
@@ -120,32 +121,32 @@ class TrainWorker:
             generation=assignment.generation,
         )
 
-    def _run(self, assignment: RankAssignment, mine: ProcessGroup) -> WorkerExit:
+    def _run(self, assignment: RankAssignment, group: ProcessGroup) -> WorkerExit:
         from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
         from raytide.actors.trainer.trainer import Trainer
 
         self._status.enter_phase("building", lap="build")
         self._snapshots = self._snapshots or Snapshots(self._host)
         spec = self._spec.model_copy(update={"micro_batch": assignment.micro_batch})
-        trainer = Trainer(spec, mine, self._snapshots, assignment.claim)
+        trainer = Trainer(spec, group, self._snapshots, assignment.claim)
         try:
             self._status.enter_phase("loading", lap="load")
-            skipped = trainer.restore()
-            self._status.restored(trainer.restored_from, [str(error) for error in skipped])
+            rejected = trainer.restore()
+            self._status.restored(trainer.restored_from, [str(error) for error in rejected])
             self._status.enter_phase(f"step {trainer.steps_done + 1}", lap="first_step")
-            log = StepLog(spec, SystemClock()) if mine.is_first else None
+            log = StepLog(spec, SystemClock()) if group.is_first else None
             finished = trainer.run(on_step=self._on_step(trainer, log), paused=lambda: self._stop_request(assignment))
         finally:
             trainer.close()
         return WorkerExit("done" if finished else "paused")
 
     def _on_step(self, trainer: Trainer, log: StepLog | None) -> Callable[[StepResult], None]:
-        def did(result: StepResult) -> None:
+        def record(result: StepResult) -> None:
             if log is not None:
                 log.add(result)
             self._status.record_step(result, trainer.save_s)
 
-        return did
+        return record
 
     def _stop_request(self, assignment: RankAssignment) -> StopRequest:
         return self._stop if self._generation == assignment.generation else StopRequest.NO
@@ -154,6 +155,6 @@ class TrainWorker:
         from raytide.actors.trainer.distributed import process_group
 
         if assignment.rank == 0:
-            assert self._store is not None, "rank 0 opens the store before it takes its assignment"
+            assert self._store is not None, "rank 0 opens the store before it trains"
             return self._store
         return process_group.connect_store(*assignment.store, assignment.world)

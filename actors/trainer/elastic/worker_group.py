@@ -1,4 +1,4 @@
-"""The workers of a gang: one process per rank, kept for as long as its member is, seated or not."""
+"""The workers of a gang: one process per rank slot, kept as long as its member, whether or not it has a rank."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ START_TIMEOUT_S = 120.0
 
 @dataclass(slots=True, eq=False)
 class WorkerHandle:
-    """One worker."""
+    """A worker process and its member."""
 
     key: Key
     member: Member
     remote: RemoteWorker
     ready: Future[int]
-    """Its process id, once it has its imports."""
+    """Process id, once the worker has its imports."""
     exited: Future[None]
-    """Fails when the process ends, whatever it was doing."""
+    """Fails when the process ends."""
     started_s: float = field(default_factory=time.monotonic)
     pid: int | None = None
 
@@ -52,15 +52,15 @@ class WorkerGroup:
         self._spec, self._record, self._start = spec, record, start
         self._workers: dict[Key, WorkerHandle] = {}
         self.settled_version = ""
-        """The version of the lease on which nobody trained any more on seats that it takes away."""
+        """The last lease version whose leaving members have no training rank."""
 
     def reconcile(self, lease: Lease) -> list[WorkerHandle]:
-        """Start a worker for every usable seat that has none, and let go of those whose member is lost: returned."""
-        seats = {key_of(member, slot): member for member in lease.usable for slot in range(slots_of(lease.shape))}
-        lost = [worker for key, worker in self._workers.items() if key not in seats]
+        """Start workers for new member slots, and kill and return those of lost members."""
+        slots = {key_of(member, slot): member for member in lease.usable for slot in range(slots_of(lease.shape))}
+        lost = [worker for key, worker in self._workers.items() if key not in slots]
         for worker in lost:
             self.kill(worker)
-        for key, member in seats.items():
+        for key, member in slots.items():
             if key in self._workers:
                 self._workers[key].member = member
             elif member.state is not MemberState.LEAVING:
@@ -71,12 +71,12 @@ class WorkerGroup:
         return lost
 
     def settle(self, lease: Lease, workers: Collection[WorkerHandle]) -> None:
-        """These train, on the seats of this lease; whoever else is on a seat that is being left does nothing there."""
+        """Record the lease's version unless one of these training workers is on a leaving member."""
         if not any(worker.member.state is MemberState.LEAVING for worker in workers):
             self.settled_version = lease.version
 
     def check(self) -> list[tuple[WorkerHandle, str]]:
-        """See who is ready now and who died. Those that never came to be ready are returned, with why."""
+        """Update which workers are ready and which died. Returns those that never became ready, with the reason."""
         failed = []
         for worker in list(self._workers.values()):
             if worker.exited.done():
@@ -97,13 +97,15 @@ class WorkerGroup:
                 failed.append((worker, why))
         return failed
 
-    def assign(self, shape: Shape, held: Collection[WorkerHandle] = ()) -> list[WorkerHandle]:
-        """Who can form a generation now, in rank order: ready, and on a member that is not about to leave."""
-        able = [
+    def assign(self, shape: Shape, current: Collection[WorkerHandle] = ()) -> list[WorkerHandle]:
+        """Returns the workers of the next generation in rank order, among ready ones whose members are not leaving."""
+        candidates = [
             worker for worker in self._workers.values() if worker.is_ready and worker.member.state is MemberState.READY
         ]
         most = most_ranks(self._spec, shape)
-        return assign_ranks(able, shape, most=most, usable=lambda ranks: usable(self._spec, ranks), held=held)
+        return assign_ranks(
+            candidates, shape, most=most, usable=lambda ranks: usable(self._spec, ranks), current=current
+        )
 
     @property
     def starting(self) -> int:
@@ -128,7 +130,7 @@ def key_of(member: Member, slot: int) -> Key:
 
 
 def failure_reason(broken: Future[Any]) -> str:
-    """The first line of what went wrong."""
+    """Returns the first line of a future's error."""
     error = broken.exception()
     text = str(error).strip() if error is not None else ""
     return text.splitlines()[0] if text else type(error).__name__

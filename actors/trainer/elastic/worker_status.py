@@ -1,4 +1,4 @@
-"""What a rank did and does: written by the thread that works, read by the one that answers the driver."""
+"""Records a rank's status: written by its training thread, read by the thread that answers polls."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class StatusRecorder:
         self._source, self._save_s = "", 0.0
 
     def open(self, generation: int) -> None:
-        """A new generation begins; the thread that calls this is the one that works."""
+        """Start a generation. The calling thread is the one that trains."""
         with self._lock:
             self._worker, self._generation = threading.get_ident(), generation
             self._laps, self._steps, self._skipped, self._source = {}, [], [], ""
 
     def enter_phase(self, phase: str, *, lap: str = "") -> None:
-        """From now on it is at `phase`; with `lap`, its seconds go under that name once it is over."""
+        """Enter a phase; with `lap`, its duration is recorded under that name when it ends."""
         with self._lock:
             now = time.monotonic()
             if self._lap:
@@ -59,7 +59,7 @@ class StatusRecorder:
             self._save_s = save_s
 
     def read(self) -> WorkerStatus:
-        """Everything since the last look. Steps are handed over once."""
+        """Returns the status since the last call. Each step is returned once."""
         where, waits = stack_summary(self._worker)
         with self._lock:
             steps, self._steps = self._steps, []
@@ -79,22 +79,22 @@ class StatusRecorder:
 
 
 def stack_summary(thread_id: int) -> tuple[str, bool]:
-    """The frames of a thread, the innermost first, and whether it waits for other ranks in them.
+    """Returns a thread's innermost frames, innermost first, and whether it waits for other ranks.
 
-    A thread that waits for another one to read is shown with that one's frames behind its own.
+    A thread that waits for a data thread is shown with that thread's frames behind its own.
     """
     frames = _frames(thread_id)
     shown = _show(frames)
     if frames and _file(frames[0]).endswith(_LOCKS):
         for reader in threading.enumerate():
-            if reader.name.startswith(DATA_THREADS) and (there := _frames(reader.ident or 0)):
-                shown += f"; thread {reader.name}: {_show(there)}"
+            if reader.name.startswith(DATA_THREADS) and (reader_frames := _frames(reader.ident or 0)):
+                shown += f"; thread {reader.name}: {_show(reader_frames)}"
     return shown, _waits(frames)
 
 
 def _frames(thread_id: int) -> list[FrameType]:
-    """No name for all threads' frames: this one's would then hold itself, and with it every local variable of the run
-    until the next collection, the groups that a broken generation leaves too."""
+    """Returns a thread's frames. The dict of all frames must not be a local variable: this frame would then hold
+    itself, and with it the process groups of a broken generation."""
     innermost, found = sys._current_frames().get(thread_id), []
     while innermost is not None:
         found.append(innermost)
@@ -109,7 +109,7 @@ def _show(frames: list[FrameType]) -> str:
 
 
 def _waits(frames: list[FrameType]) -> bool:
-    """In a collective of torch's, or where ours read a collective's result from the device."""
+    """Returns whether the thread is in a torch collective, or reads a collective's result from the device."""
     if not frames:
         return False
     from raytide.actors.trainer.distributed import process_group  # loaded by then: a rank that works has joined

@@ -1,1 +1,1 @@
-"""The ways to start the training loop: alone, or inside Ray Train."""
+"""Entry points of the training loop: in one process, or inside Ray Train."""

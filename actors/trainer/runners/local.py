@@ -1,4 +1,4 @@
-"""Train in this process alone: the loop of the gang with a group of one, for notebooks and tests."""
+"""Trains in this process alone, with a group of one rank, for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from raytide.core.specs.train import TrainSpec
 def train_local(
     spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lambda result: None, clock: Clock | None = None
 ) -> RunResult:
-    """Run `spec` to its end, going on from its latest checkpoint if it has one. ConflictError while another run writes
-    to its `out`."""
+    """Run `spec` to its end, resuming from its latest checkpoint. ConflictError while another run writes to its
+    `out`."""
     claim = Claim(spec.places)
     try:
         return _train(spec, claim, RunLog(spec, clock or SystemClock()), on_step)
@@ -43,7 +43,7 @@ def _train(spec: TrainSpec, claim: Claim, record: RunLog, on_step: Callable[[Ste
                 trainer.run(on_step=done)
             finally:
                 trainer.close()
-    except ConflictError:  # the files are another run's now
+    except ConflictError:  # the files belong to another run now
         raise
     except RaytideError as error:
         record.close("failed", str(error))

@@ -1,8 +1,9 @@
-"""The same loop inside Ray Train: `TorchTrainer(train_loop_per_worker, train_loop_config=...)`, the spec as a dict.
+"""The training loop inside Ray Train: `TorchTrainer(train_loop_per_worker, train_loop_config=...)`, with the spec as a
+dict.
 
-Ray Train makes the process group and restarts the workers; raytide trains, and writes the same files as ever into the
-spec's `out`, which every worker must reach. What is sealed there is reported to Ray Train, and resumed from;
-checkpoints in an object store (`checkpoint_dir`) stay there and are only resumed from.
+Ray Train makes the process group and restarts workers. Raytide writes its usual files into the spec's `out`, which
+every worker must reach, reports committed checkpoints to Ray Train and resumes from them. Checkpoints in an object
+store (`checkpoint_dir`) stay there and are not reported.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def train_loop_per_worker(config: Mapping[str, Any]) -> None:
-    """Train the spec that `config` is to its end, on the workers that Ray Train has started."""
+    """Train the spec in `config` to its end on the workers that Ray Train started."""
     from raytide.actors.trainer.distributed import process_group
 
     spec = TrainSpec.parse(config, where="train_loop_config")
@@ -65,7 +66,7 @@ def _train(spec: TrainSpec, mine: ProcessGroup, claim: Claim | None) -> None:
             reports.send()
         finally:
             trainer.close()
-    except ConflictError:  # the files are another run's now
+    except ConflictError:  # the files belong to another run now
         raise
     except RaytideError as error:
         if record is not None:
@@ -76,8 +77,8 @@ def _train(spec: TrainSpec, mine: ProcessGroup, claim: Claim | None) -> None:
 
 
 class RayTrainReporter:
-    """To Ray Train, by all workers at the same steps. Its report is a barrier and waits for the controller's next look,
-    two seconds away at most: each checkpoint has one, a step has not."""
+    """Reports to Ray Train from all workers at the same steps. A report is a barrier that waits up to two seconds for
+    the controller, so there is one for each checkpoint, not for each step."""
 
     def __init__(self, trainer: Trainer, record: RunLog | None) -> None:
         self.trainer, self.spec, self.record = trainer, trainer.spec, record
@@ -92,7 +93,7 @@ class RayTrainReporter:
         self._last = result
 
     def send(self) -> None:
-        """The latest step, and the newest checkpoint unless Ray Train has it."""
+        """Report the latest step, and the newest checkpoint unless Ray Train has it."""
         import ray.train
 
         if self._last is None:
@@ -114,7 +115,7 @@ class RayTrainReporter:
 
 
 def _place(given: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
-    """Put Ray Train's checkpoint among the run's own, unless they are newer; what is wrong with it, if anything is."""
+    """Copy Ray Train's checkpoint into the run's folder unless a newer one is there. Returns the error of a bad one."""
     store = open_store(spec.checkpoint_url)
     with given.as_directory() as folder:
         source = LocalStore(Path(folder).parent)

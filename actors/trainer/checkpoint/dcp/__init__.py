@@ -1,1 +1,1 @@
-"""torch.distributed.checkpoint's planner and storage, and the checks on what is read through them."""
+"""Planner, storage and checked metadata for torch.distributed.checkpoint."""

@@ -1,4 +1,4 @@
-"""DCP's metadata of a checkpoint, from a file that anybody may have written: every field is checked, nothing is run."""
+"""Builds DCP's metadata from an untrusted file: every field is checked and nothing is executed."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _MAX_DIMS = 64
 
 
 def metadata_of(body: bytes, sizes: Mapping[str, int], where: str) -> Metadata:
-    """The metadata in `body`, whose pieces lie within files of these sizes (bytes, by name).
+    """Returns the metadata in `body`; its shards must lie within files of these sizes (bytes, by name).
 
-    CheckpointError for anything that is no metadata, or that points outside those files.
+    CheckpointError for malformed metadata, or if it points outside those files.
     """
     tree = read(body, where)
     try:
         return _Builder(sizes, 1000 + 4 * len(body)).metadata(tree)
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError) as error:
         raise CheckpointError(
-            f"{where} is no checkpoint's metadata: {error}.",
-            hint="Delete the folder: the run goes on from the checkpoint before it.",
+            f"{where} is not checkpoint metadata: {error}.",
+            hint="Delete the folder: the run then resumes from the previous checkpoint.",
         ) from None
 
 
 class _Builder:
     def __init__(self, sizes: Mapping[str, int], budget: int) -> None:
         self._sizes, self._budget = sizes, budget
-        """Values that may still be made. A file that refers to one list again and again could ask for any number."""
+        """Values that may still be created: a small file that refers to one list repeatedly could create any number."""
 
     def metadata(self, tree: object) -> Metadata:
         state = _state(tree, "Metadata")
@@ -57,7 +57,7 @@ class _Builder:
         state = _state(value, "TensorStorageMetadata")
         chunks = state["chunks"]
         if not isinstance(chunks, list):
-            raise TypeError("the chunks of a tensor are no list")
+            raise TypeError("the chunks of a tensor are not a list")
         properties = TensorProperties(dtype=_dtype(state["properties"]))
         return TensorStorageMetadata(properties, self._size(state["size"]), [self._chunk(chunk) for chunk in chunks])
 
@@ -70,30 +70,30 @@ class _Builder:
         offset, hint = index.get("offset"), index.get("index")
         file, start, length = _text(info["relative_path"]), _count(info["offset"]), _count(info["length"])
         if file not in self._sizes:
-            raise ValueError(f"it stores a piece in {file[:200]!r}, which is no file of this checkpoint")
+            raise ValueError(f"it stores a shard in {file[:200]!r}, which is not a file of this checkpoint")
         if start + length > self._sizes[file]:
-            raise ValueError(f"it stores a piece beyond the end of {file}")
+            raise ValueError(f"it stores a shard beyond the end of {file}")
         if info.get("transform_descriptors"):
-            raise ValueError(f"it stores a piece of {file} in a transformed form")
+            raise ValueError(f"it stores a transformed shard in {file}")
         place = None if offset is None else self._size(offset)
         made = MetadataIndex(_text(index["fqn"]), place, None if hint is None else _count(hint))
         return made, _StorageInfo(file, start, length)
 
     def _size(self, value: object) -> torch.Size:
         if not isinstance(value, PickledObject) or value.name != "Size" or len(value.args) != 1:
-            raise TypeError("a size is none")
+            raise TypeError("a size is not a torch.Size")
         numbers = value.args[0]
         if not isinstance(numbers, tuple | list) or len(numbers) > _MAX_DIMS:
-            raise TypeError(f"a size has no dimensions, or more than {_MAX_DIMS}")
+            raise TypeError(f"a size is not a list, or has more than {_MAX_DIMS} dimensions")
         self._budget -= 1 + len(numbers)
         if self._budget < 0:
-            raise ValueError("it holds more pieces than its bytes can name")
+            raise ValueError("it describes more shards than its bytes can hold")
         return torch.Size([_count(number) for number in numbers])
 
 
 def _state(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, PickledObject) or value.name != name or not isinstance(value.state, dict):
-        raise TypeError(f"it has no {name} where one belongs")
+        raise TypeError(f"a {name} is missing or malformed")
     return value.state
 
 
@@ -102,24 +102,24 @@ def _dtype(properties: object) -> torch.dtype:
         raise TypeError("a tensor has no properties")
     state = properties.state
     if not isinstance(state, tuple) or not state or not isinstance(state[0], GlobalName) or state[0].name not in DTYPES:
-        raise TypeError("a tensor has no type of numbers")
+        raise TypeError("a tensor has no valid dtype")
     found: torch.dtype = getattr(torch, state[0].name)
     return found
 
 
 def _mapping(value: object) -> dict[object, object]:
     if not isinstance(value, dict):
-        raise TypeError("a mapping is none")
+        raise TypeError("a mapping is not a dict")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError("a name is no text")
+        raise TypeError("a name is not a string")
     return value
 
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
-        raise ValueError("a number is negative, too large or none")
+        raise ValueError("a number is negative, too large or not an integer")
     return value

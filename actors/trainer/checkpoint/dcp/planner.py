@@ -1,7 +1,7 @@
-"""The DCP planners of our pieces: who writes what, and which stored pieces fill which of a new layout's.
+"""DCP planners for tensor shards: which rank writes what, and which stored shards fill a new layout's.
 
-DCP's own planners take state dicts of DTensors; ours take pieces, so that copies in memory and tensors that are no
-DTensors (pipeline stages, quantised state) go the same way.
+DCP's own planners take state dicts of DTensors. These take shards, so that copies in memory and tensors that are not
+DTensors (pipeline stages, quantized state) work the same way.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from raytide.core.errors import CheckpointError
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    def __init__(self, pieces: Sequence[TensorShard]) -> None:
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = {MetadataIndex(piece.name, piece.offsets): piece for piece in pieces}
+        self._shards = {MetadataIndex(shard.name, shard.offsets): shard for shard in shards}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -47,16 +47,16 @@ class ShardSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(index, piece) for index, piece in self._pieces.items()])
+        return SavePlan([_write_item(index, shard) for index, shard in self._shards.items()])
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return self._pieces[write_item.index].local
+        return self._shards[write_item.index].local
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, pieces: Sequence[TensorShard]) -> None:
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces = pieces
+        self._shards = shards
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -66,39 +66,39 @@ class ShardLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        return LoadPlan(read_items(self._pieces, self.metadata.state_dict_metadata))
+        return LoadPlan(read_items(self._shards, self.metadata.state_dict_metadata))
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return destination(self._pieces, read_item)
+        return destination(self._shards, read_item)
 
 
-def read_items(pieces: Sequence[TensorShard], stored: dict[str, Any]) -> list[ReadItem]:
-    """What fills these pieces. The `dest_index` of an item is the piece's position: names may stand twice (tied).
+def read_items(shards: Sequence[TensorShard], stored: dict[str, Any]) -> list[ReadItem]:
+    """Returns the reads that fill these shards. `dest_index` is the shard's position, because tied names repeat.
 
-    CheckpointError for a tensor that is not stored, or in another shape.
+    CheckpointError for a tensor that is missing or has another shape.
     """
     items: list[ReadItem] = []
-    for position, piece in enumerate(pieces):
-        found = stored.get(piece.name)
-        if found is None and piece.optional:
+    for position, shard in enumerate(shards):
+        stored_tensor = stored.get(shard.name)
+        if stored_tensor is None and shard.optional:
             continue
-        if not isinstance(found, TensorStorageMetadata):
-            raise CheckpointError(f"it has no {piece.name}.", hint="Go on with the spec that wrote it.")
-        if tuple(found.size) != piece.shape:
+        if not isinstance(stored_tensor, TensorStorageMetadata):
+            raise CheckpointError(f"it has no {shard.name}.", hint="Resume with the spec that wrote it.")
+        if tuple(stored_tensor.size) != shard.shape:
             raise CheckpointError(
-                f"{piece.name} is {list(found.size)} there and {list(piece.shape)} here.",
-                hint="Go on with the spec that wrote it.",
+                f"{shard.name} is {list(stored_tensor.size)} in the checkpoint and {list(shard.shape)} in the model.",
+                hint="Resume with the spec that wrote it.",
             )
-        here = MetadataIndex(str(position))
-        chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.local.size())
-        fills = create_read_items_for_chunk_list(piece.name, found, [chunk])
-        items += [replace(item, dest_index=here) for item in fills]
+        position_index = MetadataIndex(str(position))
+        chunk = ChunkStorageMetadata(torch.Size(shard.offsets), shard.local.size())
+        chunk_items = create_read_items_for_chunk_list(shard.name, stored_tensor, [chunk])
+        items += [replace(item, dest_index=position_index) for item in chunk_items]
     return items
 
 
-def destination(pieces: Sequence[TensorShard], item: ReadItem) -> Tensor:
-    """The part of a piece that an item fills."""
-    return narrow(pieces[int(item.dest_index.fqn)].local, item.dest_offsets, item.lengths)
+def destination(shards: Sequence[TensorShard], item: ReadItem) -> Tensor:
+    """Returns the part of a shard that an item chunk_items."""
+    return narrow(shards[int(item.dest_index.fqn)].local, item.dest_offsets, item.lengths)
 
 
 def narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -107,9 +107,9 @@ def narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Te
     return tensor
 
 
-def _write_item(index: MetadataIndex, piece: TensorShard) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.local.size())
-    properties = TensorProperties(dtype=piece.local.dtype)
+def _write_item(index: MetadataIndex, shard: TensorShard) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(shard.offsets), shard.local.size())
+    properties = TensorProperties(dtype=shard.local.dtype)
     return WriteItem(
-        index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, torch.Size(piece.shape))
+        index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, torch.Size(shard.shape))
     )

@@ -1,4 +1,5 @@
-"""DCP's file format over a store: torch's own readers can open what is written, and files are hashed on the way."""
+"""DCP's file format over a CheckpointStorage. Torch's own readers can open the files, which are hashed while
+written."""
 
 from __future__ import annotations
 
@@ -26,21 +27,22 @@ from raytide.core.errors import CheckpointError
 
 
 class SaveCancelled(BaseException):
-    """A write that was cut short on purpose. No Exception, so that nobody takes it for a failure of the storage."""
+    """A save that was cancelled. No Exception, so that it is not mistaken for a storage failure."""
 
 
 class DcpWriter(FileSystemWriter):
-    """Writes into `folder` of a store. `records` has what this rank wrote; `go_on` may raise to cut a write short."""
+    """Writes into `folder` of a storage. `records` holds this rank's files; `raise_if_cancelled` runs before each
+    write."""
 
-    def __init__(self, store: CheckpointStorage, folder: str, go_on: Callable[[], None]) -> None:
+    def __init__(self, store: CheckpointStorage, folder: str, raise_if_cancelled: Callable[[], None]) -> None:
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.records: dict[str, FileRecord] = {}
-        self.fs: FileSystemBase = _Files(store, folder, self.records, go_on)  # type: ignore[assignment]
+        self.fs: FileSystemBase = _Files(store, folder, self.records, raise_if_cancelled)  # type: ignore[assignment]
         self.path = folder
 
 
 class DcpReader(StorageReader):
-    """Reads a checkpoint, each stored piece with one request. Its files may be anybody's: none of them is run."""
+    """Reads a checkpoint, with one request for each stored shard. Files are untrusted and never executed."""
 
     def __init__(self, store: CheckpointStorage, checkpoint: Checkpoint) -> None:
         self._store, self._folder = store, checkpoint.name
@@ -88,11 +90,11 @@ class DcpReader(StorageReader):
             stored = torch.load(body, map_location="cpu", weights_only=True)
             if not isinstance(stored, Tensor):
                 raise TypeError(f"it is a {type(stored).__name__}")
-        except Exception as error:  # of the file: its format's own errors are RuntimeError, EOFError and a dozen others
+        except Exception as error:  # torch.load raises RuntimeError, EOFError and many others for a bad file
             why = " ".join(str(error).split())[-300:]
             raise CheckpointError(
                 f"{self._store.url}/{self._folder}/{place.relative_path} holds no tensor for {index.fqn}: {why}",
-                hint="Delete the folder: the run goes on from the checkpoint before it.",
+                hint="Delete the folder: the run then resumes from the previous checkpoint.",
             ) from None
         return stored
 
@@ -105,28 +107,33 @@ class DcpReader(StorageReader):
 
 class _Files(FileSystemBase):
     def __init__(
-        self, store: CheckpointStorage, folder: str, records: dict[str, FileRecord], go_on: Callable[[], None]
+        self,
+        store: CheckpointStorage,
+        folder: str,
+        records: dict[str, FileRecord],
+        raise_if_cancelled: Callable[[], None],
     ) -> None:
-        self._store, self._folder, self._records, self._go_on = store, folder, records, go_on
-        self._unnamed: dict[str, bytes] = {}
-        """Small files that DCP renames once they are whole; object stores cannot rename, so they wait for it here."""
+        self._store, self._folder, self._records, self._raise_if_cancelled = store, folder, records, raise_if_cancelled
+        self._held: dict[str, bytes] = {}
+        """Small files that DCP renames when complete. Object stores cannot rename, so they are held in memory until
+        then."""
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         name = fspath(path)
         if name.endswith(".tmp"):
-            body = _Kept()
+            body = _HeldFile()
             yield body
-            self._unnamed[name] = body.getvalue()
+            self._held[name] = body.getvalue()
             return
         with named_failures(f"{self._store.url}/{name}"), self._store.write(name) as stream:
-            hashing = _Hashing(stream, self._go_on)
+            hashing = _HashingStream(stream, self._raise_if_cancelled)
             yield hashing
         self._records[name.removeprefix(f"{self._folder}/")] = hashing.record()
 
     def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
         with self.create_stream(new_path, "wb") as stream:
-            cast(_Hashing, stream).write(self._unnamed.pop(fspath(path)))
+            cast(_HashingStream, stream).write(self._held.pop(fspath(path)))
 
     def concat_path(self, path: str | PathLike[str], suffix: str) -> str:
         return f"{fspath(path)}/{suffix}"
@@ -138,7 +145,7 @@ class _Files(FileSystemBase):
         pass
 
     def exists(self, path: str | PathLike[str]) -> bool:
-        return False  # nobody else writes to this folder
+        return False  # no other save writes to this folder
 
     def rm_file(self, path: str | PathLike[str]) -> None:
         raise FileNotFoundError(fspath(path))
@@ -148,18 +155,18 @@ class _Files(FileSystemBase):
         return True
 
 
-class _Kept(io.BytesIO):
+class _HeldFile(io.BytesIO):
     def close(self) -> None:
-        """DCP closes before we have looked."""
+        """DCP closes the file before its content is read."""
 
 
-class _Hashing(io.RawIOBase):
-    def __init__(self, stream: BinaryIO, go_on: Callable[[], None]) -> None:
-        self._stream, self._go_on = stream, go_on
+class _HashingStream(io.RawIOBase):
+    def __init__(self, stream: BinaryIO, raise_if_cancelled: Callable[[], None]) -> None:
+        self._stream, self._raise_if_cancelled = stream, raise_if_cancelled
         self._digest, self._size = hashlib.sha256(), 0
 
     def write(self, chunk: Any) -> int:
-        self._go_on()
+        self._raise_if_cancelled()
         self._digest.update(chunk)
         self._stream.write(chunk)
         self._size += memoryview(chunk).nbytes
@@ -172,7 +179,7 @@ class _Hashing(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """The store closes its stream itself, when the file is whole."""
+        """The storage closes its stream itself when the file is complete."""
 
     def record(self) -> FileRecord:
         return FileRecord(sha256=self._digest.hexdigest(), size=self._size)

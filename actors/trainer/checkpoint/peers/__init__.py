@@ -1,1 +1,1 @@
-"""Snapshots in the memory of other ranks, which survive the loss of a node without the disk."""
+"""In-memory snapshots on other ranks (as in Gemini, SOSP 2023), which survive the loss of a node without storage."""

@@ -1,4 +1,4 @@
-"""Whose memory keeps whose copy, and whether what is left after a loss is whole. Pure."""
+"""Assigns each rank a peer that holds its snapshot copy, and finds complete snapshots among the copies left."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from raytide.actors.trainer.checkpoint.staging import BufferEntry
 class SnapshotId:
     step: int
     generation: str
-    """Unique: two generations may pass the same step in different layouts."""
+    """Unique per generation: two generations may pass the same step in different layouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCopy:
-    """One rank's image of one snapshot, and in whose memory it lies."""
+    """A copy of one rank's shards of one snapshot, and the rank that holds it."""
 
     snapshot: SnapshotId
     holder: int
     """A rank of the present generation."""
     origin: int
-    """A rank of the generation that took it: two copies of one image have the same."""
+    """A rank of the generation that took the snapshot; two copies of one rank's shards have the same origin."""
     entries: tuple[BufferEntry, ...]
     elements: int
-    """Of the whole state, over all ranks: a snapshot that has as many is whole."""
+    """Elements of the whole state over all ranks: a snapshot with all of them is complete."""
 
 
 def assign_peers(hosts: Sequence[str]) -> list[int]:
-    """For each rank, the one that keeps its copy: on another host for as many as the hosts allow."""
+    """Returns, for each rank, the rank that holds its copy: on another host where possible."""
     world = len(hosts)
     by_host = sorted(range(world), key=lambda rank: (hosts[rank], rank))
     shift = max(Counter(hosts).values())
     if shift == world:
         shift = 1
-    keeper = [0] * world
+    holders = [0] * world
     for place, rank in enumerate(by_host):
-        keeper[rank] = by_host[(place + shift) % world]
-    return keeper
+        holders[rank] = by_host[(place + shift) % world]
+    return holders
 
 
 def count_elements(entries: Iterable[BufferEntry]) -> int:
-    """How many different elements of the state these hold; replicas count once."""
+    """Returns the number of distinct elements in these entries; replicas count once."""
     return sum({(entry.name, entry.offsets): entry.numel for entry in entries}.values())
 
 
-def latest_complete(holdings: Sequence[SnapshotCopy]) -> SnapshotId | None:
-    """The newest snapshot of which every element is in somebody's memory."""
-    for snapshot in sorted({holding.snapshot for holding in holdings}, reverse=True):
-        mine = [holding for holding in holdings if holding.snapshot == snapshot]
-        if count_elements(entry for holding in mine for entry in holding.entries) == mine[0].elements:
+def latest_complete(all_copies: Sequence[SnapshotCopy]) -> SnapshotId | None:
+    """Returns the newest snapshot whose every element is in some rank's memory."""
+    for snapshot in sorted({copy.snapshot for copy in all_copies}, reverse=True):
+        copies = [copy for copy in all_copies if copy.snapshot == snapshot]
+        if count_elements(entry for copy in copies for entry in copy.entries) == copies[0].elements:
             return snapshot
     return None

@@ -1,4 +1,4 @@
-"""Fill a new layout's pieces from images in several ranks' memory: who sends whom what, in rounds of bounded size."""
+"""Fills a new layout's shards from snapshot copies in several ranks' memory, exchanged in rounds of bounded size."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ ROUND_BYTES = 64 << 20
 _ALIGN = 16
 
 Key = tuple[str, tuple[int, ...]]
-"""A stored piece: its name and offsets."""
+"""A stored shard: its name and offsets."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRequest:
-    """A part of a stored piece that some rank wants."""
+    """A part of a stored shard that a rank requests."""
 
     key: Key
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     dtype: torch.dtype
-    piece: int
-    """Of the asker: which piece it fills."""
+    shard: int
+    """Index of the requesting rank's shard that it fills."""
     into: tuple[int, ...]
-    """Where in that piece."""
+    """Offsets in that shard."""
 
     @property
     def size(self) -> int:
@@ -44,12 +44,12 @@ class ShardRequest:
 
 
 class SnapshotReader:
-    def __init__(self, group: ProcessGroup, offered: Sequence[SnapshotCopy], images: dict[int, StagingBuffer]) -> None:
+    def __init__(self, group: ProcessGroup, copies: Sequence[SnapshotCopy], buffers: dict[int, StagingBuffer]) -> None:
         self._group = group
         self._holders: dict[Key, list[int]] = defaultdict(list)
         self._stored: dict[str, TensorStorageMetadata] = {}
-        for holding in offered:
-            for entry in holding.entries:
+        for copy in copies:
+            for entry in copy.entries:
                 key = (entry.name, entry.offsets)
                 if key not in self._holders:
                     properties = TensorProperties(dtype=entry.dtype)
@@ -57,29 +57,29 @@ class SnapshotReader:
                         entry.name, TensorStorageMetadata(properties, torch.Size(entry.shape), [])
                     )
                     found.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
-                self._holders[key].append(holding.holder)
-        self._mine = {(p.name, p.offsets): p.local for image in images.values() for p in image.shards}
+                self._holders[key].append(copy.holder)
+        self._local = {(p.name, p.offsets): p.local for image in buffers.values() for p in image.shards}
 
-    def fill(self, pieces: Sequence[TensorShard]) -> None:
-        """All ranks together, each with the pieces of its own place in the new layout."""
-        asked = self._group.gather(self._requests(pieces))
+    def fill(self, shards: Sequence[TensorShard]) -> None:
+        """Fill the shards of this rank in the new layout. All ranks call it together."""
+        requests = self._group.gather(self._requests(shards))
         me, world = self._group.rank, self._group.world
-        for wish in asked[me][me]:
-            _target(pieces, wish).copy_(self._part(wish))
-        incoming = {rank: _rounds(asked[me][rank]) for rank in range(world) if rank != me}
-        outgoing = {rank: _rounds(asked[rank][me]) for rank in range(world) if rank != me}
+        for request in requests[me][me]:
+            _target(shards, request).copy_(self._read(request))
+        incoming = {rank: _rounds(requests[me][rank]) for rank in range(world) if rank != me}
+        outgoing = {rank: _rounds(requests[rank][me]) for rank in range(world) if rank != me}
         count = max((len(rounds) for rounds in [*incoming.values(), *outgoing.values()]), default=0)
         for index in range(count):
-            self._round(pieces, _at(incoming, index), _at(outgoing, index))
+            self._round(shards, _nth_rounds(incoming, index), _nth_rounds(outgoing, index))
 
-    def _requests(self, pieces: Sequence[TensorShard]) -> list[list[ShardRequest]]:
-        """By the rank that is asked: this one where it can, else those that have it in turn."""
-        wishes: list[list[ShardRequest]] = [[] for _ in range(self._group.world)]
-        for turn, item in enumerate(planner.read_items(pieces, dict(self._stored))):
+    def _requests(self, shards: Sequence[TensorShard]) -> list[list[ShardRequest]]:
+        """Returns the requests by source rank: this rank where possible, otherwise the holders in number."""
+        requests: list[list[ShardRequest]] = [[] for _ in range(self._group.world)]
+        for number, item in enumerate(planner.read_items(shards, dict(self._stored))):
             key = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
             holders = self._holders[key]
-            asked = self._group.rank if self._group.rank in holders else holders[turn % len(holders)]
-            wishes[asked].append(
+            source = self._group.rank if self._group.rank in holders else holders[number % len(holders)]
+            requests[source].append(
                 ShardRequest(
                     key,
                     tuple(item.storage_offsets),
@@ -89,63 +89,63 @@ class SnapshotReader:
                     tuple(item.dest_offsets),
                 )
             )
-        return wishes
+        return requests
 
     def _round(
         self,
-        pieces: Sequence[TensorShard],
+        shards: Sequence[TensorShard],
         incoming: dict[int, list[ShardRequest]],
         outgoing: dict[int, list[ShardRequest]],
     ) -> None:
-        buffers = {rank: torch.empty(_span(wishes), dtype=torch.uint8) for rank, wishes in incoming.items()}
-        packed = {rank: self._pack(wishes) for rank, wishes in outgoing.items()}
+        buffers = {rank: torch.empty(_span(requests), dtype=torch.uint8) for rank, requests in incoming.items()}
+        packed = {rank: self._pack(requests) for rank, requests in outgoing.items()}
         works = [dist.irecv(buffer, rank, group=self._group.io) for rank, buffer in buffers.items()]
         works += [dist.isend(buffer, rank, group=self._group.io) for rank, buffer in packed.items()]
         for work in works:
             assert work is not None
             work.wait()
-        for rank, wishes in incoming.items():
-            for wish, at in zip(wishes, _starts(wishes), strict=True):
-                flat = buffers[rank][at : at + wish.size].view(wish.dtype)
-                _target(pieces, wish).copy_(flat.view(wish.lengths))
+        for rank, requests in incoming.items():
+            for request, at in zip(requests, _starts(requests), strict=True):
+                flat = buffers[rank][at : at + request.size].view(request.dtype)
+                _target(shards, request).copy_(flat.view(request.lengths))
 
-    def _pack(self, wishes: Sequence[ShardRequest]) -> Tensor:
-        buffer = torch.empty(_span(wishes), dtype=torch.uint8)
-        for wish, at in zip(wishes, _starts(wishes), strict=True):
-            buffer[at : at + wish.size].view(wish.dtype).view(wish.lengths).copy_(self._part(wish))
+    def _pack(self, requests: Sequence[ShardRequest]) -> Tensor:
+        buffer = torch.empty(_span(requests), dtype=torch.uint8)
+        for request, at in zip(requests, _starts(requests), strict=True):
+            buffer[at : at + request.size].view(request.dtype).view(request.lengths).copy_(self._read(request))
         return buffer
 
-    def _part(self, wish: ShardRequest) -> Tensor:
-        return planner.narrow(self._mine[wish.key], wish.offsets, wish.lengths)
+    def _read(self, request: ShardRequest) -> Tensor:
+        return planner.narrow(self._local[request.key], request.offsets, request.lengths)
 
 
-def _target(pieces: Sequence[TensorShard], wish: ShardRequest) -> Tensor:
-    return planner.narrow(pieces[wish.piece].local, wish.into, wish.lengths)
+def _target(shards: Sequence[TensorShard], request: ShardRequest) -> Tensor:
+    return planner.narrow(shards[request.shard].local, request.into, request.lengths)
 
 
-def _rounds(wishes: Sequence[ShardRequest]) -> list[list[ShardRequest]]:
+def _rounds(requests: Sequence[ShardRequest]) -> list[list[ShardRequest]]:
     rounds: list[list[ShardRequest]] = []
     size = ROUND_BYTES
-    for wish in wishes:
-        if size + wish.size > ROUND_BYTES:
+    for request in requests:
+        if size + request.size > ROUND_BYTES:
             rounds.append([])
             size = 0
-        rounds[-1].append(wish)
-        size += wish.size
+        rounds[-1].append(request)
+        size += request.size
     return rounds
 
 
-def _at(rounds: dict[int, list[list[ShardRequest]]], index: int) -> dict[int, list[ShardRequest]]:
+def _nth_rounds(rounds: dict[int, list[list[ShardRequest]]], index: int) -> dict[int, list[ShardRequest]]:
     return {rank: parts[index] for rank, parts in rounds.items() if index < len(parts)}
 
 
-def _starts(wishes: Sequence[ShardRequest]) -> list[int]:
+def _starts(requests: Sequence[ShardRequest]) -> list[int]:
     starts, at = [], 0
-    for wish in wishes:
+    for request in requests:
         starts.append(at)
-        at += -(-wish.size // _ALIGN) * _ALIGN
+        at += -(-request.size // _ALIGN) * _ALIGN
     return starts
 
 
-def _span(wishes: Sequence[ShardRequest]) -> int:
-    return sum(-(-wish.size // _ALIGN) * _ALIGN for wish in wishes)
+def _span(requests: Sequence[ShardRequest]) -> int:
+    return sum(-(-request.size // _ALIGN) * _ALIGN for request in requests)

@@ -1,7 +1,7 @@
-"""Snapshots in memory: every rank keeps a copy of its own state and of a buddy's on another host, step after step.
+"""In-memory snapshots: every rank keeps a copy of its own state and of a peer's on another host.
 
-When members are lost, the survivors load the newest snapshot that they still hold whole, in whatever layout the new
-gang has, without touching storage. The object outlives the generations: it joins each, and closes when that is over.
+When members are lost, the survivors load the newest snapshot that is still complete, in whatever layout the new gang
+has, without touching storage. The object outlives generations: it joins each one and closes when it ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLOSE_S = 2.0
 
 @dataclass(slots=True)
 class _Slot:
-    """One snapshot as this process has it."""
+    """This process's part of one snapshot."""
 
     snapshot: SnapshotId | None = None
     elements: int = 0
@@ -33,23 +33,24 @@ class _Slot:
     own_rank: int = 0
     has_own: bool = False
     peer: StagingBuffer = field(default_factory=StagingBuffer)
-    """The image of the rank whose buddy this one is."""
+    """Copy of the rank that this rank holds for."""
     peer_rank: int = 0
     has_peer: bool = False
     is_in_use: bool = False
-    """A thread of a broken generation may still read the own image."""
+    """Whether a thread of a broken generation may still read `own`."""
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """What a thread needs that may outlive its generation: no group but its own, since one that is held stays open."""
+    """The exchange of one generation. Its thread may outlive the generation, so it holds no group but its own: a held
+    group stays open."""
 
     channel: dist.ProcessGroup
     rank: int
     world: int
     peers: list[int]
     layouts: list[list[BufferEntry]] = field(default_factory=list)
-    """What each rank's image holds; the same for as long as the layout."""
+    """Entries of each rank's copy, constant for a layout."""
     elements: int = 0
 
     def run(self, slot: _Slot) -> None:
@@ -70,12 +71,15 @@ class _Exchange:
         arrives.wait()
         slot.has_peer = True
         sent.wait()
-        dist.all_reduce(torch.zeros(1), group=self.channel)  # from here on nobody needs the snapshot before
+        dist.all_reduce(torch.zeros(1), group=self.channel)  # from here on the previous snapshot is not needed
 
 
 class Snapshots:
-    """All ranks call every method but `close` together. Costs four times a rank's share of the state in host memory:
-    two snapshots, since the older one is needed until the newer is whole everywhere."""
+    """Snapshots of the training state. All ranks call every method except `close` together.
+
+    Takes four times a rank's share of the state in host memory: its own and a peer's copy of two snapshots, since the
+    older one is needed until the newer is complete everywhere.
+    """
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -89,14 +93,14 @@ class Snapshots:
         self._selected: SnapshotId | None = None
 
     def join(self, group: ProcessGroup) -> None:
-        """Belong to this generation's group from now on."""
+        """Join this generation's group."""
         self._group = group
         self._generation = group.from_first(uuid.uuid4().hex)
         keeper = replication.assign_peers(group.gather(self.host))
         self._exchange = _Exchange(group.new_channel(), group.rank, group.world, keeper)
 
     def save(self, state: TrainState, step: int) -> None:
-        """Copy the state now, and give the copy to the buddy beside the training. Waits for the exchange before."""
+        """Copy the state and send the copy to the peer in the background. Waits for the previous exchange."""
         self._task.wait()
         self._current = 1 - self._current
         slot = self._slots[self._current]
@@ -110,21 +114,21 @@ class Snapshots:
         self._task.start(lambda: exchange.run(slot))
 
     def before_update(self) -> None:
-        """Call before weights change: a copy may still be under way on the GPU."""
+        """Call before weights change: a copy may still be reading them on the GPU."""
         self._slots[self._current].own.before_update()
 
     def wait(self) -> None:
-        """Until the last snapshot is whole on all ranks."""
+        """Wait until the last snapshot is complete on all ranks."""
         self._task.wait()
 
     def close(self) -> None:
-        """Leave the generation, healthy or not. For this rank alone, and quick."""
+        """Leave the generation, healthy or not. Local to this rank and quick."""
         self._group = self._exchange = None
         try:
             ended = self._task.wait(CLOSE_S)
-        except Exception:  # a dead peer broke it; what has arrived by then counts
+        except Exception:  # broken by a dead peer; what has arrived counts
             ended = True
-        if not ended:  # it waits for a peer, and may read and write its images until that one is gone too
+        if not ended:  # it waits for a peer and may use its buffers until that peer is gone
             old = self._slots[self._current]
             self._slots[self._current] = _Slot(
                 old.snapshot, old.elements, old.own, old.own_rank, old.has_own, is_in_use=True
@@ -132,24 +136,24 @@ class Snapshots:
             self._task = BackgroundTask("snapshot")
 
     def find_newest(self) -> int:
-        """The step of the newest snapshot that the ranks hold whole between them; 0 when there is none."""
-        self._copies = [holding for part in self._current_group.gather(self._own_copies()) for holding in part]
+        """Returns the step of the newest snapshot that the ranks hold completely; 0 if there is none."""
+        self._copies = [copy for part in self._current_group.gather(self._own_copies()) for copy in part]
         self._selected = replication.latest_complete(self._copies)
         return self._selected.step if self._selected else 0
 
     def load(self, state: TrainState) -> None:
-        """Load what `newest` found, from all ranks' memory into this layout."""
+        """Load the snapshot found by `find_newest` into this layout, from all ranks' memory."""
         assert self._selected is not None
-        offered = [holding for holding in self._copies if holding.snapshot == self._selected]
-        state.load(SnapshotReader(self._current_group, offered, self._buffers(self._selected)).fill)
+        copies = [copy for copy in self._copies if copy.snapshot == self._selected]
+        state.load(SnapshotReader(self._current_group, copies, self._buffers(self._selected)).fill)
 
     @property
     def _current_group(self) -> ProcessGroup:
-        assert self._group is not None, "a snapshot belongs to a generation"
+        assert self._group is not None, "join a generation first"
         return self._group
 
     def _own_copies(self) -> list[SnapshotCopy]:
-        held = []
+        found = []
         for slot in self._slots:
             if slot.snapshot is None:
                 continue
@@ -158,13 +162,13 @@ class Snapshots:
                 (slot.peer_rank, slot.peer, slot.has_peer),
             ):
                 if has:
-                    held.append(
+                    found.append(
                         SnapshotCopy(slot.snapshot, self._current_group.rank, rank, tuple(image.entries), slot.elements)
                     )
-        return held
+        return found
 
     def _buffers(self, snapshot: SnapshotId) -> dict[int, StagingBuffer]:
-        """This rank's images of a snapshot, by the rank that they come from."""
+        """Returns this rank's copies of a snapshot, by origin rank."""
         found: dict[int, StagingBuffer] = {}
         for slot in self._slots:
             if slot.snapshot == snapshot:
