@@ -1,6 +1,6 @@
-"""Byte-level BPE by the `tokenizers` library: learn one, or check a given one; and what transformers needs to load it.
+"""Byte-level BPE with the `tokenizers` library: train or load one, and write what transformers needs to load it.
 
-Learning is deterministic: the same texts in the same order give the same bytes, whatever the number of threads.
+Training is deterministic: the same texts in the same order give the same bytes, for any number of threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (EOS, PAD, TURN_START, TURN_END)
 
 NO_LIMIT = int(1e30)
-"""transformers' own mark for a tokenizer that knows no longest input; the trainer's export writes the model's."""
+"""transformers' value for a tokenizer without a length limit; the trainer's export writes the model's limit."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -30,15 +30,15 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_bpe(texts: Iterable[str], wanted: TrainTokenizer) -> bytes:
-    """A `tokenizer.json`. A small corpus may give fewer entries than `wanted.vocab_size`."""
+def train_bpe(texts: Iterable[str], options: TrainTokenizer) -> bytes:
+    """Returns a `tokenizer.json`. A small corpus may give fewer entries than `options.vocab_size`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=wanted.vocab_size,
+        vocab_size=options.vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -48,16 +48,16 @@ def train_bpe(texts: Iterable[str], wanted: TrainTokenizer) -> bytes:
 
 
 def load_bpe(data: bytes, where: str) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json`, or a DataError that names the file."""
+    """Returns the tokenizer in a `tokenizer.json`. DataError names the file."""
     from tokenizers import Tokenizer
 
     try:
         tokenizer = Tokenizer.from_str(data.decode())
     except Exception as error:  # the library raises plain Exception
         raise DataError(
-            f"{where} is no tokenizer: {error}.", hint="Give a tokenizer.json of the tokenizers library."
+            f"{where} is not a tokenizer: {error}.", hint="Give a tokenizer.json of the tokenizers library."
         ) from None
-    # A document may spell a special token out; it is text there, and must not end the document.
+    # A special token inside a document is text and must not end the document.
     tokenizer.encode_special_tokens = True
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -65,7 +65,7 @@ def load_bpe(data: bytes, where: str) -> Tokenizer:
 
 
 def vocab_size_of(tokenizer: Tokenizer) -> int:
-    """One more than the highest id: what an embedding table needs, also when ids have gaps."""
+    """Returns one more than the highest id: the rows of an embedding table, also if ids have gaps."""
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
@@ -73,13 +73,13 @@ def eos_id_of(tokenizer: Tokenizer, eos: str, where: str) -> int:
     found = tokenizer.token_to_id(eos)
     if found is None:
         raise DataError(
-            f"{where} has no token {eos!r} to end a document with.", hint="Set tokenizer.eos to one that it has."
+            f"{where} has no end-of-document token {eos!r}.", hint="Set tokenizer.eos to one of its tokens."
         )
     return int(found)
 
 
 def tokenizer_config(tokenizer: Tokenizer, eos: str) -> bytes:
-    """A `tokenizer_config.json` with which AutoTokenizer and PreTrainedTokenizerFast load the tokenizer."""
+    """Returns a `tokenizer_config.json` for AutoTokenizer and PreTrainedTokenizerFast."""
     config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -1,4 +1,4 @@
-"""Build a dataset: find, survey, learn, encode, pack. Nothing is written before the corpus is known to be good."""
+"""Builds a token dataset: find, survey, learn, encode, pack. Nothing is written before the corpus has been checked."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ MAX_CHUNK_BYTES = 8 << 20
 MIN_CHUNK_BYTES = 256 << 10
 MAX_CHUNK_PARTS = 512
 CHUNKS_PER_WORKER = 16
-"""Enough for an even load and a live view; the chunks do not show in the result."""
+"""Chunks per worker: enough for an even_bytes load and frequent progress. The result does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a build is. Rates are of the stage so far."""
+    """Progress of a build. Rates are those of the current stage."""
 
     stage: Stage
     documents: int
@@ -54,7 +54,7 @@ class Progress:
     documents_per_s: float
     tokens_per_s: float
     documents_total: int
-    """0 while the survey still counts."""
+    """0 until the survey has counted them."""
 
     def as_report(self) -> dict[str, float | int | str]:
         return asdict(self)
@@ -72,11 +72,10 @@ def build(
 ) -> TokenManifest:
     """Run the build on the connected Ray cluster, inside the lease's placement group, and return its manifest.
 
-    Another `runner`, such as InlineRunner, takes Ray's place.
+    A tokenizer_file `runner`, such as InlineRunner, replaces Ray.
 
-    Idempotent: a finished dataset of the same spec and inputs is verified and returned. One that a killed build left
-    unfinished, or whose bytes were altered, is built again. One of another spec or other inputs is a ConflictError, and
-    so is another build that writes there meanwhile.
+    Idempotent: a finished dataset of the same spec and inputs is verified and returned; an unfinished or altered one is
+    built again. ConflictError for a dataset of another spec or inputs, and while another build writes to `out`.
     """
     claim = Claim([spec.out])
     try:
@@ -91,17 +90,17 @@ def _build(
     files = find_inputs(spec)
     if not files:
         raise DataError(
-            f"dataset {spec.name}: nothing found in {', '.join(spec.inputs)}.",
+            f"dataset {spec.name}: no input files in {', '.join(spec.inputs)}.",
             hint="Check inputs, include and exclude.",
         )
-    given = read_bytes(spec.tokenizer.file) if spec.tokenizer.file is not None else None
-    digest = spec.digest(_identity(files, spec, given))
+    tokenizer_file = read_bytes(spec.tokenizer.file) if spec.tokenizer.file is not None else None
+    digest = spec.digest(_identity(files, spec, tokenizer_file))
     if (finished := _finished(spec, digest)) is not None:
         return finished
     runner = runner or ray_runner(spec, placement_group)
     report = _Reporter(on_progress)
     corpus = _survey(spec, files, runner, report)
-    tokenizer = given if given is not None else _learn(spec, corpus, runner, report)
+    tokenizer = tokenizer_file if tokenizer_file is not None else _learn(spec, corpus, runner, report)
     clear(spec.out)
     try:
         return _write(spec, digest, corpus, tokenizer, runner, report)
@@ -112,7 +111,7 @@ def _build(
             raise
         raise StorageError(
             f"dataset {spec.name}: {error.message.rstrip('.')}; {spec.out} needs about {needed / 1e9:.3f} GB.",
-            hint="Make that much room there and build again, or choose another out: what was written was removed.",
+            hint="Free that much space and build again, or choose another out. Partial output was removed.",
         ) from error
     except BaseException:
         clear(spec.out)
@@ -120,7 +119,7 @@ def _build(
 
 
 def _needed_bytes(report: _Reporter) -> int:
-    """By the documents that were encoded so far: their share of all is that of their tokens."""
+    """Estimate the dataset's bytes from the share of documents encoded so far."""
     share = report.documents / report.total if report.documents and report.total else 1.0
     return int(report.tokens * report.item_bytes / share)
 
@@ -128,7 +127,7 @@ def _needed_bytes(report: _Reporter) -> int:
 def _finished(spec: DataSpec, digest: str) -> TokenManifest | None:
     if not exists(join(spec.out, MANIFEST)):
         return None
-    elsewhere = "Give the build another out directory, or remove this one."
+    elsewhere = "Choose another out directory, or remove this one."
     try:
         manifest = load_manifest(spec.out)
     except DataError as error:
@@ -138,14 +137,14 @@ def _finished(spec: DataSpec, digest: str) -> TokenManifest | None:
     try:
         return verify(spec.out)
     except DataError:
-        return None  # altered since: what was promised is built again
+        return None  # altered since: build it again
 
 
 def _survey(spec: DataSpec, files: list[InputFile], runner: Runner, report: _Reporter) -> Corpus:
     parts = split_parts(files, spec.text_column)
-    even = sum(part.size for part in parts) // (runner.workers * CHUNKS_PER_WORKER)
+    even_bytes = sum(part.size for part in parts) // (runner.workers * CHUNKS_PER_WORKER)
     chunks = group_chunks(
-        parts, chunk_bytes=min(max(even, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES), max_parts=MAX_CHUNK_PARTS
+        parts, chunk_bytes=min(max(even_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES), max_parts=MAX_CHUNK_PARTS
     )
     report.start("survey")
     corpus = survey_corpus(runner, chunks, spec.filter, spec.text_column, report.add)
@@ -153,8 +152,8 @@ def _survey(spec: DataSpec, files: list[InputFile], runner: Runner, report: _Rep
     if corpus.found.kept == 0:
         reasons = describe(corpus.found.dropped())
         raise DataError(
-            f"dataset {spec.name}: the corpus is empty: of {corpus.found.documents} documents in {len(files)} files "
-            f"none was kept ({reasons or 'the files have no rows'}).",
+            f"dataset {spec.name}: the corpus is empty: none of {corpus.found.documents} documents in {len(files)} "
+            f"files was kept ({reasons or 'the files have no rows'}).",
             hint="Loosen the filter, or check inputs and text_column.",
         )
     return corpus
@@ -163,8 +162,8 @@ def _survey(spec: DataSpec, files: list[InputFile], runner: Runner, report: _Rep
 def _learn(spec: DataSpec, corpus: Corpus, runner: Runner, report: _Reporter) -> bytes:
     assert spec.tokenizer.train is not None
     report.start("learn")
-    picks = corpus.sample(spec.tokenizer.train.sample_documents, spec.seed)
-    learned: bytes = runner.run(learn_tokenizer, (picks, spec.text_column, spec.tokenizer.train, runner.threads))
+    selections = corpus.sample(spec.tokenizer.train.sample_documents, spec.seed)
+    learned: bytes = runner.run(learn_tokenizer, (selections, spec.text_column, spec.tokenizer.train, runner.threads))
     return learned
 
 
@@ -207,8 +206,8 @@ def _write(
 def _encode(
     spec: DataSpec, corpus: Corpus, tokenizer: bytes, eos_id: int, dtype: TokenDtype, runner: Runner
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    picks = [pick for pick in corpus.picks() if pick.keep.any()]
-    for table in runner.map_in_order(picks, Encoder, actor_args=(tokenizer, eos_id, dtype, spec.text_column)):
+    selections = [selection for selection in corpus.selections() if selection.keep.any()]
+    for table in runner.map_in_order(selections, Encoder, actor_args=(tokenizer, eos_id, dtype, spec.text_column)):
         for row in table.to_pylist():
             yield (
                 np.frombuffer(row["tokens"], np.dtype(dtype).newbyteorder("<")),
@@ -224,18 +223,18 @@ def _identity(files: list[InputFile], spec: DataSpec, tokenizer: bytes | None) -
 
 
 class _Reporter:
-    """Counts a stage and tells the caller."""
+    """Counts a stage's documents and tokens and reports them."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self.on_progress = on_progress
         self.total = self.item_bytes = 0
-        self.start("survey", tell=False)
+        self.start("survey", emit=False)
 
-    def start(self, stage: Stage, *, tell: bool = True) -> None:
+    def start(self, stage: Stage, *, emit: bool = True) -> None:
         self.stage = stage
         self.documents = self.tokens = 0
         self.since_s = time.perf_counter()
-        if tell:
+        if emit:
             self.emit(stage)
 
     def add(self, documents: int, tokens: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The second pass over a corpus: actors turn kept documents into token ids."""
+"""The second pass over a corpus: actors encode kept documents to token ids."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from raytide.core.io.token_dataset import TokenDtype
 from raytide.core.specs.data import TrainTokenizer
 from raytide.pipelines.bpe import load_bpe, train_bpe
 from raytide.pipelines.runner import batch_tasks
-from raytide.pipelines.survey import Pick
+from raytide.pipelines.survey import Selection
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from tokenizers import Tokenizer
 
-PIECE_CHARS = 1 << 22
-"""Documents are encoded and sent on in pieces of about this much text, to bound an actor's memory."""
+BATCH_CHARS = 1 << 22
+"""Text per result row, in characters, which bounds an actor's memory."""
 
 
 class Encoder:
-    """Made once in each actor. A result row has the ids of some documents, `eos_id` after each, and their lengths."""
+    """Encodes documents; created once per actor. A row has the ids of some documents, `eos_id` after each, and their
+    lengths."""
 
     def __init__(self, tokenizer: bytes, eos_id: int, dtype: TokenDtype, text_column: str) -> None:
-        # One process for each CPU of the lease: the library's own threads would take more than was leased.
+        # There is one process per leased CPU: the library's threads would use more CPUs than leased.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.tokenizer = load_bpe(tokenizer, "the tokenizer")
         self.eos_id = eos_id
@@ -36,10 +37,10 @@ class Encoder:
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         import pyarrow as pa
 
-        pick: Pick
-        for pick in batch_tasks(batch):
-            for piece in pieces(pick.read(self.text_column)):
-                documents = encode_documents(self.tokenizer, piece, self.eos_id)
+        selection: Selection
+        for selection in batch_tasks(batch):
+            for documents_batch in text_batches(selection.read(self.text_column)):
+                documents = encode_documents(self.tokenizer, documents_batch, self.eos_id)
                 lengths = np.array([len(ids) for ids in documents], np.int64)
                 flat = np.fromiter((i for ids in documents for i in ids), self.dtype, int(lengths.sum()))
                 yield pa.table(
@@ -55,23 +56,23 @@ def encode_documents(tokenizer: Tokenizer, documents: list[str], eos_id: int) ->
     return [[*encoding.ids, eos_id] for encoding in encodings]
 
 
-def pieces(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Runs of whole documents of about PIECE_CHARS."""
-    held: list[str] = []
+def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Yields lists of documents of about BATCH_CHARS."""
+    batch_texts: list[str] = []
     chars = 0
     for document in documents:
-        held.append(document)
+        batch_texts.append(document)
         chars += len(document)
-        if chars >= PIECE_CHARS:
-            yield held
-            held, chars = [], 0
-    if held:
-        yield held
+        if chars >= BATCH_CHARS:
+            yield batch_texts
+            batch_texts, chars = [], 0
+    if batch_texts:
+        yield batch_texts
 
 
-def learn_tokenizer(job: tuple[list[Pick], str, TrainTokenizer, int]) -> bytes:
-    """The Ray task that learns the BPE: reads the sample itself, and keeps to as many threads as it has CPUs."""
-    picks, text_column, wanted, threads = job
+def learn_tokenizer(job: tuple[list[Selection], str, TrainTokenizer, int]) -> bytes:
+    """Learn a BPE: the Ray task reads the sample itself and uses as many threads as it has CPUs."""
+    selections, text_column, options, threads = job
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    return train_bpe((text for pick in picks for text in pick.read(text_column)), wanted)
+    return train_bpe((text for selection in selections for text in selection.read(text_column)), options)

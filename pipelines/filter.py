@@ -1,4 +1,4 @@
-"""Which documents a build keeps, and why not the others. Pure functions: bytes in, verdicts out."""
+"""Decides which documents a build keeps, with the reason for each dropped one. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIGEST_BYTES = 16
 
 
 class FilterVerdict(IntEnum):
-    """One byte for each document. The names, in lower case, are the reasons in the manifest."""
+    """The verdict on a document, in one byte. Lower-case names are the reasons in the manifest."""
 
     KEPT = 0
     NO_TEXT = 1
@@ -30,11 +30,11 @@ class FilterVerdict(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found in some documents: 17 bytes for each, so that a hundred million fit in a driver's memory."""
+    """Verdicts and digests of documents: 17 bytes each, so a hundred million fit in a driver's memory."""
 
     verdicts: NDArray[np.uint8]
     digests: NDArray[np.void]
-    """Of each document's bytes, DIGEST_BYTES long."""
+    """Digest of each document's bytes, DIGEST_BYTES long."""
 
     @property
     def documents(self) -> int:
@@ -49,13 +49,13 @@ class Survey:
         return int(np.count_nonzero(self.keep))
 
     def dropped(self) -> dict[str, int]:
-        """Counts by reason, reasons that never happened left out."""
+        """Returns the number of dropped documents by reason."""
         counts = np.bincount(self.verdicts, minlength=len(FilterVerdict))
         return {v.name.lower(): int(counts[v]) for v in FilterVerdict if v != FilterVerdict.KEPT and counts[v]}
 
 
 def judge(document: bytes | None, rules: TextFilter) -> FilterVerdict:
-    """The first rule that the document breaks, or KEPT. Duplicates are for `drop_duplicates`."""
+    """Returns the first rule that the document violates, or KEPT. Duplicates are found by `drop_duplicates`."""
     if document is None:
         return FilterVerdict.NO_TEXT
     try:
@@ -76,7 +76,7 @@ def digest(document: bytes | None) -> bytes:
 
 
 def survey_of(documents: Iterable[bytes | None], rules: TextFilter) -> Survey:
-    """Judge each document and fingerprint it."""
+    """Judge and hash each document."""
     held = list(documents)
     return survey_from_bytes(
         bytes(judge(document, rules) for document in held), b"".join(digest(document) for document in held)
@@ -88,7 +88,7 @@ def survey_from_bytes(verdicts: bytes, digests: bytes) -> Survey:
 
 
 def drop_duplicates(survey: Survey) -> Survey:
-    """Of kept documents with equal digests, keep the first in the dataset's order."""
+    """Keep only the first of kept documents with equal digests, in dataset order."""
     kept = np.flatnonzero(survey.keep)
     _, first = np.unique(survey.digests[kept], return_index=True)
     is_repeat = np.ones(len(kept), np.bool_)
@@ -99,5 +99,5 @@ def drop_duplicates(survey: Survey) -> Survey:
 
 
 def describe(dropped: dict[str, int]) -> str:
-    """`3 too_short, 1 not_utf8`, the most frequent first."""
+    """Returns text like `3 too_short, 1 not_utf8`, most frequent first."""
     return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common())

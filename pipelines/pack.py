@@ -1,4 +1,4 @@
-"""Cut a stream of documents' tokens into shards. A shard is written whole or not at all; the manifest comes last."""
+"""Packs a stream of documents' tokens into shards. Each shard is written atomically; the manifest comes last."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from raytide.core.specs.data import DataSpec
 
 SHARDS = "shards"
 SHARD_NAME = re.compile(r"\d{5,}\.(bin|parquet)(\.[0-9a-f]{32}\.part)?")
-"""A shard, or the unfinished copy that a killed `write_bytes` leaves."""
+"""A shard, or the unfinished copy of one that a killed `write_bytes` leaves."""
 
 Tokens = NDArray[np.unsignedinteger]
 
 
 class Packer(ABC):
-    """Takes tokens in the dataset's order. Where it cuts depends on them alone, not on the pieces they come in."""
+    """Packs tokens in dataset order. Shard boundaries depend on the tokens alone, not on how they are batched."""
 
     suffix: ShardFormat
 
@@ -33,11 +33,11 @@ class Packer(ABC):
 
     @abstractmethod
     def add(self, tokens: Tokens, lengths: NDArray[np.int64]) -> None:
-        """The tokens of whole documents, one after the other, and the length of each."""
+        """Add the tokens of whole documents and the length of each."""
 
     @abstractmethod
     def finish(self) -> tuple[Shard, ...]:
-        """Write what is left; all shards in order."""
+        """Write the remaining tokens and return all shards in order."""
 
     def _write(self, data: bytes, tokens: int) -> None:
         file = f"{SHARDS}/{len(self.shards):05d}.{self.suffix}"
@@ -46,47 +46,47 @@ class Packer(ABC):
 
 
 class BinPacker(Packer):
-    """Raw little-endian ids, to be memory-mapped: each shard has exactly `shard_tokens`, the last what is left."""
+    """Raw little-endian ids for memory-mapping. Each shard has exactly `shard_tokens`, except the last."""
 
     suffix = "bin"
 
     def __init__(self, out: str, shard_tokens: int, dtype: TokenDtype) -> None:
         super().__init__(out, shard_tokens, dtype)
-        self.held = bytearray()
+        self.pending = bytearray()
         self.shard_bytes = shard_tokens * ITEM_BYTES[dtype]
 
     def add(self, tokens: Tokens, lengths: NDArray[np.int64]) -> None:
-        self.held += tokens.astype(self.dtype, copy=False).tobytes()
-        while len(self.held) >= self.shard_bytes:
-            self._write(bytes(self.held[: self.shard_bytes]), self.shard_tokens)
-            del self.held[: self.shard_bytes]
+        self.pending += tokens.astype(self.dtype, copy=False).tobytes()
+        while len(self.pending) >= self.shard_bytes:
+            self._write(bytes(self.pending[: self.shard_bytes]), self.shard_tokens)
+            del self.pending[: self.shard_bytes]
 
     def finish(self) -> tuple[Shard, ...]:
-        if self.held:
-            self._write(bytes(self.held), len(self.held) // self.dtype.itemsize)
-            self.held = bytearray()
+        if self.pending:
+            self._write(bytes(self.pending), len(self.pending) // self.dtype.itemsize)
+            self.pending = bytearray()
         return tuple(self.shards)
 
 
 class ParquetPacker(Packer):
-    """A row for each document, in a column `tokens`; a shard ends with the document that reaches `shard_tokens`."""
+    """One row per document, in a column `tokens`. A shard ends with the document that reaches `shard_tokens`."""
 
     suffix = "parquet"
 
     def __init__(self, out: str, shard_tokens: int, dtype: TokenDtype) -> None:
         super().__init__(out, shard_tokens, dtype)
-        self.held: list[Tokens] = []
-        self.held_tokens = 0
+        self.pending: list[Tokens] = []
+        self.pending_tokens = 0
 
     def add(self, tokens: Tokens, lengths: NDArray[np.int64]) -> None:
         for document in np.split(tokens, np.cumsum(lengths)[:-1]):
-            self.held.append(document)
-            self.held_tokens += len(document)
-            if self.held_tokens >= self.shard_tokens:
+            self.pending.append(document)
+            self.pending_tokens += len(document)
+            if self.pending_tokens >= self.shard_tokens:
                 self._flush()
 
     def finish(self) -> tuple[Shard, ...]:
-        if self.held:
+        if self.pending:
             self._flush()
         return tuple(self.shards)
 
@@ -94,13 +94,13 @@ class ParquetPacker(Packer):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        ids = pa.array(np.concatenate(self.held).astype(self.dtype, copy=False))
-        ends = np.cumsum([0, *map(len, self.held)], dtype=np.int64)
+        ids = pa.array(np.concatenate(self.pending).astype(self.dtype, copy=False))
+        ends = np.cumsum([0, *map(len, self.pending)], dtype=np.int64)
         rows = pa.LargeListArray.from_arrays(pa.array(ends), ids)
         stream = io.BytesIO()
         pq.write_table(pa.table({"tokens": rows}), stream, compression="zstd")
-        self._write(stream.getvalue(), self.held_tokens)
-        self.held, self.held_tokens = [], 0
+        self._write(stream.getvalue(), self.pending_tokens)
+        self.pending, self.pending_tokens = [], 0
 
 
 PACKERS: dict[ShardFormat, type[Packer]] = {"bin": BinPacker, "parquet": ParquetPacker}
@@ -111,9 +111,9 @@ def packer_for(spec: DataSpec, dtype: TokenDtype) -> Packer:
 
 
 def clear(out: str) -> None:
-    """Remove what a build left in `out`, the manifest first so that nobody reads shards that are going.
+    """Remove a build's output from `out`, the manifest first, so that no reader opens shards being removed.
 
-    Only files with the names that a build gives: whatever else lies there stays.
+    Only files with names that a build uses are removed.
     """
     fs, path = open_url(out)
     manifest, shards = f"{path}/{MANIFEST}", f"{path}/{SHARDS}"

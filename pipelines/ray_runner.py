@@ -1,4 +1,4 @@
-"""Ray Data inside a lease: where its tasks may run, in which order results come, and nothing on the user's terminal."""
+"""Runs stages on Ray Data inside a lease, with ordered results and without output on the user's terminal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-GRAIN = 10_000
-"""Ray counts a resource in steps of 1/10000."""
+RESOURCE_UNITS = 10_000
+"""Ray counts resources in steps of 1/10000."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayRunner:
-    """Runs in a share of the connected cluster: `workers` processes of `cpus / workers` each."""
+    """Runs on part of the connected cluster: `workers` processes with `cpus / workers` each."""
 
     cpus: float
     workers: int
@@ -40,7 +40,7 @@ class RayRunner:
         import ray
 
         task = ray.remote(function).options(num_cpus=self.cpus, scheduling_strategy=self._strategy() or "DEFAULT")
-        with _clear_errors():
+        with _unwrapped_errors():
             return ray.get(task.remote(argument))
 
     def map_in_order(
@@ -67,9 +67,9 @@ class RayRunner:
                 compute=compute,
                 fn_constructor_args=actor_args,
                 fn_kwargs=kwargs,
-                num_cpus=math.floor(self.cpus / self.workers * GRAIN) / GRAIN,
+                num_cpus=math.floor(self.cpus / self.workers * RESOURCE_UNITS) / RESOURCE_UNITS,
             )
-        with _clear_errors():
+        with _unwrapped_errors():
             yield from results.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
 
     def _strategy(self) -> PlacementGroupSchedulingStrategy | None:
@@ -86,8 +86,8 @@ class RayRunner:
         context.execution_options.preserve_order = True
         context.execution_options.resource_limits = ExecutionResources(cpu=self.cpus, gpu=0)
         if (strategy := self._strategy()) is not None:
-            # Both, or Ray Data sizes the cluster by its own load instead of keeping to the placement group. Ray calls
-            # them deprecated and has no other way to say this.
+            # Both are needed, or Ray Data autoscales the cluster instead of using the placement group. Ray marks
+            # them as deprecated but has no replacement.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 context.scheduling_strategy = strategy
@@ -102,7 +102,7 @@ class RayRunner:
 
 
 def ray_runner(spec: DataSpec, placement_group: PlacementGroup | None) -> RayRunner:
-    """All of the lease's CPUs; without one (a plain Ray cluster) as many as the spec's first shape asks for."""
+    """Returns a runner with all of the lease's CPUs; without a lease, with the CPUs of the spec's first shape."""
     import ray
 
     if not ray.is_initialized():
@@ -115,8 +115,8 @@ def ray_runner(spec: DataSpec, placement_group: PlacementGroup | None) -> RayRun
 
 
 @contextmanager
-def _clear_errors() -> Iterator[None]:
-    """A task's RaytideError comes out of Ray's wrapping as itself; what Ray could not do is a ClusterError."""
+def _unwrapped_errors() -> Iterator[None]:
+    """Raise a task's RaytideError without Ray's wrapper, and Ray's own failures as ClusterErrors."""
     import ray
 
     try:
@@ -128,8 +128,8 @@ def _clear_errors() -> Iterator[None]:
             raise cause from None
         if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ray.exceptions.RayTaskError):
             raise ClusterError(
-                f"the build's Ray tasks could not go on: {error}.",
-                hint="Build again: nothing half-written is left behind.",
+                f"the build's Ray tasks failed: {error}.",
+                hint="Build again: no partial output is left.",
             ) from error
         raise
 
@@ -138,7 +138,7 @@ def _raytide_cause(error: BaseException | None) -> RaytideError | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        # Ray raises a class that is both its own error and ours, with ours alone as `cause`.
+        # Ray raises an error that is both its own class and ours, with ours as `cause`.
         inner = getattr(error, "cause", None)
         if isinstance(error, RaytideError) and inner is None:
             return error

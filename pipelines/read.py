@@ -1,4 +1,4 @@
-"""Find the inputs of a build and read documents out of them. Documents are raw bytes here; `filter` decodes them."""
+"""Finds a build's input files and reads their documents as bytes, which `filter` decodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class InputFile:
     url: str
     size: int
     version: str
-    """An ETag or a modification time: what tells one content from the next without reading it."""
+    """An ETag or a modification time, which changes with the content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class InputPart:
 
 @dataclass(frozen=True, slots=True)
 class InputChunk:
-    """Consecutive parts that one task handles together; `index` gives the order of the dataset."""
+    """Consecutive parts that one task processes; `index` gives their order in the dataset."""
 
     index: int
     parts: tuple[InputPart, ...]
 
 
 def find_inputs(spec: DataSpec) -> list[InputFile]:
-    """Every file of `spec.inputs` once, sorted by URL. A DataError names an input that does not exist."""
+    """Returns every file of `spec.inputs` once, sorted by URL. DataError for an input that does not exist."""
     found: dict[str, InputFile] = {}
     for url in spec.inputs:
         fs, path = open_url(url)
@@ -67,27 +67,28 @@ def find_inputs(spec: DataSpec) -> list[InputFile]:
 
 
 def split_parts(files: Iterable[InputFile], text_column: str) -> list[InputPart]:
-    """Text files whole, Parquet files by row group. A Parquet file without the text column is a DataError."""
+    """Split files into parts: text files whole, Parquet files by row group. DataError without the text column."""
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         return [part for parts in pool.map(lambda file: _parts(file, text_column), files) for part in parts]
 
 
 def group_chunks(parts: Sequence[InputPart], *, chunk_bytes: int, max_parts: int) -> list[InputChunk]:
-    """Consecutive parts up to about `chunk_bytes` together, so that a task is worth its overhead."""
+    """Group consecutive parts up to about `chunk_bytes`, so that a task is worth its overhead."""
     chunks: list[InputChunk] = []
-    held: list[InputPart] = []
-    held_bytes = 0
+    group: list[InputPart] = []
+    group_bytes = 0
     for part in parts:
-        if held and (held_bytes + part.size > chunk_bytes or len(held) == max_parts):
-            chunks.append(InputChunk(len(chunks), tuple(held)))
-            held, held_bytes = [], 0
-        held.append(part)
-        held_bytes += part.size
-    return [*chunks, InputChunk(len(chunks), tuple(held))] if held else chunks
+        if group and (group_bytes + part.size > chunk_bytes or len(group) == max_parts):
+            chunks.append(InputChunk(len(chunks), tuple(group)))
+            group, group_bytes = [], 0
+        group.append(part)
+        group_bytes += part.size
+    return [*chunks, InputChunk(len(chunks), tuple(group))] if group else chunks
 
 
 def read_documents(parts: Sequence[InputPart], text_column: str) -> list[list[bytes | None]]:
-    """The documents of each part in order; None for a row without text. Remote text files are fetched concurrently."""
+    """Returns the documents of each part in order; None for a row without text. Remote text files are read
+    concurrently."""
     texts = _read_text_files([part.url for part in parts if part.row_group is None])
     return [
         [texts[part.url]] if part.row_group is None else _read_row_group(part.url, part.row_group, text_column)
@@ -106,10 +107,10 @@ def _files(fs: AbstractFileSystem, path: str, url: str, spec: DataSpec) -> list[
     if info["type"] == "file":
         return [(path, info)]
     tree = fs.find(path, detail=True)
-    return [(name, info) for name, info in tree.items() if _is_taken(name.removeprefix(path), spec)]
+    return [(name, info) for name, info in tree.items() if _is_included(name.removeprefix(path), spec)]
 
 
-def _is_taken(relative: str, spec: DataSpec) -> bool:
+def _is_included(relative: str, spec: DataSpec) -> bool:
     names = [name for name in relative.split("/") if name]
     if any(fnmatch(name, pattern) for name in names for pattern in spec.exclude):
         return False
@@ -131,9 +132,9 @@ def _parts(file: InputFile, text_column: str) -> list[InputPart]:
         with fs.open(path, "rb") as stream:
             footer = pq.read_metadata(stream)
     except FileNotFoundError:
-        raise _vanished(file.url) from None
+        raise _missing_error(file.url) from None
     except pa.ArrowInvalid as error:
-        raise DataError(f"{file.url} is not a Parquet file: {error}.", hint="Leave it out, or write it anew.") from None
+        raise DataError(f"{file.url} is not a Parquet file: {error}.", hint="Exclude it, or write it again.") from None
     columns = footer.schema.to_arrow_schema().names
     if text_column not in columns:
         raise DataError(
@@ -150,7 +151,7 @@ def _read_text_files(urls: list[str]) -> dict[str, bytes]:
     texts: dict[str, bytes] = {}
     for path, content in open_url(urls[0])[0].cat(list(paths), on_error="return").items():
         if isinstance(content, FileNotFoundError):
-            raise _vanished(paths[path]) from None
+            raise _missing_error(paths[path]) from None
         if isinstance(content, Exception):
             raise DataError(f"cannot read {paths[path]}: {content}.", hint="Check its permissions.") from content
         texts[paths[path]] = content
@@ -167,7 +168,7 @@ def _read_row_group(url: str, row_group: int, text_column: str) -> list[bytes | 
             column = pq.ParquetFile(stream).read_row_group(row_group, columns=[text_column]).column(0)
             documents: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
     except FileNotFoundError:
-        raise _vanished(url) from None
+        raise _missing_error(url) from None
     except pa.ArrowException as error:
         raise DataError(
             f"cannot read column {text_column!r} of {url}: {error}.", hint="It must hold strings."
@@ -175,8 +176,8 @@ def _read_row_group(url: str, row_group: int, text_column: str) -> list[bytes | 
     return documents
 
 
-def _vanished(url: str) -> DataError:
+def _missing_error(url: str) -> DataError:
     return DataError(
-        f"{url} does not exist here, though it was found when the build began.",
-        hint="Keep the inputs in place, on storage that every node of the gang can read.",
+        f"{url} is missing on this node, but was found when the build started.",
+        hint="Keep inputs unchanged, on storage that every node of the gang can read.",
     )

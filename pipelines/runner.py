@@ -1,4 +1,4 @@
-"""How a build's stages are run: on Ray Data (`ray_runner`), or one after the other in this process."""
+"""Runs a build's stages: on Ray Data (`ray_runner`), or sequentially in this process."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 class Runner(Protocol):
     @property
     def workers(self) -> int:
-        """Processes that map side by side."""
+        """Number of parallel processes of `map_in_order`."""
 
     @property
     def threads(self) -> int:
-        """Threads that a function of `run` may use."""
+        """Number of threads that a function of `run` may use."""
 
     def run(self, function: Callable[[Any], Any], argument: object) -> Any:
-        """`function(argument)`, once, with all CPUs."""
+        """Run `function(argument)` once, with all CPUs."""
 
     def map_in_order(
         self,
@@ -30,21 +30,21 @@ class Runner(Protocol):
         actor_args: tuple[object, ...] | None = None,
         **kwargs: object,
     ) -> Iterator[pa.Table]:
-        """The tables that `function` yields, in the order of `tasks`, as they become ready.
+        """Yields the tables that `function` yields, in the order of `tasks`, as they become ready.
 
-        `function(batch, **kwargs)` finds its tasks with `payloads(batch)`. With `actor_args` it is a class, made once
-        in each of a fixed pool of actors.
+        `function(batch, **kwargs)` gets its tasks from `batch_tasks(batch)`. With `actor_args` it is a class, created
+        once in each of a fixed pool of actors.
         """
 
 
 class InlineRunner:
-    """Everything in this process: for tests, and for a corpus too small to be worth a cluster."""
+    """Runs everything in this process, for tests and small corpora."""
 
     workers = 1
     threads = 1
 
     def run(self, function: Callable[[Any], Any], argument: object) -> Any:
-        return function(pickle.loads(pickle.dumps(argument)))  # its own bytes  # nosec B301
+        return function(pickle.loads(pickle.dumps(argument)))  # a copy, as on Ray  # nosec B301
 
     def map_in_order(
         self,
@@ -60,13 +60,13 @@ class InlineRunner:
 
 
 def task_batch(task: object) -> pa.Table:
-    """One task as a block of Ray Data."""
+    """Returns one task as a Ray Data block."""
     import pyarrow as pa
 
     return pa.table({"task": pa.array([pickle.dumps(task)], pa.large_binary())})
 
 
 def batch_tasks(batch: pa.Table) -> Iterator[Any]:
-    """The tasks of a batch."""
+    """Yields the tasks of a batch."""
     for task in batch.column("task"):
-        yield pickle.loads(task.as_py())  # by task_batch, in this job's own Ray  # nosec B301
+        yield pickle.loads(task.as_py())  # written by task_batch in this job's Ray  # nosec B301

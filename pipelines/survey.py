@@ -1,6 +1,7 @@
-"""The first pass over a corpus: judge every document, before anything is written or learned.
+"""The first pass over a corpus: judges every document before anything is written or learned.
 
-The second pass (`encode`) reads the documents again: text is never held, so a corpus may be larger than the cluster.
+The second pass (`encode`) reads documents again. Text is never kept, so a corpus may be larger than the cluster's
+memory.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
-    """Some parts, and which of their documents are wanted, in order."""
+class Selection:
+    """Parts, and a mask of the selected documents in them."""
 
     parts: tuple[InputPart, ...]
     keep: NDArray[np.bool_]
     digests: NDArray[np.void]
-    """Of all documents of the parts: tells whether the text is still what was surveyed."""
+    """Digests of all documents of the parts, to detect changes since the survey."""
 
     def read(self, text_column: str) -> list[str]:
-        """The wanted documents, or a DataError when an input was changed since the survey."""
+        """Returns the selected documents. DataError if an input was changed since the survey."""
         found = [document for part in read_documents(self.parts, text_column) for document in part]
         if survey_of(found, TextFilter()).digests.tobytes() != self.digests.tobytes():
             where = (
@@ -41,7 +42,9 @@ class Pick:
                 if len(self.parts) == 1
                 else f"{self.parts[0].url} or one of the {len(self.parts) - 1} files after it"
             )
-            raise DataError(f"{where} was changed during the build.", hint="Build again when the inputs are at rest.")
+            raise DataError(
+                f"{where} was changed during the build.", hint="Build again once the inputs no longer change."
+            )
         return [
             document.decode() for document, keep in zip(found, self.keep, strict=True) if keep and document is not None
         ]
@@ -49,41 +52,41 @@ class Pick:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A surveyed corpus: `found` covers all documents in order, `counts` says how many each part has."""
+    """A surveyed corpus: `found` covers all documents in order, `counts` has the number of documents of each part."""
 
     chunks: tuple[InputChunk, ...]
     counts: NDArray[np.int64]
     found: Survey
 
-    def picks(self) -> list[Pick]:
-        """One pick of all kept documents for each chunk."""
-        starts, first, picks = self._starts(), 0, []
+    def selections(self) -> list[Selection]:
+        """Returns, for each chunk, a selection of its kept documents."""
+        starts, first, selections = self._starts(), 0, []
         for chunk in self.chunks:
             last = first + len(chunk.parts)
-            picks.append(self._pick(chunk.parts, starts[first], starts[last]))
+            selections.append(self._select(chunk.parts, starts[first], starts[last]))
             first = last
-        return picks
+        return selections
 
-    def sample(self, documents: int, seed: int) -> list[Pick]:
-        """About `documents` kept documents, from parts in random order, so that few row groups have to be read."""
+    def sample(self, documents: int, seed: int) -> list[Selection]:
+        """Returns about `documents` kept documents, from parts in random order, so that few row groups are read."""
         parts = [part for chunk in self.chunks for part in chunk.parts]
-        starts, left, picks = self._starts(), documents, {}
+        starts, left, selections = self._starts(), documents, {}
         for i in random.Random(seed).sample(range(len(parts)), len(parts)):
-            pick = self._pick((parts[i],), starts[i], starts[i + 1])
-            if (kept := int(np.count_nonzero(pick.keep))) == 0:
+            selection = self._select((parts[i],), starts[i], starts[i + 1])
+            if (kept := int(np.count_nonzero(selection.keep))) == 0:
                 continue
-            pick.keep[np.flatnonzero(pick.keep)[left:]] = False
-            picks[i] = pick
+            selection.keep[np.flatnonzero(selection.keep)[left:]] = False
+            selections[i] = selection
             left -= kept
             if left <= 0:
                 break
-        return [picks[i] for i in sorted(picks)]
+        return [selections[i] for i in sorted(selections)]
 
     def _starts(self) -> NDArray[np.int64]:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)])
 
-    def _pick(self, parts: tuple[InputPart, ...], start: np.int64, end: np.int64) -> Pick:
-        return Pick(parts, self.found.keep[start:end].copy(), self.found.digests[start:end])
+    def _select(self, parts: tuple[InputPart, ...], start: np.int64, end: np.int64) -> Selection:
+        return Selection(parts, self.found.keep[start:end].copy(), self.found.digests[start:end])
 
 
 def survey_corpus(
@@ -93,7 +96,7 @@ def survey_corpus(
     text_column: str,
     on_documents: Callable[[int], None],
 ) -> Corpus:
-    """Judge every document of `chunks` on the cluster; duplicates are found here, once all digests are known."""
+    """Judge every document of `chunks` on the cluster. Duplicates are found here, once all digests are known."""
     counts, verdicts, digests = [np.zeros(0, np.int64)], [], []
     for table in runner.map_in_order(chunks, _survey_chunk, rules=rules, text_column=text_column):
         for row in table.to_pylist():

@@ -1,5 +1,5 @@
-"""What a decoder is, for the engine and the trainer alike: `Architecture`, the supported families, and where their
-files keep a weight.
+"""Model definitions shared by engine and trainer: `Architecture`, the supported families, and where their files keep
+each weight.
 
-Everything here imports with torch, safetensors and pydantic alone; what only plans needs no torch.
+Everything imports with torch, safetensors and pydantic alone; what planning needs imports no torch.
 """

@@ -1,4 +1,4 @@
-"""What a decoder is, in numbers: everything that `model.py` needs to know of a family, and nothing of its name.
+"""The architecture of a decoder, in numbers: all that engine and trainer need to know of a family.
 
 `families.py` fills it in from a Hugging Face `config.json`.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from raytide.actors.models.rope import RopeSpec
 
-if TYPE_CHECKING:  # the scheduler's side reads architectures without torch
+if TYPE_CHECKING:  # planning reads architectures without torch
     from raytide.kernels.core import Activation
 
 __all__ = ["Architecture", "Experts", "LayerSpec"]
@@ -18,18 +18,18 @@ __all__ = ["Architecture", "Experts", "LayerSpec"]
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A sparse feed-forward layer: each token goes to its `per_token` likeliest of `count` experts."""
+    """A sparse feed-forward layer: each token uses the `per_token` most likely of `count` experts."""
 
     count: int
     per_token: int
     ffn_size: int
-    renormalize: bool  # whether the chosen ones' probabilities are scaled to sum to 1
-    balance: float = 0.0  # weight of the loss that keeps them equally busy, in training
+    renormalize: bool  # scale the chosen experts' probabilities to sum to 1
+    balance: float = 0.0  # weight of the load-balancing loss in training
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`window` is how many positions a token sees, itself included; `rope` an index of the architecture's `ropes`."""
+    """`window` is the number of positions that a token sees, itself included; `rope` is an index into `ropes`."""
 
     attention_scale: float
     window: int | None = None
@@ -57,7 +57,7 @@ class Architecture:
     norm_eps: float
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0  # Gemma multiplies by 1 + weight
-    post_norms: bool = False  # Gemma also norms what attention and feed-forward give back
+    post_norms: bool = False  # Gemma also norms the outputs of attention and feed-forward
     head_norms: bool = False
     gated_ffn: bool = True
     ropes: tuple[RopeSpec, ...] = ()
@@ -76,5 +76,5 @@ class Architecture:
 
     @property
     def kv_elements(self) -> int:
-        """Numbers of KV cache that one token takes."""
+        """KV cache elements per token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim

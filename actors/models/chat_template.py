@@ -1,6 +1,6 @@
-"""A model's chat template: conversations to text, by jinja2 in a sandbox, as transformers renders them.
+"""Renders a model's chat template: jinja2 in a sandbox, as in transformers.
 
-`{% generation %}` blocks, with which a template marks what the assistant says, are understood.
+Supports `{% generation %}` blocks, with which a template marks the assistant's answers.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from raytide.core.errors import ConfigError, UsageError
 __all__ = ["ChatTemplate", "Turn"]
 
 Turn = Mapping[str, object]
-"""`role`, `content`, and whatever else the template knows."""
+"""A message: `role`, `content`, and other fields that the template uses."""
 
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode's non-characters: no text has them
+_BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which no text contains
 
 
 class ChatTemplate:
     def __init__(self, source: str, specials: Mapping[str, str]) -> None:
-        """`specials` are the tokens that templates name: `bos_token`, `eos_token`."""
+        """`specials` are the tokens that templates use: `bos_token`, `eos_token`."""
         self._compiled, self._specials = _compile(source), dict(specials)
 
     def render(self, turns: Sequence[Turn], *, prompt: bool) -> str:
-        """`prompt` ends it with what the assistant's answer follows. UsageError where the template refuses."""
+        """Returns the text; `prompt` ends it with the start of an answer. UsageError if the template refuses."""
         return self._marked(turns, prompt).replace(_BEGIN, "").replace(_END, "")
 
     def answers(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
-        """The whole conversation, and the ranges of characters in it that the assistant has to say."""
+        """Returns the whole conversation and the character ranges of the assistant's answers."""
         marked = self._marked(turns, prompt=False)
         return _unmark(marked) if _BEGIN in marked else self._by_prefix(turns, marked)
 
     def _by_prefix(self, turns: Sequence[Turn], text: str) -> tuple[str, list[tuple[int, int]]]:
-        """An answer is what a conversation has more than its prompt: with the mark that ends it, as it is served."""
+        """Find answers as the difference between a conversation and its prompt, including the end mark, as when
+        serving."""
         ranges = []
         for index, turn in enumerate(turns):
             if turn.get("role") != "assistant":
@@ -42,10 +43,10 @@ class ChatTemplate:
             before, after = self._marked(turns[:index], True), self._marked(turns[: index + 1], False)
             if not (after.startswith(before) and text.startswith(after)):
                 raise UsageError(
-                    f"the chat template writes turn {index + 1} otherwise when other turns follow, so it cannot be "
-                    "learnt as it would be asked.",
-                    hint="Mark the answers with {% generation %} in a template of your own (chat.template), or let "
-                    "conversations have one answer.",
+                    f"the chat template renders turn {index + 1} differently when other turns follow, so it cannot be "
+                    "trained on as it would be generated.",
+                    hint="Mark the answers with {% generation %} in your own template (chat.template), or use "
+                    "conversations with one answer.",
                 )
             ranges.append((len(before), len(after)))
         return text, ranges
@@ -75,7 +76,7 @@ def _compile(source: str) -> Any:
     try:
         return environment.from_string(source)
     except TemplateError as error:
-        raise ConfigError(f"the chat template is no jinja2: {error}.", hint="Correct the template.") from None
+        raise ConfigError(f"the chat template is not valid jinja2: {error}.", hint="Fix the template.") from None
 
 
 def _generation() -> Any:
@@ -83,7 +84,7 @@ def _generation() -> Any:
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+        tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

@@ -1,4 +1,4 @@
-"""A hash of a directory's weights that is cheap for any size."""
+"""A hash of a directory's weights that is fast for any size."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PIECES, _PIECE = 4, 4096  # bytes read of each tensor, spread evenly; smaller t
 
 
 def content_digest(model_dir: Path) -> str:
-    """Covers every tensor's name, dtype, shape and place, and up to 16 KiB of its content.
+    """Returns a hash of every tensor's name, dtype, shape and offset, and of up to 16 KiB of its content.
 
-    So files that were swapped for those of another training step, run or merge are told apart in milliseconds, and the
-    same files in another place are the same version. An edit of a few single numbers in a large tensor can escape.
+    It detects files swapped for those of another training step, run or merge in milliseconds; the same files in another
+    place are the same version. A change of a few elements in a large tensor can go unnoticed.
     """
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:

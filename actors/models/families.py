@@ -1,7 +1,7 @@
-"""The supported model families: for each, how its `config.json` says what `Architecture` holds.
+"""The supported model families: how each one's `config.json` maps to `Architecture`.
 
-Defaults are those of the family's transformers class, since older directories leave out what equals them. Both forms
-of config are read: transformers 5 (`rope_parameters`, `layer_types`) and 4 (`rope_scaling`, `rope_theta` and flags).
+Defaults are those of the family's transformers class, since older directories leave them out. Reads configs of
+transformers 5 (`rope_parameters`, `layer_types`) and 4 (`rope_scaling`, `rope_theta` and flags).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def read_architecture(model_dir: Path) -> Architecture:
-    """The architecture of a model directory. Raises DataError (unreadable) or ConfigError (not supported)."""
+    """Read the architecture of a model directory. DataError if unreadable, ConfigError if not supported."""
     path = model_dir / "config.json"
     return architecture_of(read_json(path), str(path))
 
 
 def architecture_of(config: Mapping[str, object], where: str) -> Architecture:
-    """The architecture that the contents of a `config.json` describe; `where` names them in errors."""
+    """Returns the architecture that a `config.json` describes; `where` names it in errors."""
     fields = Fields(config, where)
     names = fields.items("architectures") or ["(none)"]
     if names[0] not in _FAMILIES:
@@ -126,9 +126,7 @@ def _gemma2(fields: Fields) -> Architecture:
 
 
 def _gemma3(fields: Fields) -> Architecture:
-    """Its window layers have a rotation of their own. An attention soft-cap in its config is not applied by
-    transformers either.
-    """
+    """Window layers have their own rotation. As in transformers, an attention soft-cap in the config is ignored."""
     ropes, scaled = fields.section("rope_parameters"), fields.section("rope_scaling")
     theta, local_theta = fields.number("rope_theta", 1e6), fields.number("rope_local_base_freq", 1e4)
     base = _gemma(fields, every=fields.whole("sliding_window_pattern", 6))
@@ -145,7 +143,7 @@ def _gemma3(fields: Fields) -> Architecture:
 
 
 def _gemma(fields: Fields, *, every: int) -> Architecture:
-    """Window layers with a full one as each `every`th."""
+    """Returns a Gemma: window layers, every `every`th one with full attention."""
     bias = fields.flag("attention_bias", False)
     types = fields.items("layer_types") or [
         _SLIDING if (i + 1) % every else _FULL for i in range(fields.whole("num_hidden_layers"))
@@ -209,7 +207,7 @@ def _base(
     windows: list[int | None] | None = None,
     sparse: list[bool] | None = None,
 ) -> Architecture:
-    """A Llama, with what differs in numbers only. The arguments are the family's defaults, and its layers' kinds."""
+    """Returns a Llama; the arguments are the family's defaults and the kinds of its layers."""
     count, heads, hidden = (fields.whole(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     size = head_dim or fields.whole("head_dim", hidden // heads)
     parameters = fields.section("rope_parameters" if fields.body.get("rope_parameters") else "rope_scaling")
@@ -246,7 +244,7 @@ def _rope(fields: Fields, parameters: Fields, head_dim: int, theta: float) -> Ro
 
 
 def _max_len(fields: Fields, rope: RopeSpec) -> int:
-    """Yarn stretches the original length, which Qwen's configs give as the positions."""
+    """Returns the context length. Yarn stretches the original length, which Qwen's configs give as the positions."""
     positions = fields.whole("max_position_embeddings")
     return max(positions, int(rope.original_max_len * rope.factor)) if rope.kind == "yarn" else positions
 
@@ -268,7 +266,7 @@ def _windows(fields: Fields, layer_types: Items[object], window: int | None) -> 
 
 
 def _balance(fields: Fields) -> float:
-    """transformers trains with it only where the router's logits are wanted."""
+    """Returns the weight of the load-balancing loss, which transformers uses only if router logits are output."""
     return fields.number("router_aux_loss_coef", 0.001) if fields.flag("output_router_logits", False) else 0.0
 
 

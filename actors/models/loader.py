@@ -1,6 +1,4 @@
-"""Weights of a Hugging Face directory: one or many safetensors files, read by name and mapped, not copied, until
-used.
-"""
+"""Reads weights of a Hugging Face directory by name, from one or many memory-mapped safetensors files."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ __all__ = ["Weights"]
 
 
 class Weights:
-    """Tensors by name, in the dtype and on the device the engine computes with."""
+    """Tensors by name, converted to a dtype and device."""
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dir, self._dtype, self._device = model_dir, dtype, device
@@ -34,11 +32,11 @@ class Weights:
         return list(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the tensor."""
+        """Returns the shape without reading the tensor."""
         return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
-        """One tensor; a missing one, or one of another shape than config.json implies, is a DataError."""
+        """Returns one tensor. DataError if it is missing or has another shape than config.json implies."""
         if name not in self._file_of:
             raise DataError(f"{self._dir} has no weight {name}.", hint="Export or download the model again.")
         try:
@@ -55,7 +53,7 @@ class Weights:
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        """A block of a tensor, with explicit ends; the rest of it is not read."""
+        """Returns a block of a tensor, with explicit ends; the rest is not read."""
         if any(each.start >= each.stop for each in where):
             return torch.empty([each.stop - each.start for each in where], device=self._device, dtype=self._dtype)
         try:
@@ -67,7 +65,7 @@ class Weights:
         return block.to(device=self._device, dtype=self._dtype)
 
     def stack(self, names: list[str], rows: list[int], *rest: int) -> torch.Tensor:
-        """Several tensors one above the other, so that one product computes what they would compute apart."""
+        """Returns tensors stacked along the first dimension, so that one product computes all of them."""
         return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
 
     def _index(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Reads a model directory's JSON files field by field, so that a wrong one is named and not a traceback."""
+"""Reads fields of a model directory's JSON files, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _AGAIN = "Export or download the model again."
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model directory, or a DataError that says what is wrong with the file."""
+    """Read a JSON object. DataError says what is wrong with the file."""
     try:
         with open(path, encoding="utf-8", opener=safe_opener) as file:
             body = json.load(file)
@@ -32,20 +32,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Hugging Face writes one id, a list of ids, or null."""
+    """Returns token ids, which Hugging Face writes as one id, a list of ids, or null."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)
 
 
 class Fields:
-    """A JSON object whose fields have types. A field that is null counts as missing, except for `optional_*`."""
+    """A JSON object with typed accessors. Null counts as missing, except for `optional_*`."""
 
     def __init__(self, body: Mapping[str, object], where: str) -> None:
         self.body, self.where = body, where
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """A positive whole number."""
+        """Returns a positive integer."""
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._wrong(name, "a positive whole number")
@@ -82,7 +82,7 @@ class Fields:
         return value
 
     def items(self, name: str) -> list[Any]:
-        """A list; empty if there is none."""
+        """Returns a list; empty if missing."""
         value = self._get(name, [])
         if not isinstance(value, list):
             raise self._wrong(name, "a list")
@@ -101,7 +101,7 @@ class Fields:
         return values
 
     def section(self, name: str) -> Fields:
-        """A nested object; an empty one if there is none."""
+        """Returns a nested object; empty if missing."""
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")

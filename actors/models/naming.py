@@ -1,6 +1,5 @@
-"""Where each family's safetensors files keep a weight, and which projections are computed as one. Paths are relative to
-the model, or to a layer.
-"""
+"""Names of each family's weights in safetensors files, and the projections that are computed as one. Paths are relative
+to the model, or to a layer."""
 
 from __future__ import annotations
 
@@ -14,11 +13,10 @@ __all__ = ["NAMES", "Names", "Projection", "projections"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The defaults are Llama's. Projections with several paths are stacked in that order; with one path, the file has
-    them stacked already, in the same order.
-    """
+    """Weight names of a family; the defaults are Llama's. Projections with several paths are stacked in that order;
+    with one path, the file stores them stacked, in the same order."""
 
-    root: str = "model."  # may be missing, in files of a model without its head
+    root: str = "model."  # missing in files of a model without its head
     layer: str = "layers.{}."
     embedding: str = "embed_tokens"
     positions: str = ""
@@ -75,9 +73,8 @@ NAMES: Mapping[str, Names] = {
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear of a layer: the weights at `paths`, one above the other, with so many `rows` each (outputs) and
-    `columns` (inputs).
-    """
+    """A linear projection of a layer: the weights at `paths`, stacked, with `rows` outputs each and `columns`
+    inputs."""
 
     paths: tuple[str, ...]
     rows: tuple[int, ...]
@@ -86,7 +83,8 @@ class Projection:
 
 
 def projections(arch: Architecture, index: int) -> dict[str, Projection]:
-    """The linears of a layer: qkv and attention_out, and gate_up (GPT-2: only up) and down unless it is sparse."""
+    """Returns a layer's projections: qkv and attention_out, and unless it is sparse gate_up (GPT-2: only up) and
+    down."""
     names, hidden, ffn = NAMES[arch.names], arch.hidden_size, arch.ffn_size
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
 

@@ -1,7 +1,7 @@
-"""Rotary positions: how fast each pair of a head's numbers turns, for every scaling that the supported families use.
+"""Rotary position embeddings, with every scaling that the supported families use.
 
-The formulas are those of transformers' `modeling_rope_utils`, in float32 as there: linear (Kaiokendev), llama3
-(Llama 3.1), yarn (Peng et al. 2023), longrope (Ding et al. 2024).
+The formulas are those of transformers' `modeling_rope_utils`, also in float32: linear (Kaiokendev), llama3 (Llama 3.1),
+yarn (Peng et al. 2023), longrope (Ding et al. 2024).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _KINDS = ("default", "linear", "llama3", "longrope", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """`dim` numbers of each head are turned. What a kind does not use keeps its default."""
+    """A rotation of `dim` elements of each head. Fields that a kind does not use keep their defaults."""
 
     dim: int
     theta: float
     kind: str = "default"
     factor: float = 1.0
     original_max_len: int = 0
-    magnitude: float = 1.0  # cos and sin are multiplied by it
+    magnitude: float = 1.0  # multiplies cos and sin
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
@@ -41,9 +41,8 @@ class RopeSpec:
 
 
 def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float, config: Fields) -> RopeSpec:
-    """One rotation from `rope_parameters` (transformers 5) or `rope_scaling` (4). `theta` and `partial` are what holds
-    when they are not in there.
-    """
+    """Read a rotation from `rope_parameters` (transformers 5) or `rope_scaling` (4). `theta` and `partial` are the
+    defaults."""
     kind = parameters.text("rope_type", parameters.text("type", "default"))
     kind = "longrope" if kind == "su" else kind
     if kind not in _KINDS:
@@ -52,7 +51,9 @@ def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float
         )
     dim = int(head_dim * parameters.number("partial_rotary_factor", partial))
     if dim % 2:
-        raise DataError(f"{parameters.where}: {dim} numbers cannot be turned in pairs.", hint="Export the model again.")
+        raise DataError(
+            f"{parameters.where}: {dim} elements cannot be rotated in pairs.", hint="Export the model again."
+        )
     theta = parameters.number("rope_theta", theta)
     if kind == "default":
         return RopeSpec(dim=dim, theta=theta)
@@ -99,7 +100,7 @@ def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float
 
 
 def cos_sin(spec: RopeSpec, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 cos and sin [max_len, dim]; sin's first half negated, see the rope operator."""
+    """Returns float32 cos and sin [max_len, dim]; the first half of sin is negated, see the rope operator."""
     import torch
 
     angles = torch.outer(torch.arange(max_len).float(), _frequencies(spec, max_len))
@@ -108,11 +109,11 @@ def cos_sin(spec: RopeSpec, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _frequencies(spec: RopeSpec, max_len: int) -> torch.Tensor:
-    """Radians per position of each pair.
+    """Returns the radians per position of each pair.
 
-    Longrope has two sets. transformers takes the long one as soon as a sequence outgrows the original length, although
-    the KV before that was made with the short one; here, as in vLLM, an engine whose sequences may outgrow it uses the
-    long one from the start.
+    Longrope has two sets of factors. transformers switches to the long set once a sequence exceeds the original length,
+    although earlier KV was computed with the short one. As in vLLM, an engine whose sequences may exceed that length
+    uses the long set from the start.
     """
     import torch
 
@@ -131,14 +132,14 @@ def _frequencies(spec: RopeSpec, max_len: int) -> torch.Tensor:
 
 
 def _llama3(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are divided by the factor, short ones are kept, those between are blended."""
+    """Divide long wavelengths by the factor, keep short ones and blend those between."""
     turns = spec.original_max_len * plain / (2 * math.pi)
     kept = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0.0, 1.0)
     return (1 - kept) * plain / spec.factor + kept * plain
 
 
 def _yarn(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
-    """Pairs that turn more than beta_fast times in the original length are kept, those below beta_slow divided."""
+    """Keep pairs that rotate more than beta_fast times in the original length, divide those below beta_slow."""
     import torch
 
     def pair_that_turns(times: float) -> float:

@@ -1,4 +1,4 @@
-"""The files of a model directory beside its weights and config: its tokenizer, how it generates and chats."""
+"""The files of a model directory besides weights and config: tokenizer, generation config, chat template."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ _NAMES = (
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Those that the directory has, by name."""
+    """Returns the files that the directory has, by name."""
     return {name: folder / name for name in _NAMES if (folder / name).is_file()}

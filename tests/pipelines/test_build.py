@@ -98,7 +98,7 @@ def test_a_dataset_can_go_to_an_object_store_and_back(corpus: Path, spec_of: Spe
 def test_chunks_and_pieces_leave_no_trace(corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
     build(spec_of(corpus))
     monkeypatch.setattr(build_module, "MAX_CHUNK_PARTS", 3)
-    monkeypatch.setattr("raytide.pipelines.encode.PIECE_CHARS", 50)
+    monkeypatch.setattr("raytide.pipelines.encode.BATCH_CHARS", 50)
     build(spec_of(corpus, out=str(corpus.parent / "other")))
     assert files_in(str(corpus.parent / "other")) == files_in(spec_of(corpus).out)
 

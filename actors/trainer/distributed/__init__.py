@@ -1,1 +1,1 @@
-"""Process groups, collectives and the shards of tensors, over torch.distributed."""
+"""Process groups, collectives and local shards of tensors, over torch.distributed."""

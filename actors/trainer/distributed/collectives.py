@@ -1,4 +1,5 @@
-"""Collectives along a dimension of a tensor, with gradients: what is gathered forward is summed and cut backward."""
+"""Collectives along a dimension of a tensor, with gradients: an all-gather's backward is a reduce-scatter, and vice
+versa."""
 
 from __future__ import annotations
 
@@ -15,20 +16,19 @@ __all__ = ["gather", "gathered", "local", "scatter", "summed"]
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts of `dim`, in their order. Each rank's gradient of the whole is summed: all must use it."""
+    """Concatenate the ranks' parts of `dim`. Gradients of all ranks are summed, so all must use the result."""
     out: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of `dim` of the ranks' sum; the inverse of `gather`."""
+    """Returns this rank's part of `dim` of the sum over ranks; the inverse of `gather`."""
     out: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def local(parameter: Tensor) -> Tensor:
-    """A rank's share of a parameter of the tensor axis. That of a replicated one gets a gradient of the rank's own work
-    only, a partial sum."""
+    """Returns a rank's shard of a parameter on the tensor axis. A replicated parameter's gradient is a partial sum."""
     assert isinstance(parameter, DTensor), "something has put a plain tensor in its place, as torch's replicate does"
     placement = parameter.placements[0]
     return parameter.to_local(grad_placements=[Partial() if placement.is_replicate() else placement])
@@ -44,7 +44,7 @@ def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def summed(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """As `scatter`, without gradients."""
+    """Like `scatter`, without gradients."""
     world = dist.get_world_size(group)
     parts = x.unflatten(dim, (world, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(parts[0])

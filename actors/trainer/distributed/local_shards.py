@@ -1,7 +1,7 @@
-"""One rank's part of a parameter: reach it, reduce over the ranks that hold the rest, cut it from the whole.
+"""Local shards of parameters: access, reductions over the ranks that hold the rest, and cutting from the whole.
 
-Optimisers compute on these plain tensors. It is exact for every layout, and free of DTensor's traps: in-place powers
-that fail, fused kernels without a sharding rule, lists over two meshes.
+Optimizers compute on these plain tensors. That is exact for every layout and avoids DTensor's limits: failing in-place
+powers, fused kernels without a sharding rule, lists over two meshes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["like", "local", "part", "square_sum", "sum_over", "whole", "without_
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's values, sharing their memory."""
+    """Returns this rank's values, sharing their memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_dim(placement: Placement) -> int | None:
-    """The tensor dimension that a placement cuts; FSDP over tensor parallel uses a strided kind of its own."""
+    """Returns the tensor dimension that a placement shards; FSDP over tensor parallelism uses a strided placement."""
     return None if placement.is_replicate() or placement.is_partial() else placement.dim  # type: ignore[attr-defined]
 
 
 def sum_over(value: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
-    """`value`, a sum over this rank's part of `dims` of the parameter, made the sum over the whole of them."""
+    """Reduce `value`, a sum over this rank's part of `dims` of the parameter, to the sum over the whole."""
     if isinstance(parameter, DTensor):
         for mesh_dim, placement in enumerate(parameter.placements):
             if shard_dim(placement) in dims and parameter.device_mesh.size(mesh_dim) > 1:
@@ -36,12 +36,12 @@ def sum_over(value: Tensor, parameter: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def square_sum(value: Tensor, parameter: Tensor) -> Tensor:
-    """Of `value`, which is cut like the parameter, over all ranks: a scalar."""
+    """Returns the squared norm of `value`, sharded like the parameter, over all ranks."""
     return sum_over(value.square().sum(), parameter, range(parameter.ndim))
 
 
 def whole(value: Tensor, parameter: Tensor) -> Tensor:
-    """All of a tensor of which this rank has `value`, cut like the parameter."""
+    """Returns the whole tensor of which this rank has `value`, sharded like the parameter."""
     if not isinstance(parameter, DTensor):
         return value
     placed = like(value, parameter)
@@ -51,12 +51,12 @@ def whole(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def part(full: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of `full`, cut like the parameter, without communication."""
+    """Returns this rank's shard of `full`, sharded like the parameter, without communication."""
     if not isinstance(parameter, DTensor):
         return full
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert coordinate is not None
-    # A strided shard cuts what the plain shard of the same dimension, on a later mesh axis, has left.
+    # A strided shard cuts what the plain shard of the same dimension, on a later mesh axis, left over.
     order = sorted(range(mesh.ndim), key=lambda axis: type(parameter.placements[axis]) is not Shard)
     for axis in order:
         dim = shard_dim(parameter.placements[axis])
@@ -68,7 +68,7 @@ def part(full: Tensor, parameter: Tensor) -> Tensor:
 
 
 def like(value: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's `value` as the part of a tensor with the parameter's shape and layout."""
+    """Returns this rank's `value` as a DTensor with the parameter's shape and layout."""
     if not isinstance(parameter, DTensor):
         return value
     return DTensor.from_local(
@@ -82,7 +82,7 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def without_dim(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
-    """As `like`, for a tensor that is the parameter reduced over `dim`: ranks along it hold the same values."""
+    """Like `like`, for the parameter reduced over `dim`, which is replicated along that dimension's ranks."""
     if not isinstance(parameter, DTensor):
         return value
     placements: list[Placement] = []

@@ -1,7 +1,7 @@
-"""The process group of one generation of ranks, and the few collectives the loop needs.
+"""The process group of one generation of ranks, and the collectives that the loop needs.
 
 A group is left and joined again in the same process when the gang changes: starting a process costs 10 s of imports,
-joining a group costs under one.
+joining a group less than one second.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class ProcessGroup:
     device: torch.device
     sizes: Sizes
     mesh: DeviceMesh
-    """pipeline x replicate x shard x tensor. A context's ranks are part of "shard" here: they divide the weights."""
+    """Axes pipeline, replicate, shard, tensor. Context ranks are part of "shard", because they shard the weights."""
     io: dist.ProcessGroup
-    """For checkpoints, on gloo: their waits are long, and theirs alone, so that a hung step is still seen quickly."""
+    """A gloo group for checkpoints, with a long timeout, so that a hung step is still noticed quickly."""
     context: dist.ProcessGroup | None = None
-    """The ranks that share this one's sequences, when there are several."""
+    """The ranks that share this rank's sequences; None if there is only one."""
     generation: int = 0
-    """Which forming of the gang this is."""
+    """The generation of the gang."""
 
     @property
     def is_first(self) -> bool:
@@ -52,17 +52,17 @@ class ProcessGroup:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """Over which FSDP divides and copies."""
+        """The mesh over which FSDP shards and replicates."""
         return self.mesh["replicate", "shard"] if self.sizes.replicate > 1 else self.mesh["shard"]
 
     @property
     def replicas(self) -> dist.ProcessGroup:
-        """The ranks that hold copies of what this one holds."""
+        """The ranks that hold copies of this rank's shards."""
         return self.mesh.get_group("replicate")
 
     @property
     def data_rank(self) -> int:
-        """Which part of a global batch is this rank's."""
+        """This rank's part of the global batch."""
         shard = self.mesh.get_local_rank("shard") // self.sizes.context
         return self.mesh.get_local_rank("replicate") * self.sizes.shard + shard
 
@@ -80,36 +80,36 @@ class ProcessGroup:
 
     @property
     def gradient_divisor(self) -> int:
-        """FSDP gives the mean of so many ranks' gradients, where their sum is meant."""
+        """FSDP averages gradients over this many ranks, where their sum is needed."""
         return self.sizes.data * self.sizes.context
 
     @property
     def is_data_first(self) -> bool:
-        """Whether this rank is the one that speaks for its part of the global batch."""
+        """Whether this rank reports for its part of the global batch."""
         return self.tensor_rank == self.context_rank == self.pipeline_rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over the ranks, in fp64."""
+        """Returns each value summed over the ranks, in fp64."""
         totals = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(totals)
         summed: list[float] = totals.tolist()
         return summed
 
     def from_first(self, value: T) -> T:
-        """Rank 0's value, on every rank; the others wait for as long as rank 0 may be busy with files."""
+        """Returns rank 0's value on every rank, with the long timeout, since rank 0 may be busy with files."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.io)
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+        """Returns every rank's value, by rank."""
         values = [value] * self.world
         dist.all_gather_object(values, value, group=self.io)
         return values
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """What `work` gives on this rank, once it is done on all: the others wait for as long as files may take. Its
-        RaytideError on one rank is raised on every rank."""
+        """Returns the result of `work` on this rank once all ranks are done, with the long timeout. A RaytideError of
+        one rank is raised on all."""
         done, failed = None, None
         try:
             done = work()
@@ -121,14 +121,14 @@ class ProcessGroup:
         return cast(T, done)
 
     def new_channel(self) -> dist.ProcessGroup:
-        """A group of all ranks for one thread beside the training: two threads that share a gloo group break it."""
+        """Returns a new group of all ranks for a background thread: threads must not share a gloo group."""
         channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S))
         assert isinstance(channel, dist.ProcessGroup)
         return channel
 
 
 def create_store(address: str, world: int) -> TCPStore:
-    """A meeting place for `world` ranks on a free port of this host; it lives as long as the object."""
+    """Open a rendezvous store for `world` ranks on a free port. It lives as long as the object."""
     return TCPStore(address, 0, world, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
 
 
@@ -145,7 +145,7 @@ def join(
     address: str = "127.0.0.1",
     generation: int = 0,
 ) -> ProcessGroup:
-    """Meet the other ranks at `store`. `address` is this rank's own: loopback nodes must not look up a host name."""
+    """Join the other ranks at `store`. `address` is this rank's own: loopback nodes must not resolve a host name."""
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     cuda = torch.cuda.is_available()
@@ -156,19 +156,20 @@ def join(
 
 
 def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
-    """The group of a process group that somebody else made and will end, such as Ray Train. It has no spares."""
+    """Returns the group for a process group that other code made and will destroy, such as Ray Train. It has no
+    spares."""
     world = dist.get_world_size()
     sizes = layout.sizes(world)
     if sizes.world != world:
         raise ConfigError(
-            f"{world} workers cannot all have a part in a layout of {sizes}.",
-            hint=f"Start {sizes.world}, or change layout.",
+            f"{world} workers do not fit a layout of {sizes}.",
+            hint=f"Start {sizes.world} workers, or change layout.",
         )
     return _joined(sizes, timeout_s, generation=0)
 
 
 def leave() -> None:
-    """Give the group up, healthy or not. Closing its sockets also wakes peers that wait for this rank."""
+    """Leave the group, healthy or not. Closing its sockets wakes peers that wait for this rank."""
     if dist.is_initialized():
         dist.destroy_process_group()
     torch_compat.forget_meshes()
@@ -186,7 +187,7 @@ def _joined(sizes: Sizes, timeout_s: float, generation: int) -> ProcessGroup:
 
 
 def _context(sizes: Sizes) -> dist.ProcessGroup | None:
-    """Every rank makes all of them, as torch wants it."""
+    """Create the context groups; torch requires every rank to create all of them."""
     if sizes.context == 1:
         return None
     ranks = torch.arange(sizes.world).view(sizes.shape).movedim(AXES.index("context"), -1)
@@ -197,7 +198,7 @@ def _context(sizes: Sizes) -> dist.ProcessGroup | None:
 
 @contextmanager
 def single_process() -> Iterator[ProcessGroup]:
-    """A group of one, for a run in this process only."""
+    """A group of one rank, for a run in this process."""
     group = join(HashStore(), 0, Sizes(), timeout_s=60.0)
     try:
         yield group

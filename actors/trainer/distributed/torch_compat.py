@@ -1,4 +1,4 @@
-"""What is private in torch or differs between 2.11 and 2.13, in one place, and why."""
+"""Workarounds for private torch APIs and differences between torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 _forming = 0
 _with_groups: list[DeviceMesh] = []
-"""Since the group was joined. torch 2.11 keeps no groups in a mesh."""
+"""Meshes made since the group was joined. torch 2.11 keeps no groups in a mesh."""
 
 
 def tell_meshes_apart() -> None:
-    """Meshes made from now on equal none that was made before.
+    """Make meshes created from now on unequal to all earlier ones.
 
-    torch takes two meshes of the same ranks for one and keeps what it worked out for the first: the shard of a rank
-    that changed its number would be that of its old number (torch 2.13: a checkpoint with half of every tensor twice).
+    Torch treats two meshes of the same ranks as one and reuses what it cached for the first: after a rank changed its
+    number, its shards would be those of the old number (torch 2.13: checkpoints with half of every tensor twice).
     """
     global _forming
     _forming += 1
 
 
 def forget_meshes() -> None:
-    """DTensor's caches keep every mesh, and a mesh its groups: their sockets would stay open, and peers that wait for
-    this rank would not be woken."""
+    """Clear DTensor's caches, which keep every mesh and with it the groups' sockets open, so that peers waiting for
+    this rank would not wake."""
     for mesh in _with_groups:
         mesh._pg_registry.clear()
     _with_groups.clear()
     if (clear := getattr(torch.distributed.tensor.debug, "_clear_sharding_prop_cache", None)) is not None:
-        clear()  # right without it; else every forming would leave its entries behind
+        clear()  # optional: otherwise every generation would leave cache entries behind
 
 
 def _identify(make: Any) -> Any:
     def init(self: DeviceMesh, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
-        self._thread_id = _forming  # part of equality and hash, and None but for torch's own tests
+        self._thread_id = _forming  # part of equality and hash, otherwise used by torch's tests only
         if getattr(self, "_pg_registry", None):
             _with_groups.append(self)
 

@@ -225,7 +225,7 @@ class _Driver:
         if (step_s := self.step_rate.step_s) is not None:
             progress["left_s"] = round((self.spec.steps - record.steps) * step_s, 3)
             progress["redo_s"] = round(self.spec.checkpoint_every * step_s, 3)
-        if record.has_been_unsaved:  # what was event once stays, until something else is
+        if record.has_been_unsaved:  # reported values persist until they are overwritten
             progress["not_saved"] = record.unsaved[:500]
         if record.lost_s and record.broke_at_s is not None:
             progress |= {"lost_s": round(record.lost_s, 3), "lost_at_s": round(record.broke_at_s, 3)}

@@ -1,1 +1,1 @@
-"""Hugging Face directories in and out: weights, adapters, export."""
+"""Loading and exporting Hugging Face model directories: weights, adapters, tokenizers."""

@@ -1,4 +1,4 @@
-"""A directory that is written whole or not at all, at a path or an fsspec URL."""
+"""A directory that is written completely or not at all, at a path or an fsspec URL."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _CONFIGS = ("config.json", "adapter_config.json")
 
 
 class AtomicDirectory:
-    """Written under a hidden name beside its target, which `publish` gives it; for a URL, in a local directory.
+    """Written under a hidden name beside the target (for a URL, in a local directory), which `publish` replaces.
 
-    A failure is kept until then, since other ranks may be in the middle of sending what is still to be written.
+    An error is kept until then, since other ranks may still be sending tensors.
     """
 
     def __init__(self, target: str) -> None:
@@ -31,12 +31,12 @@ class AtomicDirectory:
         self._error: RaytideError | None = None
 
     def write(self, work: Callable[[Path], None]) -> None:
-        """Do `work` on the folder, unless something failed before."""
+        """Run `work` on the folder, unless an earlier call failed."""
         if self._error is not None:
             return
         try:
             with full_disk_is_an_error(self._target):
-                self._folder = self._folder or self._new()
+                self._folder = self._folder or self._create_folder()
                 work(self._folder)
         except SafetensorError as error:
             self._fail(StorageError(f"cannot write {self._target}: {error}.", hint="Free space there, then resume."))
@@ -44,7 +44,7 @@ class AtomicDirectory:
             self._fail(error)
 
     def publish(self, commit: Callable[[], AbstractContextManager[None]] = nullcontext) -> RaytideError | None:
-        """Replace what is at the target, inside `commit`, or say what failed: the target is then as it was."""
+        """Replace the target, inside `commit`. Returns the error if anything failed; the target is then unchanged."""
         try:
             with commit():
                 self.write(self._replace if is_local(self._target) else self._upload)
@@ -52,7 +52,7 @@ class AtomicDirectory:
             self._fail(error)
         return self._error
 
-    def _new(self) -> Path:
+    def _create_folder(self) -> Path:
         if not is_local(self._target):
             return Path(tempfile.mkdtemp(prefix="raytide-export-"))
         target = Path(self._target)
@@ -67,7 +67,7 @@ class AtomicDirectory:
         folder.rename(target)
 
     def _upload(self, folder: Path) -> None:
-        """Object stores have no rename: the config, without which nothing is a model, comes last."""
+        """Upload the files. Object stores have no rename, so the config, without which nothing is a model, is last."""
         from raytide.core.io.storage import open_url
 
         fs, path = open_url(self._target)

@@ -1,6 +1,6 @@
-"""Write a model as a Hugging Face directory that transformers, vLLM and the native engine load.
+"""Exports a model as a Hugging Face directory that transformers, vLLM and the native engine load.
 
-Weights come to rank 0 one parameter at a time and leave it file by file, so it never holds the model.
+Rank 0 receives one parameter at a time and writes file by file, so it never holds the full model.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def export(
     group: ProcessGroup,
     commit: Commit = nullcontext,
 ) -> str:
-    """Write `out`/model, and with adapters `out`/adapter, each whole or not at all. All ranks call it together."""
-    gather = FullParameters(parts, group)
+    """Write `out`/model, and with adapters `out`/adapter, each atomically. All ranks call it together."""
+    parameters = FullParameters(parts, group)
     if spec.finetune is not None:
-        _export_adapter(gather, spec, spec.finetune.lora, origin, group, commit)
-    return _export_model(gather, spec, origin, data, group, commit)
+        _export_adapter(parameters, spec, spec.finetune.lora, origin, group, commit)
+    return _export_model(parameters, spec, origin, data, group, commit)
 
 
 def _export_model(
-    gather: FullParameters,
+    parameters: FullParameters,
     spec: TrainSpec,
     origin: ModelSource,
     data: TokenDataset,
@@ -65,63 +65,68 @@ def _export_model(
     tensors, dtype = file_tensors(origin.arch, FamilyFormat.on_the_hub(origin.arch)), _dtype(spec)
     files = ShardedSafetensorsWriter(tensors, dtype, spec.export_shard_gb * _GB)
     target = join(spec.out, "model")
-    draft = AtomicDirectory(target) if group.is_first else None
-    for name, tensor in _contents(tensors, gather, spec, origin):
-        if draft is not None:
+    directory = AtomicDirectory(target) if group.is_first else None
+    for name, tensor in _contents(tensors, parameters, spec, origin):
+        if directory is not None:
             assert tensor is not None
-            draft.write(partial(files.add, name=name, tensor=tensor))
-    if draft is not None:
-        draft.write(files.close)
-        draft.write(lambda folder: _copy_tokenizer_files(folder, origin, data, spec, dtype))
-    return _publish(draft, target, group, commit)
+            directory.write(partial(files.add, name=name, tensor=tensor))
+    if directory is not None:
+        directory.write(files.close)
+        directory.write(lambda folder: _copy_tokenizer_files(folder, origin, data, spec, dtype))
+    return _publish(directory, target, group, commit)
 
 
 def _export_adapter(
-    gather: FullParameters, spec: TrainSpec, lora: LoraSpec, origin: ModelSource, group: ProcessGroup, commit: Commit
+    parameters: FullParameters,
+    spec: TrainSpec,
+    lora: LoraSpec,
+    origin: ModelSource,
+    group: ProcessGroup,
+    commit: Commit,
 ) -> None:
     adapters, weights = file_adapters(origin.arch, lora), dict[str, Tensor]()
     for adapter in adapters:
-        whole = {name: gather.gather(name) for name in adapter.needs}
+        full = {name: parameters.gather(name) for name in adapter.parameters}
         if group.is_first:
-            here = {name: each for name, each in whole.items() if each is not None}
+            here = {name: each for name, each in full.items() if each is not None}
             for kind, tensor in zip("AB", adapter.pair(here.__getitem__), strict=True):
                 weights[f"base_model.model.{adapter.module}.lora_{kind}.weight"] = tensor.to(_dtype(spec))
     target = join(spec.out, "adapter")
-    draft = AtomicDirectory(target) if group.is_first else None
-    if draft is not None:
-        draft.write(lambda folder: save(weights, folder / "adapter_model.safetensors"))
+    directory = AtomicDirectory(target) if group.is_first else None
+    if directory is not None:
+        directory.write(lambda folder: save(weights, folder / "adapter_model.safetensors"))
         config = adapter_config(origin.arch, lora, adapters, str(origin.folder))
-        draft.write(lambda folder: _json(folder / "adapter_config.json", config))
-    _publish(draft, target, group, commit)
+        directory.write(lambda folder: _json(folder / "adapter_config.json", config))
+    _publish(directory, target, group, commit)
 
 
 def _contents(
-    tensors: Sequence[FileTensor], gather: FullParameters, spec: TrainSpec, origin: ModelSource
+    tensors: Sequence[FileTensor], parameters: FullParameters, spec: TrainSpec, origin: ModelSource
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Each tensor of the files, on rank 0. A parameter is gathered once and kept while a tensor needs it."""
+    """Yields each tensor of the files, on rank 0. A parameter is gathered once and kept while a tensor needs it."""
     lora = None if spec.finetune is None else spec.finetune.lora
     changed = set() if lora is None else set(adapted(origin.arch, lora))
-    left = Counter(piece.parameter for tensor in tensors for piece in tensor.slices)
-    held: dict[str, Tensor] = {}
+    uses_left = Counter(piece.parameter for tensor in tensors for piece in tensor.slices)
+    gathered: dict[str, Tensor] = {}
     for tensor in tensors:
         for piece in tensor.slices:
-            if piece.parameter not in held:
+            if piece.parameter not in gathered:
                 path = piece.parameter.removesuffix(".weight")
-                whole = _whole(gather, piece.parameter, path, lora if path in changed else None)
-                held[piece.parameter] = torch.empty(0) if whole is None else whole
-        yield tensor.name, None if not gather.is_first else to_hf_tensor(tensor, held.__getitem__)
+                full = _full_parameter(parameters, piece.parameter, path, lora if path in changed else None)
+                gathered[piece.parameter] = torch.empty(0) if full is None else full
+        yield tensor.name, None if not parameters.is_first else to_hf_tensor(tensor, gathered.__getitem__)
         for piece in tensor.slices:
-            left[piece.parameter] -= 1
-            if not left[piece.parameter]:
-                del held[piece.parameter]
+            uses_left[piece.parameter] -= 1
+            if not uses_left[piece.parameter]:
+                del gathered[piece.parameter]
 
 
-def _whole(gather: FullParameters, name: str, path: str, lora: LoraSpec | None) -> Tensor | None:
-    """A parameter as the model alone needs it: with its adapter in it."""
-    weight = gather.gather(name)
+def _full_parameter(parameters: FullParameters, name: str, path: str, lora: LoraSpec | None) -> Tensor | None:
+    """Returns a parameter with its adapter merged in."""
+    weight = parameters.gather(name)
     if lora is None:
         return weight
-    a_RI, b_OR = gather.gather(f"{path}.{LORA_A}"), gather.gather(f"{path}.{LORA_B}")
+    a_RI, b_OR = parameters.gather(f"{path}.{LORA_A}"), parameters.gather(f"{path}.{LORA_B}")
     if weight is None or a_RI is None or b_OR is None:
         return None
     return merged(weight, a_RI, b_OR, lora)
@@ -130,7 +135,7 @@ def _whole(gather: FullParameters, name: str, path: str, lora: LoraSpec | None) 
 def _copy_tokenizer_files(
     folder: Path, origin: ModelSource, data: TokenDataset, spec: TrainSpec, dtype: torch.dtype
 ) -> None:
-    """Config, tokenizer, chat template: those of the model it began from, where it has them."""
+    """Copy config, tokenizer and chat template, preferring those of the initial model."""
     key = "dtype" if "dtype" in origin.config else "torch_dtype"
     _json(folder / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
     own = {} if origin.folder is None else tokenizer_files(origin.folder)
@@ -145,8 +150,8 @@ def _copy_tokenizer_files(
         )
 
 
-def _publish(draft: AtomicDirectory | None, target: str, group: ProcessGroup, commit: Commit) -> str:
-    failed = group.from_first(None if draft is None else draft.publish(commit))
+def _publish(directory: AtomicDirectory | None, target: str, group: ProcessGroup, commit: Commit) -> str:
+    failed = group.from_first(None if directory is None else directory.publish(commit))
     if failed is not None:
         raise failed
     return target

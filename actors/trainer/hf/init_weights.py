@@ -1,7 +1,7 @@
-"""A model's first weights, each rank its own shards: read from a Hugging Face directory, or drawn.
+"""Initial weights of a model, loaded from a Hugging Face directory or drawn at random; each rank its own shards.
 
-What is drawn for a parameter depends on the seed and its name alone, so that every layout starts from the same model
-and no rank ever holds all of it.
+Random values depend on the seed and the parameter's name alone, so every layout starts from the same model and no rank
+holds all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INIT_STD = 0.02
 
 
 def load_or_initialise(part: Transformer, origin: ModelSource, seed: int) -> None:
-    """All parameters of a part, adapters too."""
+    """Initialize all parameters of a part, including adapters."""
     if origin.folder is None:
         std = origin.config.get("initializer_range", INIT_STD)
         initialise(part, seed, std if isinstance(std, float) else INIT_STD)
@@ -38,7 +38,8 @@ def load_or_initialise(part: Transformer, origin: ModelSource, seed: int) -> Non
 
 
 def initialise(part: Transformer, seed: int, std: float = INIT_STD) -> None:
-    """Normal(0, std), less by sqrt(2 * layers) for what writes to the residual stream (GPT-2); norms start at one."""
+    """Draw from Normal(0, std), divided by sqrt(2 * layers) for projections to the residual stream (GPT-2). Norms start
+    at one."""
     for name, parameter in part.named_parameters():
         if parameter.ndim == 1:
             first = 0.0 if name.endswith("bias") else 1.0 - part.arch.norm_offset
@@ -51,12 +52,12 @@ def initialise(part: Transformer, seed: int, std: float = INIT_STD) -> None:
 
 
 def place(parameter: Tensor, full: Tensor) -> None:
-    """Copy this rank's share of `full` into a parameter, without communication: every rank has the same `full`."""
+    """Copy this rank's shard of `full` into a parameter, without communication: every rank has the same `full`."""
     _put(parameter, full[local_block(parameter)])
 
 
 def local_block(parameter: Tensor) -> Block:
-    """Which part of the whole this rank has."""
+    """Returns the block of the full parameter that this rank holds."""
     if not isinstance(parameter, DTensor):
         return cut_block(parameter.shape, ())
     mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
@@ -66,15 +67,15 @@ def local_block(parameter: Tensor) -> Block:
 
 
 def cut_block(shape: Sequence[int], axes: Sequence[tuple[int, int, int | None]]) -> Block:
-    """The part of one rank: for each axis of the mesh its size, where the rank is on it, and the dimension it divides.
+    """Returns the block of one rank. Each axis is (size, this rank's index, dimension that it shards, if any).
 
-    The innermost axis, that of tensor parallelism, cuts first, then FSDP what that left.
+    The innermost axis, tensor parallelism, is cut first; FSDP cuts the rest.
     """
     block = [slice(0, length) for length in shape]
     for ranks, rank, dim in reversed(axes):
         if dim is not None:
             start, stop = block[dim].start, block[dim].stop
-            each = math.ceil((stop - start) / ranks)  # as torch.chunk: the last ranks may have less, or nothing
+            each = math.ceil((stop - start) / ranks)  # like torch.chunk: the last ranks may have less, or nothing
             start = min(start + rank * each, stop)
             block[dim] = slice(start, min(start + each, stop))
     return tuple(block)
@@ -86,7 +87,7 @@ def _put(parameter: Tensor, local: Tensor) -> None:
 
 
 def _adapter(name: str, parameter: Tensor, seed: int) -> Tensor:
-    """As PEFT starts them: A uniform within one over the root of its inputs, B zero."""
+    """Returns an adapter's initial weights, as in PEFT: A uniform within 1 / sqrt(inputs), B zero."""
     if "lora_b" in name:
         return torch.zeros(parameter.shape)
     bound = 1 / math.sqrt(parameter.shape[1])

@@ -1,4 +1,4 @@
-"""Where a run's model comes from: its config, and the directory with its first weights if it has one."""
+"""Resolves a run's model: its config and, if it has initial weights, their directory."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["ModelSource", "open_data", "resolve_model"]
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     config: Mapping[str, object]
-    """As a Hugging Face `config.json`, whichever way the spec gave it."""
+    """The contents of a Hugging Face `config.json`, however the spec gave it."""
     arch: Architecture
     folder: Path | None
-    """Of the first weights; None starts from random ones."""
+    """Directory of the initial weights; None for random ones."""
     digest: str
-    """Of what a run cannot be resumed without: what the model computes, which weights learn, the first ones' content,
-    and the order of the data."""
+    """Digest of what a resume must match: the architecture, the trained weights, the initial weights' content and the
+    data order."""
 
 
 def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
-    """ConfigError where model, data and spec do not fit each other; DataError for files that cannot be read."""
+    """Resolve the model. ConfigError if model, data and spec do not fit each other; DataError for unreadable files."""
     folder = None if spec.init_from is None else model_folder(spec.init_from)
     config, where = _config(spec, data, folder)
     arch = architecture_of(config, where)
@@ -43,7 +43,7 @@ def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
 
 
 def model_folder(init_from: str) -> Path:
-    """A model directory, or that of a run which exported one."""
+    """Returns a model directory, or the one that a run exported."""
     if "://" in init_from:
         raise ConfigError(
             f"init_from is {init_from}, but must be a directory.", hint="Copy it to where every member reaches it."
@@ -53,7 +53,7 @@ def model_folder(init_from: str) -> Path:
         if (folder / "config.json").is_file():
             return folder
     raise DataError(
-        f"{init_from} holds no model: it has no config.json, nor has its model folder.",
+        f"{init_from} holds no model: neither it nor its model folder has a config.json.",
         hint="Point at a Hugging Face model directory, or at a finished run.",
     )
 
@@ -88,27 +88,27 @@ def _check(spec: TrainSpec, data: TokenDataset, arch: Architecture, where: str) 
     layout, balanced = spec.layout, arch.experts is not None and arch.experts.balance > 0
     if balanced and layout.pipeline * layout.context * layout.tensor > 1:
         raise ConfigError(
-            "the router's balancing loss needs all layers and whole sequences on a rank.",
-            hint="Use the replicate and shard axes alone, or set output_router_logits to false in model.config.",
+            "the router's load-balancing loss needs all layers and whole sequences on each rank.",
+            hint="Use only the replicate and shard axes, or set output_router_logits to false in model.config.",
         )
     if balanced and spec.memory.compile and spec.memory.checkpointing != "none":
         raise ConfigError(
-            "the router's balancing loss cannot be compiled together with activation checkpointing.",
-            hint="Leave out memory.compile or memory.checkpointing.",
+            "the router's load-balancing loss cannot be compiled together with activation checkpointing.",
+            hint="Remove memory.compile or memory.checkpointing.",
         )
 
 
 def _check_tokenizer(folder: Path, data: TokenDataset) -> None:
-    ours, theirs = folder / "tokenizer.json", data.tokenizer_file
-    if not ours.is_file() or tokenizer_digest(ours) != tokenizer_digest(theirs):
+    model_tokenizer, data_tokenizer = folder / "tokenizer.json", data.tokenizer_file
+    if not model_tokenizer.is_file() or tokenizer_digest(model_tokenizer) != tokenizer_digest(data_tokenizer):
         raise ConfigError(
-            f"{data.name} was made with another tokenizer ({theirs}) than the model's own ({ours}).",
+            f"{data.name} was made with another tokenizer ({data_tokenizer}) than the model's own ({model_tokenizer}).",
             hint="Build the dataset with the model's tokenizer.json, or set other_tokenizer if the ids mean the same.",
         )
 
 
 def tokenizer_digest(path: Path) -> str:
-    """Of what it encodes: neither its layout as JSON nor padding and truncation, which are the caller's."""
+    """Returns a digest of what the tokenizer encodes, independent of JSON layout, padding and truncation."""
     body = {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
@@ -124,9 +124,9 @@ def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
 
 
 def open_data(spec: TrainSpec) -> TokenDataset:
-    """The dataset or the conversations of a spec."""
+    """Open the dataset or the conversations of a spec."""
     if spec.chat is None:
-        assert spec.dataset is not None  # the spec has one of them
+        assert spec.dataset is not None  # the spec requires one of them
         return TokenData(spec.dataset, spec.seq_len)
     from raytide.actors.trainer.data.chat_dataset import ChatDataset  # needs tokenizers
 

@@ -1,7 +1,7 @@
-"""Adapters as PEFT writes them, for transformers, vLLM and the native engine.
+"""Converts adapters to PEFT's format, for transformers, vLLM and the native engine.
 
-A file that stacks projections gets their adapters one above the other, as one of the summed rank. All modules have the
-same rank then, filled up with zeros: not every reader knows a rank for each.
+If a file stacks projections, their adapters are stacked too, as one of the summed rank. All modules then have the same
+rank, padded with zeros, because not every reader supports a rank per module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["FileAdapter", "adapter_config", "file_adapters"]
 
 @dataclass(frozen=True, slots=True)
 class FileAdapter:
-    """The adapter of a module of the files. `parts`: the first row of each adapted projection in it, and its path."""
+    """The adapter of a module of the files. `parts` are the first row and the path of each adapted projection in it."""
 
     module: str
     rank: int
@@ -32,12 +32,12 @@ class FileAdapter:
     parts: tuple[tuple[int, str], ...]
 
     @property
-    def needs(self) -> list[str]:
-        """The decoder's parameters that it is made of."""
+    def parameters(self) -> list[str]:
+        """Names of the model's parameters that it is made of."""
         return [f"{path}.{kind}" for _, path in self.parts for kind in (LORA_A, LORA_B)]
 
     def pair(self, whole: Callable[[str], Tensor]) -> tuple[Tensor, Tensor]:
-        """lora_A [rank, inputs] and lora_B [outputs, rank]."""
+        """Returns lora_A [rank, inputs] and lora_B [outputs, rank]."""
         a_RI, b_OR = torch.zeros(self.rank, self.inputs), torch.zeros(self.outputs, self.rank)
         column = 0
         for row, path in self.parts:
@@ -57,7 +57,7 @@ def file_adapters(arch: Architecture, lora: LoraSpec) -> list[FileAdapter]:
 
 
 def adapter_config(arch: Architecture, lora: LoraSpec, adapters: Sequence[FileAdapter], base: str) -> dict[str, object]:
-    """PEFT's `adapter_config.json`; `base` is the model that it belongs to."""
+    """Returns PEFT's `adapter_config.json`; `base` is the adapted model."""
     names, rank = NAMES[arch.names], adapters[0].rank
     return {
         "peft_type": "LORA",
@@ -85,6 +85,6 @@ def _parts(tensor: FileTensor, paths: Collection[str]) -> tuple[tuple[int, str],
 
 
 def _in_layer(module: str) -> str:
-    """`self_attn.q_proj` of `model.layers.3.self_attn.q_proj`."""
+    """Returns `self_attn.q_proj` for `model.layers.3.self_attn.q_proj`."""
     path = module.split(".")
     return ".".join(path[next(at for at, part in enumerate(path) if part.isdigit()) + 1 :])

@@ -1,4 +1,4 @@
-"""Weights as the safetensors files of a Hugging Face directory, each up to a size, written as the tensors come."""
+"""Writes weights as safetensors files of a Hugging Face directory, each up to a size limit, as tensors arrive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ShardedSafetensorsWriter"]
 
 
 class ShardedSafetensorsWriter:
-    """Holds no more than one file's tensors at a time. They must come in the order in which they were announced."""
+    """Holds at most one file's tensors. They must arrive in the announced order."""
 
     def __init__(self, tensors: Sequence[FileTensor], dtype: torch.dtype, limit_bytes: float) -> None:
         self._dtype = dtype
@@ -32,7 +32,7 @@ class ShardedSafetensorsWriter:
             self._done += 1
 
     def close(self, folder: Path) -> None:
-        """The index, where there is more than one file."""
+        """Write the index if there is more than one file."""
         if len(self._groups) == 1:
             return
         of = {tensor.name: self._file(at) for at, group in enumerate(self._groups) for tensor in group}
@@ -49,7 +49,7 @@ def save(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes it the owner's alone
+    path.chmod(0o644)  # safetensors creates files that only the owner can read
 
 
 def _groups(tensors: Sequence[FileTensor], itemsize: int, limit_bytes: float) -> list[list[FileTensor]]:

@@ -1,7 +1,8 @@
-"""Where a Hugging Face directory keeps the decoder's parameters: one table for every family, read in both directions.
+"""Maps the model's parameters to a Hugging Face directory's tensors: one table for every family, used in both
+directions.
 
-The decoder has each projection by itself. Files may stack them (`qkv_proj`), keep them turned over (GPT-2), and have
-experts one by one or all in two tensors.
+The model has each projection separately. Files may stack them (`qkv_proj`), transpose them (GPT-2), and store experts
+one by one or all in two tensors.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from raytide.core.errors import DataError
 __all__ = ["Block", "FamilyFormat", "FileTensor", "HfWeights", "ParameterSlice", "file_tensors", "to_hf_tensor"]
 
 Block = tuple[slice, ...]
-"""A part of a parameter: a range of each dimension."""
+"""A block of a parameter: a range of each dimension."""
 
-_NAMED = 5
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """`rows` of a file's tensor, from `start` on, are the parameter `ours`, or its expert `expert`."""
+    """`rows` of a file's tensor from `start`, which are the parameter `parameter` or its expert `expert`."""
 
     parameter: str
     rows: int
@@ -38,7 +39,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of the files. Its pieces are stacked along `rows_dim`: 1 where it is turned over or has all experts."""
+    """A tensor of the files. Its slices are stacked along `rows_dim`: 1 if it is transposed or holds all experts."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,7 +53,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class FamilyFormat:
-    """What files of one family may do differently."""
+    """Variations between files of one family."""
 
     root: str
     router: str
@@ -60,13 +61,13 @@ class FamilyFormat:
 
     @classmethod
     def on_the_hub(cls, arch: Architecture) -> FamilyFormat:
-        """In which all that load the family read it."""
+        """Returns the format that all loaders of the family read."""
         names = NAMES[arch.names]
         return cls(names.root, names.routers[0])
 
     @classmethod
-    def of(cls, arch: Architecture, found: Collection[str]) -> FamilyFormat:
-        """That of the files which hold these tensors."""
+    def from_names(cls, arch: Architecture, found: Collection[str]) -> FamilyFormat:
+        """Returns the format of files that hold these tensors."""
         names = NAMES[arch.names]
         root = names.root if f"{names.root}{names.embedding}.weight" in found else ""
         router = next((each for each in names.routers if any(f".{each}.weight" in name for name in found)), "")
@@ -75,7 +76,7 @@ class FamilyFormat:
 
 
 def file_tensors(arch: Architecture, form: FamilyFormat) -> list[FileTensor]:
-    """All tensors of the model's files, in the order of the computation."""
+    """Returns all tensors of the model's files, in the order of computation."""
     names, width = NAMES[arch.names], arch.hidden_size
     bias = arch.norm_kind == "layer"
     out = [_same("embedding.weight", f"{form.root}{names.embedding}.weight", arch.vocab_size, width)]
@@ -98,45 +99,45 @@ def file_tensors(arch: Architecture, form: FamilyFormat) -> list[FileTensor]:
 
 
 def to_hf_tensor(tensor: FileTensor, whole: Callable[[str], Tensor]) -> Tensor:
-    """A tensor as the files have it, from the decoder's whole parameters."""
+    """Returns a file's tensor, built from the model's full parameters."""
     parts = []
     for piece in tensor.slices:
-        part = whole(piece.parameter)
-        part = part if piece.expert is None else part[piece.expert]
-        parts.append(part.t() if tensor.transposed else part)
+        block_tensor = whole(piece.parameter)
+        block_tensor = block_tensor if piece.expert is None else block_tensor[piece.expert]
+        parts.append(block_tensor.t() if tensor.transposed else block_tensor)
     return torch.cat(parts, tensor.rows_dim) if len(parts) > 1 else parts[0]
 
 
 class HfWeights:
-    """The weights of a Hugging Face directory in the decoder's names, in float32, read block by block."""
+    """Reads blocks of a Hugging Face directory's weights under the model's parameter names, in float32."""
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self._weights = Weights(folder, torch.float32, torch.device("cpu"))
-        tensors = file_tensors(arch, FamilyFormat.of(arch, self._weights.names))
+        tensors = file_tensors(arch, FamilyFormat.from_names(arch, self._weights.names))
         self._check(folder, arch, tensors)
-        self._places: dict[str, list[tuple[FileTensor, ParameterSlice]]] = {}
+        self._locations: dict[str, list[tuple[FileTensor, ParameterSlice]]] = {}
         for tensor in tensors:
             for piece in tensor.slices:
-                self._places.setdefault(piece.parameter, []).append((tensor, piece))
+                self._locations.setdefault(piece.parameter, []).append((tensor, piece))
 
     def read(self, ours: str, block: Block) -> Tensor:
-        """A block of the parameter `ours`; of the files, only that is read."""
-        places = self._places[ours]
-        if places[0][1].expert is None:
-            ((tensor, piece),) = places
+        """Read a block of a parameter; only that part of the files is read."""
+        locations = self._locations[ours]
+        if locations[0][1].expert is None:
+            ((tensor, piece),) = locations
             return self._part(tensor, piece, block)
-        experts = [self._part(tensor, piece, block[1:]) for tensor, piece in places[block[0]]]
+        experts = [self._part(tensor, piece, block[1:]) for tensor, piece in locations[block[0]]]
         return torch.stack(experts) if experts else torch.empty(0, *(size(each) for each in block[1:]))
 
     def _part(self, tensor: FileTensor, piece: ParameterSlice, block: Block) -> Tensor:
         where = list(reversed(block)) if tensor.transposed else list(block)
         rows = where[tensor.rows_dim]
         where[tensor.rows_dim] = slice(piece.start + rows.start, piece.start + rows.stop)
-        part = self._weights.part(tensor.name, tuple(where))
-        return part.t() if tensor.transposed else part
+        block_tensor = self._weights.part(tensor.name, tuple(where))
+        return block_tensor.t() if tensor.transposed else block_tensor
 
     def _check(self, folder: Path, arch: Architecture, tensors: list[FileTensor]) -> None:
-        """All that is wrong at once, on every rank alike."""
+        """Raise DataError with all mismatches at once, on every rank alike."""
         shapes = {tensor.name: tensor.shape for tensor in tensors}
         found = set(self._weights.names)
         wrong = {
@@ -148,11 +149,11 @@ class HfWeights:
                 if name in found and self._weights.shape(name) != shape
             ],
         }
-        said = [f"it {what} {_some(each)}" for what, each in wrong.items() if each]
-        if said:
+        mismatches = [f"it {what} {_first_names(each)}" for what, each in wrong.items() if each]
+        if mismatches:
             raise DataError(
-                f"the weights of {folder} are not those that its config.json implies: {'; '.join(said)}.",
-                hint="Export or download the model again; model.config must not change a size.",
+                f"the weights of {folder} do not match its config.json: {'; '.join(mismatches)}.",
+                hint="Export or download the model again. model.config must not change any size.",
             )
 
 
@@ -190,15 +191,15 @@ def _feed_forward(arch: Architecture, index: int, ours: str, theirs: str, form: 
 def _linear(
     arch: Architecture, index: int, kind: str, ours: str, theirs: str, rows: dict[str, int]
 ) -> Iterator[FileTensor]:
-    """The linears of one projection: each in a tensor of its own, or all in one."""
+    """Yields the linear weights of one projection: separate tensors, or all in one."""
     projection, turned = projections(arch, index)[kind], NAMES[arch.names].transposed
     for suffix in ("weight", "bias") if projection.bias else ("weight",):
         pieces, start = [], 0
         for name, count in rows.items():
             pieces.append(ParameterSlice(f"{ours}{name}.{suffix}", count, start))
             start += count
-        apart = len(projection.paths) == len(pieces)
-        groups = [(ParameterSlice(each.parameter, each.rows),) for each in pieces] if apart else [tuple(pieces)]
+        are_separate = len(projection.paths) == len(pieces)
+        groups = [(ParameterSlice(each.parameter, each.rows),) for each in pieces] if are_separate else [tuple(pieces)]
         for path, group in zip(projection.paths, groups, strict=True):
             total, inner = sum(each.rows for each in group), projection.columns
             matrix = suffix == "weight"
@@ -229,11 +230,11 @@ def _sparse(arch: Architecture, ours: str, theirs: str, form: FamilyFormat) -> I
 
 
 def _is_idle(name: str, arch: Architecture) -> bool:
-    """What older files have beside the weights: tables and masks, and a copy of tied embeddings."""
+    """Returns whether the tensor is redundant: tables and masks of older files, or a copy of tied embeddings."""
     tied = arch.tied_embeddings and name == f"{NAMES[arch.names].head}.weight"
     return tied or name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def _first_names(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

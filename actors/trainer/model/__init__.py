@@ -1,1 +1,1 @@
-"""The network that is trained, its loss, and the memory options of its layers."""
+"""The trained network, its loss, and its precision and memory options."""

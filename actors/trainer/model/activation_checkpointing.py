@@ -1,7 +1,7 @@
-"""Activation checkpointing and compilation, a decoder layer at a time.
+"""Activation checkpointing and compilation, layer by layer.
 
-Both replace a layer's `forward`, so that its parameters keep their names and FSDP's hooks stay outside: weights are
-gathered before either runs, and again before a backward pass computes activations anew.
+Both replace a layer's `forward`, so parameters keep their names and FSDP's hooks stay outside: weights are gathered
+before either runs, and again before activations are recomputed.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ _KEPT = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
-"""What selective checkpointing keeps: most of the compute, and less than half of the bytes."""
+"""Operations whose results selective checkpointing keeps: most of the compute, less than half of the bytes."""
 
 
 def checkpoint_layer(layer: nn.Module, memory: MemorySpec) -> None:
-    """Have the layer compute its activations again in the backward pass, as the spec says."""
+    """Recompute the layer's activations in the backward pass, if the spec asks for it."""
     if memory.checkpointing == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing draws
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
     if memory.checkpointing == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     wrap(layer, lambda forward: functools.partial(checkpoint, forward, **options))
 
 
 def compile_layer(layer: nn.Module, memory: MemorySpec) -> None:
-    """One graph for the layer. Its parameters' sizes do not change, and the batch's only when a run starts."""
+    """Compile the layer to one graph. Its shapes are static, except that the batch may change when a run starts."""
     if memory.compile:
         wrap(layer, lambda forward: torch.compile(forward, backend=memory.compile_backend, fullgraph=True))
 
 
 def wrap(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `around(forward)` in the place of the module's forward."""
+    """Replace the module's forward by `around(forward)`."""
     module.forward = around(module.forward)
 
 

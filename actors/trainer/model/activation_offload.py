@@ -1,6 +1,6 @@
-"""Keep what a layer saves for its backward pass away from the device: in host memory, or in a file without a name.
+"""Offloads activations that a layer saves for its backward pass to host memory or to an unlinked file.
 
-Weights stay, since FSDP gathers them again, and so do small tensors and whatever finds the pool full.
+Weights stay on the device, since FSDP gathers them again, and so do small tensors and those that exceed the limit.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ __all__ = ["ActivationPool", "create_pool", "offload"]
 
 
 class StoredTensor(Protocol):
-    """A tensor that is away. Its place is free again once nothing refers to the slot."""
+    """An offloaded tensor. Its space is free once nothing refers to it."""
 
     def read(self) -> Tensor: ...
 
 
 class ActivationPool(Protocol):
     held_bytes: int
-    """Now; never above the pool's bound."""
+    """Bytes held now, at most the pool's limit."""
     peak_bytes: int
 
     def put(self, tensor: Tensor) -> StoredTensor | None:
-        """Take a copy of the tensor, or None when the pool is full."""
+        """Store a copy of the tensor; None if the pool is full."""
 
     def close(self) -> None:
-        """Give the room back, whatever is still in it."""
+        """Release everything."""
 
 
 class MemoryBudget:
-    """What a pool holds, against its bound."""
+    """Counts a pool's bytes against its limit."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.held_bytes, self.peak_bytes = max_bytes, 0, 0
-        # Backward passes run on autograd's own threads; the garbage collector may end a slot while its thread has this.
+        # Reentrant: autograd has its own threads, and the garbage collector may delete a tensor under the lock.
         self._lock = threading.RLock()
 
     def reserve(self, count: int) -> bool:
@@ -66,14 +66,14 @@ class MemoryBudget:
 
 
 class HostPool(MemoryBudget):
-    """Pinned buffers. Copies are ordered with the computation by the stream they share with it."""
+    """Pinned host buffers. Copies are ordered with computation by their shared stream."""
 
     def put(self, tensor: Tensor) -> StoredTensor | None:
         count = tensor.numel() * tensor.element_size()
         return HostTensor(self, tensor, count) if self.reserve(count) else None
 
     def close(self) -> None:
-        """Buffers are freed with their slots."""
+        """Buffers are freed with their tensors."""
 
 
 class HostTensor:
@@ -90,17 +90,17 @@ class HostTensor:
 
 
 class DiskPool(MemoryBudget):
-    """One file that was unlinked as soon as it was open: nothing is left of it however the process ends."""
+    """One file, unlinked as soon as it is open, so that nothing is left however the process ends."""
 
     def __init__(self, max_bytes: int, folder: str | None) -> None:
         super().__init__(max_bytes)
         self.folder = folder or tempfile.gettempdir()
         os.makedirs(self.folder, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  closed with the pool
-        weakref.finalize(self, self._file.close)  # a trainer that failed half built closes nothing
+        weakref.finalize(self, self._file.close)  # also if the trainer fails while it is built
         self._end = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)
-        """Offsets of free places by their size: a model saves the same few shapes again and again."""
+        """Free offsets by size: a model saves the same few shapes repeatedly."""
 
     def put(self, tensor: Tensor) -> StoredTensor | None:
         count = tensor.numel() * tensor.element_size()
@@ -110,7 +110,7 @@ class DiskPool(MemoryBudget):
         self._file.close()
 
     def write(self, raw: memoryview) -> int:
-        """Where it is now."""
+        """Write bytes and return their offset."""
         with self._lock:
             if self._free[len(raw)]:
                 start = self._free[len(raw)].pop()
@@ -130,10 +130,10 @@ class DiskPool(MemoryBudget):
     def read(self, start: int, raw: memoryview) -> None:
         done = 0
         while done < len(raw):
-            got = os.preadv(self._file.fileno(), [raw[done:]], start + done)
-            if got == 0:
-                raise StorageError(f"activations in {self.folder} are gone.", hint="Check that disk.")
-            done += got
+            count = os.preadv(self._file.fileno(), [raw[done:]], start + done)
+            if count == 0:
+                raise StorageError(f"activations in {self.folder} are missing.", hint="Check that disk.")
+            done += count
 
     def free(self, start: int, count: int) -> None:
         with self._lock:
@@ -144,7 +144,7 @@ class DiskTensor:
     def __init__(self, pool: DiskPool, tensor: Tensor, count: int) -> None:
         self._pool, self._count, self._start = pool, count, -1
         self._device, self._dtype = tensor.device, tensor.dtype
-        # Dimensions from the outermost in memory inwards: a dense tensor comes back with its own strides.
+        # Dimensions by descending stride, so that a dense tensor keeps its strides.
         strides = tensor.stride()
         self._order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
         dense = tensor.permute(self._order).contiguous()
@@ -172,22 +172,22 @@ def create_pool(memory: MemorySpec) -> ActivationPool | None:
 
 
 def offload(layer: nn.Module, into: ActivationPool, min_bytes: int) -> None:
-    """Have what the layer saves wait in the pool."""
+    """Store the tensors that the layer saves for its backward pass in the pool."""
 
-    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def offloaded(forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             weights = {StorageWeakRef(local(weight).untyped_storage()) for weight in layer.parameters()}
-            away: dict[object, StoredTensor] = {}  # what several operations save goes once
+            stored: dict[object, StoredTensor] = {}  # a tensor that several operations save is stored once
 
             def pack(tensor: Tensor) -> object:
-                storage = StorageWeakRef(tensor.untyped_storage())  # while it is held, no other gets that address
+                storage = StorageWeakRef(tensor.untyped_storage())  # holding it keeps the address from being reused
                 key = (storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version)
-                slot = away.get(key)
+                slot = stored.get(key)
                 if slot is None and storage not in weights and tensor.numel() * tensor.element_size() >= min_bytes:
                     slot = into.put(tensor)
                 if slot is None:
-                    return tensor.detach()  # itself, it could hold the graph that holds it
-                away[key] = slot
+                    return tensor.detach()  # returning the tensor itself could create a reference cycle
+                stored[key] = slot
                 return slot
 
             with saved_tensors_hooks(pack, _unpack):
@@ -195,7 +195,7 @@ def offload(layer: nn.Module, into: ActivationPool, min_bytes: int) -> None:
 
         return wrapped
 
-    wrap(layer, around)
+    wrap(layer, offloaded)
 
 
 def _unpack(packed: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""Apply what the spec says of precision and memory to a model's layers, and refuse what this device would not do."""
+"""Applies the spec's precision and memory options to a model's layers, and rejects unsupported ones."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["apply_memory_options", "check_supported"]
 
 
 def check_supported(spec: TrainSpec, device: torch.device) -> None:
-    """ConfigError for a technique that would fail on the device, or do nothing there."""
+    """Raise ConfigError for an option that fails on the device or has no effect there."""
     if spec.precision == "fp8":
         float8.check_device(device)
     if device.type == "cpu":
         for field in ("activations", "optimizer"):
             if getattr(spec.memory, field) == "cpu":
                 raise ConfigError(
-                    f'memory.{field} "cpu" frees nothing on a CPU: they are there already.',
+                    f'memory.{field} "cpu" frees no memory when training on a CPU.',
                     hint=f'Set memory.{field} to "disk", or to "none".',
                 )
 
 
 def apply_memory_options(part: Transformer, spec: TrainSpec, pool: activation_offload.ActivationPool | None) -> None:
-    """To each layer, after tensor parallelism and before FSDP, whose hooks stay outside of it all."""
+    """Apply the options to each layer, after tensor parallelism and before FSDP, whose hooks stay outermost."""
     if spec.memory.loss_chunk:
         part.loss = functools.partial(loss_sum, chunk=spec.memory.loss_chunk)
     for layer in part.layers.values():
         if spec.precision == "fp8" and float8.convert(layer) == 0:
             raise ConfigError(
-                f'precision "fp8" needs layers whose widths are multiples of {float8.MULTIPLE}; {spec.name} has none.',
-                hint='Train in "bf16", or choose such widths.',
+                f'precision "fp8" needs layer widths that are multiples of {float8.MULTIPLE}; {spec.name} has none.',
+                hint='Set precision "bf16", or change the widths.',
             )
         activation_checkpointing.checkpoint_layer(layer, spec.memory)
         activation_checkpointing.compile_layer(layer, spec.memory)

@@ -1,7 +1,7 @@
-"""Causal attention for training, with a window and a soft-cap where the family has them.
+"""Causal attention for training, with a sliding window and a soft-cap where the family has them.
 
-Plain causal attention is SDPA everywhere, which takes its flash kernel by itself. With a window or a soft-cap it is
-FlexAttention on a GPU, and SDPA with a mask or plain products on a CPU.
+Plain causal attention uses SDPA, which picks its flash kernel. A window or a soft-cap uses FlexAttention on a GPU,
+which compiles it into one kernel but has no backward on a CPU; there it is SDPA with a mask, or plain products.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def attend(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec) 
         q_BHTC,
         k_BKTC,
         v_BKTC,
-        attn_mask=None if same and not windowed else seen(q_BHTC, k_BKTC, spec.window),
+        attn_mask=None if same and not windowed else causal_mask(q_BHTC, k_BKTC, spec.window),
         is_causal=same and not windowed,
         scale=spec.scale,
         enable_gqa=k_BKTC.shape[1] != q_BHTC.shape[1],
     )
 
 
-def seen(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None) -> Tensor:
-    """Which keys each query attends to, as booleans [T, S]."""
+def causal_mask(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None) -> Tensor:
+    """Returns a boolean mask [T, S] of the keys that each query attends to."""
     length, context = q_BHTC.shape[2], k_BKTC.shape[2]
     last_T1 = torch.arange(context - length, context, device=q_BHTC.device)[:, None]
     at_S = torch.arange(context, device=q_BHTC.device)
@@ -49,13 +49,13 @@ def seen(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None) -> Tensor:
 
 
 def _capped(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec) -> Tensor:
-    """Gemma 2: scores go through softcap * tanh(scores / softcap), which SDPA has no place for."""
+    """Attention with Gemma 2's soft-cap, softcap * tanh(scores / softcap), which SDPA does not support."""
     assert spec.softcap is not None
     group = q_BHTC.shape[1] // k_BKTC.shape[1]
     k_BHTC, v_BHTC = k_BKTC.repeat_interleave(group, 1), v_BKTC.repeat_interleave(group, 1)
     scores_BHTS = q_BHTC @ k_BHTC.transpose(-1, -2) * spec.scale
     scores_BHTS = spec.softcap * torch.tanh(scores_BHTS / spec.softcap)
-    scores_BHTS = scores_BHTS.masked_fill(~seen(q_BHTC, k_BKTC, spec.window), float("-inf"))
+    scores_BHTS = scores_BHTS.masked_fill(~causal_mask(q_BHTC, k_BKTC, spec.window), float("-inf"))
     return scores_BHTS.float().softmax(-1).to(q_BHTC.dtype) @ v_BHTC
 
 

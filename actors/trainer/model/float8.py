@@ -1,6 +1,5 @@
-"""Linear layers whose matrix products run in FP8: E4M3 forward, E5M2 for gradients, one scale for each tensor, taken
-from its largest value just before (Micikevicius et al. 2022). Weights, sums and everything else keep their precision.
-"""
+"""Linear layers with FP8 matrix products: E4M3 forward, E5M2 for gradients, one scale per tensor from its current
+largest value (Micikevicius et al. 2022). Weights, sums and everything else keep their precision."""
 
 from __future__ import annotations
 
@@ -14,29 +13,30 @@ from raytide.core.errors import ConfigError
 __all__ = ["check_device", "convert"]
 
 MULTIPLE = 16
-"""Of every side of an FP8 product, the hardware's rule."""
+"""The hardware requires each side of an FP8 product to be a multiple of this."""
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def check_device(device: torch.device) -> None:
-    """ConfigError where FP8 products do not run. A CPU runs them slowly, which is good for tests."""
+    """Raise ConfigError on a GPU without FP8 products. A CPU runs them slowly, for tests."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(
             f'precision "fp8" needs a GPU of compute capability 8.9 (Ada, Hopper) or newer; this is {name}.',
-            hint='Train in "bf16" there.',
+            hint='Set precision "bf16".',
         )
 
 
 def convert(layer: nn.Module) -> int:
-    """Make the layer's linear modules compute in FP8, in place; returns how many. Odd sizes are left as they are."""
+    """Convert the layer's linear modules to FP8 in place; returns their number. Modules of other sizes stay
+    unchanged."""
     fit = [
         module
         for module in layer.modules()
         if type(module) is nn.Linear and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE)
     ]
     for module in fit:
-        setattr(module, "forward", _Forward(module))  # noqa: B010  the parameters keep their names
+        setattr(module, "forward", _Forward(module))  # noqa: B010  parameters keep their names
     return len(fit)
 
 
@@ -72,14 +72,14 @@ class _Product(torch.autograd.Function):
 def _multiply(left: Tensor, left_type: torch.dtype, right: Tensor, right_type: torch.dtype, out: torch.dtype) -> Tensor:
     left_8, left_scale = _quantize(left, left_type)
     right_8, right_scale = _quantize(right, right_type)
-    # The hardware wants rows of the left side and columns of the right side to lie together.
+    # The hardware needs a row-major left side and a column-major right side.
     return torch._scaled_mm(
         left_8.contiguous(), right_8.t().contiguous().t(), scale_a=left_scale, scale_b=right_scale, out_dtype=out
     )
 
 
 def _quantize(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The tensor in FP8, and what to multiply it by to have it back."""
+    """Returns the tensor in FP8 and the scale that restores it."""
     largest = torch.finfo(dtype).max
     scale = value.abs().amax().float().clamp(min=1e-12) / largest
     return (value.float() / scale).clamp(-largest, largest).to(dtype), scale

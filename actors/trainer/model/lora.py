@@ -1,6 +1,6 @@
-"""Low-rank adapters (Hu et al. 2021) on a decoder: put on before it is sharded.
+"""Low-rank adapters (Hu et al. 2021), applied to a model before it is sharded.
 
-The parameters of the model itself stay, under the same names, and learn no more.
+The model's own parameters keep their names and are frozen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LORA_A, LORA_B = "lora_a.weight", "lora_b.weight"
 
 
 class LoraLinear(nn.Linear):
-    """y = x W^T + bias + (x A^T) B^T * scale. Only A and B learn; B starts at zero, so that nothing has changed yet."""
+    """y = x W^T + bias + (x A^T) B^T * scale. Only A and B are trained; B starts at zero."""
 
     def __init__(self, base: nn.Linear, lora: LoraSpec) -> None:
         device = base.weight.device
@@ -37,32 +37,33 @@ class LoraLinear(nn.Linear):
 
 
 def adapt(part: Transformer, finetune: FinetuneSpec | None) -> None:
-    """Freeze a part of the model and give its projections adapters, if the spec says so."""
+    """Freeze the model part and add adapters to its projections, if the spec asks for finetuning."""
     if finetune is None:
         return
     part.requires_grad_(False)
-    here = set(adapted(part.arch, finetune.lora))
+    adapted_paths = set(adapted(part.arch, finetune.lora))
     for name, module in list(part.named_modules()):
-        if name in here:
+        if name in adapted_paths:
             assert isinstance(module, nn.Linear)
             parent, _, leaf = name.rpartition(".")
             setattr(part.get_submodule(parent), leaf, LoraLinear(module, finetune.lora))
 
 
 def adapted(arch: Architecture, lora: LoraSpec) -> list[str]:
-    """The paths of the linears that get an adapter; ConfigError for a target that the model has nowhere."""
+    """Returns the paths of the linear modules that get an adapter. ConfigError for a target that the model does not
+    have."""
     paths = [path for path in _linears(arch) if lora.targets is None or path.rpartition(".")[2] in lora.targets]
     for target in lora.targets or ():
         if not any(path.endswith(f".{target}") for path in paths):
             raise ConfigError(
-                f"the model has no {target} that an adapter can be put on.",
-                hint="Leave finetune.lora.targets out; beside experts only projections of attention get one.",
+                f"the model has no {target} that can have an adapter.",
+                hint="Remove it from finetune.lora.targets; with experts only attention projections get one.",
             )
     return paths
 
 
 def merged(weight: Tensor, a_RI: Tensor, b_OR: Tensor, lora: LoraSpec) -> Tensor:
-    """The weight with which the model alone computes what it did with its adapter."""
+    """Returns the weight with the adapter merged in."""
     return weight + b_OR @ a_RI * (lora.alpha / lora.rank)
 
 
@@ -70,5 +71,5 @@ def _linears(arch: Architecture) -> Iterator[str]:
     ffn = ("gate_proj", "up_proj", "down_proj") if arch.gated_ffn else ("up_proj", "down_proj")
     for index in range(arch.num_layers):
         yield from (f"layers.{index}.attention.{each}_proj" for each in "qkvo")
-        if arch.experts is None:  # among experts PEFT takes a dense layer's for one of theirs
+        if arch.experts is None:  # in a model with experts PEFT would mistake a dense layer's for an expert's
             yield from (f"layers.{index}.ffn.{each}" for each in ffn)

@@ -1,7 +1,7 @@
 """The loss: cross entropy summed over the targets that count; the caller divides by the global count.
 
-Chunked, the logits of all tokens never exist at once: each chunk's gradients are made in the forward pass, where its
-logits are at hand, and only scaled in the backward pass. Gemma's soft-cap is inside.
+The chunked version never holds the logits of all tokens: it computes gradients in the forward pass, while a chunk's
+logits exist, and only scales them in the backward pass. Gemma's soft-cap is included.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["IGNORE", "Micro", "loss_sum"]
 Micro = tuple[Tensor, Tensor]
 """The inputs and targets of a microbatch, [B, T] each."""
 IGNORE = -100
-"""The target of a position that does not count."""
+"""The target of an ignored position."""
 
 
 def loss_sum(
     x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor, softcap: float | None = None, *, chunk: int = 0
 ) -> Tensor:
-    """In fp32, from the last hidden states and the head's weight. `chunk` tokens have logits at once; 0 is all.
+    """Returns the summed loss in fp32. `chunk` tokens have logits at once; 0 means all.
 
-    A head that tensor parallelism divides is never chunked: each rank has its part of the vocabulary's logits only.
+    A head sharded by tensor parallelism is not chunked: each rank has only its part of the vocabulary's logits.
     """
     x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
     if chunk and not isinstance(head_VD, DTensor):
@@ -53,15 +53,15 @@ class _Chunked(torch.autograd.Function):
             total += ((norm - logits.gather(1, at)).squeeze(1) * counts).sum()
             if not (want_x or want_head):
                 continue
-            slope = _slope(logits, norm, at, counts, softcap).to(x.dtype)
+            gradient = _logit_gradient(logits, norm, at, counts, softcap).to(x.dtype)
             del logits
             if grad_x_ND is not None:
-                torch.mm(slope, head_VD, out=grad_x_ND[start : start + chunk])
+                torch.mm(gradient, head_VD, out=grad_x_ND[start : start + chunk])
             if grad_head_VD is not None:
                 if x.dtype == torch.float32:
-                    grad_head_VD.addmm_(slope.t(), x)
+                    grad_head_VD.addmm_(gradient.t(), x)
                 else:
-                    grad_head_VD.add_(slope.t() @ x)
+                    grad_head_VD.add_(gradient.t() @ x)
         ctx.save_for_backward(grad_x_ND, None if grad_head_VD is None else grad_head_VD.to(head_VD.dtype))
         return total
 
@@ -73,13 +73,15 @@ class _Chunked(torch.autograd.Function):
         return grad_x_ND, grad_head_VD, None, None, None
 
 
-def _slope(logits_NV: Tensor, norm_N1: Tensor, at_N1: Tensor, counts_N: Tensor, softcap: float | None) -> Tensor:
-    """Of the summed loss, at each logit before its cap. Overwrites the logits."""
-    bend_NV = None if softcap is None else 1 - (logits_NV / softcap).square()
-    slope_NV = logits_NV.sub_(norm_N1).exp_()
-    slope_NV.scatter_add_(1, at_N1, slope_NV.new_full((1, 1), -1.0).expand(at_N1.shape))
-    slope_NV *= counts_N[:, None]
-    return slope_NV if bend_NV is None else slope_NV.mul_(bend_NV)
+def _logit_gradient(
+    logits_NV: Tensor, norm_N1: Tensor, at_N1: Tensor, counts_N: Tensor, softcap: float | None
+) -> Tensor:
+    """Returns the summed loss's gradient at the logits before the soft-cap. Overwrites the logits."""
+    cap_gradient_NV = None if softcap is None else 1 - (logits_NV / softcap).square()
+    gradient_NV = logits_NV.sub_(norm_N1).exp_()
+    gradient_NV.scatter_add_(1, at_N1, gradient_NV.new_full((1, 1), -1.0).expand(at_N1.shape))
+    gradient_NV *= counts_N[:, None]
+    return gradient_NV if cap_gradient_NV is None else gradient_NV.mul_(cap_gradient_NV)
 
 
 def _cap(logits_NV: Tensor, softcap: float | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run computes in, and the loss scale that keeps fp16's small gradients from vanishing."""
+"""Mixed-precision policy, and the loss scale that keeps fp16's small gradients from vanishing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["GradScaler", "policy"]
 
 FIRST, SMALLEST, LARGEST = 2.0**16, 1.0, 2.0**24
 GROW_AFTER = 2000
-"""Good steps in a row."""
+"""Successful steps in a row before the scale doubles."""
 
 
 def policy(precision: Precision) -> MixedPrecisionPolicy:
-    """Weights and gradient sums stay fp32; the rest is for compute alone. FP8 products take and give bf16."""
+    """Returns FSDP's policy: weights and gradient sums stay fp32, compute uses the precision. FP8 uses bf16 around
+    products."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
     compute = torch.float16 if precision == "fp16" else torch.bfloat16
@@ -28,8 +29,11 @@ def policy(precision: Precision) -> MixedPrecisionPolicy:
 
 
 class GradScaler:
-    """Doubles after many good steps and halves after a bad one, which is then skipped on all ranks: the global
-    gradient norm, that they all have, says which. In any other precision than fp16 it is 1 and stays so."""
+    """Dynamic loss scale for fp16; 1 for other precisions.
+
+    Doubles after many good steps and halves after an overflow. That step is skipped on all ranks alike, since they
+    share the global gradient norm.
+    """
 
     def __init__(self, precision: Precision) -> None:
         self.active = precision == "fp16"
@@ -37,7 +41,7 @@ class GradScaler:
         self.good_steps = 0
 
     def overflowed(self, loss: float, grad_norm: float) -> bool:
-        """Whether this step is one to skip: its gradients were scaled too far, its loss was not."""
+        """Returns whether the step must be skipped: its gradients overflowed, but its loss is finite."""
         return self.active and math.isfinite(loss) and not math.isfinite(grad_norm)
 
     def unscale(self, grads: Sequence[Tensor]) -> None:
@@ -51,11 +55,11 @@ class GradScaler:
                 self.value, self.good_steps = min(self.value * 2, LARGEST), 0
 
     def record_overflow(self, step: int) -> None:
-        """TrainError when there is nothing left to halve."""
+        """Halve the scale. TrainError if it is already the smallest."""
         if self.value <= SMALLEST:
             raise TrainError(
                 f"step {step} overflows in fp16 even with a loss scale of {self.value:g}.",
-                hint='Train in "bf16", or lower optim.lr.',
+                hint='Set precision "bf16", or lower optim.lr.',
             )
         self.value, self.good_steps = self.value / 2, 0
 

@@ -1,7 +1,8 @@
-"""The decoder of every supported family as a differentiable module. What a family is, `Architecture` says.
+"""The trainable decoder of every supported family, configured by `Architecture`.
 
-Parameter names are raytide's own and equal for all families (`layers.3.attention.q_proj.weight`); `hf.py` knows Hugging
-Face's. A pipeline stage is a decoder that lacks some layers and keeps the names of those it has.
+Parameter names are raytide's own and equal for all families (`layers.3.attention.q_proj.weight`);
+`hf/weight_mapping.py` maps them to Hugging Face's. A pipeline stage is a Transformer with some of the layers, under the
+same names.
 
 Shapes: B batch, T time, D model width, H query heads, K key/value heads, C head size, F feed-forward width, V
 vocabulary, N tokens, E experts, X experts of a token.
@@ -27,11 +28,11 @@ __all__ = ["Attend", "Attention", "Loss", "SparseFeedForward", "Transformer", "T
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines [T, R]: the first R numbers of each head are turned."""
+"""Cosines and sines [T, R] that rotate the first R numbers of each head."""
 
 
 class Normalization(nn.Module):
-    """Over the last dimension. `offset` is Gemma's: it multiplies by 1 + weight."""
+    """RMS or layer norm over the last dimension. Gemma multiplies by `offset` + weight with offset 1."""
 
     def __init__(self, size: int, arch: Architecture, *, kind: str | None = None) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Attention(nn.Module):
         self.head_dim = dim
         self.spec = AttentionSpec(layer.attention_scale, layer.window, arch.attention_softcap)
         self.attend: Attend = attend
-        """q_BHTC, k_BKTC, v_BKTC -> out_BHTC. Context parallelism puts its own here."""
+        """q_BHTC, k_BKTC, v_BKTC -> out_BHTC. Context parallelism replaces it."""
         self.q_proj = nn.Linear(width, arch.num_heads * dim, bias=arch.qkv_bias)
         self.k_proj = nn.Linear(width, kv_width, bias=arch.qkv_bias)
         self.v_proj = nn.Linear(width, kv_width, bias=arch.qkv_bias)
@@ -94,13 +95,13 @@ class FeedForward(nn.Module):
 
 
 class SparseFeedForward(nn.Module):
-    """Each token goes to its likeliest experts; their outputs are weighted by the router's probabilities."""
+    """Routes each token to its most top experts and weights their outputs by the router's probabilities."""
 
     def __init__(self, arch: Architecture, experts: Experts) -> None:
         super().__init__()
         self.activation, self.experts = arch.activation, experts
         self.routing: Routing | None = None
-        """Of the last batch, where the router is to be balanced."""
+        """Routing of the last batch, if the router is balanced."""
         count, ffn, width = experts.count, experts.ffn_size, arch.hidden_size
         self.router = nn.Linear(width, count, bias=False)
         self.gate_proj = nn.Parameter(torch.empty(count, ffn, width))
@@ -109,16 +110,16 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, -2)
-        likelihood_NE = self.router(x_ND).float().softmax(-1)
-        likely = likelihood_NE.topk(self.experts.per_token)
+        probabilities_NE = self.router(x_ND).float().softmax(-1)
+        top = probabilities_NE.topk(self.experts.per_token)
         if self.experts.balance:
-            self.routing = Routing(likelihood_NE, likely.indices)
-        weights_NX = likely.values
+            self.routing = Routing(probabilities_NE, top.indices)
+        weights_NX = top.values
         if self.experts.renormalize:
             weights_NX = weights_NX / weights_NX.sum(-1, keepdim=True)
         out_ND = torch.zeros_like(x_ND)
         for expert in range(self.experts.count):
-            rows, slot = (likely.indices == expert).nonzero(as_tuple=True)
+            rows, slot = (top.indices == expert).nonzero(as_tuple=True)
             gate, up, down = self.gate_proj[expert], self.up_proj[expert], self.down_proj[expert]
             x = x_ND[rows]
             hidden = activate(F.linear(x, gate), self.activation) * F.linear(x, up)
@@ -148,10 +149,10 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Ids to logits, or to the summed loss when targets are given. With tied embeddings there is no `head`.
+    """Maps token ids to logits, or to the summed loss if targets are given. With tied embeddings there is no `head`.
 
-    `layers` says which this part has (all when None). The first part embeds ids, the last norms and predicts; a part
-    between takes and gives hidden states.
+    `layers` are the layers of this part (all if None). The first part embeds ids, the last one normalizes and predicts;
+    a part between them maps hidden states to hidden states.
     """
 
     def __init__(self, arch: Architecture, max_len: int, layers: Sequence[int] | None = None) -> None:
@@ -169,14 +170,14 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False) if self.is_last and not arch.tied_embeddings else None
         self.balance = 0.0 if arch.experts is None else arch.experts.balance
         self.at_T: Tensor | None = None
-        """Positions of the tokens that attention sees here; None for all from 0 on. Context parallelism has some."""
+        """Positions of the tokens that attention sees on this rank; None for all from 0."""
         self.loss: Loss = loss_sum
-        """Tensor parallelism puts its own here."""
+        """The loss function. Tensor parallelism replaces it."""
         self._tables: list[Rotation] | None = None
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """`x` is ids [B, T], or hidden states [B, T, D] where another part comes before. Gives the summed loss when
-        there are targets, else logits [B, T, V], or hidden states [B, T, D] where another part comes after."""
+        """`x` is ids [B, T], or hidden states [B, T, D] after the first part. Returns the summed loss if there are
+        targets, otherwise logits [B, T, V], or hidden states [B, T, D] before the last part."""
         token_positions_T = torch.arange(x.shape[1], device=x.device) if self.at_T is None else self.at_T
         x_BTD = self._embed(x, token_positions_T) if self.is_first else x
         rotations = self._rotations(token_positions_T, x_BTD)
@@ -196,13 +197,13 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D], of the last part."""
+        """The output embedding [V, D] of the last part."""
         head = self.embedding if self.head is None else self.head
         assert head is not None
         return head.weight
 
     def _routings(self) -> list[Routing]:
-        """Of the layers just run. Taken, so that no graph is kept beyond its step."""
+        """Return and clear the layers' routings, so that no graph outlives its step."""
         found = []
         for layer in self.layers.values():
             ffn = layer.ffn
@@ -215,7 +216,9 @@ class Transformer(nn.Module):
         assert self.embedding is not None
         x_BTD: Tensor = self.embedding(ids_BT)
         if self.arch.embedding_scale != 1.0:
-            x_BTD = x_BTD * torch.tensor(self.arch.embedding_scale, dtype=x_BTD.dtype)  # rounded, as Gemma does
+            x_BTD = x_BTD * torch.tensor(
+                self.arch.embedding_scale, dtype=x_BTD.dtype
+            )  # rounded to the dtype, as Gemma does
         if self.positions is not None:
             x_BTD = x_BTD + self.positions(at_T)
         return x_BTD
@@ -230,12 +233,13 @@ class Transformer(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn pairs (i, i + R/2) of the first R numbers, Hugging Face's layout; the sines' first half is negated."""
+    """Rotate pairs (i, i + R/2) of the first R numbers, in Hugging Face's layout; the first half of the sines is
+    negated."""
     cos_TR, sin_TR = rotation
-    turned, rest = x[..., : cos_TR.shape[-1]], x[..., cos_TR.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos_TR + torch.cat((second, first), dim=-1) * sin_TR
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    rotated, rest = x[..., : cos_TR.shape[-1]], x[..., cos_TR.shape[-1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos_TR + torch.cat((second, first), dim=-1) * sin_TR
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def activate(x: Tensor, kind: Activation) -> Tensor:

@@ -1,1 +1,1 @@
-"""Optimizers, their states, the learning rate and the guard against anomalies."""
+"""Optimizers, their state, the learning rate and the anomaly guard."""

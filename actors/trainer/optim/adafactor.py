@@ -1,6 +1,7 @@
-"""Adafactor (Shazeer and Stern 2018): of a matrix's second moment, only a row and a column of means are kept.
+"""Adafactor (Shazeer and Stern 2018): keeps only row and column means of a matrix's second moment.
 
-The rate of a parameter is relative to its size. Same arithmetic as torch.optim.Adafactor, which fails on a DTensor.
+A parameter's learning rate is relative to its size. Same arithmetic as torch.optim.Adafactor, which does not support
+DTensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["Adafactor"]
 ROW, COLUMN, SECOND = "row", "column", "exp_avg_sq"
 DECAY = -0.8
 MIN_SCALE = 1e-3
-"""Of a parameter's root mean square, so that one which starts at zero can move."""
+"""Lower bound of a parameter's root mean square, so that one that starts at zero can change."""
 EPS = torch.finfo(torch.float32).eps
 
 

@@ -1,4 +1,4 @@
-"""AdamW by torch's own kernels, on this rank's parts: one fused or multi-tensor call for all of a group."""
+"""AdamW with torch's kernels on this rank's shards: one fused or multi-tensor call per group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST, SECOND = "exp_avg", "exp_avg_sq"
 
 class AdamW(Optimizer):
     def first_state(self, parameter: nn.Parameter) -> State:
-        step = first_step(local(parameter).device)  # where the fused kernel counts it
+        step = first_step(local(parameter).device)  # the fused kernel needs it on the device
         return {STEP: step, FIRST: zeros(parameter), SECOND: zeros(parameter)}
 
     def step_group(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""AdamW whose moments take a byte per weight each (Dettmers et al. 2021): blocks scaled by their largest value, coded
-by a table that is fine near zero.
+"""AdamW with one byte per moment (Dettmers et al. 2021): blocks scaled by their largest value, coded with a table that
+is fine near zero.
 
-Blocks run along a row and never past its end, so a row-wise shard has the very blocks of the whole. Small tensors and
-vectors keep fp32. To dequantise and quantise again changes nothing: a resume is exact.
+Blocks lie within rows, so a row-wise shard has the same blocks as the whole. Small tensors and vectors keep fp32.
+Dequantizing and quantizing again changes nothing, so a resume is exact.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["AdamW8bit", "dequantize", "quantize"]
 
 BLOCK = 256
 MIN_SIZE = 4096
-"""Weights of the whole tensor; below, two bytes are not worth their error."""
+"""Smallest tensor, in weights, that is quantized; below, the saving is not worth the error."""
 SMALLEST = 1e-30
-"""A block whose largest value is below it is zero, since fp32 could not hold its codes times its scale."""
+"""Blocks with a smaller largest value become zero, since fp32 could not hold their codes times their scale."""
 SCALE = "_scale"
 
 
@@ -38,7 +38,7 @@ class AdamW8bit(AdamW):
         return state
 
     def step_group(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        Optimizer.step_group(self, parameters, group)  # one by one: only one parameter's moments are ever fp32
+        Optimizer.step_group(self, parameters, group)  # one by one, so that only one parameter's moments are in fp32
 
     def update(self, parameter: nn.Parameter, grad: Tensor, state: State, group: dict[str, Any]) -> None:
         wide = _wide(state)
@@ -62,7 +62,7 @@ class AdamW8bit(AdamW):
 
 
 def quantize(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """The codes [..., D] in uint8, and a scale [..., ceil(D / BLOCK)] for each block."""
+    """Returns the codes [..., D] in uint8 and a scale [..., ceil(D / BLOCK)] for each block."""
     blocks = _blocks(value.float())
     scales = blocks.abs().amax(-1) if blocks.numel() else blocks.new_zeros(blocks.shape[:-1])
     scales = torch.where(scales < SMALLEST, 0.0, scales)
@@ -88,7 +88,7 @@ def _wide(state: State) -> State:
 
 
 def _blocks(value: Tensor) -> Tensor:
-    """[..., D] as [..., blocks, block], the last one filled up with zeros."""
+    """Returns [..., D] as [..., blocks, block], the last block padded with zeros."""
     size = min(BLOCK, value.shape[-1])
     fill = -value.shape[-1] % size
     full = nn.functional.pad(value, (0, fill)) if fill else value
@@ -97,8 +97,8 @@ def _blocks(value: Tensor) -> Tensor:
 
 @cache
 def _table(signed: bool, device: torch.device) -> Tensor:
-    """The 256 values of the dynamic tree: seven decades, each with twice as many steps as the one below it. The ends
-    are exactly 1 (and -1), so that a block's largest value comes back unchanged."""
+    """Returns the 256 values of the dynamic tree: seven decades, each with twice as many steps as the one below. The
+    ends are exactly 1 (and -1), so that a block's largest value is preserved."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)

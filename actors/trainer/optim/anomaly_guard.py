@@ -1,6 +1,6 @@
-"""Whether a batch may be learned from: pure policy over the loss and gradient norm that all ranks see alike.
+"""Decides whether a batch is applied, from the loss and gradient norm that all ranks share.
 
-Its state is a small tensor of fixed shape in the checkpoint, so a resumed run judges as the whole one would have.
+Its state is a small tensor of fixed shape in the checkpoint, so a resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HISTORY = 128
-"""Losses in the saved state, whatever the window: a resume may change the spec."""
+"""Losses in the saved state, independent of the window, since a resume may change the spec."""
 _SIGMA = 1.4826
 
 
@@ -37,13 +37,13 @@ class AnomalyGuard:
     def __init__(self, spec: GuardSpec) -> None:
         self.spec = spec
         self.skipped = 0
-        """Steps of this run that were not applied: the learning rate's schedule is so far behind the data."""
+        """Steps that were not applied; the learning rate schedule lags behind the data by this number."""
         self._in_row = 0
         self._losses: deque[float] = deque(maxlen=HISTORY)
 
     def judge(self, loss: float, grad_norm: float) -> GuardVerdict:
-        """The verdict on one batch; it counts as given."""
-        why, policy = self._objection(loss, grad_norm)
+        """Returns the verdict on one batch and records it."""
+        why, policy = self._find_anomaly(loss, grad_norm)
         if policy == "ignore":
             self._in_row = 0
             self._losses.append(loss)
@@ -56,14 +56,15 @@ class AnomalyGuard:
         return GuardVerdict("stopped", why + again)
 
     def record_skip(self) -> None:
-        """A batch is used up and nothing was learned from it: the schedule of the learning rate stands still.
+        """Count a batch that was not applied: the learning rate schedule does not advance.
 
-        Also for a loss scaler's own skips, which are no anomaly and do not count towards max_skips.
+        Also called for skips of the loss scale, which do not count towards max_skips.
         """
         self.skipped += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """`judged`: [2 + HISTORY] in fp64: skipped, skipped in a row, then the losses, oldest first, else NaN."""
+        """Returns `judged`, [2 + HISTORY] in fp64: skips, consecutive skips, then the losses, oldest first, padded with
+        NaN."""
         import torch
 
         empty = [math.nan] * (HISTORY - len(self._losses))
@@ -75,7 +76,7 @@ class AnomalyGuard:
         self.skipped, self._in_row = int(skipped), int(in_row)
         self._losses = deque((loss for loss in losses if not math.isnan(loss)), maxlen=HISTORY)
 
-    def _objection(self, loss: float, grad_norm: float) -> tuple[str, Literal["skip", "stop", "ignore"]]:
+    def _find_anomaly(self, loss: float, grad_norm: float) -> tuple[str, Literal["skip", "stop", "ignore"]]:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return f"loss {loss} and gradient norm {grad_norm} are not both finite", self.spec.nan
         if self.spec.spike == "ignore" or len(self._losses) < self.spec.window:
@@ -90,9 +91,9 @@ class AnomalyGuard:
 
 
 def stopped_error(name: str, result: StepResult) -> TrainError:
-    """What ends the run at a batch that was not applied."""
+    """Returns the error that ends the run at a batch that was not applied."""
     return TrainError(
         f"step {result.step} of {name} was not applied: {result.why}.",
         hint="Lower optim.lr, lengthen the warm-up or train in fp32; guard.nan and guard.spike may skip such a batch. "
-        "events.jsonl has its sample ids; the last checkpoint is whole.",
+        "events.jsonl has its sample ids; the last checkpoint is intact.",
     )

@@ -1,7 +1,7 @@
-"""What the optimisers share: groups, a state that exists from the start, and its form in a checkpoint.
+"""The base of the optimizers: parameter groups, state that exists before the first step, and its form in checkpoints.
 
-State is kept as plain tensors, one rank's part each. A checkpoint gets it in full precision with the parameter's own
-layout, so that any layout loads any other's, and any home of the state any other's.
+State is kept as plain tensors of this rank's shards. Checkpoints store it in full precision with the parameter's
+layout, so any layout and any storage loads any other's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEP = "step"
 
 
 class Optimizer(ABC):
-    """`param_groups` hold `params`, `lr` and `weight_decay`, as torch's do. Every rank calls every method."""
+    """`param_groups` hold `params`, `lr` and `weight_decay`, as in torch. Every rank calls every method."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: StateStorage) -> None:
         self.spec, self.storage = spec, home
@@ -82,15 +82,15 @@ class Optimizer(ABC):
                 self.from_full_precision(state, key, local(tensors[f"{self.names[parameter]}.{key}"]))
 
     def placed(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
-        """This rank's `value` as a tensor that knows its place in the whole."""
+        """Returns this rank's `value` as a DTensor with the parameter's placement."""
         return value if key == STEP else like(value, parameter)
 
     def checkpoint_keys(self, state: State) -> list[str]:
-        """What of the state a checkpoint keeps."""
+        """Returns the keys of the state that checkpoints store."""
         return list(state)
 
     def to_full_precision(self, parameter: nn.Parameter, state: State) -> State:
-        """The state in full precision, on the device."""
+        """Returns the state in full precision, on the device."""
         return self.storage.load(state, local(parameter).device)
 
     def from_full_precision(self, state: State, key: str, value: Tensor) -> None:
@@ -100,7 +100,7 @@ class Optimizer(ABC):
 
 
 def grad_of(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the gradient."""
+    """Returns this rank's shard of the gradient."""
     assert parameter.grad is not None
     return local(parameter.grad)
 

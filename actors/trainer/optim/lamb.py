@@ -1,6 +1,6 @@
-"""LAMB (You et al. 2020): AdamW's change of each parameter, scaled to the parameter's own norm. For very large batches.
+"""LAMB (You et al. 2020) for very large batches: AdamW's update of each parameter, scaled by the parameter's norm.
 
-The norms are of the whole parameter, over all the ranks that share it.
+Norms are those of the whole parameter, over all ranks that share it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Lamb(Optimizer):
         first = state[FIRST].lerp_(grad, 1 - beta1) / (1 - beta1**step)
         second = state[SECOND].mul_(beta2).addcmul_(grad, grad, value=1 - beta2) / (1 - beta2**step)
         change = first / (second.sqrt_() + self.spec.eps) + group["weight_decay"] * weight
-        ours, theirs = square_sum(weight, parameter).sqrt(), square_sum(change, parameter).sqrt()
-        trust = torch.where((ours > 0) & (theirs > 0), ours / theirs, torch.ones_like(ours))
+        weight_norm, change_norm = square_sum(weight, parameter).sqrt(), square_sum(change, parameter).sqrt()
+        trust = torch.where(
+            (weight_norm > 0) & (change_norm > 0), weight_norm / change_norm, torch.ones_like(weight_norm)
+        )
         weight.sub_(change * (group["lr"] * trust))

@@ -1,4 +1,4 @@
-"""The learning rate: a function of the step, and so without state."""
+"""The learning rate as a stateless function of the step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["lr_at"]
 
 
 def lr_at(step: int, steps: int, spec: OptimSpec) -> float:
-    """The rate of the step with this number, counted from 0, of a run of `steps`."""
+    """Returns the rate of a step, counted from 0, in a run of `steps`."""
     if step < spec.warmup_steps:
         return spec.lr * (step + 1) / spec.warmup_steps
     floor = spec.lr * spec.min_lr_ratio

@@ -1,8 +1,8 @@
-"""Muon (Jordan et al. 2024) for the hidden matrices, AdamW for everything else.
+"""Muon (Jordan et al. 2024) for hidden matrices, AdamW for everything else.
 
-A matrix's momentum is orthogonalised as a whole: the ranks that share it gather it, one of them computes and the
-others get the result, and they take turns, so that N ranks work on N matrices at a time. The scale is Moonshot's, with
-which AdamW's own rate and decay hold (Liu et al. 2025).
+A matrix's momentum is orthogonalized as a whole: the ranks that share it gather it, one of them computes and broadcasts
+the result. They take turns, so N ranks work on N matrices at a time. Updates are scaled as in Moonlight, so AdamW's
+learning rate and decay apply (Liu et al. 2025).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Muon(AdamW):
                 self._round(together[first : first + ranks], group)
 
     def _round(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """One matrix for each rank: gather all, orthogonalise one's own, hand it to the others, apply."""
+        """Update one matrix per rank: gather all, orthogonalize this rank's, exchange the results, apply."""
         me, mine = _place(parameters[0]), None
         for index, parameter in enumerate(parameters):
             full = whole(self._momentum(parameter), parameter)
@@ -63,27 +63,28 @@ class Muon(AdamW):
             weight = local(parameter)
             if result is None:
                 result = torch.empty(parameter.shape, dtype=torch.bfloat16, device=weight.device)
-            _from(result, index, parameter)
+            _broadcast(result, index, parameter)
             weight.mul_(1 - group["lr"] * group["weight_decay"])
             scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
             weight.add_(part(result, parameter), alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: nn.Parameter) -> Tensor:
-        """Nesterov's: what the next step would see."""
-        grad, kept = grad_of(parameter), self.state[parameter]
-        state = self.storage.load(kept, grad.device)
+        """Update and return the Nesterov momentum."""
+        grad, stored = grad_of(parameter), self.state[parameter]
+        state = self.storage.load(stored, grad.device)
         momentum = state[MOMENTUM].lerp_(grad, 1 - self.spec.momentum)
-        self.storage.write_back(kept, state)
+        self.storage.write_back(stored, state)
         return grad.lerp(momentum, self.spec.momentum)
 
 
 def is_hidden(name: str, parameter: Tensor) -> bool:
-    """Whether it is a matrix (or a stack of them, for experts) inside a layer: no embedding, no head."""
+    """Returns whether the parameter is a matrix (or a stack of them, for experts) inside a layer: no embedding, no
+    head."""
     return parameter.ndim >= 2 and ".layers." in f".{name}"
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Its nearest semi-orthogonal matrix, nearly, in bf16: five steps of a quintic Newton-Schulz iteration."""
+    """Returns nearly the closest semi-orthogonal matrix, in bf16: five steps of a quintic Newton-Schulz iteration."""
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -97,7 +98,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those shared by the same ranks together."""
+    """Group parameters by the ranks that share them."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         key = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -106,7 +107,7 @@ def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def _place(parameter: Tensor) -> int:
-    """This rank's number among those that share the parameter."""
+    """Returns this rank's index among those that share the parameter."""
     if not isinstance(parameter, DTensor):
         return 0
     coordinate, place = parameter.device_mesh.get_coordinate(), 0
@@ -116,8 +117,8 @@ def _place(parameter: Tensor) -> int:
     return place
 
 
-def _from(result: Tensor, place: int, parameter: Tensor) -> None:
-    """Give all ranks that share the parameter the result of the one at `place`, one mesh axis after the other."""
+def _broadcast(result: Tensor, place: int, parameter: Tensor) -> None:
+    """Broadcast the result of the rank at index `place` to all that share the parameter, one mesh axis at a time."""
     if not isinstance(parameter, DTensor):
         return
     mesh = parameter.device_mesh

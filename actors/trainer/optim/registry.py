@@ -1,4 +1,4 @@
-"""Build the optimiser of a run. Each is one object over all parameters, whatever their layout."""
+"""Builds a run's optimizer: one object over all parameters, in any layout."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 
 def build(parameters: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec, memory: MemorySpec) -> Optimizer:
-    """The optimiser of these named parameters, with its state in place already; frozen ones are left out."""
-    learning = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    return OPTIMIZERS[spec.name](learning, spec, create_storage(memory.optimizer, memory.scratch))
+    """Returns the optimizer of these named parameters, with initialized state; frozen ones are left out."""
+    trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    return OPTIMIZERS[spec.name](trainable, spec, create_storage(memory.optimizer, memory.scratch))

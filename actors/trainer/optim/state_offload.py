@@ -1,6 +1,6 @@
-"""Where the optimiser's state lives: on the device, in host memory, or in a file that is mapped into memory.
+"""Stores optimizer state on the device, in host memory, or in a memory-mapped file.
 
-Away from the device, a parameter's state visits it for the update alone, one parameter at a time.
+Offloaded state is loaded for the update only, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ State = dict[str, Tensor]
 
 class StateStorage(Protocol):
     is_resident: bool
-    """Whether the state is on the device already, so that all parameters can be updated at once."""
+    """Whether the state stays on the device, so that all parameters can be updated at once."""
 
     def store(self, state: State) -> State:
-        """Take a parameter's first state in; returns what stands for it from now on."""
+        """Store a parameter's initial state; returns the stored tensors."""
 
     def load(self, state: State, device: torch.device) -> State:
-        """The state on `device`."""
+        """Returns the state on `device`."""
 
     def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
-        """Take the changed values back."""
+        """Store changed values."""
 
 
 class DeviceStorage:
-    """On the device: nothing moves."""
+    """Keeps the state on the device."""
 
     is_resident = True
 
@@ -54,7 +54,7 @@ class DeviceStorage:
 
 
 class HostStorage:
-    """In host memory, pinned where there is an accelerator."""
+    """Keeps the state in host memory, pinned if there is a GPU."""
 
     is_resident = False
 
@@ -74,7 +74,7 @@ class HostStorage:
 
 
 class DiskStorage:
-    """In one file without a name, so that nothing is left of it however the process ends."""
+    """Keeps the state in one unlinked file, so that nothing is left however the process ends."""
 
     is_resident = False
 
@@ -97,7 +97,7 @@ class DiskStorage:
 
     def _map(self, value: Tensor) -> Tensor:
         count = value.numel() * value.element_size()
-        if count < mmap.ALLOCATIONGRANULARITY:  # a page for it would be more than it is
+        if count < mmap.ALLOCATIONGRANULARITY:  # smaller than a page
             return value
         start, self._size = (
             self._size,
@@ -106,10 +106,10 @@ class DiskStorage:
         try:
             os.posix_fallocate(self._file.fileno(), start, self._size - start)
         except OSError as error:
-            size = f"{self._size >> 20} MiB of optimiser state"
+            size = f"{self._size >> 20} MiB of optimizer state"
             raise StorageError(
                 f"cannot keep {size} in {self._folder}: {os.strerror(error.errno or errno.EIO)}.",
-                hint="Point memory.scratch at a larger disk, or make room there.",
+                hint="Point memory.scratch at a larger disk, or free space there.",
             ) from error
         mapped = mmap.mmap(self._file.fileno(), count, offset=start)
         tensor = torch.frombuffer(mapped, dtype=value.dtype).view(value.shape)

@@ -1,7 +1,7 @@
-"""Context parallelism: each rank has some of every sequence. Attention gathers the keys and values of all.
+"""Context parallelism: each rank has part of every sequence, and attention gathers the keys and values of all.
 
-Of 2C equal pieces of a sequence rank c has pieces c and 2C-1-c, so that under a causal mask all ranks have equally much
-to do. Torch's own context parallelism runs on CUDA only; this runs anywhere, with windows and soft-caps too.
+A sequence is cut into 2C pieces, and rank c has pieces c and 2C-1-c, which balances a causal mask's work. Torch's own
+context parallelism runs on CUDA only; this one runs anywhere, also with windows and soft-caps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["divide", "positions", "shard_sequence"]
 
 
 def divide(part: Transformer, group: ProcessGroup, length: int) -> None:
-    """Let `part` work on this rank's piece of sequences of `length` tokens."""
+    """Make `part` compute this rank's part of sequences of `length` tokens."""
     if group.context is None:
         return
     part.at_T = positions(group.context_rank, group.sizes.context, length).to(group.device)
@@ -31,14 +31,14 @@ def divide(part: Transformer, group: ProcessGroup, length: int) -> None:
 
 
 def shard_sequence(x_BT: Tensor, group: ProcessGroup) -> Tensor:
-    """The columns that this rank has of a whole batch."""
+    """Returns this rank's columns of a whole batch."""
     if group.context is None:
         return x_BT
     return x_BT[:, positions(group.context_rank, group.sizes.context, x_BT.shape[1]).to(x_BT.device)]
 
 
 def positions(rank: int, ranks: int, length: int) -> Tensor:
-    """Which tokens of a sequence a rank has, ascending."""
+    """Returns the positions of a rank's tokens, ascending."""
     by_piece = torch.arange(length).view(2 * ranks, -1)
     return by_piece[[rank, 2 * ranks - 1 - rank]].flatten()
 
@@ -53,7 +53,7 @@ def _attend(
     group: dist.ProcessGroup,
     attend: Attend,
 ) -> Tensor:
-    """Each of the two pieces of queries sees the keys up to its own end: `attend` takes queries for the last ones."""
+    """Run attention for each of the two query pieces over the keys up to its own end."""
     ranks, piece = dist.get_world_size(group), q_BHTC.shape[2] // 2
     both = gather(torch.stack((k_BKTC, v_BKTC)), 3, group)
     k_BKSC, v_BKSC = _ordered(both, ranks).unbind()
@@ -65,7 +65,7 @@ def _attend(
 
 
 def _ordered(gathered_xBKSC: Tensor, ranks: int) -> Tensor:
-    """From the ranks' order to that of the sequence: pieces lie as 0, 2C-1, 1, 2C-2, ..."""
+    """Reorder pieces from rank order (0, 2C-1, 1, 2C-2, ...) to sequence order."""
     pieces_xBKPTC: Tensor = gathered_xBKSC.unflatten(3, (2 * ranks, -1))
     order = [2 * index if index < ranks else 2 * (2 * ranks - 1 - index) + 1 for index in range(2 * ranks)]
     return pieces_xBKPTC[:, :, :, order].flatten(3, 4)

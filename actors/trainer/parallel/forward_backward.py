@@ -1,4 +1,4 @@
-"""Forward and backward of a step's microbatches: in one part, or in the stages of a pipeline."""
+"""Runs forward and backward of a step's microbatches, in one stage or in a pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ForwardBackward", "build"]
 
 class ForwardBackward(Protocol):
     def accumulate(self, micros: list[Micro], factor: float) -> float:
-        """Leave the gradients of `factor` times the summed loss; returns this rank's share of that sum, unscaled."""
+        """Accumulate gradients of `factor` times the summed loss. Returns this rank's share of that sum, unscaled."""
 
 
 def build(spec: TrainSpec, parts: list[Transformer], group: ProcessGroup) -> ForwardBackward:
@@ -31,7 +31,7 @@ def build(spec: TrainSpec, parts: list[Transformer], group: ProcessGroup) -> For
 
 
 class SingleStage:
-    """All layers on this rank."""
+    """All layers on this rank, without a pipeline."""
 
     def __init__(self, layout: Parallelism, part: Transformer, group: ProcessGroup) -> None:
         self.layout, self.part, self.group = layout, part, group
@@ -43,7 +43,7 @@ class SingleStage:
             last = index == len(micros) - 1
             sharded.set_is_last_backward(last)
             sharded.set_requires_gradient_sync(last or self.layout.zero >= 2)
-            sharded.set_requires_all_reduce(last)  # among the copies: once a step is enough
+            sharded.set_requires_all_reduce(last)  # across replicas, once per step
             sharded.set_reshard_after_backward(last or self.layout.zero == 3)
             loss = self.part(
                 context_parallel.shard_sequence(inputs_BT, self.group),

@@ -1,4 +1,4 @@
-"""The gradient of the whole model as one vector: its norm over all ranks, whatever each holds of it, and its scale."""
+"""The norm and clipping of the whole model's gradient, whatever part of it each rank holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["clip", "counted", "square_sum"]
 
 
 def square_sum(parts: Sequence[Transformer]) -> float:
-    """This rank's share of the squared norm: its sum over all ranks counts every number of the model once."""
+    """Returns this rank's share of the squared norm. The sum over all ranks counts every element once."""
     weights = [weight for weight in counted(parts) if weight.grad is not None]
     if not weights:
         return 0.0
@@ -25,7 +25,7 @@ def square_sum(parts: Sequence[Transformer]) -> float:
 
 
 def clip(parts: Sequence[Transformer], norm: float, limit: float) -> None:
-    """Scale the gradients so that their global norm, which is `norm`, is at most `limit`."""
+    """Scale the gradients so that their global norm, given as `norm`, is at most `limit`."""
     coefficient = limit / (norm + 1e-6)
     if coefficient < 1.0:
         grads = [_local(weight.grad) for part in parts for weight in part.parameters() if weight.grad is not None]
@@ -33,7 +33,7 @@ def clip(parts: Sequence[Transformer], norm: float, limit: float) -> None:
 
 
 def counted(parts: Sequence[Transformer]) -> Iterator[nn.Parameter]:
-    """All parameters but the last stage's copy of a tied embedding."""
+    """Yields all parameters except the last stage's copy of a tied embedding."""
     for part in parts:
         copied = part.arch.tied_embeddings and part.is_last and not part.is_first
         for name, weight in part.named_parameters():
@@ -47,7 +47,7 @@ def _local(gradient: Tensor | None) -> Tensor:
 
 
 def _copies(weight: nn.Parameter) -> int:
-    """How many ranks hold the same numbers of a parameter."""
+    """Returns how many ranks hold the same elements of a parameter."""
     if not isinstance(weight, DTensor):
         return 1
     placed = zip(weight.device_mesh.shape, weight.placements, strict=True)

@@ -1,8 +1,8 @@
-"""What replicas tell each other about their gradients, in fewer bytes than fp32: bf16, int8, or a low rank (PowerSGD).
+"""Compresses the gradient exchange between replicas: bf16, int8, or low rank (PowerSGD).
 
-Called once a step with the gradients that FSDP has already reduced over its own ranks. The lossy ones keep what they
-left out and add it to the next step's gradient (error feedback); that is each rank's own, goes with the checkpoints,
-and starts at zero where a layout has none.
+Called once per step with the gradients that FSDP has reduced over its own ranks. The lossy methods add what they left
+out to the next step's gradient (error feedback). That error is per rank, is saved in checkpoints, and starts at zero in
+a new layout.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from raytide.core.specs.train import MemorySpec
 __all__ = ["CompressedAllReduce", "create_all_reduce"]
 
 BUCKET = 1 << 24
-"""Numbers in one exchange."""
+"""Elements in one exchange."""
 BLOCK = 256
-"""Numbers with one scale in int8."""
+"""Elements that share one int8 scale."""
 
 Named = Sequence[tuple[str, Tensor]]
 
 
 class CompressedAllReduce(Protocol):
     sent_bytes: int
-    """By this rank so far."""
+    """Bytes sent by this rank so far."""
 
     def __call__(self, grads: Named) -> None:
-        """Replace each gradient by its mean over the replicas, or what is close to it; equal on all of them."""
+        """Replace each gradient by its approximate mean over the replicas, equal on all of them."""
 
     def reset_errors(self) -> None:
-        """Start over: the last step was not applied, so what it left out may not be a number."""
+        """Reset the error feedback: the last step was not applied, and its error may not be finite."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what `state_dict` gave and a checkpoint has filled."""
+        """Continue with the `state_dict` that a checkpoint has filled."""
 
 
 class Bf16:
@@ -65,7 +65,8 @@ class Bf16:
 
 
 class Int8:
-    """Each replica averages one part of the bucket: the parts travel to it in int8, and their mean back in int8."""
+    """Each replica averages one part of the bucket: parts are sent to it in int8, and it sends the mean back in
+    int8."""
 
     def __init__(self, group: dist.ProcessGroup, weights: Named) -> None:
         self.group, self.sent_bytes = group, 0
@@ -112,8 +113,8 @@ class Int8:
 
 
 class PowerSgd:
-    """A layer's matrix travels as two thin ones (Vogels et al. 2019). What is too small to gain goes as it is, and so
-    do embedding and head: each token has a direction of its own there, which no low rank holds."""
+    """Sends a layer's matrix as two thin ones (Vogels et al. 2019). Small tensors are sent unchanged, and so are
+    embedding and head, whose gradients have no low rank."""
 
     def __init__(self, group: dist.ProcessGroup, weights: Named, rank: int) -> None:
         self.group, self.rank, self.sent_bytes = group, rank, 0
@@ -155,7 +156,7 @@ class PowerSgd:
         return 2 * self.rank * (rows + columns) < rows * columns and min(rows, columns) > self.rank
 
     def _start(self, name: str, matrix: Tensor) -> Tensor:
-        """A random right side, the same on all replicas."""
+        """Returns a random right factor, the same on all replicas."""
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         drawn = torch.randn(matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(seed))
         return drawn.to(matrix.device)
@@ -168,7 +169,8 @@ class PowerSgd:
 
 
 def create_all_reduce(memory: MemorySpec, group: dist.ProcessGroup, weights: Named) -> CompressedAllReduce | None:
-    """Over the replicas, in the way that the spec says. `weights`: this rank's part of what is trained."""
+    """Returns the all-reduce over the replicas that the spec asks for; None without compression. `weights` are this
+    rank's shards of the trainable weights."""
     if memory.compression == "none":
         return None
     if memory.compression == "bf16":
@@ -177,7 +179,7 @@ def create_all_reduce(memory: MemorySpec, group: dist.ProcessGroup, weights: Nam
 
 
 def _buckets(grads: Named) -> Iterator[list[tuple[str, Tensor]]]:
-    """In order, each of about BUCKET numbers."""
+    """Yields the gradients in order, in buckets of about BUCKET elements."""
     bucket: list[tuple[str, Tensor]] = []
     for named in grads:
         if bucket and sum(grad.numel() for _, grad in bucket) + named[1].numel() > BUCKET:
@@ -196,7 +198,7 @@ def _scatter(flat: Tensor, into: Named) -> None:
 
 
 def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> int:
-    """Sum in place; returns the bytes that each rank of a ring sends for it."""
+    """All-reduce in place. Returns the bytes that each rank of a ring sends."""
     dist.all_reduce(flat, group=group)
     return 2 * (group.size() - 1) * _bytes(flat) // group.size()
 

@@ -1,7 +1,7 @@
-"""How many sequences a rank computes at once, and what happens when that was too many.
+"""Recovers from running out of memory by halving the microbatch; the global batch stays the same.
 
-Alone, the loop halves and does the step again: nothing of it was applied. In a gang the others wait in a collective by
-then, so the error goes up, the generation ends, and the next one forms with half. The global batch stays as it is.
+A single process repeats the step, since nothing of it was applied. In a gang other ranks are waiting in a collective,
+so the error ends the generation and the next one uses the smaller microbatch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["is_out_of_memory", "offload_state", "restore_state"]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of a device, or of the host: torch has a class for the first alone."""
+    """Returns whether the error is running out of device or host memory; torch has a class for the device only."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def offload_state(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
-    """This rank's weights and optimiser state, in host memory, once the device's caches are given back."""
+    """Returns this rank's weights and optimizer state in host memory, and empties the device's caches."""
     live = _live(parts, optimizer.tensors())
     saved = {name: local(tensor).detach().cpu().clone() for name, tensor in live.items()}
     del live
-    gc.collect()  # the broken step's graph
+    gc.collect()  # the failed step's graph
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return saved
@@ -36,7 +36,7 @@ def offload_state(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str,
 
 @torch.no_grad()
 def restore_state(parts: Sequence[nn.Module], optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
-    """What `take_out` gave, into a model of the same layout."""
+    """Load what `offload_state` returned into a model of the same layout."""
     tensors = optimizer.tensors()
     for name, tensor in _live(parts, tensors).items():
         local(tensor).copy_(saved[name])

@@ -1,4 +1,5 @@
-"""Put a model on a gang: divide it over tensor and pipeline ranks, shard it with FSDP2, give it its first weights."""
+"""Builds a model on a gang: applies tensor, context and pipeline parallelism, shards with FSDP2 and loads initial
+weights."""
 
 from __future__ import annotations
 
@@ -21,8 +22,10 @@ __all__ = ["build_model_parts", "shard"]
 def build_model_parts(
     spec: TrainSpec, origin: ModelSource, group: ProcessGroup, pool: ActivationPool | None = None
 ) -> list[Transformer]:
-    """The parts of the model of `spec` that this rank has, with their first weights: one, or its pipeline stages.
-    `pool` takes the activations that are offloaded."""
+    """Returns this rank's parts of the model with their initial weights: one, or its pipeline stages.
+
+    `pool` stores offloaded activations.
+    """
     parts = []
     for stage in spec.layout.stages_of(group.pipeline_rank):
         with torch.device("meta"):
@@ -40,11 +43,11 @@ def build_model_parts(
 
 
 def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
-    """One FSDP unit for each layer and one for the rest."""
+    """Shard with FSDP: one unit for each layer and one for the rest."""
     policy = precision.policy(spec.precision)
-    # Replicas that compress what they exchange do so themselves, see compress.py.
+    # Replicas that compress gradients reduce them outside of FSDP, see gradient_compression.py.
     mesh = group.data_mesh if spec.memory.compression == "none" else group.mesh["shard"]
-    frees = spec.layout.frees_after_forward and mesh.shape[-1] > 1  # one rank has nothing to free, only to copy
+    frees = spec.layout.frees_after_forward and mesh.shape[-1] > 1  # a single rank would only copy
     for layer in part.layers.values():
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
     fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

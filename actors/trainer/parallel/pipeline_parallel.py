@@ -1,4 +1,4 @@
-"""Pipeline parallelism over torch's schedules: each rank has one or more stages, which are decoders of some layers."""
+"""Pipeline parallelism with torch's schedules: each rank has one or more stages, which hold some of the layers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Pipeline:
         self._total = torch.zeros(())
 
     def accumulate(self, micros: list[tuple[Tensor, Tensor]], factor: float) -> float:
-        """As `compute.Compute` says. All microbatches have one shape."""
+        """See ForwardBackward. All microbatches have one shape."""
         inputs_BT, targets_BT = (
             context_parallel.shard_sequence(torch.cat(each), self.group) for each in zip(*micros, strict=True)
         )
@@ -69,11 +69,11 @@ class Pipeline:
         return float(self._total) if ends and reports_loss(self.parts[-1], self.group) else 0.0
 
     def _schedule(self, count: int, size: int) -> Any:
-        """Made once for each shape of a step, since stages hold buffers of that shape."""
+        """Returns the schedule of a step's shape, cached because stages hold buffers of that shape."""
         if (count, size) not in self._schedules:
             stages = [self._stage(part, index, size) for part, index in zip(self.parts, self._indices(), strict=True)]
             kind, one = self.layout.schedule, stages[0]
-            # the loss is divided by the step's tokens already: torch's own scaling would divide by microbatches too
+            # the loss is already divided by the step's tokens; torch would also divide by microbatches
             self._schedules[count, size] = (
                 _SINGLE[kind](one, count, self._loss, scale_grads=False)
                 if kind in _SINGLE
@@ -82,8 +82,8 @@ class Pipeline:
         return self._schedules[count, size]
 
     def _stage(self, part: Transformer, index: int, size: int) -> PipelineStage:
-        """Shapes and types are given, or torch would run a forward and a backward to find them. It does not check what
-        arrives: another type than the one said here trains on nonsense."""
+        """Create a stage with explicit shapes and dtypes, which saves torch a trial run. Torch does not check them: a
+        wrong dtype would silently train on garbage."""
         length = self.spec.seq_len // self.group.sizes.context
         dtype = precision.policy(self.spec.precision).param_dtype or torch.float32
         hidden = torch.empty(
@@ -108,18 +108,18 @@ class Pipeline:
         return self.layout.stages_of(self.group.pipeline_rank)
 
     def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
-        """The last stage gives the loss itself, since only inside it is the head's weight whole."""
+        """The last stage returns the loss itself, because only it holds the whole head weight."""
         self._total += loss.detach()
         return loss * self._factor
 
 
 class TiedEmbeddingSync:
-    """Keeps the two copies of a tied embedding equal: each gets the sum of both gradients."""
+    """Keeps the two copies of a tied embedding equal by giving each the sum of both gradients."""
 
     def __init__(self, parts: list[Transformer], group: ProcessGroup, layout: Parallelism) -> None:
         tied = parts[0].arch.tied_embeddings
         ends = [(part, part.embedding) for part in parts if tied and part.embedding is not None]
-        self.mine = [part for part, copy in ends if copy.weight.requires_grad]  # with adapters it does not learn
+        self.mine = [part for part, copy in ends if copy.weight.requires_grad]  # frozen when training adapters
         self.device = group.device
         peers = dist.get_process_group_ranks(group.mesh["pipeline"].get_group())
         self.group = group.mesh["pipeline"].get_group()

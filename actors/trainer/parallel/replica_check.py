@@ -1,7 +1,7 @@
-"""Whether the ranks that hold copies of the same weights still hold the same bits.
+"""Checks that ranks holding copies of the same weights hold the same bits.
 
-Replicas on equal devices get the same gradients to the last bit and never drift apart by themselves: a difference is a
-faulty device or memory, or a fault in how gradients are exchanged.
+Replicas on equal devices get bit-identical gradients and never drift: a difference means faulty hardware or a fault in
+the gradient exchange.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check(weights: Iterable[Tensor], group: ProcessGroup, name: str, step: int) -> None:
-    """Compare the weights of all replicas; all ranks call it together. TrainError, on every rank, when some differ."""
+    """Compare the weights of all replicas; all ranks call it together. TrainError on every rank if some differ."""
     if group.sizes.replicate == 1:
         return
     mine = weight_digest(weights, group.device)
-    told = torch.empty(group.world, dtype=torch.int64, device=group.device)
-    dist.all_gather_into_tensor(told, mine)
-    digests = told.tolist()
+    gathered = torch.empty(group.world, dtype=torch.int64, device=group.device)
+    dist.all_gather_into_tensor(gathered, mine)
+    digests = gathered.tolist()
     for ranks in replica_groups(group.sizes):
         if odd := find_outliers([digests[rank] for rank in ranks]):
-            accused = ", ".join(str(ranks[place]) for place in odd)
+            outliers = ", ".join(str(ranks[place]) for place in odd)
             others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place not in odd)
             which = (
-                f"those of rank {accused} differ from those of rank {others}" if others else f"all differ: {accused}"
+                f"those of rank {outliers} differ from those of rank {others}" if others else f"all differ: {outliers}"
             )
             raise TrainError(
                 f"the replicas of {name} do not have the same weights after step {step}: "
-                f"{which if others else f'all differ: {accused}'}.",
-                hint="Test these ranks' devices and memory; the last checkpoint is of equal replicas. Devices "
-                "of several kinds may round differently: replica_check_every 0 lets them.",
+                f"{which if others else f'all differ: {outliers}'}.",
+                hint="Test these ranks' devices and memory; replicas were equal at the last checkpoint. Devices "
+                "of different kinds may round differently: set replica_check_every to 0 for them.",
             )
 
 
 def replica_groups(sizes: Sizes) -> list[list[int]]:
-    """The ranks that hold copies of the same weights, group by group."""
+    """Returns the groups of ranks that hold copies of the same weights."""
     shape = (sizes.pipeline, sizes.replicate, sizes.shard * sizes.context * sizes.tensor)
     groups: list[list[int]] = torch.arange(sizes.world).view(shape).movedim(1, -1).reshape(-1, sizes.replicate).tolist()
     return groups
 
 
 def find_outliers(digests: Sequence[int]) -> list[int]:
-    """The places of those that differ from most, or all places where no value has a majority; empty when all agree."""
+    """Returns the indices of values that differ from the majority, or all indices if there is none; empty if all
+    agree."""
     (value, count), *others = Counter(digests).most_common()
     if not others:
         return []
@@ -63,8 +64,8 @@ def find_outliers(digests: Sequence[int]) -> list[int]:
 
 @torch.no_grad()
 def weight_digest(weights: Iterable[Tensor], device: torch.device) -> Tensor:
-    """[1] in int64: the sum of all bits read as integers, each tensor times an odd number of its own. One changed bit
-    changes it by a power of two, so it is always seen. A NaN has a sum as well."""
+    """Returns [1] in int64: the sum of all bits read as integers, each tensor times its own odd number, so that a
+    single changed bit always changes it. NaNs are included."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for number, weight in enumerate(weights):
         bits = local(weight).detach()

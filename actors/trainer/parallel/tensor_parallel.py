@@ -1,9 +1,11 @@
-"""Tensor and sequence parallelism (Korthikanti et al., 2022). Each rank of the axis has some heads, some of every
-feed-forward layer's width and some of the vocabulary; between those, where nothing mixes tokens, some of the sequence.
+"""Tensor and sequence parallelism (Korthikanti et al., 2022).
 
-Every parameter is a DTensor over the axis, so that FSDP, checkpoints and norms see whole ones, but a module's forward
-works on local tensors: hooks lend them to it. So no operator needs a DTensor form. A replicated parameter works on this
-rank's tokens or heads only, so its gradient is a partial sum, which FSDP completes once before it reduces.
+Each rank of the axis has some heads, part of every feed-forward layer's width and part of the vocabulary; between
+those, where tokens are independent, it has part of the sequence.
+
+Every parameter is a DTensor over the axis, so that FSDP, checkpoints and norms see whole parameters. A module's forward
+works on local tensors, which hooks put in place, so no operator needs DTensor support. A replicated parameter only sees
+this rank's tokens or heads, so its gradient is a partial sum, which FSDP completes before reducing.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ _COLUMNS = ("o_proj", "down_proj")
 
 
 def divides_vocabulary(arch: Architecture, ranks: int) -> bool:
-    """Whether each rank has some of the vocabulary; else each predicts some of the tokens over the whole of it."""
+    """Returns whether the vocabulary is sharded; otherwise each rank predicts some of the tokens over all of it."""
     return arch.vocab_size % ranks == 0
 
 
 def placement_of(arch: Architecture, name: str, ranks: int) -> Placement:
-    """How the parameter of this name lies on the tensor axis. Where it is replicated, its gradient is partial."""
+    """Returns a parameter's placement on the tensor axis. A replicated parameter has a partial gradient."""
     *_, parent, module, kind = ("", "", *name.split("."))
-    if module in ("lora_a", "lora_b"):  # as the side of the weight that it stands for
+    if module in ("lora_a", "lora_b"):  # like the side of the weight that it adapts
         side = Shard(1 if module == "lora_a" else 0)
         return side if placement_of(arch, f"{parent}.weight", ranks) == side else Replicate()
     if module in ("embedding", "head"):
@@ -49,18 +51,19 @@ def placement_of(arch: Architecture, name: str, ranks: int) -> Placement:
         return Shard(0)
     if module in _COLUMNS:
         return Shard(1) if kind == "weight" else Replicate()
-    if kind in _ROWS:  # all experts' in one
+    if kind in _ROWS:  # all experts in one parameter
         return Shard(1)
     return Shard(2) if kind in _COLUMNS else Replicate()
 
 
 def reports_loss(part: Transformer, group: ProcessGroup) -> bool:
-    """Whether this rank's loss counts: where the vocabulary is divided, all ranks of the axis have the same one."""
+    """Returns whether this rank's loss counts: with a sharded vocabulary all ranks of the axis compute the same
+    loss."""
     return group.tensor_rank == 0 or not divides_vocabulary(part.arch, group.sizes.tensor)
 
 
 def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
-    """Give `part`, whose parameters hold nothing yet, its share of them and of the work on `length` tokens."""
+    """Shard the meta parameters of `part` and its work on `length` tokens."""
     part.at_T = torch.arange(
         length, device=mesh.device_type
     )  # a stage gets pieces of sequences, and its attention sees whole ones
@@ -73,9 +76,9 @@ def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
             )
             module.register_parameter(name.rpartition(".")[2], nn.Parameter(placed, parameter.requires_grad))
         if own:
-            lend = LocalParameters()
-            module.register_forward_pre_hook(lend.enter)
-            module.register_forward_hook(lend.leave, always_call=True)
+            local_parameters = LocalParameters()
+            module.register_forward_pre_hook(local_parameters.enter)
+            module.register_forward_hook(local_parameters.leave, always_call=True)
     if part.embedding is not None and part.is_first:
         _embed(part.embedding, divides_vocabulary(part.arch, ranks), rank, ranks, group)
     if part.positions is not None:
@@ -88,7 +91,7 @@ def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
 
 
 class LocalParameters:
-    """While a module runs, its parameters are its local ones."""
+    """Hooks that replace a module's parameters by their local tensors while it runs."""
 
     def __init__(self) -> None:
         self._whole: dict[str, nn.Parameter | None] = {}
@@ -104,7 +107,7 @@ class LocalParameters:
 
 
 def _layer(layer: TransformerBlock, arch: Architecture, rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """Whole sequences into attention and feed-forward, this rank's piece of the summed result out of them."""
+    """Gather whole sequences before attention and feed-forward, and scatter their summed results."""
 
     def whole(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return gather(args[0], 1, group), *args[1:]
@@ -120,7 +123,7 @@ def _layer(layer: TransformerBlock, arch: Architecture, rank: int, ranks: int, g
     else:
         _sum_out(layer.ffn.down_proj, group)
     if arch.num_kv_heads % ranks:
-        head = rank * arch.num_kv_heads // ranks  # the one that all of this rank's query heads share
+        head = rank * arch.num_kv_heads // ranks  # shared by all of this rank's query heads
         for projection in (layer.attention.k_proj, layer.attention.v_proj):
             rows = projection.lora_b if isinstance(projection, LoraLinear) else None
             for linear in (projection, rows):
@@ -129,7 +132,7 @@ def _layer(layer: TransformerBlock, arch: Architecture, rank: int, ranks: int, g
 
 
 def _sum_out(linear: nn.Linear, group: dist.ProcessGroup) -> None:
-    """The output is a sum over the ranks, of which each gets a piece; the bias is added once, to that."""
+    """Sum the output over the ranks and scatter it; the bias is added once, afterwards."""
     bias: list[Tensor | None] = [None]
 
     def without_bias(module: nn.Module, args: Any) -> None:
@@ -139,12 +142,12 @@ def _sum_out(linear: nn.Linear, group: dist.ProcessGroup) -> None:
         piece = scatter(out, 1, group)
         return piece if bias[0] is None else piece + bias[0]
 
-    linear.register_forward_pre_hook(without_bias)  # after the hook that lends
+    linear.register_forward_pre_hook(without_bias)  # after the LocalParameters hook
     linear.register_forward_hook(summed)
 
 
 def _only(first: int, count: int) -> Any:
-    """Rows of a replicated projection."""
+    """Returns a hook that selects rows of a replicated projection."""
 
     def narrow(module: nn.Module, args: Any) -> None:
         for name, parameter in module._parameters.items():
@@ -155,7 +158,7 @@ def _only(first: int, count: int) -> Any:
 
 
 def _embed(embedding: nn.Embedding, divided: bool, rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """Ids of whole sequences in, this rank's piece of them out."""
+    """Embed ids of whole sequences and return this rank's part of them."""
     if not divided:
         embedding.register_forward_pre_hook(lambda _, args: (_own(args[0], 1, rank, ranks),))
         return
@@ -180,7 +183,13 @@ def _own(x: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
 
 
 class VocabularyLoss:
-    """In `Decoder.loss`'s form: x_BTD is this rank's piece of the sequence, the targets are those of all of it."""
+    """The summed cross entropy under tensor parallelism, as a Transformer.loss: no rank holds the logits of all tokens
+    over the whole vocabulary.
+
+    x_BTD is this rank's part of the sequence, the targets are all. If the vocabulary is sharded, a rank has its part of
+    every token's logits, and all ranks return the same loss; otherwise a rank computes its own tokens' part of the
+    loss.
+    """
 
     def __init__(self, group: dist.ProcessGroup, divided: bool) -> None:
         self.group, self.divided = group, divided
@@ -200,7 +209,8 @@ class VocabularyLoss:
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
-    """Of logits of the ids from `first` on; the other ranks have the others. The gradient is that of the local ones."""
+    """Cross entropy over logits of the ids from `first` on; other ranks have the other ids. Returns gradients of the
+    local logits."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:

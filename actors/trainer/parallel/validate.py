@@ -1,4 +1,4 @@
-"""Which layouts a model can be trained on. What torch would get wrong in silence is worked around or refused here."""
+"""Validates that a model can be trained in a layout. Rejects what torch would silently get wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["validate"]
 
 
 def validate(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> None:
-    """ConfigError for the first thing that does not fit, with what to change."""
+    """Raise ConfigError for the first problem, with a hint."""
     for problem, hint in (*_tensor(layout, arch), *_sequence(layout, spec), *_pipeline(layout, arch, spec)):
         raise ConfigError(f"{spec.name}: {problem}.", hint=hint)
 
@@ -41,19 +41,19 @@ def _widths(arch: Architecture) -> Iterator[tuple[int, str]]:
 
 
 def _sequence(layout: Parallelism, spec: TrainSpec) -> Iterator[tuple[str, str]]:
-    """Context ranks take two pieces each, tensor ranks a piece of what their context rank has."""
+    """Check seq_len: a context rank has two pieces, and tensor ranks divide each of them."""
     pieces = layout.tensor if layout.context == 1 else math.lcm(2 * layout.context, layout.context * layout.tensor)
     if spec.seq_len % pieces:
         yield (
             f"seq_len {spec.seq_len} does not divide into {pieces} pieces of the tensor and context axes",
-            f"Make seq_len a multiple of {pieces}.",
+            f"Set seq_len to a multiple of {pieces}.",
         )
 
 
 def _pipeline(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> Iterator[tuple[str, str]]:
     if layout.stages is not None and layout.schedule not in LOOPED:
         yield (
-            f"layout.stages is for the schedules {', '.join(sorted(LOOPED))}; {layout.schedule} has its own",
+            f"layout.stages is for the schedules {', '.join(sorted(LOOPED))}; {layout.schedule} has a fixed number",
             "Leave layout.stages out.",
         )
     if layout.pipeline == 1:
@@ -80,7 +80,7 @@ def _pipeline(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> Itera
 
 
 def _memory(layout: Parallelism, arch: Architecture, memory: MemorySpec) -> Iterator[tuple[str, str]]:
-    """Of a pipeline."""
+    """Yields problems of memory options with a pipeline."""
     split = f"layout.schedule {layout.schedule} runs a layer's backward in two halves"
     if layout.schedule in SPLIT_BACKWARD and memory.checkpointing == "selective":
         yield f"{split}, and selective checkpointing allows one", 'Set memory.checkpointing to "full" or "none".'

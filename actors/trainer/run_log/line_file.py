@@ -1,4 +1,4 @@
-"""A file of JSON lines that a run writes for its reader: a full disk delays the lines, and never ends the training."""
+"""An append-only file of JSON lines. A full disk delays lines and never stops training."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from raytide.core.io.private_paths import safe_opener
 __all__ = ["LineFile"]
 
 MOST_KEPT = 100_000
-"""Lines that wait for room; the oldest go first. A step's line has half a KiB."""
+"""Lines kept while the disk is full; the oldest are dropped first. A step's line has half a KiB."""
 
 
 class LineFile:
-    """One writer's. Lines that cannot be written are kept, and written with the next one that can."""
+    """For one writer. Lines that cannot be written are kept and written with the next line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problem = ""
-        """Why the last line is not in the file yet."""
+        """Reason why the last line is not in the file yet."""
         self.dropped = 0
         self._pending: deque[str] = deque()
 
     def add(self, line: Mapping[str, object]) -> None:
-        self._pending.append(json.dumps(_plain(line)) + "\n")
+        self._pending.append(json.dumps(_to_json(line)) + "\n")
         if len(self._pending) > MOST_KEPT:
             self._pending.popleft()
             self.dropped += 1
         self.flush()
 
     def flush(self) -> bool:
-        """Whether everything is in the file now."""
+        """Write pending lines. Returns whether all are in the file."""
         if not self._pending:
             return True
         try:
@@ -49,7 +49,7 @@ class LineFile:
         return True
 
     def _append(self, body: bytes) -> None:
-        """All of it or nothing."""
+        """Append all of `body` or nothing."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = safe_opener(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
@@ -65,8 +65,8 @@ class LineFile:
             os.close(handle)
 
 
-def _plain(value: object) -> object:
-    """As JSON has it: there is no number for what is not one."""
+def _to_json(value: object) -> object:
+    """Replace floats that JSON cannot represent (NaN, infinity) by None."""
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _to_json(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

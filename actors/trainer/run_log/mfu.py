@@ -1,6 +1,6 @@
-"""What a step cost and what it could have: model FLOPs, the device's peak, and memory.
+"""Model FLOPs utilization (MFU) and memory of a step.
 
-A device that is not in the table has no peak and a run on it no MFU, unless the spec says `peak_tflops`.
+A device that is not in the table has no known peak, and a run on it no MFU, unless the spec sets `peak_tflops`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PEAK_TFLOPS: dict[str, float] = {
     "MI300X": 1307.4,
     "MI250X": 383.0,
 }
-"""Dense bf16 or fp16 by part of the device's name, from the makers' data sheets; the first that fits holds."""
+"""Dense bf16 or fp16 TFLOPS by part of the device's name, from vendors' data sheets; the first match counts."""
 
 
 class MfuMeter:
-    """Of one run on one group."""
+    """Measures MFU and memory of one run on one group."""
 
     def __init__(self, spec: TrainSpec, arch: Architecture, group: ProcessGroup) -> None:
         self.device = group.device
@@ -44,29 +44,29 @@ class MfuMeter:
         self._peak = None if peak is None else peak * 1e12 * group.world
 
     def mfu(self, tokens: int, seconds: float) -> float | None:
-        """The share of what all devices could have computed in `seconds`; None when their peak is not known."""
+        """Returns the share of all devices' peak that `tokens` in `seconds` used; None if the peak is unknown."""
         return None if self._peak is None else tokens * self.flops_per_token / (seconds * self._peak)
 
     def memory_bytes(self) -> int:
-        """The most that this rank has had so far: of its GPU, as torch gave it out, else of the process's own."""
+        """Returns this rank's peak memory: allocated on its GPU, or of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 
 def flops_per_token(arch: Architecture, seq_len: int, *, frozen: bool = False) -> float:
-    """Forward and backward: 6N' + 12*L*d*T, full attention, as is the convention (PaLM, appendix B).
+    """Returns the FLOPs of forward and backward: 6N' + 12*L*d*T with full attention (PaLM, appendix B).
 
-    N' leaves the embedding out, but not the head, and of experts counts those that a token meets. Recomputed
-    activations do not count: they are the hardware's work, not the model's. A frozen model, which only adapters learn
-    for, has no gradients of its weights: 4N'; the adapters' own work is too little to count.
+    N' excludes the embedding, includes the head, and counts only the experts that a token uses. Recomputed activations
+    do not count: they are the hardware's work, not the model's. A frozen model with adapters has no weight gradients,
+    4N'; the adapters' own work is negligible.
     """
     width = arch.num_heads * arch.head_dim
     return (4.0 if frozen else 6.0) * matrix_parameters(arch) + 12.0 * arch.num_layers * width * seq_len
 
 
 def matrix_parameters(arch: Architecture) -> int:
-    """Weights that a token is multiplied with; norms and biases are too few to count."""
+    """Returns the number of weights that multiply a token; norms and biases are negligible."""
     d = arch.hidden_size
     attention = 2 * d * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
     matrices = 3 if arch.gated_ffn else 2
@@ -81,7 +81,7 @@ def matrix_parameters(arch: Architecture) -> int:
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
-    """By the table, for half precision; None for what it does not know."""
+    """Returns the half-precision peak from the table; None if unknown."""
     if precision == "fp32":
         return None
     return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", device_name)), None)

@@ -1,8 +1,8 @@
-"""Carries `metrics.jsonl` to an MLflow server from a thread of its own: a slow or absent server never holds the run up.
+"""Sends `metrics.jsonl` to an MLflow server from a background thread, so a slow or absent server never delays the run.
 
-What was sent is remembered beside the metrics, so a driver that starts again goes on in the same MLflow run, and what
-did not reach the server is sent later. A line may arrive twice, never not at all, unless the server is away at the end.
-By MLflow's REST interface: its package wants older versions than raytide's of much that both need.
+The position is stored beside the metrics, so a restarted driver continues the same MLflow run and sends what is
+missing. Lines may be sent twice, but are lost only if the server is unreachable at the end. Uses MLflow's REST API,
+because its package needs older versions of raytide's own dependencies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVERY_S = 2.0
 CLOSE_S = 30.0
 TIMEOUT_S = 10.0
 LINES = 40
-"""In one request: MLflow takes at most 1000 metrics."""
+"""Lines per request: MLflow accepts at most 1000 metrics."""
 PARAMS = 100
 PARAM_CHARS = 500
 STATE = "mlflow.json"
@@ -35,7 +35,7 @@ STATE = "mlflow.json"
 
 class MlflowRun:
     def __init__(self, spec: TrainSpec, target: MlflowSpec, clock: Clock) -> None:
-        """Go on in the run that `out` names, or begin one: only then must the server be there."""
+        """Continue the run recorded in `out`, or create one, which needs the server."""
         self.out, self.target, self.clock = Path(spec.out), target, clock
         self._http = _client(target)
         self._sent, self._failure = 0, ""
@@ -53,7 +53,7 @@ class MlflowRun:
         self._thread.start()
 
     def close(self, *, done: bool) -> str:
-        """Send what is left and end the MLflow run; what went wrong, or nothing."""
+        """Send the rest and end the MLflow run. Returns what went wrong, or an empty string."""
         self._final_status = "FINISHED" if done else "FAILED"
         self._wake.set()
         self._thread.join(CLOSE_S)
@@ -78,7 +78,7 @@ class MlflowRun:
 
     def _send_loop(self, resumed: bool) -> None:
         while True:
-            over = self._final_status  # read first: all lines are written before it is set
+            over = self._final_status  # read first, because all lines are written before it is set
             try:
                 if resumed:
                     self._update("RUNNING")
@@ -99,7 +99,7 @@ class MlflowRun:
         self._call("POST", "runs/update", run_id=self.run_id, status=status, **ended)
 
     def _send(self) -> bool:
-        """Some lines that were not sent yet; False when there is none."""
+        """Send some pending lines. Returns False if there are none."""
         metrics = self.out / "metrics.jsonl"
         if not metrics.exists():
             return False
@@ -124,7 +124,7 @@ class MlflowRun:
         os.replace(part, self.out / STATE)
 
     def _call(self, method: Literal["GET", "POST"], what: str, **fields: object) -> dict[str, Any]:
-        """NotFoundError when MLflow does not know what is asked for, StorageError for every other failure."""
+        """Call the API. NotFoundError if MLflow does not know the object, StorageError for other failures."""
         import httpx
 
         body: dict[str, Any] = {"params": fields} if method == "GET" else {"json": fields}
@@ -135,17 +135,17 @@ class MlflowRun:
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise NotFoundError(f"MLflow at {self.target.tracking_uri} does not know what {what} asks for.")
         if not answer.is_success:
-            told = f"{answer.status_code} {answer.text[:300]}"
+            details = f"{answer.status_code} {answer.text[:300]}"
             if answer.status_code in (401, 403) and environment("MLFLOW_TOKEN") and not _credentials(self.target):
-                told += f"; RAYTIDE_MLFLOW_TOKEN is only for {environment('MLFLOW_URI')}"
-            raise self._error(what, told)
+                details += f"; RAYTIDE_MLFLOW_TOKEN is only for {environment('MLFLOW_URI')}"
+            raise self._error(what, details)
         found: dict[str, Any] = answer.json()
         return found
 
     def _error(self, what: str, why: str) -> StorageError:
         return StorageError(
             f"MLflow at {self.target.tracking_uri} did not take {what}: {why}.",
-            hint="Check mlflow.tracking_uri, or leave mlflow out: metrics.jsonl is written in any case.",
+            hint="Check mlflow.tracking_uri, or remove mlflow from the spec: metrics.jsonl is always written.",
         )
 
 
@@ -154,12 +154,12 @@ def _client(target: MlflowSpec) -> httpx.Client:
         import httpx
     except ImportError as error:
         raise ConfigError(
-            f"the run wants MLflow, and {error.name} is not installed here.",
-            hint="Install it, or leave mlflow out: metrics.jsonl is written in any case.",
+            f"the spec sets mlflow, but {error.name} is not installed.",
+            hint="Install it, or remove mlflow from the spec: metrics.jsonl is always written.",
         ) from None
     try:
         headers = _credentials(target)
-        # A redirect would take the token along to wherever it leads, or hide that nothing was written.
+        # A redirect could send the token elsewhere, or hide that nothing was written.
         return httpx.Client(base_url=target.tracking_uri, headers=headers, timeout=TIMEOUT_S, follow_redirects=False)
     except httpx.InvalidURL as error:
         raise ConfigError(f"mlflow: {error}.", hint="Check mlflow.tracking_uri, and RAYTIDE_MLFLOW_URI.") from None

@@ -1,7 +1,7 @@
-"""torch's profiler over some steps: those that the spec names, or the next ones of a running job on request.
+"""Runs torch's profiler over the steps that the spec names, or over the next steps of a running job on request.
 
-A request is a file in the run's directory. Rank 0 looks for it once per step, and all ranks learn of it in the
-all-reduce that the step has anyway. Every rank leaves a Chrome trace and a table.
+A request is a file in the run's directory. Rank 0 checks for it once per step, and all ranks learn of it in the step's
+all-reduce. Every rank writes a Chrome trace and a table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def request(out: str | Path, steps: int) -> None:
     if steps < 1:
         raise UsageError(f"cannot profile {steps} steps.", hint="Ask for one or more.")
     if not Path(out).is_dir():
-        raise UsageError(f"there is no run in {out}.", hint="A run can be profiled from its first step on.")
+        raise UsageError(f"there is no run in {out}.", hint="Give the `out` of a run that has started.")
     part = Path(out) / f"{REQUEST}.part"
     with full_disk_is_an_error(str(part)):
         part.write_text(json.dumps({"steps": steps}) + "\n")
@@ -39,7 +39,7 @@ def request(out: str | Path, steps: int) -> None:
 
 
 class Profiler:
-    """One rank's. `begin` and `end` are called by all ranks, at the same steps."""
+    """Profiles one rank. All ranks call `begin` and `end` at the same steps."""
 
     def __init__(self, spec: ProfileSpec | None, out: str, rank: int, device: torch.device) -> None:
         self.spec, self.out, self.rank, self.device = spec, Path(out), rank, device
@@ -47,7 +47,7 @@ class Profiler:
         self._first = self._last = 0
 
     def requested_steps(self) -> int:
-        """For how many steps somebody asks, to be summed over the ranks: all but rank 0 say 0."""
+        """Returns the requested number of steps; 0 on all ranks except rank 0."""
         if self.rank or self._running is not None:
             return 0
         try:
@@ -58,25 +58,25 @@ class Profiler:
             (self.out / REQUEST).rename(self.out / f"{REQUEST}.bad")
             return 0
 
-    def begin(self, step: int, asked: int) -> None:
-        """Before the work of `step`, counted from 1."""
+    def begin(self, step: int, requested: int) -> None:
+        """Call before the work of `step`, counted from 1."""
         if self._running is not None:
             return
-        if asked:
-            self._start(step, step + asked - 1)
+        if requested:
+            self._start(step, step + requested - 1)
             if self.rank == 0:
                 (self.out / REQUEST).unlink(missing_ok=True)
         elif self.spec is not None and self.spec.first <= step <= self.spec.last:
             self._start(step, self.spec.last)
 
     def end(self, step: int) -> None:
-        """After the work of `step`."""
+        """Call after the work of `step`."""
         if self._running is not None and step >= self._last:
             self.close(step)
 
     def close(self, step: int) -> None:
-        """Write what there is, up to `step`: also when the run stops inside the range. A profile that cannot be written
-        is given up, and the log says so: the run goes on without it."""
+        """Write the profile up to `step`, also if the run stops early. A profile that cannot be written is dropped with
+        a warning."""
         running, self._running = self._running, None
         if running is None:
             return

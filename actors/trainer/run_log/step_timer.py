@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a mark after each phase, read without ever waiting for the device."""
+"""Times the phases of a step, without ever waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Mark = float | torch.cuda.Event
 
 
 class StepTimer:
-    """Laps between marks: of the host's clock on a CPU, of the device's own on a GPU.
+    """Measures laps between marks, with the host's clock on a CPU and the device's on a GPU.
 
-    On a GPU the host runs ahead. A lap whose kernels are still running when it is asked for is counted with the next
-    step; in a long run that evens out.
+    On a GPU the host runs ahead. A lap whose kernels are still running when times are drained counts towards the next
+    step; this evens out over a run.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,17 +22,17 @@ class StepTimer:
         self._open: list[tuple[str, Mark, Mark]] = []
 
     def start(self) -> None:
-        """What passed since the last mark belongs to no phase."""
+        """Start timing; the time since the last mark counts towards no phase."""
         self._last = self._mark()
 
     def lap(self, phase: str) -> None:
-        """What passed since the last mark belongs to `phase`."""
+        """Count the time since the last mark towards `phase`."""
         now = self._mark()
         self._open.append((phase, self._last, now))
         self._last = now
 
     def drain_times(self) -> dict[str, float]:
-        """Seconds by phase, of all laps that are over and were not taken before."""
+        """Returns seconds by phase, of all completed laps that were not returned before."""
         times: dict[str, float] = {}
         still = []
         for phase, begin, end in self._open:

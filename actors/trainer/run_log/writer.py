@@ -1,6 +1,6 @@
-"""What a run leaves to read: `metrics.jsonl` (a line per step), `events.jsonl` and `run.json` (how it stands).
+"""Writes a run's log: `metrics.jsonl` (a line per step), `events.jsonl` and `run.json` (its state).
 
-A step that was done again after a death has a line for each time; the last one holds.
+A step that is repeated after a failure has several lines; the last one counts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from raytide.core.specs.train import TrainSpec
 RunState = Literal["running", "done", "failed"]
 
 MOST_STEPS = 10_000
-"""Of so many the time is kept: nobody goes longer without a checkpoint."""
+"""Number of recent steps whose times are kept, far more than between two checkpoints."""
 
 
 class StepLog:
-    """Appends to `metrics.jsonl`. In a gang rank 0 does, after the step and before anything is saved: whoever is killed
-    when, no checkpoint is ahead of the file."""
+    """Appends to `metrics.jsonl`. In a gang rank 0 does so, after the step and before a checkpoint, so no checkpoint is
+    ahead of the file whenever a process is killed."""
 
     def __init__(self, spec: TrainSpec, clock: Clock) -> None:
         self.spec, self.clock, self.file = spec, clock, Path(spec.out) / "metrics.jsonl"
@@ -46,7 +46,7 @@ class StepLog:
 
 
 class RunLog:
-    """Of one driver. `logs_steps` is False where rank 0 does that."""
+    """The log of one driver. `logs_steps` is False if rank 0 logs the steps."""
 
     def __init__(self, spec: TrainSpec, clock: Clock, *, logs_steps: bool = True) -> None:
         self.spec, self.clock, self.out = spec, clock, Path(spec.out)
@@ -57,13 +57,13 @@ class RunLog:
         self.first_loss: float | None = None
         self.loss: float | None = None
         self.recovery_s = self.lost_s = 0.0
-        """The longest recovery; the seconds of all steps that had to be done again."""
+        """Duration of the longest recovery; seconds of all steps that had to be repeated."""
         self.broke_at_s: float | None = None
         self._done: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
         self.step_s: float | None = None
-        """Of the last step of the run so far that was written down before this driver."""
+        """Duration of the last step that an earlier driver logged."""
         self.unsaved = ""
-        """Why the last checkpoint could not be written, until a later one could."""
+        """Reason why the last checkpoint could not be written; empty once a later one succeeds."""
         self.has_been_unsaved = False
         self._events = LineFile(self.out / "events.jsonl")
         self._resume()
@@ -114,7 +114,7 @@ class RunLog:
         )
 
     def close(self, state: RunState, reason: str = "") -> RunResult:
-        """Write run.json. StorageError where that fails, except after another error: that one is the reason then."""
+        """Write run.json. StorageError if that fails, except after an earlier failure, which is the reason then."""
         if self.mlflow is not None and (lost := self.mlflow.close(done=state == "done")):
             self.event("mlflow", why=lost)
         result = self.result()
@@ -139,11 +139,11 @@ class RunLog:
                 part.unlink(missing_ok=True)
 
     def mark_finished(self) -> None:
-        """All steps are done. A driver that was killed after the last one did not see it, nor does its successor."""
+        """Mark all steps as done: a driver killed after the last step did not record it."""
         self.steps = self.spec.steps
 
     def _resume(self) -> None:
-        """A resumed run keeps the steps and losses that it had: they are the run's, not the driver's."""
+        """Restore steps and losses of the run, which may have had earlier drivers."""
         metrics = self.out / "metrics.jsonl"
         for file in (metrics, self.out / "events.jsonl"):
             _drop_torn_line(file)
@@ -155,12 +155,12 @@ class RunLog:
 
 
 def _first_loss(lines: Iterable[str]) -> float | None:
-    """Of a step that was learned from."""
+    """Returns the loss of the first applied step in `lines`."""
     return next((float(line["loss"]) for line in map(json.loads, lines) if "verdict" not in line), None)
 
 
 def _drop_torn_line(file: Path) -> None:
-    """A process killed in the middle of a line leaves half of it, and the next one would write on behind that."""
+    """Truncate a half-written last line, which a killed process leaves behind."""
     if not file.exists():
         return
     with open(file, "r+b", opener=safe_opener) as lines:

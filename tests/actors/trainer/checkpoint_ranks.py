@@ -64,7 +64,7 @@ def train_until_killed(spec: TrainSpec, after_bytes: int) -> None:
     """Train alone; SIGKILL strikes in the middle of the write that reaches this many bytes of checkpoints."""
     torch.set_num_threads(1)
     left = after_bytes
-    write = storage._Hashing.write
+    write = storage._HashingStream.write
 
     def counted(self: Any, chunk: Any) -> int:
         nonlocal left
@@ -76,7 +76,7 @@ def train_until_killed(spec: TrainSpec, after_bytes: int) -> None:
         left -= size
         return write(self, chunk)
 
-    storage._Hashing.write = counted  # type: ignore[method-assign]
+    storage._HashingStream.write = counted  # type: ignore[method-assign]
     train_local(spec)
     os._exit(0)
 
@@ -216,11 +216,11 @@ def _die_in_exchange(number: int) -> None:
 
 
 def _die_in_save(trainer: Trainer, number: int) -> None:
-    write = storage._Hashing.write
+    write = storage._HashingStream.write
 
     def cut(self: Any, chunk: Any) -> int:
         if trainer.checkpoints._count == number:
             os._exit(1)
         return write(self, chunk)
 
-    storage._Hashing.write = cut  # type: ignore[method-assign]
+    storage._HashingStream.write = cut  # type: ignore[method-assign]

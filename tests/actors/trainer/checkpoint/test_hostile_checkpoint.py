@@ -146,9 +146,9 @@ def test_a_manifest_names_files_of_its_own_folder_alone(trained: TrainSpec, name
     told = json.loads((newest / "manifest.json").read_text())
     told["files"][name] = {"sha256": "0" * 64, "size": 1}
     seal(newest, told)
-    with pytest.raises(CheckpointError, match="is no manifest"):
+    with pytest.raises(CheckpointError, match="is not a manifest"):
         manifest.read(LocalStore(newest.parent), newest.name)
-    with pytest.raises((ValueError, ConfigError), match="own folder"):
+    with pytest.raises((ValueError, ConfigError), match="inside a checkpoint's folder"):
         Manifest(step=1, samples=1, digests={}, world=1, files={name: FileRecord(sha256="0" * 64, size=1)})
 
 
@@ -156,7 +156,7 @@ def test_a_manifest_names_files_of_its_own_folder_alone(trained: TrainSpec, name
 def test_a_manifest_that_is_none_is_a_named_error(trained: TrainSpec, text: str) -> None:
     newest = folders(trained)[0]
     (newest / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match="is no manifest"):
+    with pytest.raises(CheckpointError, match="is not a manifest"):
         manifest.read(LocalStore(newest.parent), newest.name)
 
 
@@ -214,8 +214,8 @@ def test_what_dcp_writes_is_read_as_pickle_would() -> None:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        (("../../secret", 0, 1), "no file of this checkpoint"),
-        (("/etc/hostname", 0, 1), "no file of this checkpoint"),
+        (("../../secret", 0, 1), "not a file of this checkpoint"),
+        (("/etc/hostname", 0, 1), "not a file of this checkpoint"),
         (("__0_0.distcp", 0, 11), "beyond the end"),
         (("__0_0.distcp", -1, 1), "negative"),
         (("__0_0.distcp", 1 << 70, 1), "too large"),
@@ -281,7 +281,7 @@ def test_a_list_that_is_referred_to_again_and_again_is_not_unfolded() -> None:
     tensors: dict[str, Any] = {}
     for index in range(3000):
         tensors[str(index)] = TensorStorageMetadata(TensorProperties(), torch.Size([1]), chunks)
-    with pytest.raises(CheckpointError, match="more pieces than its bytes"):
+    with pytest.raises(CheckpointError, match="more shards than its bytes"):
         metadata_of(pickle.dumps(Metadata(tensors, None, {}, None)), {}, "x")
 
 

@@ -138,5 +138,5 @@ def test_a_full_disk_at_the_manifest_loses_nothing_either(trained: TrainSpec, mo
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"global_batch": 4}, {"seq_len": 16}])
 def test_another_runs_checkpoint_is_refused(trained: TrainSpec, change: dict[str, int]) -> None:
-    with pytest.raises(CheckpointError, match="another model, seed or batch"):
+    with pytest.raises(CheckpointError, match="different model, seed or batch"):
         train_local(trained.model_copy(update=change))

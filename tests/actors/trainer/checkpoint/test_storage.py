@@ -63,7 +63,7 @@ def test_a_write_that_ends_before_its_manifest_is_never_found(bucket: str) -> No
     assert store.sizes(name) == {"__0_0.distcp": 10}
     found = manifest.latest(store)
     assert found.checkpoint is None
-    assert "torn" in str(found.rejected[0])
+    assert "unfinished" in str(found.rejected[0])
     assert manifest.unfinished_folders(store) == [name]
     manifest.remove(store, name)
     assert store.folders() == []
@@ -75,7 +75,7 @@ def test_a_store_that_fails_at_reading_is_not_taken_for_a_bad_checkpoint(
     store = open_store(str(tmp_path))
     name = manifest.folder_name(7, "0123abcd")
     store.publish(f"{name}/manifest.json", b"{}")
-    assert "is no manifest" in str(manifest.latest(store).rejected[0])
+    assert "is not a manifest" in str(manifest.latest(store).rejected[0])
 
     def broken(path: str) -> None:
         raise PermissionError(13, "Permission denied")

@@ -104,7 +104,7 @@ def test_a_long_conversation_is_cut_at_its_end(folder: Path) -> None:
     [
         ("{", "line 4 is not JSON"),
         ('{"prompt": "x"}', "line 4 has no messages"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "line 4 has no message of the assistant"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "line 4 has no assistant message"),
         ('{"messages": [{"role": "assistant"}]}', "line 4: message 1 lacks a role or content"),
     ],
 )

@@ -73,7 +73,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_half_zeroed_shard_is_never_trained_on(mine: Path, spec: TrainSpec) -> None:
     zero_half(mine)
-    with pytest.raises(DataError, match=r"shards/00000\.bin of .*tokens is not what was written") as caught:
+    with pytest.raises(DataError, match=r"shards/00000\.bin of .*tokens was altered") as caught:
         train_local(spec.model_copy(update={"dataset": str(mine)}))
     found = hashlib.sha256((mine / HALF).read_bytes()).hexdigest()
     wanted = json.loads((mine / "manifest.json").read_text())["shards"][0]["sha256"]
@@ -115,7 +115,7 @@ def test_each_shard_is_hashed_once_and_again_when_it_changed(mine: Path, hashed:
     before = (mine / HALF).stat()
     zero_half(mine)
     os.utime(mine / HALF, ns=(before.st_atime_ns, before.st_mtime_ns))  # as who hides it would
-    with pytest.raises(DataError, match="is not what was written"):
+    with pytest.raises(DataError, match="was altered"):
         TokenData(str(mine), 32)
     assert hashed[3:] == ["00000.bin"]
 
@@ -155,20 +155,20 @@ def test_a_large_dataset_is_hashed_on_beside_the_training_which_ends_at_the_next
     mine: Path, spec: TrainSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zero_half(mine)
-    go_on, whole = threading.Event(), ShardCheck._all
+    go_on, whole = threading.Event(), ShardCheck._check_all
 
     def later(self: ShardCheck) -> None:
         go_on.wait(30)
         whole(self)
 
-    monkeypatch.setattr(ShardCheck, "_all", later)
+    monkeypatch.setattr(ShardCheck, "_check_all", later)
     monkeypatch.setattr(ShardCheck.wait, "__defaults__", (0.0,))
     data = TokenData(str(mine), 32)
     data.examples(np.arange(2))
     go_on.set()
-    with pytest.raises(DataError, match="is not what was written"):
+    with pytest.raises(DataError, match="was altered"):
         data._check.wait(30.0)
-    with pytest.raises(DataError, match="is not what was written"):
+    with pytest.raises(DataError, match="was altered"):
         data.examples(np.arange(2))
 
 
@@ -212,7 +212,7 @@ def test_a_remote_dataset_is_checked_too_and_only_its_own_files_are_copied(mine:
     assert (data.path / "tokenizer.json").is_file()
 
     zero_half(mine)
-    with pytest.raises(DataError, match="is not what was written"):
+    with pytest.raises(DataError, match="was altered"):
         TokenData(remote(zeroed(mine), "staged-2"), 32)
 
 

@@ -145,7 +145,7 @@ def test_a_rank_that_dies_at_the_same_step_each_time_ends_the_run(
 
 def test_what_is_wrong_with_the_run_itself_ends_it_with_that_error(start: Start) -> None:
     assert start(1, 1, steps=5).result().steps == 5
-    with pytest.raises(CheckpointError, match="another model, seed or batch"):
+    with pytest.raises(CheckpointError, match="different model, seed or batch"):
         start(1, 1, steps=6, seed=5).result()
 
 

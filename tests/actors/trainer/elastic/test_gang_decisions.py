@@ -42,7 +42,7 @@ def multiples_of(size: int) -> Callable[[int], int]:
 
 @given(
     members=st.sets(st.integers(0, 9)),
-    held=st.sets(st.integers(0, 9)),
+    current=st.sets(st.integers(0, 9)),
     size=st.integers(1, 3),
     most=st.integers(1, 10),
     gpus=st.sampled_from([0, 2]),
@@ -54,7 +54,7 @@ def test_seats_are_usable_in_rank_order_and_go_to_holders_first(
     slots = max(1, gpus)
     able = [of(member, slot) for member in members for slot in range(slots)]
     before = [of(member, slot) for member in held for slot in range(slots)]
-    seats = assign_ranks(able, shape(10, at_least, gpus), most=most, usable=multiples_of(size), held=before)
+    seats = assign_ranks(able, shape(10, at_least, gpus), most=most, usable=multiples_of(size), current=before)
     assert seats == sorted(set(seats), key=lambda seat: seat.key)
     assert set(seats) <= set(able)
     if len(members) < at_least:

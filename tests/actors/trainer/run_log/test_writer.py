@@ -135,7 +135,7 @@ def test_a_rank_that_answers_and_gets_nowhere_ends_the_run_with_its_name(small: 
     ending = generation._result()
     assert killed == [workers[1]]
     assert isinstance(ending.error, TrainError)
-    assert "rank 1 on member 1 gets nowhere: loading for 60.1 s, in manifest.py:88" in str(ending.error)
+    assert "rank 1 on member 1 makes no progress: loading for 60.1 s, in manifest.py:88" in str(ending.error)
 
 
 def refused(step: int, verdict: str) -> StepResult:
