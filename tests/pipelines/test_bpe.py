@@ -67,12 +67,12 @@ def test_a_special_token_spelled_out_in_a_document_stays_text() -> None:
 
 def test_a_file_that_is_no_tokenizer_is_refused_by_name() -> None:
     for data in (b"{}", b"\xff", b""):
-        with pytest.raises(DataError, match=r"mine\.json is no tokenizer"):
+        with pytest.raises(DataError, match=r"mine\.json is not a tokenizer"):
             load_bpe(data, "mine.json")
 
 
 def test_a_tokenizer_without_the_end_token_is_refused() -> None:
-    with pytest.raises(DataError, match=r"mine\.json has no token '</s>'"):
+    with pytest.raises(DataError, match=r"mine\.json has no end-of-document token '</s>'"):
         eos_id_of(load_bpe(TRAINED, "mine.json"), "</s>", "mine.json")
 
 

@@ -127,7 +127,7 @@ def test_a_missing_tokenizer_file_is_named_before_any_work(corpus: Path, spec_of
 def test_an_empty_corpus_says_why_each_document_was_dropped_and_leaves_nothing(corpus: Path, spec_of: SpecOf) -> None:
     spec = spec_of(corpus / "empty.txt", corpus / "latin1.txt", name="mine")
     with pytest.raises(
-        DataError, match="dataset mine: the corpus is empty: of 2 documents in 2 files none was kept"
+        DataError, match="dataset mine: the corpus is empty: none of 2 documents in 2 files was kept"
     ) as e:
         build(spec)
     assert "1 too_short" in e.value.message
@@ -138,7 +138,7 @@ def test_an_empty_corpus_says_why_each_document_was_dropped_and_leaves_nothing(c
 
 def test_an_input_directory_without_files_is_an_empty_corpus(tmp_path: Path, spec_of: SpecOf) -> None:
     (tmp_path / "void").mkdir()
-    with pytest.raises(DataError, match=r"nothing found in .*void"):
+    with pytest.raises(DataError, match=r"no input files in .*void"):
         build(spec_of(tmp_path / "void"))
 
 
@@ -148,7 +148,7 @@ def test_a_parquet_file_without_rows_is_an_empty_corpus(tmp_path: Path, spec_of:
     with pq.ParquetWriter(tmp_path / "in.parquet", table.schema) as writer:
         for _ in range(row_groups):
             writer.write_table(table)
-    with pytest.raises(DataError, match="of 0 documents in 1 files none was kept"):
+    with pytest.raises(DataError, match="none of 0 documents in 1 files was kept"):
         build(spec_of(tmp_path / "in.parquet"))
 
 

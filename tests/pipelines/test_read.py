@@ -106,7 +106,7 @@ def test_a_file_that_is_parquet_by_name_only_is_refused(tmp_path: Path, spec_of:
 
 def test_a_file_that_vanished_since_the_build_began_is_named(tmp_path: Path) -> None:
     for part in (InputPart(str(tmp_path / "gone.txt"), 1), InputPart(str(tmp_path / "gone.parquet"), 1, row_group=0)):
-        with pytest.raises(DataError, match=r"gone.* does not exist here"):
+        with pytest.raises(DataError, match=r"gone.* is missing on this node"):
             read_documents([part], "text")
 
 

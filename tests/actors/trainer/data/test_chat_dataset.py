@@ -116,7 +116,7 @@ def test_a_bad_line_is_named(folder: Path, line: str, message: str) -> None:
 
 def test_a_template_that_rewrites_turns_is_refused_with_the_line(folder: Path) -> None:
     (folder / "talks.jsonl").write_text(lines(TALK))
-    with pytest.raises(DataError, match=r"line 1: the chat template writes turn 2 otherwise"):
+    with pytest.raises(DataError, match=r"line 1: the chat template renders turn 2 differently"):
         open_chat(folder, template=FORGETFUL)
 
 

@@ -42,7 +42,7 @@ def multiples_of(size: int) -> Callable[[int], int]:
 
 @given(
     members=st.sets(st.integers(0, 9)),
-    current=st.sets(st.integers(0, 9)),
+    held=st.sets(st.integers(0, 9)),
     size=st.integers(1, 3),
     most=st.integers(1, 10),
     gpus=st.sampled_from([0, 2]),
