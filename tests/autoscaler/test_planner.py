@@ -261,7 +261,7 @@ def test_a_launch_tells_what_it_costs_and_what_else_there_was() -> None:
     assert isinstance(launch, Launch)
     assert (launch.zone, launch.cost_micro_usd_h) == ("b", 8_000_000)
     refused, dearer, *_ = launch.rejected
-    assert refused == Rejected("gpu.spot in a", "rests until 00:33:20 UTC: none left")
+    assert refused == Rejected("gpu.spot in a", "backs off until 00:33:20 UTC: none left")
     assert dearer == Rejected("gpu in a", "costs $16.00/h more for the same members", 16_000_000)
 
 

@@ -141,7 +141,7 @@ def test_an_exhausted_pool_is_left_for_the_next_one_by_the_next_decisions(
     assert solid[0][0] - spot[-1][0] <= 2, bought
     refused = solid[0][1]["rejected"][:2]
     assert sorted(item["choice"] for item in refused) == ["cpu1.spot in local-a", "cpu1.spot in local-b"]
-    assert all("rests until" in item["reason"] for item in refused)
+    assert all("backs off until" in item["reason"] for item in refused)
 
 
 def test_two_gangs_of_six_on_eight_gpus_run_one_after_the_other_and_neither_is_ever_half_placed(

@@ -245,8 +245,8 @@ def test_capacity_says_who_holds_it_and_stock_says_until_when() -> None:
     dry = Snapshot(at_s=10, node_types=(CPU4,), pools=(Pool("cpu4", "local", 2, retry_at_s=52),))
     no = short(SchedulingState.of(dry).place(cpus(4), 1, subject="gang job-2"))
     assert no.constraint == "stock"
-    assert f"asked again at {utc(52)}" in no.reason
-    assert "asked again at 00:00:52 UTC" in no.reason
+    assert f"the next attempt is at {utc(52)}" in no.reason
+    assert "the next attempt is at 00:00:52 UTC" in no.reason
 
 
 amounts = st.sampled_from([0.5, 1.0, 2.0, 3.0, 4.0])

@@ -47,12 +47,12 @@ class Budgets:
         teams = tuple(teams)
         has_soft = any(team.spec.budget.soft_usd is not None for team in teams)
         has_hard = any(team.spec.budget.hard_usd is not None for team in teams)
-        purse = cls({team.name: team.spec for team in teams}, spent, spent_month or {}, has_soft, has_hard)
+        budgets = cls({team.name: team.spec for team in teams}, spent, spent_month or {}, has_soft, has_hard)
         for team in teams:
-            purse._commit(team.name, team.spent_micro_usd)
+            budgets._commit(team.name, team.spent_micro_usd)
         for job in jobs:
-            purse._commit(job.spec.team, purse.outstanding(job))
-        return purse
+            budgets._commit(job.spec.team, budgets.outstanding(job))
+        return budgets
 
     def outstanding(self, job: Job) -> int:
         return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
@@ -64,8 +64,8 @@ class Budgets:
             return job.id
         if not self.has_soft:
             return ""
-        line = self._line(job.spec.team)
-        reached = (name for name in line if _reached(self.committed[name], self.specs[name].budget.soft_usd))
+        ancestors = self._line(job.spec.team)
+        reached = (name for name in ancestors if _reached(self.committed[name], self.specs[name].budget.soft_usd))
         return next((f"team {name}" for name in reached), "")
 
     def is_limited(self, job: Job) -> bool:
@@ -82,8 +82,8 @@ class Budgets:
         need = self._reservation(job, micro_usd_h)
         if job.spec.budget_usd is not None and need <= 0 and micro_usd_h > 0:
             spent = self._counted(job)
-            left = "" if _reached(spent, job.spec.budget_usd) else "; less than three minutes of it are left"
-            limit = f"{job.id} has cost {format_usd(spent)} of its budget of {_words(job)}{left}."
+            remaining = "" if _reached(spent, job.spec.budget_usd) else "; less than three minutes of it are left"
+            limit = f"{job.id} has cost {format_usd(spent)} of its budget of {_words(job)}{remaining}."
             is_monthly = job.spec.budget_per == "month"
             remedy = f"`raytide budget set {job.id} USD{'/month' if is_monthly else ''}`."
             wait = "Wait for the next month, or give" if is_monthly else "Give"
@@ -151,11 +151,11 @@ class Budgets:
 
     def _line(self, team: str) -> list[str]:
         """The team and its ancestors."""
-        line = []
+        ancestors = []
         while team in self.specs:
-            line.append(team)
+            ancestors.append(team)
             team = self.specs[team].parent
-        return line
+        return ancestors
 
 
 def _words(job: Job) -> str:

@@ -84,9 +84,9 @@ class Quotas:
     def reserve(self, team: str, need: Resources, *, is_preemptible: bool = True) -> None:
         for name in self.names:
             if name in need:
-                self._add(account := self._node(team, name), need[name])
+                self._add(node := self._node(team, name), need[name])
                 if not is_preemptible:
-                    fixed_at = account if account.is_named else self._node(_ROOT, name)
+                    fixed_at = node if node.is_named else self._node(_ROOT, name)
                     self._nonpreemptible[fixed_at.number] += need[name]
 
     def release(self, team: str, need: Resources) -> None:
@@ -122,23 +122,23 @@ class Quotas:
         unassigned capacity."""
         if name not in self.limited:
             return math.inf
-        if (account := self._node(team, name)).is_named:
-            return account.subtree_quota - self._nonpreemptible[account.number]
+        if (node := self._node(team, name)).is_named:
+            return node.subtree_quota - self._nonpreemptible[node.number]
         return self.unassigned[name] - self._nonpreemptible[self._node(_ROOT, name).number]
 
     def nominal_left(self, team: str, name: str) -> float:
         """The amount that the team may reserve without borrowing; infinite where neither it nor an ancestor has a
         quota."""
-        if name not in self.limited or not (account := self._node(team, name)).is_named:
+        if name not in self.limited or not (node := self._node(team, name)).is_named:
             return math.inf
-        return account.subtree_quota - self._used[account.number]
+        return node.subtree_quota - self._used[node.number]
 
     def may_reclaim(self, team: str, need: Resources) -> bool:
         """True if `need` is within the team's nominal quota, whether or not others are borrowing it."""
         has_own = False
         for name in self.names:
-            if name in need and (account := self._node(team, name)).is_named:
-                if need[name] > account.subtree_quota - self._used[account.number] + _SLACK:
+            if name in need and (node := self._node(team, name)).is_named:
+                if need[name] > node.subtree_quota - self._used[node.number] + _SLACK:
                     return False
                 has_own = True
         return has_own
@@ -162,28 +162,28 @@ class Quotas:
             yield team
             team = spec.parent
 
-    def _left(self, account: ResourceNode) -> float:
-        used, kept = self._used[account.number], account.local_quota
-        if account.above is None:
-            return account.subtree_quota - used
-        more = self._left(account.above)
-        if account.borrow is not None:
-            more = min(more, account.subtree_quota - kept - max(0.0, used - kept) + account.borrow)
-        return (kept - used if kept > used else 0.0) + more
+    def _left(self, node: ResourceNode) -> float:
+        used, local = self._used[node.number], node.local_quota
+        if node.above is None:
+            return node.subtree_quota - used
+        more = self._left(node.above)
+        if node.borrow is not None:
+            more = min(more, node.subtree_quota - local - max(0.0, used - local) + node.borrow)
+        return (local - used if local > used else 0.0) + more
 
-    def _add(self, account: ResourceNode, amount: float) -> None:
+    def _add(self, node: ResourceNode, amount: float) -> None:
         used = self._used
         while amount:
-            number, kept, most = account.number, account.local_quota, account.subtree_quota + _SLACK
+            number, local, most = node.number, node.local_quota, node.subtree_quota + _SLACK
             before = used[number]
             after = used[number] = before + amount
-            if account.above is None:
+            if node.above is None:
                 return
             if (after > most) != (before > most):
-                self.borrowers[account.name].symmetric_difference_update((account.team,))
+                self.borrowers[node.name].symmetric_difference_update((node.team,))
                 self._borrowing.clear()
-            amount = (after - kept if after > kept else 0.0) - (before - kept if before > kept else 0.0)
-            account = account.above
+            amount = (after - local if after > local else 0.0) - (before - local if before > local else 0.0)
+            node = node.above
 
     def _node(self, team: str, name: str) -> ResourceNode:
         """The node for a team; created with zero quota for a team that has none."""
@@ -202,12 +202,12 @@ class Quotas:
             own = spec.quota.get(name, 0.0)
             for child in children[team]:
                 own += lent(child)
-            kept = max(0.0, own - spec.lend[name]) if name in spec.lend else 0.0
-            shares[team] = own, kept
-            return own - kept
+            local = max(0.0, own - spec.lend[name]) if name in spec.lend else 0.0
+            shares[team] = own, local
+            return own - local
 
-        promised = sum(spec.quota.get(name, 0.0) for spec in self.specs.values())
-        self.unassigned[name] = max(0.0, self.supply.get(name, 0.0) - promised)
+        assigned = sum(spec.quota.get(name, 0.0) for spec in self.specs.values())
+        self.unassigned[name] = max(0.0, self.supply.get(name, 0.0) - assigned)
         self.borrowers[name], self._nodes[name] = set(), {}
         self._open(_ROOT, name, (sum(lent(team) for team in children[_ROOT]) + self.unassigned[name], 0.0))
         for team, share in reversed(shares.items()):  # who is above before who is below
@@ -215,7 +215,7 @@ class Quotas:
 
     def _open(self, team: str, name: str, share: tuple[float, float]) -> ResourceNode:
         spec = self.specs.get(team, _ANY)
-        account = self._nodes[name][team] = ResourceNode(
+        node = self._nodes[name][team] = ResourceNode(
             number=len(self._used),
             team=team,
             name=name,
@@ -227,7 +227,7 @@ class Quotas:
         )
         self._used.append(0.0)
         self._nonpreemptible.append(0.0)
-        return account
+        return node
 
 
 _ANY = TeamSpec()

@@ -38,11 +38,11 @@ def why_impossible(shape: Shape, count: int, node_types: Sequence[NodeType], sub
     if not any(capacity.values()):
         return _too_big(shape, labelled, subject)
     if (most := sum(capacity.values())) < count:
-        menu = ", ".join(f"{t.max_nodes} x {t.name}" for t in labelled if capacity[t.name])
+        fleet = ", ".join(f"{t.max_nodes} x {t.name}" for t in labelled if capacity[t.name])
         return Unschedulable(
             "impossible",
             f"no fleet fits {subject}: needs {count} x ({describe_amounts(shape)}) at once; "
-            f"the whole fleet holds {most} ({menu}).",
+            f"the whole fleet holds {most} ({fleet}).",
             f"Ask for {most}, or raise max_nodes.",
         )
     return None
@@ -74,13 +74,13 @@ def _no_labels(shape: Shape, node_types: Sequence[NodeType], subject: str) -> Un
     lacking = [k for k in offered if not any(labels_match({k: shape.labels[k]}, labels) for labels in kinds)]
     wanted = ", ".join(f"{k}={shape.labels[k]}" for k in (lacking[:1] or offered)) or "a node"
     if lacking and offered[lacking[0]]:
-        there, ask = f"the fleet has {', '.join(offered[lacking[0]])}", f"Ask for another {lacking[0]}"
+        found, advice = f"the fleet has {', '.join(offered[lacking[0]])}", f"Ask for another {lacking[0]}"
     elif offered:
-        there, ask = "none has " + ("it" if lacking else "all of them"), "Drop a label"
+        found, advice = "none has " + ("it" if lacking else "all of them"), "Drop a label"
     else:
-        there, ask = "every type has max_nodes 0" if node_types else "the fleet has no node types", "Raise max_nodes"
+        found, advice = "every type has max_nodes 0" if node_types else "the fleet has no node types", "Raise max_nodes"
     return Unschedulable(
-        "impossible", f"no node type fits {subject}: needs {wanted}; {there}.", f"{ask}, or add a node type."
+        "impossible", f"no node type fits {subject}: needs {wanted}; {found}.", f"{advice}, or add a node type."
     )
 
 
@@ -91,12 +91,12 @@ def _too_big(shape: Shape, labelled: Sequence[NodeType], subject: str) -> Unsche
         have = largest.resources.get(name, 0.0)
         if have + 1e-9 < shape.resources[name]:
             wanted = _amount(name, shape.resources[name], shape.labels)
-            there = f"the largest is {_amount(name, have, shape.labels)} ({largest.name})" if have else "none has any"
-            ask = f"Ask for {have:g}" if have and name == needs[0] else f"Ask for less {name}"
+            found = f"the largest is {_amount(name, have, shape.labels)} ({largest.name})" if have else "none has any"
+            advice = f"Ask for {have:g}" if have and name == needs[0] else f"Ask for less {name}"
             return Unschedulable(
                 "impossible",
-                f"no node type fits {subject}: needs {wanted} on one node; {there}.",
-                f"{ask}, or add a node type.",
+                f"no node type fits {subject}: needs {wanted} on one node; {found}.",
+                f"{advice}, or add a node type.",
             )
     nearest = max(labelled, key=lambda t: (sum(fits({n: shape.resources[n]}, t.resources) for n in needs), t.name))
     return Unschedulable(
@@ -132,43 +132,47 @@ def _holders(snapshot: Snapshot) -> dict[str, set[str]]:
         for node in view.load.replica_nodes if view.load else ():
             if node in type_of_ray:
                 found[type_of_ray[node]].add(view.endpoint.name)
-    for name, kept in snapshot.kept.items():
-        for node_id, _ in kept:
+    for name, reserved in snapshot.kept.items():
+        for node_id, _ in reserved:
             found[type_of[node_id]].add(name)
     return found
 
 
-def why_not(market: Offerings, held_by: Holders, shape: Shape, count: int, there: int, subject: str) -> Unschedulable:
+def why_not(
+    offerings: Offerings, holders: Holders, shape: Shape, count: int, existing: int, subject: str
+) -> Unschedulable:
     """Why a placement that is not impossible cannot be had now. `existing`: members that fit on existing and starting
     nodes."""
-    holding = market.offerings_for(shape)
-    types = {offer.node_type.name: (offer.node_type, fit) for offer, fit in holding}
-    resting = [offer for offer, _ in holding if market.retry_at_s(offer) > market.at_s]
-    rested = {offer.node_type.name for offer, _ in holding if offer not in resting}
-    buyable = {name: max(0, market.left_of(name)) * fit for name, (_, fit) in types.items()}
-    now = there + sum(many for name, many in buyable.items() if name in rested)
+    holding = offerings.offerings_for(shape)
+    types = {offering.node_type.name: (offering.node_type, fit) for offering, fit in holding}
+    backed_off = [offering for offering, _ in holding if offerings.retry_at_s(offering) > offerings.at_s]
+    available = {offering.node_type.name for offering, _ in holding if offering not in backed_off}
+    buyable = {name: max(0, offerings.left_of(name)) * fit for name, (_, fit) in types.items()}
+    now = existing + sum(members for name, members in buyable.items() if name in available)
     needs = f"needs {count} x ({describe_amounts(shape)}), {min(now, count)} fit now"
-    if now < count and now + sum(many for name, many in buyable.items() if name not in rested) >= count:
-        retry_at_s = min(market.retry_at_s(offer) for offer in resting)
-        out = {name for name, many in buyable.items() if many and name not in rested}
-        waiting = [offer.name for offer in resting if offer.node_type.name in out]
+    if now < count and now + sum(members for name, members in buyable.items() if name not in available) >= count:
+        retry_at_s = min(offerings.retry_at_s(offering) for offering in backed_off)
+        out = {name for name, members in buyable.items() if members and name not in available}
+        waiting = [offering.name for offering in backed_off if offering.node_type.name in out]
         return Unschedulable(
             "stock",
             f"{subject} waits for nodes: {needs}; the provider had no {', '.join(waiting)}; "
-            f"asked again at {utc(retry_at_s)}.",
+            f"the next attempt is at {utc(retry_at_s)}.",
             "Allow another shape, add a zone or a node type, or wait.",
         )
-    if now >= count and not shape.together and market.launches_left == 0:
-        pace = f"{market.limits.launches_per_min} nodes were launched within a minute (metadata.raytide.limits)"
-        return Unschedulable("rate", f"{subject} waits: it {needs}; {pace}.", "Nothing to do: it goes on in a minute.")
-    if now >= count and not shape.together and (limits := market.limits_in_words()):
+    if now >= count and not shape.together and offerings.launches_left == 0:
+        rate = f"{offerings.limits.launches_per_min} nodes were launched within a minute (metadata.raytide.limits)"
+        return Unschedulable(
+            "rate", f"{subject} waits: it {needs}; {rate}.", "No action needed: it continues within a minute."
+        )
+    if now >= count and not shape.together and (limits := offerings.limits_in_words()):
         remedy = "It starts when something else ends. To start now, raise metadata.raytide.limits."
         return Unschedulable("budget", f"{subject} waits: it {needs.partition(',')[0]}; {limits}.", remedy)
     names = " or ".join(types)
     if shape.together:
         where = shape.together.removeprefix("ray.io/")
-        needs = f"needs {count} x ({describe_amounts(shape)}) in one {where}; no one has room for all of them"
-    held = held_by.of(tuple(types))
+        needs = f"needs {count} x ({describe_amounts(shape)}) in one {where}; none has room for all of them"
+    held = holders.of(tuple(types))
     by = f"; {', '.join(types)} is held by {', '.join(held[:5])}" if held else ""
     more = f" and {len(held) - 5} more" if len(held) > 5 else ""
     return Unschedulable(

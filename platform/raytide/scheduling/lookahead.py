@@ -31,13 +31,15 @@ class PendingShape:
 class PendingDemand:
     """Shapes in the order of their placement; `advance` is called before each of them is placed."""
 
-    def __init__(self, market: Offerings, asks: Sequence[PendingShape]) -> None:
-        self._shelf = shelf = market.table
-        self._needs = np.array([shelf.vector(round_up_gpu_share(ask.shape.resources)) for ask in asks])
-        self.remaining = np.array([ask.count if self._is_known(ask.shape) else 0 for ask in asks], dtype=np.float64)
-        self._worth = np.array([self._alone(ask.shape) for ask in asks])
-        self._able = [shelf.matching(ask.shape.labels) & shelf.allowed(ask.allowed_types) for ask in asks]
-        self._dearest_first = sorted(range(len(asks)), key=lambda at: (-self._worth[at], at))
+    def __init__(self, offerings: Offerings, shapes: Sequence[PendingShape]) -> None:
+        self._shelf = table = offerings.table
+        self._needs = np.array([table.vector(round_up_gpu_share(pending.shape.resources)) for pending in shapes])
+        self.remaining = np.array(
+            [pending.count if self._is_known(pending.shape) else 0 for pending in shapes], dtype=np.float64
+        )
+        self._worth = np.array([self._alone(pending.shape) for pending in shapes])
+        self._able = [table.matching(pending.shape.labels) & table.allowed(pending.allowed_types) for pending in shapes]
+        self._dearest_first = sorted(range(len(shapes)), key=lambda at: (-self._worth[at], at))
         self._turn = 0
 
     def advance(self) -> None:

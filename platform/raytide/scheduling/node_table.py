@@ -34,14 +34,14 @@ Need = tuple[tuple[int, float], ...]
 class NodeTable:
     """`scale`: the most of each resource on one node, to compare a free GPU with a free CPU.
 
-    `popular`: the usual resources of a member, with their frequency.
+    `usual`: the usual resources of a member, with their frequency.
     """
 
-    def __init__(self, scale: Resources, popular: Sequence[tuple[Resources, float]] = ()) -> None:
+    def __init__(self, scale: Resources, usual: Sequence[tuple[Resources, float]] = ()) -> None:
         self._column = {name: at for at, name in enumerate(sorted(scale))}
         self._per_scale = np.array([1.0 / max(scale[name], _EPS) for name in self._column])
-        self._popular_KR = np.array([self._vector(need) for need, _ in popular]).reshape(len(popular), len(scale))
-        self._weights_K = np.array([weight for _, weight in popular])
+        self._usual_KR = np.array([self._vector(need) for need, _ in usual]).reshape(len(usual), len(scale))
+        self._weights_K = np.array([weight for _, weight in usual])
         self._free_RN = np.zeros((len(self._column), 64))
         self._rank = np.zeros(64, dtype=np.int64)
         self._labels: list[Mapping[str, str]] = []
@@ -102,7 +102,9 @@ class NodeTable:
         free_RN, rank = self._free_RN[:, rows], self._rank[rows]
         key = (_RANK * rank + self._per_scale @ free_RN).round(9)
         first = _least(key, SHORTLIST)
-        first = first[np.lexsort((self._cut(free_RN[:, first], need), rank[first]))][:enough]  # each holds one at least
+        first = first[np.lexsort((self._fragmentation_by(free_RN[:, first], need), rank[first]))][
+            :enough
+        ]  # each holds one at least
         copies = self._copies(need, rows[first])
         if len(rows) > SHORTLIST and copies.sum() < enough:
             rest = np.argsort(key, kind="stable")[SHORTLIST:]
@@ -119,10 +121,10 @@ class NodeTable:
         """Rows with room for one member; none if `need` is empty."""
         if not need or not need.keys() <= self._column.keys():
             return np.zeros(0, dtype=np.int64)
-        there = len(self)
-        enough = [self._free_RN[self._column[name], :there] >= amount - _EPS for name, amount in need.items()]
-        carrying = [self._mask(key, want)[:there] for key, want in selector.items()]
-        return reduce(np.logical_and, [*enough, *carrying]).nonzero()[0]
+        count = len(self)
+        enough = [self._free_RN[self._column[name], :count] >= amount - _EPS for name, amount in need.items()]
+        matching = [self._mask(key, want)[:count] for key, want in selector.items()]
+        return reduce(np.logical_and, [*enough, *matching]).nonzero()[0]
 
     def _copies(self, need: Resources, rows: Rows) -> Rows:
         if not len(rows):  # perhaps of something that no node has
@@ -189,21 +191,21 @@ class NodeTable:
             have &= self._free_RN[at, : len(amounts)] + _EPS >= [each.get(name, 0.0) for each in amounts]
         return have
 
-    def _cut(self, free_RN: Floats, need: Resources) -> Floats:
+    def _fragmentation_by(self, free_RN: Floats, need: Resources) -> Floats:
         """The increase in fragmentation by one member: GPUs that the usual members can no longer use."""
         gpu = self._column.get(GPU)
-        if gpu is None or not len(self._weights_K) or not (cut := free_RN[gpu] > _EPS).any():
+        if gpu is None or not len(self._weights_K) or not (has_gpus := free_RN[gpu] > _EPS).any():
             return np.zeros(free_RN.shape[1])
         after_RN = free_RN - self._vector(need)[:, None]
-        stranded = self._stranded(np.concatenate([free_RN, after_RN], axis=1), gpu)
-        before, after = stranded[: len(cut)], stranded[len(cut) :]
-        return np.where(cut, (after - before).round(9), 0.0)
+        stranded = self._fragmentation(np.concatenate([free_RN, after_RN], axis=1), gpu)
+        before, after = stranded[: len(has_gpus)], stranded[len(has_gpus) :]
+        return np.where(has_gpus, (after - before).round(9), 0.0)
 
-    def _stranded(self, free_RN: Floats, gpu: int) -> Floats:
+    def _fragmentation(self, free_RN: Floats, gpu: int) -> Floats:
         """GPUs on each node that the usual members cannot use, on average."""
-        lacks_KN = self._popular_KR[:, 0, None] > free_RN[0] + _EPS
+        lacks_KN = self._usual_KR[:, 0, None] > free_RN[0] + _EPS
         for at in range(1, len(free_RN)):
-            lacks_KN |= self._popular_KR[:, at, None] > free_RN[at] + _EPS
+            lacks_KN |= self._usual_KR[:, at, None] > free_RN[at] + _EPS
         return np.asarray(self._weights_K @ lacks_KN * free_RN[gpu])
 
     def _mask(self, key: str, want: str) -> Mask:

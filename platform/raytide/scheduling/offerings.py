@@ -55,19 +55,23 @@ class Offering:
 class OfferingTable:
     """The static table of offerings, shared by all copies of `Offerings`."""
 
-    def __init__(self, offers: Sequence[Offering]) -> None:
-        self.offerings = tuple(offers)
-        self.types = {name: at for at, name in enumerate(dict.fromkeys(offer.node_type.name for offer in offers))}
-        self.type_of: Ints = np.array([self.types[offer.node_type.name] for offer in offers], dtype=np.int64)
-        self.price: Ints = np.array([offer.price_micro_usd_h for offer in offers], dtype=np.int64)
-        self.cost: Floats = np.array([offer.cost_micro_usd_h for offer in offers], dtype=np.float64)
-        self.reclaims_per_h: Floats = np.array([offer.reclaims_per_h for offer in offers], dtype=np.float64)
-        self.is_spot: Mask = np.array([offer.node_type.market is CapacityType.SPOT for offer in offers], dtype=np.bool_)
-        self.columns = {
-            name: at for at, name in enumerate(sorted({name for o in offers for name in o.node_type.resources}))
+    def __init__(self, offerings: Sequence[Offering]) -> None:
+        self.offerings = tuple(offerings)
+        self.types = {
+            name: at for at, name in enumerate(dict.fromkeys(offering.node_type.name for offering in offerings))
         }
-        totals = [self.vector(offer.node_type.resources) for offer in offers]
-        self.totals_PR: Floats = np.array(totals).reshape(len(offers), len(self.columns))
+        self.type_of: Ints = np.array([self.types[offering.node_type.name] for offering in offerings], dtype=np.int64)
+        self.price: Ints = np.array([offering.price_micro_usd_h for offering in offerings], dtype=np.int64)
+        self.cost: Floats = np.array([offering.cost_micro_usd_h for offering in offerings], dtype=np.float64)
+        self.reclaims_per_h: Floats = np.array([offering.reclaims_per_h for offering in offerings], dtype=np.float64)
+        self.is_spot: Mask = np.array(
+            [offering.node_type.market is CapacityType.SPOT for offering in offerings], dtype=np.bool_
+        )
+        self.columns = {
+            name: at for at, name in enumerate(sorted({name for o in offerings for name in o.node_type.resources}))
+        }
+        totals = [self.vector(offering.node_type.resources) for offering in offerings]
+        self.totals_PR: Floats = np.array(totals).reshape(len(offerings), len(self.columns))
         self._members: dict[_Key, Ints] = {}
         self._carrying: dict[_Labels, Mask] = {}
         self._in_menu: dict[frozenset[str] | None, Mask] = {}
@@ -89,15 +93,15 @@ class OfferingTable:
         """By offering: whether its labels match the selector."""
         key = tuple(selector.items())
         if (found := self._carrying.get(key)) is None:
-            found = np.array([labels_match(selector, offer.labels) for offer in self.offerings], dtype=np.bool_)
+            found = np.array([labels_match(selector, offering.labels) for offering in self.offerings], dtype=np.bool_)
             self._carrying[key] = found
         return found
 
-    def allowed(self, menu: frozenset[str] | None) -> Mask:
+    def allowed(self, types: frozenset[str] | None) -> Mask:
         """By offering: whether its type is one of these; None allows all."""
-        if (found := self._in_menu.get(menu)) is None:
-            found = np.array([menu is None or o.node_type.name in menu for o in self.offerings], dtype=np.bool_)
-            self._in_menu[menu] = found
+        if (found := self._in_menu.get(types)) is None:
+            found = np.array([types is None or o.node_type.name in types for o in self.offerings], dtype=np.bool_)
+            self._in_menu[types] = found
         return found
 
     def vector(self, amounts: Resources) -> Floats:
@@ -124,10 +128,10 @@ class Purchase:
     price_micro_usd_h: int = 0
     of_type: Counter[str] = field(default_factory=Counter)
 
-    def add(self, offer: Offering, nodes: int) -> None:
+    def add(self, offering: Offering, nodes: int) -> None:
         self.size += nodes
-        self.price_micro_usd_h += nodes * offer.price_micro_usd_h
-        self.of_type[offer.node_type.name] += nodes
+        self.price_micro_usd_h += nodes * offering.price_micro_usd_h
+        self.of_type[offering.node_type.name] += nodes
 
 
 _NOTHING = Purchase()
@@ -152,25 +156,26 @@ class Offerings:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Offerings:
-        there = Counter(view.node.type for view in snapshot.nodes)
-        pace = snapshot.limits.launches_per_min
-        lately = sum(snapshot.at_s - view.node.requested_at_s < RATE_WINDOW_S for view in snapshot.nodes)
-        shelf, pools = OfferingTable(_offers(snapshot)), {(pool.node_type, pool.zone): pool for pool in snapshot.pools}
-        most = {node_type.name: node_type.max_nodes for node_type in snapshot.node_types}
-        resting = [
-            (pool := pools.get((offer.node_type.name, offer.zone))) is not None and pool.retry_at_s > snapshot.at_s
-            for offer in shelf.offerings
+        existing = Counter(view.node.type for view in snapshot.nodes)
+        rate = snapshot.limits.launches_per_min
+        recent = sum(snapshot.at_s - view.node.requested_at_s < RATE_WINDOW_S for view in snapshot.nodes)
+        table, pools = OfferingTable(_offers(snapshot)), {(pool.node_type, pool.zone): pool for pool in snapshot.pools}
+        max_nodes = {node_type.name: node_type.max_nodes for node_type in snapshot.node_types}
+        backed_off = [
+            (pool := pools.get((offering.node_type.name, offering.zone))) is not None
+            and pool.retry_at_s > snapshot.at_s
+            for offering in table.offerings
         ]
         return cls(
             at_s=snapshot.at_s,
-            table=shelf,
+            table=table,
             pools=pools,
             limits=snapshot.limits,
             burn_micro_usd_h=sum(view.node.price_micro_usd_h for view in snapshot.nodes),
-            left=np.array([most[name] - there[name] for name in shelf.types], dtype=np.int64),
-            launches_left=None if pace is None else max(0, pace - lately),
-            backed_off=np.array(resting, dtype=np.bool_),
-            caps=_caps(shelf, snapshot.limits),
+            left=np.array([max_nodes[name] - existing[name] for name in table.types], dtype=np.int64),
+            launches_left=None if rate is None else max(0, rate - recent),
+            backed_off=np.array(backed_off, dtype=np.bool_),
+            caps=_caps(table, snapshot.limits),
         )
 
     def copy(self) -> Offerings:
@@ -187,24 +192,24 @@ class Offerings:
 
     def could_hold(self, shape: Shape, count: int) -> bool:
         """True if an empty fleet with all pools in stock would hold `count` members."""
-        most = {o.node_type.name: o.node_type.max_nodes * fit for o, fit in self.offerings_for(shape)}
-        return sum(most.values()) >= count
+        max_nodes = {o.node_type.name: o.node_type.max_nodes * fit for o, fit in self.offerings_for(shape)}
+        return sum(max_nodes.values()) >= count
 
-    def can_have(self, basket: Purchase = _NOTHING) -> Ints:
+    def can_have(self, purchase: Purchase = _NOTHING) -> Ints:
         """By offering: the nodes that can be bought beside this purchase."""
         left = self.left[self.table.type_of]
-        if basket.size:
+        if purchase.size:
             taken = np.zeros_like(self.left)
-            for name, nodes in basket.of_type.items():
+            for name, nodes in purchase.of_type.items():
                 taken[self.table.types[name]] = nodes
             left -= taken[self.table.type_of]
         if self.caps is not None:
-            spare = self.caps - self.burn_micro_usd_h - basket.price_micro_usd_h
+            spare = self.caps - self.burn_micro_usd_h - purchase.price_micro_usd_h
             left = np.minimum(left, spare // np.maximum(1, self.table.price))
         left[self.backed_off] = 0
         return np.maximum(0, left)
 
-    def most(self, shape: Shape) -> int:
+    def members_to_buy(self, shape: Shape) -> int:
         """The members of this shape that purchasable nodes would hold, of each type in its best zone."""
         best = np.zeros_like(self.left)
         np.maximum.at(best, self.table.type_of, self.can_have() * self.table.members(shape))
@@ -213,55 +218,55 @@ class Offerings:
     def left_of(self, node_type: str) -> int:
         return int(self.left[self.table.types[node_type]])
 
-    def refusal(self, offer: Offering) -> Refusal | None:
+    def refusal(self, offering: Offering) -> Refusal | None:
         """Why a node of this offering cannot be bought now; None if it can."""
-        if (retry_at_s := self.retry_at_s(offer)) > self.at_s:
-            why = self.pools[(offer.node_type.name, offer.zone)].reason
-            return "stock", f"rests until {utc(retry_at_s)}" + (f": {why}" if why else "")
-        if self.left_of(offer.node_type.name) <= 0:
-            return "capacity", f"all {offer.node_type.max_nodes} that max_nodes allows are there"
-        if self.caps is not None and self.burn_micro_usd_h + offer.price_micro_usd_h > (
-            cap := int(self.caps[offer.row])
+        if (retry_at_s := self.retry_at_s(offering)) > self.at_s:
+            why = self.pools[(offering.node_type.name, offering.zone)].reason
+            return "stock", f"backs off until {utc(retry_at_s)}" + (f": {why}" if why else "")
+        if self.left_of(offering.node_type.name) <= 0:
+            return "capacity", f"all {offering.node_type.max_nodes} that max_nodes allows exist"
+        if self.caps is not None and self.burn_micro_usd_h + offering.price_micro_usd_h > (
+            cap := int(self.caps[offering.row])
         ):
             kind = "hard" if cap == self.limits.hard_micro_usd_h else "soft"
-            after = format_usd(self.burn_micro_usd_h + offer.price_micro_usd_h)
+            after = format_usd(self.burn_micro_usd_h + offering.price_micro_usd_h)
             return "budget", f"the fleet would cost {after}/h; the {kind} limit is {format_usd(cap)}/h"
         if self.launches_left is not None and self.launches_left <= 0:
             return "rate", f"{self.limits.launches_per_min} nodes were launched within a minute"
         return None
 
-    def buy(self, offer: Offering) -> None:
-        self.left[self.table.types[offer.node_type.name]] -= 1
-        self.burn_micro_usd_h += offer.price_micro_usd_h
+    def buy(self, offering: Offering) -> None:
+        self.left[self.table.types[offering.node_type.name]] -= 1
+        self.burn_micro_usd_h += offering.price_micro_usd_h
         if self.launches_left is not None:
             self.launches_left = max(0, self.launches_left - 1)
 
-    def cancel(self, offer: Offering) -> None:
+    def cancel(self, offering: Offering) -> None:
         """Undoes `buy`."""
-        self.left[self.table.types[offer.node_type.name]] += 1
-        self.burn_micro_usd_h -= offer.price_micro_usd_h
+        self.left[self.table.types[offering.node_type.name]] += 1
+        self.burn_micro_usd_h -= offering.price_micro_usd_h
         if self.launches_left is not None:
             self.launches_left += 1
 
-    def retry_at_s(self, offer: Offering) -> float:
-        pool = self.pools.get((offer.node_type.name, offer.zone))
+    def retry_at_s(self, offering: Offering) -> float:
+        pool = self.pools.get((offering.node_type.name, offering.zone))
         return pool.retry_at_s if pool else 0.0
 
     def limits_in_words(self) -> str:
         """What the fleet costs, and its limits; empty without limits."""
         soft, hard = self.limits.soft_micro_usd_h, self.limits.hard_micro_usd_h
         words = [f"above {format_usd(soft)}/h only spot is bought"] if soft is not None else []
-        words += [f"above {format_usd(hard)}/h nothing is"] if hard is not None else []
+        words += [f"above {format_usd(hard)}/h nothing is bought"] if hard is not None else []
         return f"the fleet costs {format_usd(self.burn_micro_usd_h)}/h, and {', '.join(words)}" if words else ""
 
 
-def _caps(shelf: OfferingTable, limits: Limits) -> Ints | None:
+def _caps(table: OfferingTable, limits: Limits) -> Ints | None:
     """Spot is bought up to the hard limit, on-demand up to the soft one."""
     if limits.soft_micro_usd_h is None and limits.hard_micro_usd_h is None:
         return None
     hard = _NO_CAP if limits.hard_micro_usd_h is None else limits.hard_micro_usd_h
     soft = hard if limits.soft_micro_usd_h is None else min(limits.soft_micro_usd_h, hard)
-    return np.where(shelf.is_spot, hard, soft)
+    return np.where(table.is_spot, hard, soft)
 
 
 def _offers(snapshot: Snapshot) -> list[Offering]:

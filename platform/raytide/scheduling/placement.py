@@ -67,7 +67,7 @@ class Candidate:
     @property
     def rating(self) -> tuple[int, float]:
         """Smaller is better: most members, then lowest cost."""
-        costs = ((offer.cost_micro_usd_h * nodes, offer.node_type.name) for offer, nodes, _ in self.new)
+        costs = ((offering.cost_micro_usd_h * nodes, offering.node_type.name) for offering, nodes, _ in self.new)
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_break(self, pace: int, needed: int) -> bool:
@@ -78,88 +78,94 @@ class Candidate:
 
 
 def best_candidate(
-    market: Offerings, grid: NodeTable, seats: Sequence[Slot], coming: PendingDemand | None, want: PlacementRequest
+    offerings: Offerings,
+    node_table: NodeTable,
+    slots: Sequence[Slot],
+    pending: PendingDemand | None,
+    request: PlacementRequest,
 ) -> Candidate:
     """Places as many of the requested members as possible. `slots`: by row of the node table."""
-    choice = Candidate(want.shape, paces=want.paces, left=None if coming is None else coming.remaining)
-    looked_at = want.count if want.apart is None else sys.maxsize  # apart, many rows hold one each, whatever else fits
-    rows, copies = grid.fitting(want.shape.resources, want.shape.labels, enough=looked_at)
-    if want.apart is not None:
-        rows = rows[[seats[row].node_id not in want.apart for row in rows.tolist()]]
+    candidate = Candidate(request.shape, paces=request.paces, left=None if pending is None else pending.remaining)
+    enough = (
+        request.count if request.apart is None else sys.maxsize
+    )  # apart, many rows hold one each, whatever else fits
+    rows, copies = node_table.fitting(request.shape.resources, request.shape.labels, enough=enough)
+    if request.apart is not None:
+        rows = rows[[slots[row].node_id not in request.apart for row in rows.tolist()]]
         copies = np.ones_like(rows)
     for row, fit in zip(rows.tolist(), copies.tolist(), strict=True):
-        if choice.count >= want.count:
+        if candidate.count >= request.count:
             break
-        choice.existing.append((row, min(fit, want.count - choice.count)))
-        choice.count += choice.existing[-1][1]
-    zones = None if want.spread_from is None else Counter(want.spread_from)
+        candidate.existing.append((row, min(fit, request.count - candidate.count)))
+        candidate.count += candidate.existing[-1][1]
+    zones = None if request.spread_from is None else Counter(request.spread_from)
     if zones is not None:
-        for row, members in choice.existing:
-            zones[seats[row].zone] += members
-    while choice.count < want.count and (want.max_new is None or choice.purchase.size < want.max_new):
-        found = _cheapest(market, coming, want, choice, zones)
+        for row, members in candidate.existing:
+            zones[slots[row].zone] += members
+    while candidate.count < request.count and (request.max_new is None or candidate.purchase.size < request.max_new):
+        found = _cheapest(offerings, pending, request, candidate, zones)
         if found is None:
             break
-        offer, fit, nodes = found
-        members = min(nodes * fit, want.count - choice.count)
-        choice.new.append((offer, nodes, members))
-        choice.purchase.add(offer, nodes)
-        choice.count += members
+        offering, fit, nodes = found
+        members = min(nodes * fit, request.count - candidate.count)
+        candidate.new.append((offering, nodes, members))
+        candidate.purchase.add(offering, nodes)
+        candidate.count += members
         if zones is not None:
-            zones[offer.zone] += members
-    return choice
+            zones[offering.zone] += members
+    return candidate
 
 
-def spread_over(options: Sequence[Option], zone: Callable[[int], str], there: Counter[str]) -> Option:
+def spread_over(options: Sequence[Option], zone: Callable[[int], str], by_zone: Counter[str]) -> Option:
     """The cheapest option; but while its zone holds more than half of the endpoint, one that costs little more in the
     zone with the fewest."""
     best = min(options)
-    if there[zone(best[2])] * 2 <= there.total():
+    if by_zone[zone(best[2])] * 2 <= by_zone.total():
         return best
     near = [option for option in options if option[0] <= best[0] * (1 + SPREAD_EXTRA)]
-    return min(near, key=lambda option: (there[zone(option[2])], option))
+    return min(near, key=lambda option: (by_zone[zone(option[2])], option))
 
 
 def _cheapest(
-    market: Offerings,
-    coming: PendingDemand | None,
-    want: PlacementRequest,
-    choice: Candidate,
+    offerings: Offerings,
+    pending: PendingDemand | None,
+    request: PlacementRequest,
+    candidate: Candidate,
     zones: Counter[str] | None,
 ) -> tuple[Offering, int, int] | None:
     """The best offering, the members that one of its nodes holds, and how many nodes to take at once. `zones`: members
     by zone if they are spread."""
-    shelf, lacking = market.table, want.count - choice.count
-    fits, to_be_had = shelf.members(want.shape), market.can_have(choice.purchase)
-    fits = fits if want.apart is None else np.minimum(1, fits)
-    rows = np.flatnonzero((fits > 0) & (to_be_had > 0) & shelf.allowed(want.menu))
+    table, lacking = offerings.table, request.count - candidate.count
+    fits, purchasable = table.members(request.shape), offerings.can_have(candidate.purchase)
+    fits = fits if request.apart is None else np.minimum(1, fits)
+    rows = np.flatnonzero((fits > 0) & (purchasable > 0) & table.allowed(request.menu))
     if not len(rows):
         return None
     members = np.minimum(fits, lacking)
-    if coming is not None and choice.left is not None:
-        worth, shared = coming.worth(want.shape.resources, rows, members[rows], choice.left)
+    if pending is not None and candidate.left is not None:
+        value, shared = pending.worth(request.shape.resources, rows, members[rows], candidate.left)
     else:
-        worth, shared = np.zeros(len(rows)), np.zeros((len(rows), 0))
-    each = np.maximum(0.0, shelf.cost[rows] - worth) / members[rows]
-    if want.paces:
-        names = [shelf.offerings[row].node_type.name for row in rows.tolist()]
+        value, shared = np.zeros(len(rows)), np.zeros((len(rows), 0))
+    each = np.maximum(0.0, table.cost[rows] - value) / members[rows]
+    if request.paces:
+        names = [table.offerings[row].node_type.name for row in rows.tolist()]
         each = np.array(
-            [cost_per_work(cost, name, want.paces) for cost, name in zip(each.tolist(), names, strict=True)]
+            [cost_per_work(cost, name, request.paces) for cost, name in zip(each.tolist(), names, strict=True)]
         )
     if zones is not None:
-        options = list(zip(each.tolist(), shelf.cost[rows].tolist(), rows.tolist(), strict=True))
-        row = spread_over(options, lambda row: shelf.offerings[row].zone, zones)[2]
-        return shelf.offerings[row], int(fits[row]), 1
-    at = int(np.lexsort((rows, shelf.cost[rows], each))[0])
+        options = list(zip(each.tolist(), table.cost[rows].tolist(), rows.tolist(), strict=True))
+        row = spread_over(options, lambda row: table.offerings[row].zone, zones)[2]
+        return table.offerings[row], int(fits[row]), 1
+    at = int(np.lexsort((rows, table.cost[rows], each))[0])
     row = int(rows[at])
-    nodes = min(max(1, lacking // int(fits[row])), int(to_be_had[row]))
-    if want.max_new is not None:
-        nodes = min(nodes, want.max_new - choice.purchase.size)
-    if choice.left is not None and (there := shared[at] > 0).any():
-        full = choice.left[there] // shared[at][there]
+    nodes = min(max(1, lacking // int(fits[row])), int(purchasable[row]))
+    if request.max_new is not None:
+        nodes = min(nodes, request.max_new - candidate.purchase.size)
+    if candidate.left is not None and (filled := shared[at] > 0).any():
+        full = candidate.left[filled] // shared[at][filled]
         nodes = int(min(nodes, max(1.0, full.min())))
-        choice.left = np.maximum(0.0, choice.left - nodes * shared[at])
-    return shelf.offerings[row], int(fits[row]), nodes
+        candidate.left = np.maximum(0.0, candidate.left - nodes * shared[at])
+    return table.offerings[row], int(fits[row]), nodes
 
 
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:
@@ -172,16 +178,16 @@ def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) ->
 
 def usual_shapes(snapshot: Snapshot) -> list[tuple[Resources, float]]:
     """The GPU shapes that most members have, running or waiting, each with its share of members."""
-    said: Counter[tuple[tuple[str, float], ...]] = Counter()
+    counted: Counter[tuple[tuple[str, float], ...]] = Counter()
     for lease in snapshot.leases:
-        said[tuple(lease.shape.resources.items())] += len(lease.members)
+        counted[tuple(lease.shape.resources.items())] += len(lease.members)
     for job in snapshot.jobs:
         shape = job.spec.gang.shapes[0]
-        said[tuple(shape.resources.items())] += shape.members
+        counted[tuple(shape.resources.items())] += shape.members
     for view in snapshot.endpoints:
-        said[tuple(replica_shape(view).resources.items())] += published_members(view)
+        counted[tuple(replica_shape(view).resources.items())] += published_members(view)
     counts: Counter[tuple[tuple[str, float], ...]] = Counter()
-    for key, count in said.items():
+    for key, count in counted.items():
         counts[tuple(sorted(key))] += count
     usual = [(dict(key), count) for key, count in counts.items() if count and dict(key).get(GPU)]
     usual = sorted(usual, key=lambda item: (-item[1], sorted(item[0].items())))[:USUAL]

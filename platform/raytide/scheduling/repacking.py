@@ -28,71 +28,71 @@ class Repacking:
     swapped: dict[str, Slot] = field(default_factory=dict)
     """By node that is bought as another type: its new slot."""
 
-    def final_slot(self, seat: Slot) -> Slot:
+    def final_slot(self, slot: Slot) -> Slot:
         """The tenant's final slot. Must be called for the tenants of a node in the order of their placement."""
-        if elsewhere := self.moved.get(seat.node_id):
-            seat = elsewhere.pop(0)
-        return self.swapped.get(seat.node_id, seat)
+        if elsewhere := self.moved.get(slot.node_id):
+            slot = elsewhere.pop(0)
+        return self.swapped.get(slot.node_id, slot)
 
 
 def repack(room: SchedulingState) -> Repacking:
     """Empties or swaps new nodes, the most expensive first; changes `room` accordingly."""
-    done = Repacking()
-    kept: set[str] = set()
-    for node_id, offer in sorted(room.bought.items(), key=lambda item: -item[1].cost_micro_usd_h):
+    repacking = Repacking()
+    receivers: set[str] = set()
+    for node_id, offering in sorted(room.bought.items(), key=lambda item: -item[1].cost_micro_usd_h):
         tenants = room.tenants[node_id]
         row = room.rows[node_id]
         if (
             not tenants
             or len(tenants) > MOST_TENANTS
-            or room.node_table.share_taken(row, offer.node_type.resources) > FULL
+            or room.node_table.share_taken(row, offering.node_type.resources) > FULL
         ):
             continue
-        is_free = node_id not in kept and not any(tenant.is_apart for tenant in tenants)
-        if is_free and (seats := _elsewhere(room, row, tenants)):
-            done.moved[node_id] = seats
-            kept.update(seat.node_id for seat in seats)
+        is_free = node_id not in receivers and not any(tenant.is_apart for tenant in tenants)
+        if is_free and (slots := _elsewhere(room, row, tenants)):
+            repacking.moved[node_id] = slots
+            receivers.update(slot.node_id for slot in slots)
             _forget(room, node_id)
-        elif cheaper := _cheaper(room, offer, tenants):
-            done.swapped[node_id] = _swap(room, node_id, cheaper, tenants)
+        elif cheaper := _cheaper(room, offering, tenants):
+            repacking.swapped[node_id] = _swap(room, node_id, cheaper, tenants)
     room.full.clear()
-    return done
+    return repacking
 
 
 def _elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> list[Slot]:
     """Reserves slots for all tenants of this row on other nodes; empty if they do not all fit."""
     restore = room.node_table.checkpoint()
-    seats: list[Slot] = []
+    slots: list[Slot] = []
     for tenant in tenants:
         rows, _ = room.node_table.fitting(tenant.shape.resources, tenant.labels, enough=1, but=row)
         if not rows.size:
             restore()
             return []
         room.node_table.reserve(int(rows[0]), tenant.shape.resources)
-        seats.append(room.slots[int(rows[0])])
-    for seat, tenant in zip(seats, tenants, strict=True):
-        if seat.is_new:
-            room.tenants[seat.node_id].append(tenant)
-    return seats
+        slots.append(room.slots[int(rows[0])])
+    for slot, tenant in zip(slots, tenants, strict=True):
+        if slot.is_new:
+            room.tenants[slot.node_id].append(tenant)
+    return slots
 
 
-def _cheaper(room: SchedulingState, offer: Offering, tenants: list[Tenant]) -> Offering | None:
+def _cheaper(room: SchedulingState, offering: Offering, tenants: list[Tenant]) -> Offering | None:
     """The cheapest offering that holds all of them, if it is cheaper than this one."""
-    market, shelf = room.offerings, room.offerings.table
-    able = (shelf.cost < offer.cost_micro_usd_h) & shelf.could_hold(_sum(tenants)) & (market.can_have() > 0)
-    for labels, menu in {(tuple(tenant.labels.items()), tenant.allowed_types) for tenant in tenants}:
-        able &= shelf.matching(dict(labels)) & shelf.allowed(menu)
+    offerings, table = room.offerings, room.offerings.table
+    able = (table.cost < offering.cost_micro_usd_h) & table.could_hold(_sum(tenants)) & (offerings.can_have() > 0)
+    for labels, types in {(tuple(tenant.labels.items()), tenant.allowed_types) for tenant in tenants}:
+        able &= table.matching(dict(labels)) & table.allowed(types)
     rows = np.flatnonzero(able)
-    return shelf.offerings[rows[shelf.cost[rows].argmin()]] if len(rows) else None
+    return table.offerings[rows[table.cost[rows].argmin()]] if len(rows) else None
 
 
-def _swap(room: SchedulingState, node_id: str, offer: Offering, tenants: list[Tenant]) -> Slot:
+def _swap(room: SchedulingState, node_id: str, offering: Offering, tenants: list[Tenant]) -> Slot:
     row = room.rows[node_id]
     room.offerings.cancel(room.bought[node_id])
-    room.offerings.buy(offer)
-    room.bought[node_id] = offer
-    room.node_table.set_free(row, _less(offer.node_type.resources, _sum(tenants)), offer.labels)
-    room.slots[row] = room.slots[row]._replace(node_type=offer.node_type.name, zone=offer.zone)
+    room.offerings.buy(offering)
+    room.bought[node_id] = offering
+    room.node_table.set_free(row, _less(offering.node_type.resources, _sum(tenants)), offering.labels)
+    room.slots[row] = room.slots[row]._replace(node_type=offering.node_type.name, zone=offering.zone)
     return room.slots[row]
 
 

@@ -64,8 +64,8 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[
     """
     if view.endpoint.state not in SERVING_STATES:
         return 0
-    seated = _staying(view.load, leaving) if view.load else 0
-    missing = max(0, published_members(view) - seated)
+    placed = _staying(view.load, leaving) if view.load else 0
+    missing = max(0, published_members(view) - placed)
     if is_fresh(view.load, snapshot.at_s):
         return missing
     return min(missing, sum(d.count for d in snapshot.demand if is_replica_of(d, view.endpoint.name)))
@@ -92,8 +92,8 @@ def is_replica(demand: Demand) -> bool:
 
 
 def _staying(load: EndpointLoad, leaving: frozenset[str]) -> int:
-    there, moving = (sum(node not in leaving for node in nodes) for nodes in (load.replica_nodes, load.moving))
-    return there - moving
+    hosts, moving = (sum(node not in leaving for node in nodes) for nodes in (load.replica_nodes, load.moving))
+    return hosts - moving
 
 
 def _mark(endpoint: str) -> str:

@@ -32,15 +32,15 @@ def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
     lacking = [view for view in snapshot.endpoints if missing_members(room, view) and view.pools is None]
     if not lacking:
         return snapshot
-    fleet, kept = (
+    fleet, reserved = (
         _Fleet.of(snapshot, room, {name for view in lacking for name in _need(view)}),
         dict[str, Reservation](),
     )
     for view in lacking:
         shape, count = replica_shape(view), members_at_once(view, missing_members(room, view))
-        if found := fleet.keep(shape, count, room.offerings.most(shape)):
-            kept[view.endpoint.name] = found
-    return replace(snapshot, kept=kept)
+        if found := fleet.keep(shape, count, room.offerings.members_to_buy(shape)):
+            reserved[view.endpoint.name] = found
+    return replace(snapshot, kept=reserved)
 
 
 def missing_members(room: SchedulingState, view: EndpointView) -> int:
@@ -54,13 +54,13 @@ def members_at_once(view: EndpointView, lacking: int) -> int:
     return lacking % view.endpoint.spec.members or view.endpoint.spec.members
 
 
-def reserve(room: SchedulingState, kept: Reservation) -> None:
-    for node_id, resources in kept:
+def reserve(room: SchedulingState, reserved: Reservation) -> None:
+    for node_id, resources in reserved:
         room.reserve(node_id, resources)
 
 
-def release(room: SchedulingState, kept: Reservation) -> None:
-    for node_id, resources in kept:
+def release(room: SchedulingState, reserved: Reservation) -> None:
+    for node_id, resources in reserved:
         room.release(node_id, resources)
 
 
@@ -69,7 +69,7 @@ class _Fleet:
     """The existing and starting nodes, in order."""
 
     ids: Sequence[str]
-    grid: NodeTable
+    node_table: NodeTable
     rows: Rows
     """Rows of the node table."""
     free: Mapping[str, Floats]
@@ -87,8 +87,8 @@ class _Fleet:
         for name in sorted(names):
             columns = room.node_table.columns({name: 1.0})
             free[name] = free_NR[:, columns[0][0]] if columns and views else np.zeros(len(views))
-            there = [view.countable.get(name, 0.0) - used[view.node.id][name] for view in views]
-            most[name] = np.array(there, dtype=np.float64)
+            future = [view.countable.get(name, 0.0) - used[view.node.id][name] for view in views]
+            most[name] = np.array(future, dtype=np.float64)
         return cls([view.node.id for view in views], room.node_table, rows, free, most)
 
     def keep(self, shape: Shape, count: int, to_buy: int) -> Reservation:
@@ -98,17 +98,17 @@ class _Fleet:
         if not need:
             return ()
         holds = np.min([(self.most[name] + _EPS) // amount for name, amount in need.items()], axis=0)
-        holds *= self.grid.matching(shape.labels)[self.rows]
-        seats: list[tuple[float, int]] = []
+        holds *= self.node_table.matching(shape.labels)[self.rows]
+        slots: list[tuple[float, int]] = []
         for number in range(1, count + 1):
             rows = np.flatnonzero(holds >= number)
-            short = [(number * amount - self.free[name][rows]) / amount for name, amount in need.items()]
-            lack = np.clip(np.max(short, axis=0), 0.0, 1.0)
-            least = np.argsort(lack, kind="stable")[:count]
-            seats += zip(lack[least].tolist(), rows[least].tolist(), strict=True)
-        if len(seats) + to_buy < count:
+            lacking = [(number * amount - self.free[name][rows]) / amount for name, amount in need.items()]
+            deficit = np.clip(np.max(lacking, axis=0), 0.0, 1.0)
+            least = np.argsort(deficit, kind="stable")[:count]
+            slots += zip(deficit[least].tolist(), rows[least].tolist(), strict=True)
+        if len(slots) + to_buy < count:
             return ()
-        chosen = Counter(row for _, row in sorted(seats)[: max(0, count - to_buy)])
+        chosen = Counter(row for _, row in sorted(slots)[: max(0, count - to_buy)])
         return tuple((self.ids[row], self._take(row, number, need)) for row, number in chosen.items())
 
     def _take(self, row: int, number: int, need: Resources) -> Resources:
@@ -130,8 +130,8 @@ def _used_for_good(snapshot: Snapshot, room: SchedulingState) -> Mapping[str, Ma
     ids = {view.node.ray_node_id: view.node.id for view in snapshot.nodes if view.node.ray_node_id}
     for view in snapshot.endpoints:
         hosts = view.load.replica_nodes if view.load else ()
-        coming = [seat.node_id for seat in room.replicas.get(view.endpoint.name, ())]
-        for node_id in [*(ids[host] for host in hosts if host in ids), *coming]:
+        starting = [slot.node_id for slot in room.replicas.get(view.endpoint.name, ())]
+        for node_id in [*(ids[host] for host in hosts if host in ids), *starting]:
             for name, amount in round_up_gpu_share(view.endpoint.spec.resources).items():
                 used[node_id][name] += amount
     return used

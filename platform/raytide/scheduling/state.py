@@ -42,7 +42,7 @@ _NEW = len(_RANK)
 
 Placements = tuple[Slot, ...]
 
-_Ask = tuple[
+_PlacementKey = tuple[
     tuple[tuple[str, float], ...],
     tuple[tuple[str, str], ...],
     str,
@@ -100,7 +100,7 @@ class SchedulingState:
     replicas: dict[str, Placements] = field(default_factory=dict)
     """By endpoint: the slots reserved for these, as far as there is room."""
     _holders: Holders | None = None
-    full: set[_Ask] = field(default_factory=set)
+    full: set[_PlacementKey] = field(default_factory=set)
     """Shapes for which there was no slot at all: valid until something is released or bought."""
 
     @classmethod
@@ -115,7 +115,7 @@ class SchedulingState:
         promised, held = _promised(snapshot.leases), _held(snapshot.leases)
         able.sort(key=lambda view: _order(view.node.id))
         room.slots = [Slot(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
-        room.rows = {seat.node_id: row for row, seat in enumerate(room.slots)}
+        room.rows = {slot.node_id: row for row, slot in enumerate(room.slots)}
         room.node_table.extend(
             [_unpromised(_within(view, held.get(view.node.id)), promised.get(view.node.id, ())) for view in able],
             [_RANK[view.node.state] for view in able],
@@ -123,18 +123,18 @@ class SchedulingState:
         )
         leaving = departing_nodes(snapshot) | released_nodes(snapshot)
         zones = {view.node.ray_node_id: view.node.zone for view in snapshot.nodes}
-        unseen = UnattributedUsage(snapshot)
-        for served in snapshot.endpoints:
-            missing = missing_replicas(served, snapshot, leaving)
-            starting = unseen.starting(served, missing) if missing else 0
+        unattributed = UnattributedUsage(snapshot)
+        for view in snapshot.endpoints:
+            missing = missing_replicas(view, snapshot, leaving)
+            starting = unattributed.starting(view, missing) if missing else 0
             if missing := missing - starting:
-                left = unseen.vacated(served, starting)
-                name, hosts = served.endpoint.name, served.load.replica_nodes if served.load else ()
-                there = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
-                for node_id, resources in left:
+                vacated = unattributed.vacated(view, starting)
+                name, hosts = view.endpoint.name, view.load.replica_nodes if view.load else ()
+                zone_counts = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
+                for node_id, resources in vacated:
                     room.release(node_id, resources)
-                room.missing[name], room.replicas[name] = missing, room._seats_for(served, missing, there)
-                for node_id, resources in left:
+                room.missing[name], room.replicas[name] = missing, room._slots_for(view, missing, zone_counts)
+                for node_id, resources in vacated:
                     room.reserve(node_id, resources)
         return room
 
@@ -162,40 +162,40 @@ class SchedulingState:
             return ()
         needed = count if at_least is None else at_least
         types = None if menu is None else frozenset(t.name for t in menu)
-        ask = (tuple(shape.resources.items()), tuple(shape.labels.items()), shape.together, types, max_new, apart)
-        if ask in self.full:
+        key = (tuple(shape.resources.items()), tuple(shape.labels.items()), shape.together, types, max_new, apart)
+        if key in self.full:
             return () if needed <= 0 else self.why_not(shape, needed, subject)
         best: Candidate | None = None
         most = 0
         for bound in self._bound(shape):
-            want = PlacementRequest(bound, count, types, max_new, spread_from, paces or {}, apart)
-            choice = best_candidate(self.offerings, self.node_table, self.slots, self.pending, want)
-            pace = self.offerings.launches_left
-            if pace is not None and choice.purchase.size > pace and not (pace and choice.would_break(pace, needed)):
-                choice = best_candidate(
-                    self.offerings, self.node_table, self.slots, self.pending, replace(want, max_new=pace)
+            request = PlacementRequest(bound, count, types, max_new, spread_from, paces or {}, apart)
+            candidate = best_candidate(self.offerings, self.node_table, self.slots, self.pending, request)
+            rate = self.offerings.launches_left
+            if (
+                rate is not None
+                and candidate.purchase.size > rate
+                and not (rate and candidate.would_break(rate, needed))
+            ):
+                candidate = best_candidate(
+                    self.offerings, self.node_table, self.slots, self.pending, replace(request, max_new=rate)
                 )
-            most = max(most, choice.count)
-            if choice.count >= needed and (best is None or choice.rating < best.rating):
-                best = choice
+            most = max(most, candidate.count)
+            if candidate.count >= needed and (best is None or candidate.rating < best.rating):
+                best = candidate
         if not most and self.offerings.launches_left is None:
-            self.full.add(ask)
+            self.full.add(key)
         if best is None:
             return () if needed <= 0 else self.why_not(shape, needed, subject)
         return self._commit(best, types, is_spread=spread_from is not None, is_apart=apart is not None)
 
-    def most(self, shape: Shape) -> int:
-        """An upper bound of the members that fit now, on nodes that can be bought included."""
-        return int(self.node_table.rows_with_room(shape.resources, shape.labels)[1].sum()) + self.offerings.most(shape)
-
     def buy(self, node_type: NodeType) -> Slot | None:
         """Buys one node of a type, for any use; None if that is not possible."""
-        offers = [o for o in self.offerings.offerings if o.node_type.name == node_type.name]
-        able = [o for o in offers if self.offerings.refusal(o) is None]
-        return self.buy_offer(min(able, key=lambda offer: offer.cost_micro_usd_h)) if able else None
+        offerings = [o for o in self.offerings.offerings if o.node_type.name == node_type.name]
+        able = [o for o in offerings if self.offerings.refusal(o) is None]
+        return self.buy_offer(min(able, key=lambda offering: offering.cost_micro_usd_h)) if able else None
 
-    def buy_offer(self, offer: Offering) -> Slot:
-        return self._buy(offer, 1)[0]
+    def buy_offer(self, offering: Offering) -> Slot:
+        return self._buy(offering, 1)[0]
 
     def why_not(self, shape: Shape, count: int, subject: str) -> Unschedulable:
         """Why `count` members cannot be placed now."""
@@ -203,12 +203,12 @@ class SchedulingState:
             never = why_impossible(shape, count, self.snapshot.node_types, subject)
             assert never is not None
             return never
-        there = max(
+        existing = max(
             (int(self.node_table.rows_with_room(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0
         )
         if self._holders is None:
             self._holders = Holders(self.snapshot)
-        return why_not(self.offerings, self._holders, shape, count, there, subject)
+        return why_not(self.offerings, self._holders, shape, count, existing, subject)
 
     def copy(self) -> SchedulingState:
         """A copy that can be changed without affecting this one."""
@@ -236,30 +236,30 @@ class SchedulingState:
         if (row := self.rows.get(node_id)) is not None:
             self.node_table.reserve(row, resources)
 
-    def _seats_for(self, view: EndpointView, missing: int, there: Counter[str]) -> Placements:
+    def _slots_for(self, view: EndpointView, missing: int, zone_counts: Counter[str]) -> Placements:
         """Reserves slots for replicas: free room first, then where their policy decided to buy, or where it is
         cheapest."""
         shape, name = replica_shape(view), view.endpoint.name
         if (members := view.endpoint.spec.members) > 1:
             return self._whole(shape, missing, members, name)
         if view.pools is None:
-            return self._placed(shape, missing, name, spread_from=there, paces=replica_throughputs(view))
-        seats = self._placed(shape, missing, name, max_new=0)
-        for (node_type, zone), count in Counter(view.pools[: missing - len(seats)]).items():
+            return self._placed(shape, missing, name, spread_from=zone_counts, paces=replica_throughputs(view))
+        slots = self._placed(shape, missing, name, max_new=0)
+        for (node_type, zone), count in Counter(view.pools[: missing - len(slots)]).items():
             labels = {**shape.labels, TYPE_LABEL: node_type, ZONE_LABEL: zone}
-            seats += self._placed(shape.model_copy(update={"labels": labels}), count, name)
-        return seats
+            slots += self._placed(shape.model_copy(update={"labels": labels}), count, name)
+        return slots
 
     def _whole(self, shape: Shape, missing: int, members: int, subject: str) -> Placements:
         """Reserves slots for replicas of several members, each whole or not at all; first what a broken replica
         lacks."""
-        seats: Placements = ()
+        slots: Placements = ()
         while missing > 0:
             count = missing % members or members
             if isinstance(found := self.place(shape, count, subject=subject), Unschedulable):
                 break
-            seats, missing = seats + found, missing - count
-        return seats
+            slots, missing = slots + found, missing - count
+        return slots
 
     def _placed(
         self,
@@ -272,10 +272,10 @@ class SchedulingState:
         paces: Throughputs | None = None,
     ) -> Placements:
         """Reserves as many slots as there is room for."""
-        seats = self.place(
+        slots = self.place(
             shape, count, subject=subject, at_least=0, max_new=max_new, spread_from=spread_from, paces=paces
         )
-        return () if isinstance(seats, Unschedulable) else seats
+        return () if isinstance(slots, Unschedulable) else slots
 
     def _bound(self, shape: Shape) -> list[Shape]:
         """The shape once for each value of the label that its members share; the shape itself if they share none."""
@@ -288,45 +288,47 @@ class SchedulingState:
         }
         return [shape.model_copy(update={"labels": {**shape.labels, shape.together: v}}) for v in sorted(values)]
 
-    def _commit(self, choice: Candidate, menu: frozenset[str] | None, *, is_spread: bool, is_apart: bool) -> Placements:
-        seats: list[Slot] = []
+    def _commit(
+        self, candidate: Candidate, menu: frozenset[str] | None, *, is_spread: bool, is_apart: bool
+    ) -> Placements:
+        slots: list[Slot] = []
 
-        def tenant(seat: Slot) -> Tenant:
-            types = no_slower(seat.node_type, choice.paces)
-            return Tenant(choice.shape, menu, seat.zone if is_spread else "", types, is_apart)
+        def tenant(slot: Slot) -> Tenant:
+            types = no_slower(slot.node_type, candidate.paces)
+            return Tenant(candidate.shape, menu, slot.zone if is_spread else "", types, is_apart)
 
-        if self.pending is not None and choice.left is not None:
-            self.pending.remaining = choice.left
+        if self.pending is not None and candidate.left is not None:
+            self.pending.remaining = candidate.left
         self.node_table.reserve_each(
-            [row for row, _ in choice.existing], choice.shape.resources, [n for _, n in choice.existing]
+            [row for row, _ in candidate.existing], candidate.shape.resources, [n for _, n in candidate.existing]
         )
-        for row, members in choice.existing:
-            seats += [self.slots[row]] * members
+        for row, members in candidate.existing:
+            slots += [self.slots[row]] * members
             if self.slots[row].is_new:
                 self.tenants[self.slots[row].node_id] += [tenant(self.slots[row])] * members
-        for offer, nodes, members in choice.new:
+        for offering, nodes, members in candidate.new:
             fits = [members // nodes + (at < members % nodes) for at in range(nodes)]
-            bought = self._buy(offer, nodes)
-            self.node_table.reserve_each([self.rows[seat.node_id] for seat in bought], choice.shape.resources, fits)
-            for seat, fit in zip(bought, fits, strict=True):
-                self.tenants[seat.node_id] = [tenant(seat)] * fit
-                seats += [seat] * fit
-        return tuple(seats)
+            bought = self._buy(offering, nodes)
+            self.node_table.reserve_each([self.rows[slot.node_id] for slot in bought], candidate.shape.resources, fits)
+            for slot, fit in zip(bought, fits, strict=True):
+                self.tenants[slot.node_id] = [tenant(slot)] * fit
+                slots += [slot] * fit
+        return tuple(slots)
 
-    def _buy(self, offer: Offering, count: int) -> list[Slot]:
+    def _buy(self, offering: Offering, count: int) -> list[Slot]:
         """Buys nodes of one pool, in consecutive rows."""
-        node_type, first = offer.node_type, len(self.slots)
+        node_type, first = offering.node_type, len(self.slots)
         numbers = range(self.next_node, self.next_node + count)
-        seats = [Slot(f"node-{number}", node_type.name, offer.zone, is_new=True) for number in numbers]
+        slots = [Slot(f"node-{number}", node_type.name, offering.zone, is_new=True) for number in numbers]
         self.next_node += count
-        for at, seat in enumerate(seats):
-            self.offerings.buy(offer)
-            self.bought[seat.node_id], self.tenants[seat.node_id] = offer, []
-            self.rows[seat.node_id] = first + at
-        self.slots += seats
-        self.node_table.extend([node_type.resources] * count, [_NEW] * count, [offer.labels] * count)
+        for at, slot in enumerate(slots):
+            self.offerings.buy(offering)
+            self.bought[slot.node_id], self.tenants[slot.node_id] = offering, []
+            self.rows[slot.node_id] = first + at
+        self.slots += slots
+        self.node_table.extend([node_type.resources] * count, [_NEW] * count, [offering.labels] * count)
         self.full.clear()
-        return seats
+        return slots
 
 
 def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:

@@ -43,7 +43,7 @@ class AcceleratorClasses:
                 found[kind].append(rate)
         seen = {kind: fmean(rates) for kind, rates in found.items()}
         scale = geometric_mean(rate / self.declared[kind] for kind, rate in seen.items()) if seen else 1.0
-        rates = {kind: seen.get(kind, scale * said) for kind, said in self.declared.items()}
+        rates = {kind: seen.get(kind, scale * speed) for kind, speed in self.declared.items()}
         least = min(rates.values(), default=1.0)
         relative = {kind: min(round(rate / least, 1), MOST_PACE) for kind, rate in rates.items()}
         return {name: relative[kind] for name, kind in self.types.items()} if {*relative.values()} - {1.0} else {}

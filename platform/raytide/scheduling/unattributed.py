@@ -24,23 +24,23 @@ class UnattributedUsage:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
-    def vacated(self, served: EndpointView, starting: int) -> list[tuple[str, Resources]]:
+    def vacated(self, endpoint_view: EndpointView, starting: int) -> list[tuple[str, Resources]]:
         """The slots that members yield to the endpoint's replicas, or just left: node ids with resources. Those that
         starting replicas may have taken are left out."""
-        need, found = served.endpoint.spec.resources, []
+        need, found = endpoint_view.endpoint.spec.resources, []
         gone: Resources = {}
-        for node_id, seat, is_hidden in self._given.get(served.endpoint.name, ()):
+        for node_id, resources, is_hidden in self._given.get(endpoint_view.endpoint.name, ()):
             if is_hidden and copies_that_fit(need, gone) < starting:
-                gone = plus(gone, seat)
+                gone = plus(gone, resources)
             else:
-                found.append((node_id, seat))
+                found.append((node_id, resources))
         return found
 
     @cached_property
     def _given(self) -> dict[str, list[tuple[str, Resources, bool]]]:
         """By endpoint: node id, resources, and whether the member has left but still counts in Ray."""
         nodes = {view.node.id: view for view in self._snapshot.nodes}
-        left: dict[str, Resources] = {}
+        unknown_left: dict[str, Resources] = {}
         found: dict[str, list[tuple[str, Resources, bool]]] = {}
         for lease in self._snapshot.leases:
             need = lease.shape.resources
@@ -49,18 +49,18 @@ class UnattributedUsage:
                 if not member.given_to or node_id not in nodes:
                     continue
                 if member.is_parked:
-                    unknown = left[node_id] if node_id in left else self.unknown(nodes[node_id])
+                    unknown = unknown_left[node_id] if node_id in unknown_left else self.unknown(nodes[node_id])
                     is_hidden = fits(need, unknown)
-                    left[node_id] = minus(unknown, need) if is_hidden else unknown
+                    unknown_left[node_id] = minus(unknown, need) if is_hidden else unknown
                     if not is_hidden:
                         continue
                 found.setdefault(member.given_to, []).append((node_id, need, member.is_parked))
         return found
 
-    def starting(self, served: EndpointView, missing: int) -> int:
+    def starting(self, endpoint_view: EndpointView, missing: int) -> int:
         """The replicas without a known node that have room all the same: their process starts, and until then no node
         is reported. A replica that Ray still queues has no room."""
-        spec = served.endpoint.spec
+        spec = endpoint_view.endpoint.spec
         queued = sum(d.count for d in self._snapshot.demand if is_replica_of(d, spec.name))
         if missing <= queued:
             return 0
@@ -68,12 +68,12 @@ class UnattributedUsage:
         for view in self._strange:
             if found >= missing - queued:
                 break
-            found += self.room_on(view, served)
+            found += self.room_on(view, endpoint_view)
         return min(missing - queued, found)
 
-    def room_on(self, view: NodeView, served: EndpointView) -> int:
+    def room_on(self, view: NodeView, endpoint_view: EndpointView) -> int:
         """The endpoint's replicas that could account for unattributed usage on this node."""
-        spec = served.endpoint.spec
+        spec = endpoint_view.endpoint.spec
         is_taken = view.node.state is NodeState.READY and fits(spec.resources, minus(view.total, view.available))
         return (
             copies_that_fit(spec.resources, self.unknown(view))
@@ -103,8 +103,8 @@ class UnattributedUsage:
                 if member.state in _COUNTED:
                     add(known[member.node_id], lease.shape.resources)
         names = {view.node.ray_node_id: view.node.id for view in self._snapshot.nodes if view.node.ray_node_id}
-        for served in self._snapshot.endpoints:
-            for ray_id in served.load.replica_nodes if served.load else ():
+        for endpoint_view in self._snapshot.endpoints:
+            for ray_id in endpoint_view.load.replica_nodes if endpoint_view.load else ():
                 if ray_id in names:
-                    add(known[names[ray_id]], served.endpoint.spec.resources)
+                    add(known[names[ray_id]], endpoint_view.endpoint.spec.resources)
         return known

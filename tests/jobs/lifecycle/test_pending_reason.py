@@ -61,7 +61,7 @@ def test_5_the_pools_are_out_of_stock() -> None:
     pool = Pool("h100x8", "local", 3, 4000.0, "no capacity")
     found = why(waits.id, Snapshot(1000.0, (H100,), jobs=(waits,), pools=(pool,)))
     assert found.constraint == "stock"
-    assert "h100x8 in local; asked again at 01:06:40 UTC" in found.reason
+    assert "h100x8 in local; the next attempt is at 01:06:40 UTC" in found.reason
     assert "add a zone or a node type" in found.remedy
 
 
@@ -144,7 +144,7 @@ def test_others_give_way_to_it_and_until_when() -> None:
     c.step()
     found = why(high, c.snapshot)
     assert (c.jobs[high].state, found.constraint, found.wait_s) == (JobState.ADMITTED, "starting", GRACE_S)
-    assert found.reason == "job-1 gives way to it and is usable until 00:17:10 UTC."
+    assert found.reason == "job-1 yields to it and is usable until 00:17:10 UTC."
 
 
 @pytest.mark.parametrize(("step", "wait_s"), [(25, 300.0), (50, 100.0)])

@@ -64,7 +64,7 @@ class FitIndex:
                 count.by_row[row] = now
             count.changes_seen = len(self._changed)
         if not ready_only and count.bought < len(self.room.bought):
-            count.to_buy, count.bought = self.room.offerings.most(request.shape), len(self.room.bought)
+            count.to_buy, count.bought = self.room.offerings.members_to_buy(request.shape), len(self.room.bought)
         return count
 
     def members_at(self, count: FitCount, row: int, free: list[float]) -> int:
@@ -88,7 +88,7 @@ class FitIndex:
             ready_only=ready_only,
             by_row=by_row,
             on_nodes=sum(by_row.values()),
-            to_buy=0 if ready_only else self.room.offerings.most(shape),
+            to_buy=0 if ready_only else self.room.offerings.members_to_buy(shape),
             is_eligible={},
             bought=len(self.room.bought),
             changes_seen=len(self._changed),

@@ -76,9 +76,9 @@ def acknowledge_release(lease: Lease, settled: str, now_s: float) -> Lease:
     return _say(lease, replace(lease, members=members, epoch=lease.epoch + 1))
 
 
-def _give_way(lease: Lease, away: frozenset[int], action: Shrink | Preempt, now_s: float) -> Lease:
-    seats = tuple(_leaving(m, action, now_s) if m.index in away else m for m in lease.members)
-    return lease if seats == lease.members else replace(lease, members=seats, epoch=lease.epoch + 1)
+def _give_way(lease: Lease, yielding: frozenset[int], action: Shrink | Preempt, now_s: float) -> Lease:
+    changed = tuple(_leaving(m, action, now_s) if m.index in yielding else m for m in lease.members)
+    return lease if changed == lease.members else replace(lease, members=changed, epoch=lease.epoch + 1)
 
 
 def _with(lease: Lease, index: int, state: MemberState, change: Callable[[Member], Member]) -> Lease:
@@ -107,8 +107,8 @@ def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
 
 def _seated(lease: Lease, members: Iterable[Member]) -> Lease:
     """The lease with these members; the same object if they are unchanged, as at most ticks."""
-    seats = tuple(members)
-    return lease if seats == lease.members else replace(lease, members=seats)
+    changed = tuple(members)
+    return lease if changed == lease.members else replace(lease, members=changed)
 
 
 def _key(lease: Lease, member: Member) -> GroupKey:
@@ -238,12 +238,12 @@ def _say(before: Lease, after: Lease) -> Lease:
     """The lease with its reason set if the state or the number of usable members changed."""
     if after is before:
         return after
-    have, want = len(after.usable), len(after.members)
-    if (after.state, have) == (before.state, len(before.usable)):
+    usable, total = len(after.usable), len(after.members)
+    if (after.state, usable) == (before.state, len(before.usable)):
         return after
-    needed = f", {after.shape.at_least} needed" if have < after.shape.at_least else ""
+    needed = f", {after.shape.at_least} needed" if usable < after.shape.at_least else ""
     making = "; placement groups are being made" if after.state is LeaseState.FORMING else ""
-    return replace(after, reason=f"{have} of {want} members are usable{needed}{making}")
+    return replace(after, reason=f"{usable} of {total} members are usable{needed}{making}")
 
 
 def _seen(lease: Lease) -> tuple[object, ...]:

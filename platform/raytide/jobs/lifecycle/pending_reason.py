@@ -28,16 +28,16 @@ class PendingReason:
 
 def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
     """The reason of an admitted job: members without a node, nodes that are not ready, or groups that Ray is making."""
-    seatless = [member for member in lease.members if member.state is MemberState.WAITING]
+    waiting = [member for member in lease.members if member.state is MemberState.WAITING]
     needed = lease.shape.at_least - lease.member_count
-    if needed > 0 and seatless:
+    if needed > 0 and waiting:
         room = SchedulingState.of(snapshot)
         found = room.place(lease.shape, needed, subject=job.id)
         if isinstance(found, Unschedulable):
             return _vacated(snapshot) or PendingReason(found.constraint, found.reason, found.remedy)
     parts = [f"{lease.id} has {len(lease.usable)} of {lease.shape.at_least} members that it needs"]
     parts += [_waits_for(m, snapshot) for m in lease.members if not (m.is_usable or m.is_parked)]
-    remedy = "Nothing to do: it goes on when they are ready."
+    remedy = "No action needed: it continues when they are ready."
     return PendingReason("starting", "; ".join(_unique(parts)) + ".", remedy)
 
 
@@ -61,13 +61,15 @@ def _is_job(name: str) -> bool:
 
 def _vacated(snapshot: Snapshot) -> PendingReason | None:
     """The reason of a job that was admitted to slots which are still being vacated."""
-    going = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.is_yielding]
-    if not going:
+    yielding = [
+        (m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.is_yielding
+    ]
+    if not yielding:
         return None
-    who = ", ".join(dict.fromkeys(job_id for _, job_id in going))
-    wait_s = max(0.0, max(going)[0] - snapshot.at_s)
-    reason = f"{who} gives way to it and is usable until {utc(max(going)[0])}."
-    return PendingReason("starting", reason, "Nothing to do: it starts then.", wait_s)
+    names = ", ".join(dict.fromkeys(job_id for _, job_id in yielding))
+    wait_s = max(0.0, max(yielding)[0] - snapshot.at_s)
+    reason = f"{names} yields to it and is usable until {utc(max(yielding)[0])}."
+    return PendingReason("starting", reason, "No action needed: it starts then.", wait_s)
 
 
 def _waits_for(member: Member, snapshot: Snapshot) -> str:
