@@ -1,4 +1,4 @@
-"""cluster.yaml: Ray's file, with raytide's part in `metadata.raytide`; here the two become one ClusterConfig."""
+"""cluster.yaml: Ray's file with raytide's section, `metadata.raytide`, joined into one ClusterConfig."""
 
 from __future__ import annotations
 
@@ -26,48 +26,48 @@ UserName = Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_-]*)?$")]
 
 
 class NodeTypeSection(Config):
-    """`metadata.raytide.node_types.<name>`: what Ray's node type of the same name cannot say."""
+    """`metadata.raytide.node_types.<name>`: the properties that Ray's node type of the same name does not have."""
 
     price_usd_h: float = Field(ge=0)
     market: CapacityType = CapacityType.ON_DEMAND
     zones: tuple[str, ...] = ("local",)
     """Tried in this order."""
     zone_prices_usd_h: dict[str, float] = Field(default_factory=dict)
-    """Of zones with another price."""
+    """Prices of zones that differ."""
     warm_nodes: int = Field(default=0, ge=0)
-    """So many stand free, ahead of need."""
+    """Empty nodes kept ready ahead of demand."""
     launch_timeout_s: float = Field(default=600.0, gt=0)
     busy_above: dict[Meter, float] | None = None
-    """Physical use, 0 to 1, above which a node that is idle in Ray stays: `{gpu: 0.05}` for types with GPUs unless
-    given, nothing for others. `{}` for GPUs that Ray's agent cannot measure: else no node of them ever goes.
-    """
+    """Physical use, 0 to 1, above which a node that is idle in Ray stays: by default `{gpu: 0.05}` for types with
+    GPUs, nothing for others. Set `{}` for GPUs that Ray's agent cannot measure: else none of their nodes ever
+    leaves."""
     speed: float = Field(default=1.0, gt=0)
-    """How fast work goes on one of its GPUs (or nodes, without any) beside types of speed 1, until it was measured:
-    what is bought is what costs least for the work, not for the hour.
-    """
+    """The speed of work on one of its GPUs (or on the node, without any) relative to types of speed 1, until it is
+    measured. Nodes are bought by cost per work, not per hour."""
 
 
 class LimitsSection(Config):
-    """What the whole fleet may cost and how fast it may change; no limit where left out."""
+    """Limits on the cost of the whole fleet and on the rate of change; none where left out."""
 
     soft_usd_h: float | None = Field(default=None, ge=0)
     """Above it only spot is bought."""
     hard_usd_h: float | None = Field(default=None, ge=0)
-    """Above it nothing is bought; when the fleet costs 5 % more all the same, the least valuable nodes go."""
+    """Above it nothing is bought; if the fleet costs 5 % more all the same, the least valuable nodes leave."""
     month_usd: float | None = Field(default=None, ge=0)
-    """For a calendar month (UTC): nothing is bought that would pass it, were all that runs to stay until its end; what
-    would pass it all the same goes like what is above `hard_usd_h`."""
+    """For a calendar month (UTC): nothing is bought that would exceed it if all that runs stayed until its end;
+    nodes that would exceed it all the same leave as above `hard_usd_h`."""
     launches_per_min: int | None = Field(default=None, ge=1)
     moves_after_s: float | None = Field(default=600.0, ge=0)
-    """The age from which a node may be left by its replicas or gangs for a cheaper one; null: never."""
+    """The age from which replicas and gangs may leave a node for a cheaper one; null: never."""
     team_members: int = Field(default=bounds.TEAM_MEMBERS, ge=1)
-    """Members that the leases of one team have together. Jobs beyond that wait: every tick looks at each member."""
+    """The most members that the leases of one team have together. Jobs beyond that wait: every tick visits each
+    member."""
     shrink_for_serving: bool = True
-    """Replicas that find no room take seats of elastic trainers, never below their minimum, until the load falls."""
+    """Replicas without room preempt members of elastic trainers, never below their minimum, until the load falls."""
 
 
 class UnmanagedSection(Config):
-    """What work without a lease (raw tasks, foreign placement groups) may buy."""
+    """The nodes that work without a lease (raw tasks, foreign placement groups) may buy."""
 
     max_nodes: int = Field(default=1, ge=0)
     gpu: bool = False
@@ -86,20 +86,20 @@ class RaytideSection(Config):
     priorities: dict[str, int] = Field(default_factory=lambda: dict(CLASSES))
     """Priority classes: a higher number goes first, and may preempt a lower one."""
     max_live_jobs: int = Field(default=bounds.LIVE_JOBS, ge=1, le=100_000)
-    """Jobs of one team that are not over; a submission beyond it is refused. Every tick looks at all of them."""
+    """The most unfinished jobs of one team; further submissions are refused, because every tick visits all of them."""
     state_url: str = ""
     """SQLAlchemy URL of the state store; a SQLite file in the run folder when empty."""
     tick_s: float = Field(default=0.5, gt=0, le=60)
-    """How often the controller decides when nothing wakes it earlier."""
+    """The time between two decisions if no event triggers one earlier."""
 
     pass_environment: tuple[Annotated[str, Field(pattern=NAME_PATTERN)], ...] = ()
-    """Variables that go to nodes and to users' commands besides those that raytide passes (docs/security.md). One whose
-    name looks like a secret's is named in full."""
+    """Variables passed to nodes and to users' commands besides those that raytide passes itself (docs/security.md).
+    A name that looks like a secret's must be given in full."""
     data_roots: tuple[Annotated[str, Field(pattern=r"^(/|~/|[a-z0-9]+://[^/])", max_length=4096)], ...] = ()
-    """Paths and URLs of object stores below which specs of trainings, builds and endpoints may name files; everything
-    that raytide's user can read and that is not private when left out."""
+    """Paths and URLs of object stores that specs of trainings, builds and endpoints may name files below. By default
+    everything that raytide's user can read and that is not private."""
     run_as: UserName | dict[str, UserName] = ""
-    """The user that scripts' processes run as, for all teams or by team; raytide's own when empty. Needs root."""
+    """The user that scripts run as, for all teams or by team; raytide's own if empty. Needs root."""
 
     @model_validator(mode="after")
     def _tree(self) -> RaytideSection:
@@ -109,17 +109,17 @@ class RaytideSection(Config):
         return self
 
     def users(self) -> frozenset[str]:
-        """Other users than raytide's own that scripts run as."""
+        """The users that scripts run as, without raytide's own."""
         named = {self.run_as} if isinstance(self.run_as, str) else set(self.run_as.values())
         return frozenset(named - {""})
 
     def user_of(self, team: str) -> str:
-        """Whom scripts of the team run as."""
+        """The user that the team's scripts run as."""
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
 
 
 class ClusterConfig(Config):
-    """The fleet and the policies of one cluster, as the rest of raytide sees them."""
+    """The fleet and the policies of one cluster."""
 
     name: str
     node_types: tuple[NodeType, ...]
@@ -131,7 +131,7 @@ class ClusterConfig(Config):
 
 
 def load_cluster(path: Path | str) -> ClusterConfig:
-    """Read and check a cluster.yaml; a ConfigError names every key that is wrong."""
+    """Reads and checks a cluster.yaml; a ConfigError names every wrong key."""
     file = load_yaml(path)
     check_ray_schema(file, where=str(path))
     section = provider_section(file, where=str(path))
@@ -147,15 +147,17 @@ def load_cluster(path: Path | str) -> ClusterConfig:
 
 
 CLOUDS = ("aws", "azure", "gcp", "vsphere", "aliyun", "external")
-"""The types of Ray's cluster launcher that raytide can buy from. Ray's own `local` is not one: it has no node types."""
+"""The providers of Ray's cluster launcher that raytide can buy from. Ray's own `local` is none: it has no node
+types."""
 _KEEPS_STOPPED = {"aws": True, "azure": True, "gcp": False, "aliyun": True}
-"""What Ray does with machines that it ends when `cache_stopped_nodes` is left out."""
+"""Ray's default of `cache_stopped_nodes`."""
 _GCP_CLUSTER_NAME = 35
-"""The longest: Ray makes `ray-NAME-worker-0123abcd-compute` of it, and a machine's name has at most 63 characters."""
+"""The longest name: Ray makes `ray-NAME-worker-0123abcd-compute` of it, and machine names have at most 63
+characters."""
 
 
 def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, Any]:
-    """The `provider` section of a cluster.yaml, of a type that raytide knows."""
+    """The `provider` section of a cluster.yaml; its type must be known to raytide."""
     section = file.get("provider")
     kind = section.get("type") if isinstance(section, Mapping) else None
     known = ("local", "fake", "kuberay", *CLOUDS)
@@ -177,8 +179,8 @@ def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, 
 def _check_gcp(
     section: Mapping[str, Any], file: Mapping[str, object], node_types: Iterable[NodeType], *, where: str
 ) -> None:
-    """Ray's GCP provider makes and lists machines in one zone only. It marks them with the names of cluster and node
-    type as labels, which may have no capitals and no dots there, and makes the cluster's a part of their own names."""
+    """Checks the limits of Ray's GCP provider: it creates and lists machines in one zone only, and uses the names of
+    cluster and node type as labels, without capitals and dots, and that of the cluster in machine names."""
     zone = section.get("availability_zone")
     for node_type in node_types:
         if node_type.zones != (zone,):
@@ -204,7 +206,7 @@ def _check_gcp(
 
 
 def check_ray_schema(file: Mapping[str, object], *, where: str) -> None:
-    """Check against the schema that Ray ships, without importing Ray."""
+    """Checks the file against the schema that Ray ships, without importing Ray."""
     import jsonschema
 
     spec = find_spec("ray")

@@ -1,4 +1,4 @@
-"""When something must be done: a moment, or a time from now until it is submitted."""
+"""Deadlines: a point in time, or a time from submission."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ Due = datetime | timedelta
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST = timedelta(days=36525)
-"""A hundred years."""
 _FAR_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _HOW = "say 2026-11-22T08:00:00+01:00, or a time from now: 8h, 1d12h, 5400 (seconds)"
 
 
 def parse(said: object) -> Due:
-    """A moment with its time zone, or a time from now as a timedelta, seconds, or `1d12h`. ValueError for others."""
+    """Parses a datetime with a time zone, or a time from now: a timedelta, seconds, or `1d12h`. Raises ValueError."""
     try:
         due = _of_text(said.strip()) if isinstance(said, str) else said
         if isinstance(due, int | float) and not isinstance(due, bool):
@@ -37,12 +36,12 @@ def parse(said: object) -> Due:
 
 
 def text(due: Due) -> str:
-    """What `parse` reads as the same."""
+    """The inverse of `parse`."""
     return due.isoformat() if isinstance(due, datetime) else f"{due.total_seconds():g}s"
 
 
 def moment(at_s: float) -> str:
-    """`Nov 22 19:40 UTC`, for reasons that say the same for a long time; of any number."""
+    """`Nov 22 19:40 UTC`: coarse, so that reasons do not change at every tick. Accepts any number."""
     return datetime.fromtimestamp(min(max(0.0, at_s), _FAR_S), tz=UTC).strftime("%b %d %H:%M UTC")
 
 

@@ -21,39 +21,39 @@ _RESERVED = frozenset({"cluster", "unmanaged", "minimum", "warm", "queue"})
 
 
 class Speed(Config):
-    """What one replica does on one type of node, as measured."""
+    """Measured speed of one replica on one node type."""
 
     prefill_tps: float = Field(ge=1e-3, le=1e9)
-    """Prompt tokens a second, when it does nothing else."""
+    """Prompt tokens a second while it does nothing else."""
     slots: int = Field(ge=1, le=100_000)
-    """Sequences that it decodes side by side."""
+    """Sequences that it decodes concurrently."""
     tpot_ms: float = Field(ge=1e-3, le=1e6)
-    """From one token of a sequence to the next while all slots are taken."""
+    """Milliseconds between tokens of a sequence while all slots are taken."""
 
 
 class Replicas(Config):
-    """How many there are follows the largest of what requests, KV caches and work ask for."""
+    """The number of replicas: the largest that requests, KV caches or work need, within `min` and `max`."""
 
     min: int = Field(default=1, ge=1, le=bounds.MOST_REPLICAS)
     max: int = Field(default=1, ge=1, le=bounds.MOST_REPLICAS)
     target_ongoing: float = Field(default=8.0, ge=1e-3, le=1e6)
-    """Requests in flight or waiting that one replica is meant to carry."""
+    """Requests in flight or waiting that one replica should carry."""
     target_kv: float = Field(default=0.85, ge=1e-3, le=1)
-    """How full the replicas' KV caches are meant to be."""
+    """The share of KV caches that should be in use."""
     speed: dict[bounds.Name, Speed] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
-    """By node type. Where it is left out it is learned from replicas on which requests waited for a while."""
+    """By node type. By default it is learned from replicas on which requests waited for a while."""
     slo_ttft_s: float | None = Field(default=None, ge=1e-3, le=86400)
-    """Without `slo_target`: while first tokens take longer on average, there is one replica more than answer."""
+    """Without `slo_target`: while first tokens take longer on average, the target is one above the ready replicas."""
     slo_target: float | None = Field(default=None, ge=1e-3, le=0.99999)
-    """The share of requests whose first token is meant to come within `slo_ttft_s`. With it, as many replicas are
-    wanted as spare enough late requests for their price, on spot and on demand; `target_ongoing` and the delays count
-    only while `speed` is neither given nor learned."""
+    """The share of requests whose first token should arrive within `slo_ttft_s`. With it, replicas are added as long
+    as they prevent enough late requests for their price, on spot and on demand; `target_ongoing` and the delays
+    count only while `speed` is neither given nor learned."""
     cold_start_s: float = Field(default=60.0, ge=1e-3, le=86400)
-    """From the decision for a replica to its first answer: what waits by then counts. Until it was learned from the
-    starts that were seen."""
+    """Seconds from the decision for a replica to its first answer, until it is learned from the starts that were
+    seen."""
     upscale_delay_s: bounds.Seconds = 0.0
     downscale_delay_s: bounds.Seconds = 30.0
-    """How long the load must have been below before a replica goes."""
+    """How long the load must have been lower before a replica is removed."""
 
     @model_validator(mode="after")
     def _order(self) -> Replicas:
@@ -65,12 +65,12 @@ class Replicas(Config):
 
     @property
     def most(self) -> int:
-        """With an SLO there may be more than `max` while on-demand replicas wait for those on spot to replace them."""
+        """With an SLO there may be more than `max` while spot replicas replace on-demand ones."""
         return self.max if self.slo_target is None else 2 * self.max
 
 
 class ServeSpec(Config):
-    """`raytide serve`: which model, on what, and how many of it."""
+    """`raytide serve`: the model, its resources and its replicas."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Also the OpenAI model name."""
@@ -78,23 +78,24 @@ class ServeSpec(Config):
     """A Hugging Face directory that every node can read."""
     team: bounds.Name = "default"
     priority: bounds.Name | None = None
-    """A class of `metadata.raytide.priorities`: replicas take seats of elastic gangs of a lower one when there is no
-    room else. Of any class when left out."""
+    """A class of `metadata.raytide.priorities`: replicas without room preempt spare members of elastic gangs of
+    lower classes. By default of all classes."""
     project: bounds.Word = ""
-    """A way to group costs."""
+    """A label to group costs by."""
     replicas: Replicas = Replicas()
     resources: Needed = Field(default_factory=lambda: {"CPU": 1.0})
-    """Of one replica, or of each of its members."""
+    """Resources of one replica, or of each of its members."""
     members: int = Field(default=1, ge=1, le=64)
-    """Of one replica: all of them or none, each whole on one node. More than one is for engines that span nodes."""
+    """Members of one replica, each whole on one node; all of them or none. More than one is for engines that span
+    nodes."""
     labels: bounds.Labels = Field(default_factory=dict)
-    """Label selector for its nodes."""
+    """A label selector for its nodes."""
     engine: dict[str, object] = Field(default_factory=dict)
     """Options of the engine, as `raytide.LLM` takes them."""
     max_ongoing: int = Field(default=256, ge=1, le=100_000)
-    """More at once in one replica wait in the router."""
+    """Further requests to a replica wait in the router."""
     min_request_priority: int = Field(default=0, ge=-100, le=0)
-    """The most urgent priority that a request may have (lower is more urgent); one that asks for more gets this."""
+    """The most urgent priority that a request may have (lower is more urgent); more urgent ones are raised to it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -105,7 +106,7 @@ class ServeSpec(Config):
 
     @property
     def served(self) -> str:
-        """The same for specs whose replicas do the same work on the same share of a node."""
+        """A digest, equal for specs whose replicas do the same work on the same share of a node."""
         told = self.model_dump(mode="json", include={"model", "resources", "members", "engine"})
         return blake2s(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -120,7 +121,8 @@ class ServeSpec(Config):
     @field_validator("name")
     @classmethod
     def _not_a_name_of_ours(cls, name: str) -> str:
-        """What waits, what costs and what happened is told by name: an endpoint's must be nobody else's."""
+        """Rejects names that raytide uses itself: events, costs and waits are reported by name, which must be
+        unique."""
         if name in _RESERVED or _NUMBERED.fullmatch(name):
             raise ValueError(f"{name} is a name that raytide gives itself; choose another")
         return name
@@ -141,14 +143,14 @@ class Endpoint:
     state: EndpointState
     created_at_s: float
     target_replicas: int
-    """What the controller last published."""
+    """The target last published."""
     low_since_s: float | None = None
-    """Since when the load has asked for fewer than `target_replicas`."""
+    """Since when the load has needed fewer than `target_replicas`."""
     high_since_s: float | None = None
     ended_at_s: float | None = None
     reason: str = ""
     unreadable: str = ""
-    """The error of its stored spec, which an earlier release took and this one refuses; `spec` stands in for it."""
+    """The error of its stored spec, which an earlier release accepted and this one rejects; `spec` is a stand-in."""
 
     @property
     def name(self) -> str:
@@ -157,16 +159,16 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Of one engine since it started."""
+    """Totals of one engine since its start."""
 
     requests: float = 0.0
-    """Each prompt of an HTTP request is one."""
+    """Each prompt of an HTTP request counts as one."""
     prompt_tokens: float = 0.0
-    """Without those found in the prefix cache."""
+    """Without tokens found in the prefix cache."""
     output_tokens: float = 0.0
     first_tokens: float = 0.0
     first_token_s: float = 0.0
-    """How long all first tokens together took."""
+    """Sum of the times to first token."""
     finished: float = 0.0
     """Requests whose tokens are counted."""
     late: float = 0.0
@@ -181,87 +183,86 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """What one replica's engine said, and when."""
+    """The last report of one replica's engine."""
 
     id: str
     at_s: float
     running: float = 0.0
     waiting: float = 0.0
     kv_use: float = 0.0
-    """Share of its KV cache that is taken."""
+    """The share of its KV cache in use."""
     counters: Counters = Counters()
     node: str = ""
-    """Ray's id of the node on which it runs."""
+    """Ray's id of its node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What an endpoint is asked, learned by watching (`autoscaler/endpoints/traffic.py`)."""
+    """The demand on an endpoint, learned by observation (`autoscaler/endpoints/traffic.py`)."""
 
     requests_rps: float = 0.0
-    """Over the last half minute, as all of these that say nothing else."""
+    """Rates are over the last half minute."""
     prompt_tps: float = 0.0
     output_tps: float = 0.0
     ttft_s: float | None = None
-    """Mean time to first token; None when there was none."""
+    """Mean time to first token; None without any."""
     ahead_rps: float = 0.0
-    """What is to be expected at the end of a cold start: the usual rate, never below that of now."""
+    """The rate expected at the end of a cold start: the usual rate, at least the present one."""
     request_s: float | None = None
-    """Replica-seconds that a request takes; None when the replicas' speed is not known."""
+    """Replica-seconds per request; None while the replicas' speed is unknown."""
     speed: Speed | None = None
-    """Of one replica, as configured or learned: the mean over the node types that serve; where `paces` differ, that of
-    a replica where it is slowest."""
+    """The speed of one replica, configured or learned: the mean over the serving node types; where `paces` differ,
+    that of the slowest."""
     paces: Mapping[str, float] = field(default_factory=dict)
-    """What a replica does on each node type that could hold one, in units of where it does least; empty when all do
-    alike, as far as is known."""
+    """A replica's throughput on each eligible node type, relative to the slowest; empty if all are equal, as far as
+    known."""
     held: tuple[float, ...] = ()
-    """The same of each of the load's `replica_nodes`; empty when all do alike."""
+    """The relative throughput of each of the load's `replica_nodes`; empty if all are equal."""
     next_pace: float = 1.0
-    """The same of a replica where the next one would cost least for what it does."""
+    """The relative throughput of a replica on the node type that is cheapest per work."""
     too_slow: tuple[str, ...] = ()
-    """Node types on which even a prompt of the mean length takes longer than `slo_ttft_s`, while others are faster."""
+    """Node types on which even a prompt of mean length takes longer than `slo_ttft_s`, while others are faster."""
     cold_start_s: float | None = None
-    """How long its replicas took from the order of their node to their first answer; None while `cold_start_s` of its
-    spec counts."""
+    """Learned seconds from the order of a node to the first answer; None while the spec's `cold_start_s` counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointLoad:
-    """What its replicas and its router said, and when Serve said it."""
+    """The last reports of an endpoint's replicas and router, and when Serve reported."""
 
     at_s: float
     ongoing: float
-    """Requests being answered plus requests waiting anywhere, by Serve's count or by the engines', which is more."""
+    """Requests in progress and waiting anywhere, by Serve's count or the engines', whichever is larger."""
     ready: int
     """Replicas that answer."""
     replica_nodes: tuple[str, ...] = ()
-    """The Ray node of each replica that has one, starting ones included; of one with several members, of all."""
+    """Ray's node id of each replica that has one, starting ones included; of every member of a replica with several."""
     replicas: tuple[ReplicaLoad, ...] = ()
-    """Of those that answer, what each said last of itself."""
+    """The last report of each ready replica."""
     traffic: Traffic | None = None
     queued: float = 0.0
-    """Requests that wait for a replica to take them: none has counted them yet."""
+    """Requests that no replica has accepted yet, so that none counts them."""
     moving: tuple[str, ...] = ()
-    """Of `replica_nodes`, those of replicas with several members that Serve is moving elsewhere."""
+    """The part of `replica_nodes` whose replicas, of several members, Serve is moving."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaValue:
-    """How many replicas of an endpoint with an SLO are worth their price, learned by watching
+    """How many replicas of an endpoint with an SLO are worth their price, learned by observation
     (`autoscaler/endpoints/replica_value.py`)."""
 
     spot: int
-    """So many are worth the price of spot..."""
+    """Replicas that are worth the price of spot."""
     ondemand: int
-    """... and so many that of on demand."""
+    """Replicas that are worth the price of on-demand."""
     late_usd: float
-    """What it is worth that a request is not late."""
+    """The value of preventing one late request."""
     late_per_h: tuple[float, ...]
-    """Requests that will be late with 0, 1, 2... replicas."""
+    """Late requests per hour with 0, 1, 2... replicas."""
     usual_rps: float
     together: float
-    """The chance that another zone of the region is lost with one."""
+    """The probability that another zone of the region is lost together with one."""
     is_sure: bool = True
-    """False while it was watched for so short a time that nothing may be taken away."""
+    """False while it was observed for too short a time to remove replicas."""
     least: int = 0
-    """What the KV caches asked for at most, over the last `downscale_delay_s`."""
+    """The most replicas that the KV caches needed over the last `downscale_delay_s`."""

@@ -1,4 +1,4 @@
-"""A gang is a set of members that are useful only together; a lease is what the queue grants it."""
+"""Gangs: members that are useful only together; and leases, which the queue grants to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytide.core.config import Config
 from raytide.core.objects.resources import NODE_WORDS, expand
 
 CPUS_OF_A_GPU = 8.0
-"""A member without GPUs counts as its CPUs over this, so that jobs without any are ordered too."""
+"""A member without GPUs counts as its CPUs divided by this, so that such jobs are ordered too."""
 
 
 def _some(resources: dict[str, float]) -> dict[str, float]:
@@ -30,23 +30,23 @@ def _some(resources: dict[str, float]) -> dict[str, float]:
 
 
 Needed = Annotated[dict[bounds.Name, float], Field(max_length=bounds.MOST_RESOURCES), AfterValidator(_some)]
-"""What one member takes of its node."""
+"""Resources of one member."""
 
 
 class Shape(Config):
-    """One acceptable form of a gang: so many members, each whole on one node.
+    """One acceptable form of a gang: a number of members, each whole on one node.
 
     Ranks that must share a node are one member: 8 GPUs on one node is one member with GPU 8.
     """
 
     members: int = Field(default=1, ge=1, le=bounds.MOST_MEMBERS)
     min_members: int | None = Field(default=None, ge=1)
-    """The gang starts, and goes on, with no fewer; all of `members` when left out."""
+    """The fewest members that the gang starts or continues with; all of `members` by default."""
     resources: Needed
     labels: bounds.Labels = Field(default_factory=dict)
     """A label selector for the nodes: {"ray.io/market-type": "spot"}."""
     together: bounds.Word = ""
-    """A label of nodes (rack, NVLink domain, zone): all members sit where it has one value."""
+    """A node label (rack, NVLink domain, zone): all members are placed where it has one value."""
 
     @model_validator(mode="before")
     @classmethod
@@ -62,8 +62,8 @@ class Shape(Config):
 
     @classmethod
     def computed(cls, resources: Mapping[str, float], labels: Mapping[str, str], together: str = "") -> Self:
-        """One member of amounts that were summed up or that Ray reported. They need not be what a user may ask for, so
-        they are not validated."""
+        """One member with computed or reported amounts. They are not validated, because users need not be allowed to
+        ask for them."""
         return cls.model_construct(
             members=1, min_members=None, resources=dict(resources), labels=dict(labels), together=together
         )
@@ -75,7 +75,7 @@ class Shape(Config):
 
     @property
     def gpus(self) -> float:
-        """One member's size in GPUs."""
+        """The size of one member in GPUs."""
         return self.resources.get("GPU", 0.0) or self.resources.get("CPU", 0.0) / CPUS_OF_A_GPU
 
     @property
@@ -90,7 +90,7 @@ class Shape(Config):
 
 
 class GangSpec(Config):
-    """What a job asks for: shapes in order of preference. One in which its work is known to cost less goes first."""
+    """A job's shapes in order of preference. Shapes in which its work is known to cost less are tried first."""
 
     shapes: tuple[Shape, ...] = Field(min_length=1, max_length=bounds.MOST_SHAPES)
     form_timeout_s: bounds.Seconds = Field(default=60.0, gt=0)
@@ -130,7 +130,7 @@ _WITHOUT_NODE = (MemberState.WAITING, MemberState.PARKED)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One seat of a lease. `incarnation` grows each time it has to be filled anew."""
+    """One member of a lease. `incarnation` grows each time its place has to be filled anew."""
 
     index: int
     state: MemberState = MemberState.WAITING
@@ -141,20 +141,19 @@ class Member:
     """Hex, for `PlacementGroup(PlacementGroupID(bytes.fromhex(...)))`; one bundle with the shape's resources."""
     incarnation: int = 0
     leaves_at_s: float | None = None
-    """Of a parked seat: when it was given away."""
+    """The time at which a leaving member stops being usable; of a parked one, at which it was parked."""
     is_yielding: bool = False
-    """LEAVING, and then PARKED although its node stays."""
+    """It is leaving because of a preemption, and will be parked although its node stays."""
     given_to: str = ""
-    """The job or the endpoint that a seat gives way to, or was given away to while it is PARKED."""
+    """The job or endpoint that a yielding or parked member made room for."""
 
     @property
     def has_node(self) -> bool:
-        """Whether it has a node."""
         return self.state not in _WITHOUT_NODE
 
     @property
     def needs_node(self) -> bool:
-        """It has none, or the one that it has leaves."""
+        """True if it has no node, or one that leaves."""
         is_moving = self.state is MemberState.LEAVING and not self.is_yielding
         return is_moving or self.state is MemberState.WAITING
 
@@ -169,7 +168,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a job holds. `epoch` grows with every change that its holder must react to."""
+    """The grant of a job's gang. `epoch` grows with every change that its holder must react to."""
 
     id: str
     job_id: str
@@ -184,17 +183,17 @@ class Lease:
 
     @property
     def version(self) -> str:
-        """What a holder reports as `settled` once nothing of it runs on the seats that this epoch takes from it."""
+        """What a holder reports as `settled` once nothing runs on the members that this epoch takes from it."""
         return f"{self.id}@{self.epoch}"
 
     @property
     def member_count(self) -> int:
-        """Seats that have a node, usable or not yet."""
+        """Members that have a node, usable or not."""
         return sum([member.state not in _WITHOUT_NODE for member in self.members])
 
     @property
     def is_preempted(self) -> bool:
-        """Every seat is given away: it is being preempted, and goes back to the queue."""
+        """True while the whole gang is being preempted; its job then returns to the queue."""
         return all(member.is_yielding or member.state is MemberState.PARKED for member in self.members)
 
     @property

@@ -1,4 +1,4 @@
-"""A job: a gang with work to do. Everything that runs on leased nodes is one, whichever door it came through."""
+"""A job: a gang with work to do. Everything that runs on leased nodes is a job, however it was submitted."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class JobState(StrEnum):
 
 
 UNDERESTIMATED = 0.05
-"""Of its estimate, what is left of a job that still runs when that is over."""
+"""The share of its estimate that a job has left when it runs beyond it."""
 
 _MOST = 1e12
-"""What a job tells beyond this is no number that it counts anything by."""
+"""Reported numbers beyond this are ignored."""
 _LONGEST_S = 1e9
 
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED})
@@ -47,7 +47,7 @@ BudgetPer = Literal["job", "month"]
 
 
 class JobSpec(Config):
-    """What is asked for. `config` is the kind's own spec (TrainSpec, DataSpec, ScriptSpec) as JSON."""
+    """The specification of a job. `config` is the kind's own spec (TrainSpec, DataSpec, ScriptSpec) as JSON."""
 
     kind: JobKind
     name: bounds.Name
@@ -57,23 +57,23 @@ class JobSpec(Config):
     priority: bounds.Name = "normal"
     """A class of `metadata.raytide.priorities`."""
     preemptible: bool | None = None
-    """Whether it may be asked to checkpoint and give way; training is when left out, nothing else."""
+    """Whether it may be preempted, after a checkpoint; by default training jobs only."""
     budget_per: BudgetPer = "job"
-    """Whether its two budgets are for all of its life, or for each calendar month (UTC)."""
+    """The period of both budgets: the job's whole life, or each calendar month (UTC)."""
     budget_usd: bounds.Dollars | None = None
-    """It checkpoints and waits once it cost so much. A job that may not be preempted runs on."""
+    """It checkpoints and waits once it has cost this much. A job that cannot be preempted runs on."""
     soft_budget_usd: bounds.Dollars | None = None
-    """Once it cost so much it is admitted to spot nodes only, and borrows nothing."""
+    """Once it has cost this much it is admitted to spot nodes only, and borrows nothing."""
     deadline: datetime | timedelta | None = None
-    """When it must be done; a time from now becomes a moment when it is submitted."""
+    """When it must be done; a time from now is resolved at submission."""
     estimate_h: float | None = Field(default=None, gt=0)
-    """Hours of work on the whole gang; holds until the job itself reports how much is left."""
+    """Hours of work on the whole gang, until the job itself reports how much is left."""
     labels: bounds.Labels = Field(default_factory=dict)
-    """Whatever its owner wants to find it by; `project` and `model` are ways to group costs."""
+    """Labels for the user's own purposes; `project` and `model` also group costs."""
     max_restarts: int = Field(default=3, ge=0, le=10_000)
-    """How often a driver that died (not: failed) is started again."""
+    """How often a driver that died (not one that failed) is restarted."""
     heartbeat_timeout_s: bounds.Seconds = Field(default=10.0, gt=0)
-    """A GANG job whose driver asks for nothing for this long is over."""
+    """A GANG job ends when its driver has not asked for its lease for this long."""
 
     @field_validator("deadline", mode="before")
     @classmethod
@@ -96,7 +96,7 @@ class JobSpec(Config):
 
     @property
     def due_at_s(self) -> float | None:
-        """Seconds since the epoch; None without a deadline, and before it is submitted."""
+        """Seconds since the epoch; None without a deadline, and before submission."""
         return self.deadline.timestamp() if isinstance(self.deadline, datetime) else None
 
 
@@ -112,45 +112,45 @@ class Job:
     ended_at_s: float | None = None
     stop_requested: bool = False
     reason: str = ""
-    """Why it is in this state, in words; for a failure, what failed and what to do."""
+    """Why it is in this state; for a failure, what failed and what to do."""
     restarts: int = 0
     """Driver attempts after the first."""
     heartbeat_at_s: float | None = None
     progress: Mapping[str, float | int | str] = field(default_factory=dict)
     released_by_driver: str | None = None
-    """A GANG driver gave its lease back: "" when its work is done, else what failed."""
+    """Set when a GANG driver released its lease: "" after success, else the error."""
     attained_gpu_s: float = 0.0
-    """GPU-seconds of its former spells; `raytide.jobs.lifecycle.attained_service` adds the present one."""
+    """GPU-seconds of its earlier spells; `raytide.jobs.lifecycle.attained_service` adds the present one."""
     held_s: float = 0.0
-    """How long it held its gang, in its former spells."""
+    """Time with its gang, in its earlier spells."""
     spell_since_s: float | None = None
-    """Since when it has held as many GPUs as now."""
+    """Since when it has held the present number of GPUs."""
     spell_gpus: float = 0.0
     preemptions: int = 0
-    """How often it gave way whole."""
+    """How often the whole gang was preempted."""
     preempted_at_s: float | None = None
     reserved_micro_usd: int = 0
-    """What it may have cost in all before its next reservation: see `raytide.jobs.budget`."""
+    """What it may have cost in total before its next reservation: see `raytide.jobs.budget`."""
     struck_at_s: float | None = None
-    """When it last lost seats: they were asked of it, or their node went."""
+    """When it last lost members, by preemption or with their node."""
     struck_by: str = ""
-    """Whom it gave way to, or the node."""
+    """The preemptor, or the node."""
     unreadable: str = ""
-    """The error of its stored spec, which an earlier release took and this one refuses; `spec` stands in for it."""
+    """The error of its stored spec, which an earlier release accepted and this one rejects; `spec` is a stand-in."""
     lost_s: float = 0.0
-    """Of its progress's `lost_s` (seconds of work that had to be done again), what the ledger knows."""
+    """The part of its reported `lost_s` (seconds of work done again) that the ledger has booked."""
 
     @property
     def is_final(self) -> bool:
         return self.state in FINAL_STATES
 
     def held_for_s(self, now_s: float) -> float:
-        """How long it has held its gang, all its runs together."""
+        """Time with its gang, over all its runs."""
         return self.held_s + (0.0 if self.spell_since_s is None else max(0.0, now_s - self.spell_since_s))
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Work that is left, on the gang that it has: by its own word (`left_s`), else by the pace of its steps, else
-        by its estimate. None when nobody knows."""
+        """Seconds of work left on its present gang: as reported (`left_s`), else by the rate of its steps, else by
+        its estimate. None if unknown."""
         left_s = self._left_s(now_s)
         return None if left_s is None else min(max(0.0, left_s), _LONGEST_S)
 
@@ -168,11 +168,11 @@ class Job:
 
     @property
     def redo_s(self) -> float:
-        """The most work that is done again when its gang is lost, by its own word."""
+        """The most work, in seconds, that is done again when its gang is lost, as reported."""
         return min(max(0.0, self.progress_number("redo_s") or 0.0), _LONGEST_S)
 
     def progress_number(self, name: str) -> float | None:
-        """Of its progress; None when it said none, or one that cannot be meant."""
+        """A number of its progress; None if it reported none, or an implausible one."""
         return _number(self.progress, name)
 
 

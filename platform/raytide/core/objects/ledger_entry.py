@@ -1,4 +1,4 @@
-"""A line of the ledger, and what it is made from: who held which share of a node since when."""
+"""Entries of the ledger, and the occupancies of nodes that they are computed from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Literal
 
 CostBy = Literal["kind", "job", "endpoint", "team", "node"]
-"""What sums of entries can be grouped by."""
+"""The keys that sums of entries can be grouped by."""
 
 
 class EntryKind(StrEnum):
@@ -26,30 +26,30 @@ class Share:
 
     kind: EntryKind
     subject: str
-    """A job's id, an endpoint's name, or "" when it is nobody's."""
+    """A job's id, an endpoint's name, or "" for none."""
     team: str
     weight: float
 
 
 Occupancy = tuple[Share, ...]
-"""Every share of one node, what is left over included; sorted, so that equal occupancies compare equal."""
+"""All shares of one node, the unused one included; sorted, so that equal occupancies compare equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenInterval:
-    """What a node has cost since `from_us` and is not booked yet: one for each node that the provider bills."""
+    """The cost of a node since `from_us` that is not booked yet: one for each node that the provider bills."""
 
     node_id: str
     price_micro_usd_h: int
     origin_us: int
-    """When the provider began to bill: amounts are differences of costs cumulated from here."""
+    """The start of the bill: amounts are differences of costs cumulated from here."""
     from_us: int
     occupancy: Occupancy
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The cost of a share of a node over [from_us, to_us). Never changed; a mistake is reversed by a second entry."""
+    """The cost of a share of a node over [from_us, to_us). Entries never change; a mistake is reversed by another."""
 
     node_id: str
     from_us: int
@@ -58,14 +58,14 @@ class Entry:
     subject: str
     team: str
     price_micro_usd_h: int
-    """Of the whole node, at the time."""
+    """The price of the whole node at the time."""
     amount_micro_usd: int
-    """Of this share; negative in a reversal."""
+    """The cost of this share; negative in a reversal."""
     is_reversal: bool = False
-    """It takes back what was booked beyond the node's end, which became known only afterwards."""
+    """True for an entry that cancels costs beyond the node's end, which became known only later."""
     cause: str = ""
-    """Of the two entries that move lost work from its job to waste: the job that it gave way to, or the node that went.
-    Both have the whole span of the entry that bears the loss; the amount is the lost part."""
+    """For the two entries that move lost work from its job to waste: the preemptor, or the lost node. Both span the
+    whole entry that bears the loss; the amount is the lost part."""
 
 
 DAY_US = 86_400_000_000
@@ -73,7 +73,7 @@ DAY_US = 86_400_000_000
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A sum of entries that have all of this in common; `node_id` and `day` (since the epoch) only where asked for."""
+    """A sum of entries with these values in common; `node_id` and `day` (since the epoch) only if grouped by."""
 
     kind: EntryKind
     subject: str
@@ -82,15 +82,15 @@ class Line:
     day: int
     amount_micro_usd: int
     cause: str = ""
-    """Of lost work, where it is asked for by itself."""
+    """The cause of lost work, if grouped by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Micro-dollars that are booked. What is still open is at most a minute old; budgets leave more time than that."""
+    """Booked micro-dollars. Open intervals are at most a minute old; budgets leave more time than that."""
 
     jobs: Mapping[str, int] = field(default_factory=dict)
-    """In all."""
+    """In total."""
     jobs_month: Mapping[str, int] = field(default_factory=dict)
     """In one month."""
     teams_month: Mapping[str, int] = field(default_factory=dict)

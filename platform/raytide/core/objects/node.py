@@ -1,4 +1,4 @@
-"""Node types, which can be bought, nodes, which were bought, and measurements of them."""
+"""Node types that can be bought, nodes that were bought, and measurements of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CapacityType(StrEnum):
 
 
 class NodeType(Config):
-    """One line of the menu: what a node of this type holds, where it can be had and what an hour of it costs."""
+    """A node type: its resources, its zones and its price."""
 
     name: str
     resources: dict[str, float]
@@ -55,20 +55,20 @@ class NodeType(Config):
     market: CapacityType = CapacityType.ON_DEMAND
     price_micro_usd_h: int = Field(ge=0)
     zone_prices_micro_usd_h: dict[str, int] = Field(default_factory=dict)
-    """Where a zone's price is another one."""
+    """Prices of zones that differ from `price_micro_usd_h`."""
     zones: tuple[str, ...] = ("local",)
     min_nodes: int = Field(default=0, ge=0)
     max_nodes: int = Field(default=8, ge=0)
     warm_nodes: int = Field(default=0, ge=0)
-    """So many stand free, ahead of need."""
+    """Empty nodes kept ready ahead of demand."""
     idle_timeout_s: float = Field(default=60.0, ge=0)
     launch_timeout_s: float = Field(default=600.0, gt=0)
-    """A node that has not joined by then is given up and its pool backs off."""
+    """A node that has not joined by then is abandoned, and its pool backs off."""
     busy_above: dict[Meter, float] = Field(default_factory=dict)
-    """Physical use, 0 to 1, above which a node that is idle in Ray stays. Its type has no other meters than these."""
+    """Physical use, 0 to 1, above which a node that is idle in Ray stays. Only these meters exist on this type."""
     speed: float = Field(default=1.0, gt=0)
-    """How fast work goes on one of its GPUs, or where it has none on the node, beside types of speed 1; what is
-    measured of a job or an endpoint counts for more."""
+    """The speed of work on one of its GPUs (on the node, without any) relative to types of speed 1. Measurements of
+    a job or an endpoint take precedence."""
 
     @model_validator(mode="after")
     def _bounds(self) -> NodeType:
@@ -84,7 +84,7 @@ class NodeType(Config):
         return self.zone_prices_micro_usd_h.get(zone, self.price_micro_usd_h)
 
     def all_labels(self, zone: str) -> dict[str, str]:
-        """The labels that its nodes carry in Ray, market, zone and type included."""
+        """The labels of its nodes in Ray, market, zone and type included."""
         return {**self.labels, MARKET_LABEL: str(self.market), ZONE_LABEL: zone, TYPE_LABEL: self.name}
 
 
@@ -109,23 +109,24 @@ class Node:
     state: NodeState
     requested_at_s: float
     started_at_s: float | None = None
-    """The provider bills from here."""
+    """The start of the bill."""
     ready_at_s: float | None = None
     drain_deadline_s: float | None = None
     ended_at_s: float | None = None
-    """The provider bills up to here."""
+    """The end of the bill."""
     lost_at_s: float | None = None
-    """Since when Ray has not listed it alive, although it had joined."""
+    """Since when Ray has not listed it as alive, although it had joined."""
     ray_node_id: str = ""
     address: str = ""
     subject: str = ""
-    """For whom it was bought: a lease, an endpoint, `unmanaged` or `minimum`."""
+    """What it was bought for: a lease, an endpoint, `unmanaged` or `minimum`."""
     reason: str = ""
-    """Why it is in this state, in words."""
+    """Why it is in this state."""
 
 
 def round_up_gpu_share(need: Resources) -> Resources:
-    """What a member really takes: Ray never splits a share over two GPUs, so 0.4 of one is one of its two halves."""
+    """The resources that a member really takes: Ray never splits a share over two GPUs, so 0.4 of one is half of
+    one."""
     share = need.get("GPU", 0.0)
     if not 0.0 < share < 1.0:
         return need
@@ -133,17 +134,17 @@ def round_up_gpu_share(need: Resources) -> Resources:
 
 
 def fits(need: Resources, free: Resources) -> bool:
-    """Whether `free` covers `need`; resources that `free` does not name count as zero."""
+    """True if `free` covers `need`; resources that `free` does not name count as zero."""
     return all(amount <= free.get(name, 0.0) + 1e-9 for name, amount in need.items())
 
 
 def dominant_share(need: Resources, total: Resources) -> float:
-    """Its share of what it takes most of; of what `total` has none of, nothing counts."""
+    """The largest share of any resource that `need` takes; resources that `total` lacks do not count."""
     return min(1.0, max((n / total[name] for name, n in need.items() if total.get(name)), default=0.0))
 
 
 def minus(free: Resources, used: Resources) -> dict[str, float]:
-    """What is left of `free`; names that only `used` has appear negative."""
+    """`free` without `used`; names that only `used` has become negative."""
     return {name: free.get(name, 0.0) - used.get(name, 0.0) for name in {**free, **used}}
 
 
@@ -152,7 +153,7 @@ def plus(first: Resources, second: Resources) -> dict[str, float]:
 
 
 def add(total: dict[str, float], more: Resources) -> None:
-    """Into `total`: `plus` for sums of many."""
+    """Adds to `total` in place: for sums of many."""
     for name, amount in more.items():
         total[name] = total.get(name, 0.0) + amount
 

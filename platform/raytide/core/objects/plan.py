@@ -1,4 +1,4 @@
-"""What was decided, and why: every action carries its reason in words."""
+"""Decisions: each action carries its reason in words."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ UNMANAGED = "unmanaged"
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """What was thought of instead, and why it was not taken."""
+    """An alternative, and why it was not taken."""
 
     choice: str
     reason: str
     extra_micro_usd_h: int | None = None
-    """How much dearer an hour of it is than what was taken; None when it could not be had."""
+    """How much more an hour of it costs than what was taken; None if it was not available."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Give a job its lease."""
+    """Grants a job its lease."""
 
     job_id: str
     lease: Lease
     reason: str
     reserved_micro_usd: int = 0
-    """What the job may have cost in all before its next reservation."""
+    """What the job may have cost in total before its next reservation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing for a subject (job, lease or endpoint), and say what it waits for and what would help."""
+    """Does nothing for a subject (job, lease or endpoint): names what it waits for, and what would help."""
 
     subject: str
     constraint: Literal[
@@ -57,7 +57,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Choose the node of one member of a lease: one that is there, or one that this plan launches."""
+    """Assigns a member of a lease to a node, existing or launched by this plan."""
 
     lease_id: str
     member: int
@@ -67,7 +67,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Unassign:
-    """Give a member's node back: the rest of its gang cannot be placed, and a part of a gang holds nothing."""
+    """Takes a member's node back: the rest of its gang cannot be placed, and a part of a gang holds nothing."""
 
     lease_id: str
     member: int
@@ -77,7 +77,7 @@ class Unassign:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """End a lease of which nothing stands, so that its job may be admitted with another of its shapes."""
+    """Ends a lease that has no members left, so that its job may be admitted with another of its shapes."""
 
     job_id: str
     lease_id: str
@@ -86,7 +86,8 @@ class Requeue:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """Seats of an elastic gang give way, and the rest goes on: usable until `leaves_at_s`, or until they are left."""
+    """Preempts members of an elastic gang, which continues without them. They stay usable until `leaves_at_s`, or
+    until they are left."""
 
     job_id: str
     lease_id: str
@@ -94,25 +95,25 @@ class Shrink:
     leaves_at_s: float
     reason: str
     by: tuple[str, ...] = ()
-    """For whom: a job or an endpoint."""
+    """The jobs or endpoints that take their place."""
     rejected: tuple[Rejected, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """A whole gang gives way: it checkpoints, and goes back to the queue after `leaves_at_s`."""
+    """Preempts a whole gang: it checkpoints, and returns to the queue after `leaves_at_s`."""
 
     job_id: str
     lease_id: str
     leaves_at_s: float
     reason: str
     by: tuple[str, ...] = ()
-    """For whom; for nobody when its own budget is spent."""
+    """The preemptors; empty if its own budget is spent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Seats that were given away look for nodes again."""
+    """Brings parked members of a gang back: they look for nodes again."""
 
     job_id: str
     lease_id: str
@@ -122,22 +123,22 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Buy a node. `node_id` is the idempotency key at the provider."""
+    """Buys a node. `node_id` is the idempotency key at the provider."""
 
     node_id: str
     node_type: str
     zone: str
     subject: str
-    """For whom: a lease, an endpoint, `unmanaged`, `minimum`, `warm`, or `move node-7`, which it replaces."""
+    """What it is for: a lease, an endpoint, `unmanaged`, `minimum`, `warm`, or `move node-7`, which it replaces."""
     reason: str
     cost_micro_usd_h: int = 0
-    """What this changes in the price of the fleet."""
+    """The change in the price of the fleet."""
     rejected: tuple[Rejected, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Publish a replica target."""
+    """Publishes a replica target."""
 
     endpoint: str
     replicas: int
@@ -161,14 +162,14 @@ class Terminate:
     node_id: str
     reason: str
     cost_micro_usd_h: int = 0
-    """Of one that was drained, its drain has said it."""
+    """0 for a drained node: its drain has counted it."""
 
 
 Action = Admit | Wait | Shrink | Preempt | Grow | Assign | Unassign | Requeue | Launch | Scale | Drain | Terminate
 
 
 MOST_WAITS = 100
-"""Of jobs, kept of one plan. A queue of thousands is told by `raytide why` job by job."""
+"""The most Waits of jobs that are stored with a plan. `raytide why` explains each job of longer queues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ class Plan:
     actions: tuple[Action, ...] = ()
 
     def for_storage(self) -> Plan:
-        """As it is stored: all but the waits of the jobs far back in the queue, whose number is said."""
+        """The plan as it is stored: without the Waits of jobs far back in the queue, which are only counted."""
         waits = [action for action in self.actions if isinstance(action, Wait) and action.subject.startswith("job-")]
         if len(waits) <= MOST_WAITS:
             return self
@@ -200,7 +201,7 @@ def describe(action: Action) -> dict[str, object]:
 
 
 def _fields(action: Action) -> dict[str, object]:
-    """What `dataclasses.asdict` gives, without its deep copies, which a gang of thousands of members would feel."""
+    """`dataclasses.asdict` without its deep copies, which are slow for gangs of thousands of members."""
     return {field.name: _plain(getattr(action, field.name)) for field in fields(action)}
 
 

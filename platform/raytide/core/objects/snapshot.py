@@ -1,4 +1,4 @@
-"""All that a decision may look at: clock, prices, records and observations, frozen at one instant."""
+"""The input of a decision: clock, prices, records and observations, frozen at one instant."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from raytide.core.objects.node import CapacityType, Node, NodeType, Resources, U
 from raytide.core.objects.team import CLASSES, Team
 
 Throughputs = Mapping[str, float]
-"""What is done on each node type, in units of where it is least; empty when all do alike, or nobody knows better."""
+"""Throughput by node type, relative to the slowest; empty if all are equal, or if it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node's record with what Ray says of it now."""
+    """A node's record with Ray's present report of it."""
 
     node: Node
     total: Resources
     """As Ray reports it; its type's resources until it joined."""
     available: Resources
-    """Not taken in Ray: placement groups, actors and tasks are already deducted. `total` until it joined."""
+    """Resources that are free in Ray: placement groups, actors and tasks are deducted. `total` until it joined."""
     labels: Mapping[str, str]
     idle_s: float = 0.0
-    """How long nothing has run on it, by our own clock; 0 when busy or not ready."""
+    """Seconds since anything ran on it, by our own clock; 0 if busy or not ready."""
     is_draining: bool = False
-    """Ray itself says that it gives the node no new work; until then a notice is told again."""
+    """True if Ray itself reports that it gives the node no new work; until then a drain is repeated."""
     use: Use = field(default_factory=dict)
-    """What its meters said last, however long ago."""
+    """The last values of its meters, however old."""
     busy: str = ""
-    """Why it must not be called idle though Ray does; empty when nothing speaks against it."""
+    """Why it does not count as idle although Ray calls it so; empty if there is no reason."""
 
     @property
     def countable(self) -> Resources:
-        """`total` without the object store: Ray takes off it what objects happen to fill, whoever made them."""
+        """`total` without the object store: Ray subtracts from it what objects fill."""
         return {name: amount for name, amount in self.total.items() if name != "object_store_memory"}
 
 
@@ -44,13 +44,13 @@ class NodeView:
 class EndpointView:
     endpoint: Endpoint
     load: EndpointLoad | None
-    """None when nothing was heard yet."""
+    """None without any report."""
     worth: ReplicaValue | None = None
-    """What replicas of an endpoint with an SLO are worth; None where that is not known."""
+    """The value of replicas of an endpoint with an SLO; None if unknown."""
     pools: tuple[tuple[str, str], ...] | None = None
-    """By a decision: node type and zone in which each new replica is to be bought; None: where it is cheapest."""
+    """Set by a decision: node type and zone of each new replica; None to buy where it is cheapest."""
     given_up: tuple[str, ...] = ()
-    """By the same decision: nodes that its replicas leave."""
+    """Set by the same decision: nodes that its replicas leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ class Demand:
     labels: Mapping[str, str] = field(default_factory=dict)
     count: int = 1
     together: str = ""
-    """A label of nodes: all of it sits where that has one value, or nowhere."""
+    """A node label: all of it is placed where that has one value."""
     apart: str = ""
-    """Of a placement group whose bundles must all be on different nodes: the label that nodes with one of them have."""
+    """For a placement group whose bundles must be on different nodes: the label of nodes that have one of them."""
     is_standing: bool = False
-    """Not work: room that somebody asked Ray to have, used or not, until he asks for another."""
+    """True for resources that were requested from Ray without work, used or not, until the request changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,49 +75,48 @@ class Pool:
     node_type: str
     zone: str
     failures: int = 0
-    """In a row; 0 after a success."""
+    """Consecutive failures."""
     retry_at_s: float = 0.0
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """What an hour of a pool's nodes costs now, and how often it takes one back."""
+    """The present price of a pool's nodes, and how often the provider reclaims one."""
 
     node_type: str
     zone: str
     price_micro_usd_h: int | None = None
-    """None: as the node type says."""
+    """None: the price of the node type."""
     deaths_per_h: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class MarketConstraint:
     markets: tuple[CapacityType, ...] | None
-    """Where its gang may sit, the wanted one first; none while it waits for spot. None when it is late: then it sits
-    where any other job would."""
+    """The allowed markets, the wanted one first; none while the job waits for spot. None for a late job: any market."""
     is_urgent: bool
-    """It has no time for another attempt on spot: it goes first in its class, and nobody preempts it."""
+    """There is no time for another attempt on spot: it goes first in its class, and is not preempted."""
     due_at_s: float
     work_s: float | None
-    """What is left, with a margin; None when nobody knows."""
+    """Seconds of work left, with a margin; None if unknown."""
     latest_s: float | None
-    """When it must have asked for on-demand nodes, unless it works on others."""
+    """The latest time to request on-demand nodes, unless it works on others."""
     reason: str
 
     @property
     def wanted(self) -> CapacityType | None:
-        """Where it should sit; None while that is nowhere, or anywhere."""
+        """The wanted market; None while the job waits, or if any market will do."""
         return self.markets[0] if self.markets else None
 
 
 @dataclass(frozen=True, slots=True)
 class SpotForecast:
-    """Some spot pools, watched as one market; `raytide.autoscaler.spot.availability_model` says what the rates mean."""
+    """Spot pools that are watched as one market; `raytide.autoscaler.spot.availability_model` defines the rates."""
 
     pools: tuple[str, ...]
     is_up: tuple[bool, ...]
-    """Whether each could be had, as far as was heard."""
+    """Whether each was available, as last reported."""
     since_s: tuple[float, ...]
     lost: tuple[float, ...]
     switched: tuple[tuple[float, ...], ...]
@@ -127,25 +126,25 @@ class SpotForecast:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the fleet may cost an hour, and how fast it may change. None: as much as it likes."""
+    """Limits on what the fleet costs an hour and on how fast it changes; None for no limit."""
 
     soft_micro_usd_h: int | None = None
     """Above it only spot is bought."""
     hard_micro_usd_h: int | None = None
     """Above it nothing is bought."""
     launches_per_min: int | None = None
-    """A gang is never cut in half by it."""
+    """It never splits a gang."""
     moves_after_s: float | None = 600.0
-    """No node whose occupants could be held for less is left when it is younger; None: none ever is."""
+    """The age from which a node may be left for a cheaper one; None: never."""
     shrink_for_serving: bool = True
-    """Replicas that find no room take seats that elastic gangs of a lower class can spare."""
+    """Replicas without room preempt spare members of elastic gangs of lower classes."""
     most_micro_usd_h: int | None = None
-    """When the fleet costs clearly more, nodes go until it costs this, the least valuable first."""
+    """If the fleet costs clearly more, the least valuable nodes leave until it costs this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unmanaged:
-    """How much demand without a lease may buy."""
+    """The nodes that demand without a lease may buy."""
 
     max_nodes: int = 1
     gpu: bool = False
@@ -165,34 +164,33 @@ class Snapshot:
     demand: tuple[Demand, ...] = ()
     pools: tuple[Pool, ...] = ()
     quotes: tuple[Quote, ...] = ()
-    """Of the pools of which more is known than their node type says."""
+    """Of the pools that differ from their node type."""
     spot: tuple[SpotForecast, ...] = ()
-    """Of each set of spot pools that a job with a deadline could use."""
+    """One for each set of spot pools that a deadline job could use."""
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
-    """By job with a deadline; a decision finds them first of all."""
+    """Constraints of deadline jobs, by job; the first step of a decision finds them."""
     limits: Limits = Limits()
     unmanaged: Unmanaged = Unmanaged()
     team_members: int | None = None
-    """The most members that the leases of one team have together, those of jobs that are considered next included."""
+    """The most members that the leases of one team have together, those of the jobs considered next included."""
     wall_ahead_s: float = 0.0
-    """How far the wall clock, by which deadlines are told, is ahead of `at_s`: 0 but for hours after it was set."""
+    """How far the wall clock, which deadlines refer to, is ahead of `at_s`: nonzero for hours after it was set."""
     next_node: int = 1
-    """The number of the next node to be bought."""
+    """The number of the next node to buy."""
     next_lease: int = 1
     teams: tuple[Team, ...] = ()
-    """Those that are configured; any other is without quota and budget."""
+    """The configured teams; all others have no quota and no budget."""
     classes: Mapping[str, int] = field(default_factory=lambda: CLASSES)
     spent: Mapping[str, int] = field(default_factory=dict)
-    """Micro-dollars that each job of `jobs` has cost so far."""
+    """Total cost in micro-dollars by job of `jobs`."""
     spent_month: Mapping[str, int] = field(default_factory=dict)
-    """And in this month: each whose budget is by the month."""
+    """Cost this month, by job with a monthly budget."""
     old_s: float = 0.0
-    """How old the oldest of all jobs that there ever were got: see `raytide.jobs.admission.priority`."""
+    """The age that the oldest of all jobs reached: see `raytide.jobs.admission.priority`."""
     paces: Mapping[str, Throughputs] = field(default_factory=dict)
-    """How fast each job of `jobs` is on each node type; those are left out that are as fast on all, as far as is
-    known."""
+    """Relative throughput by job of `jobs` and node type, where it is known to differ."""
     kept: Mapping[str, tuple[tuple[str, Resources], ...]] = field(default_factory=dict)
-    """By endpoint with a replica for which there is no room: nodes, and what nobody else gets of each until there is. A
-    decision finds them: see `raytide.scheduling.reservations`."""
+    """By endpoint with an unplaced replica: nodes, with the resources that are reserved on each. A decision finds
+    them: see `raytide.scheduling.reservations`."""
     ray_answers: bool = True
-    """False when Ray could not be asked: what it last said of its nodes is not known; nothing is given up for it."""
+    """False if Ray did not answer: the free resources of its nodes are unknown, and nothing is released."""

@@ -1,4 +1,4 @@
-"""A team: what it may hold, borrow and lend, and what it may spend. Teams form a tree under one unnamed root."""
+"""Teams: what they may hold, borrow, lend and spend. They form a tree under one unnamed root."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pydantic import Field, model_validator
 from raytide.core.config import Config
 
 CLASSES: Mapping[str, int] = {"low": 0, "normal": 100, "high": 200}
-"""The priority classes of a cluster that names none of its own; a higher number goes first."""
+"""The default priority classes; a higher number goes first."""
 
 
 class Budget(Config):
-    """Dollars a calendar month (UTC)."""
+    """Dollars per calendar month (UTC)."""
 
     soft_usd: float | None = Field(default=None, ge=0)
-    """Beyond it: spot nodes only, and nothing borrowed."""
+    """Beyond it: spot nodes only, and no borrowing."""
     hard_usd: float | None = Field(default=None, ge=0)
-    """Beyond it: nothing is admitted, and what runs and may be preempted checkpoints and gives way."""
+    """Beyond it: nothing is admitted, and preemptible jobs are preempted after a checkpoint."""
 
     @model_validator(mode="after")
     def _order(self) -> Budget:
@@ -30,22 +30,22 @@ class Budget(Config):
 
 
 class TeamSpec(Config):
-    """`metadata.raytide.teams.<name>`. What `raytide quota set` and `raytide budget set` set goes before it, amount by
-    amount, until they reset it.
+    """`metadata.raytide.teams.<name>`. Amounts set by `raytide quota set` and `raytide budget set` override it, one
+    by one, until they are reset.
 
     Quotas count a resource by Ray's name (`GPU`, `CPU`) or accelerators by their type's (`H100`).
     """
 
     parent: str = ""
-    """The team that it belongs to; the root when empty. The configuration alone says it."""
+    """The parent team; empty for the root. It is set by the configuration only."""
     weight: float = Field(default=1.0, gt=0)
-    """Its part in the fair share."""
+    """Its weight in the fair share."""
     quota: dict[str, float] = Field(default_factory=dict)
-    """Its own, which others may use while it does not."""
+    """Its nominal quota, which others may use while it does not."""
     borrow: dict[str, float] = Field(default_factory=dict)
-    """How much more than its own it may hold while others leave it unused; no limit where a resource is left out."""
+    """The most that it may borrow; unlimited for resources left out."""
     lend: dict[str, float] = Field(default_factory=dict)
-    """How much of its own others may use; all of it where a resource is left out."""
+    """The part of its quota that others may borrow; all of it for resources left out."""
     budget: Budget = Budget()
 
     @model_validator(mode="after")
@@ -57,7 +57,7 @@ class TeamSpec(Config):
 
 
 def merged(spec: TeamSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a spec with those that were given since: amounts one by one, the rest whole."""
+    """The fields of a spec overridden by `given`: mappings key by key, others whole."""
     fields = spec.model_dump(mode="json")
     for name, value in given.items():
         is_part = isinstance(value, Mapping) and isinstance(fields.get(name), Mapping)
@@ -66,7 +66,8 @@ def merged(spec: TeamSpec, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overlaid(spec: TeamSpec, given: Mapping[str, Any]) -> TeamSpec:
-    """The spec that holds. Each part was checked when it was given; what a file says later cannot make it fail."""
+    """The effective spec. Overrides were validated when they were set; a later change of the file cannot make them
+    fail."""
     known = {name: value for name, value in given.items() if name in TeamSpec.model_fields and name != "parent"}
     fields = merged(spec, known)
     return TeamSpec.model_construct(**{**fields, "budget": Budget.model_construct(**fields["budget"])})
@@ -74,26 +75,26 @@ def overlaid(spec: TeamSpec, given: Mapping[str, Any]) -> TeamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """A team as the queue sees it now."""
+    """A team as the queue sees it."""
 
     name: str
     spec: TeamSpec = field(default_factory=TeamSpec)
     recent_gpu_s: float = 0.0
-    """What it has used, older use counting half for every `HALF_LIFE_S`; for the fair share."""
+    """Recent GPU-seconds, halved for every `HALF_LIFE_S` of age; for the fair share."""
     spent_micro_usd: int = 0
-    """This month."""
+    """Cost this month."""
 
 
 HALF_LIFE_S = 7 * 86400.0
 
 
 def decayed_usage(gpu_s: float, age_s: float) -> float:
-    """What use that old still counts."""
+    """Usage of this age after decay."""
     return gpu_s * float(0.5 ** (max(0.0, age_s) / HALF_LIFE_S))
 
 
 def check_tree(teams: Mapping[str, TeamSpec]) -> None:
-    """ValueError when a parent is not there or a team is its own ancestor."""
+    """Raises ValueError if a parent does not exist or a team is its own ancestor."""
     for name in teams:
         line, at = [name], teams[name].parent
         while at:
