@@ -1,5 +1,5 @@
-"""An engine without a model, for router and platform tests: instant or at a fixed rate, with queue, priorities, prefix
-cache, pauses and transfers as the real one has them. What it says: `fake_voice.py`.
+"""An engine without a model, for router and platform tests: instant or at a fixed rate, with a queue, priorities, a
+prefix cache, pauses and KV transfers as the real one has them. Its text comes from `fake_generator.py`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ class _Live:
 
 class FakeEngine(BasicEngine):
     """`tokens_per_s` None answers as fast as the event loop turns. A prompt that contains `fail_on` fails with
-    EngineError; one that contains `die_on` ends the engine, as the death of its thread would. A block is a place among
-    the running; with `kv_tokens` it is a token, and each one said takes another, so that the use of the cache grows
-    while the number of requests does not. A full cache stops nobody.
+    EngineError; one that contains `die_on` ends the engine, as the death of its thread would.
+
+    A block is one of the `max_running` places. With `kv_tokens` it is a token, and each generated token takes another
+    one, so that the cache fills while the number of requests stays; a full cache stops no request.
     """
 
     backend = "fake"

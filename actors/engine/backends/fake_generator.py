@@ -1,5 +1,5 @@
-"""What the fake engine is made of: a voice that says the same words over and over, places for those that speak, a
-memory of prompts, a vector for a text. One token is one byte of UTF-8: counts and texts can be predicted by hand.
+"""The parts of the fake engine: a generator that repeats one reply, a semaphore with priorities, a prefix cache, and an
+embedding. One token is one byte of UTF-8, so that counts and texts can be predicted by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["CannedGenerator", "PrioritySemaphore", "Prompts", "direction"]
 
 
 class CannedGenerator:
-    """Speaks a token at a time. Its distribution has one token in it, whose log probability is therefore 0."""
+    """Generates one token at a time. Its distribution has a single token, so every log probability is 0."""
 
     def __init__(self, request: GenRequest, index: int, reply: bytes, room: int) -> None:
         self.tokens: list[int] = []
@@ -51,7 +51,7 @@ class CannedGenerator:
 
 
 class PrioritySemaphore:
-    """A semaphore whose waiters go by priority, then by arrival."""
+    """A semaphore that serves waiters by priority, then by arrival."""
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -83,7 +83,7 @@ class PrioritySemaphore:
 
 
 class Prompts:
-    """The prefix cache: the last prompts served, and for which adapter and salt."""
+    """The prefix cache: the last prompts, each with its adapter and salt."""
 
     def __init__(self, count: int) -> None:
         self._served: deque[tuple[str | None, str, bytes]] = deque(maxlen=count)
@@ -95,7 +95,9 @@ class Prompts:
         self._served.clear()
 
     def cached(self, lora: str | None, salt: str, prompt: bytes) -> int:
-        """Tokens shared with the start of one of them, short of the last one, which is always computed."""
+        """Returns how many tokens a prompt shares with the start of a cached one, except its last, which is always
+        computed.
+        """
         shared = [_shared(text, prompt) for *key, text in self._served if key == [lora, salt]]
         return max([0, *shared])
 

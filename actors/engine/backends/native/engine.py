@@ -1,5 +1,5 @@
-"""raytide's own engine behind the `Engine` protocol: the loop runs in a thread of its own (`engine_thread.py`), the
-event loop only hands over.
+"""raytide's own engine behind the `Engine` protocol. The core runs in a thread of its own (`thread.py`); the event loop
+only hands requests over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["NativeEngine"]
 T = TypeVar("T")
 
 _ABORT_S = 10.0
-"""How long `drain` waits for the thread to let go of the requests that did not end in time."""
+"""How long `drain` waits for the requests that it aborts."""
 
 
 class NativeEngine(BasicEngine):
@@ -159,8 +159,7 @@ class NativeEngine(BasicEngine):
     async def _stream(
         self, request: GenRequest, enter: Callable[[EngineCore, Sequence[int], Prepared], None]
     ) -> AsyncIterator[GenChunk]:
-        """Have a request enter the loop, and yield what comes of it. It waits for its texts out here, where it holds
-        up nobody.
+        """Adds a request to the core and yields its output. Its texts are prepared here, outside of the core's thread.
         """
         request_id = request.request_id
         prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
@@ -191,7 +190,7 @@ class NativeEngine(BasicEngine):
         finally:
             if ended:
                 self._forget(request_id)
-            else:  # the id stays in use until the thread has let go, or a late token could reach a namesake
+            else:  # the id stays in use until the thread has aborted it, or a late token could reach its successor
                 closing = asyncio.ensure_future(self.abort(request_id))
                 closing.add_done_callback(lambda _: self._forget(request_id))
                 await asyncio.shield(closing)
@@ -229,7 +228,7 @@ class NativeEngine(BasicEngine):
 
 
 def _refused(stream: asyncio.Queue[Output], request_id: str, entered: asyncio.Future[None]) -> None:
-    """Tell a stream why its request could not enter."""
+    """Ends a stream with the error that refused its request."""
     if entered.cancelled():
         return
     error = entered.exception()

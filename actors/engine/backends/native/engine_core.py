@@ -1,5 +1,5 @@
-"""The engine without threads: requests in, one `step` at a time, text out. `native.py` runs it in a thread, `llm.py`
-in line; what it can do beside steps is in `operations.py`.
+"""The engine without threads: requests in, one `step` at a time, text out. `engine.py` runs it in a thread, `llm.py` in
+line; `operations.py` has its other commands.
 
 A step is plan, move, execute, commit, detokenize. A failure ends the request it belongs to and no other.
 """
@@ -38,9 +38,9 @@ __all__ = ["EngineCore"]
 
 _log = logging.getLogger(__name__)
 
-_MOVES_MAY_FAIL = 3  # times in a row, before it is more than bad luck
+_MOVES_MAY_FAIL = 3  # times in a row
 _FAILURES_ALONE = 3
-"""Steps in a row in which every request failed, before the model itself is tried."""
+"""Steps in a row in which every request failed, before the model itself is tested."""
 
 
 class EngineCore:
@@ -101,9 +101,7 @@ class EngineCore:
         return list(self._requests)
 
     def add(self, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None) -> None:
-        """Queue a request whose prompt is already token ids, and perhaps its other texts prepared. Raises UsageError,
-        ConflictError or OverloadedError.
-        """
+        """Queues a request whose prompt is token ids already. Raises UsageError, ConflictError or OverloadedError."""
         now_s = time.monotonic()
         check_features(request, self.info.features, self.info.backend)
         parent, *children = seqs = self.input_processor.sequences(
@@ -121,7 +119,7 @@ class EngineCore:
         return salt_of(self.weights.version, adapter, cache_salt)
 
     def salt_again(self) -> None:
-        """The version has changed under the requests that are here."""
+        """Renews the salts of all requests after a change of weights."""
         for answer, sample in self._samples.values():
             sample.seq.salt = self.salt(answer.request.lora, answer.request.cache_salt)
 
@@ -136,7 +134,7 @@ class EngineCore:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
 
     def track_outputs(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:
-        """Begin to collect what sequences that are in the scheduler will say."""
+        """Starts to collect the output of sequences that are in the scheduler."""
         samples = [SampleState(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
         answer = self._requests[request.request_id] = RequestState(request, samples, now_s)
         for sample in samples:
@@ -144,12 +142,12 @@ class EngineCore:
         return answer
 
     def drain_outputs(self) -> list[Output]:
-        """What there is to tell since the last time."""
+        """Returns the outputs since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def step(self) -> list[Output]:
-        """Advance the running requests by one step of the model, and take what that gave."""
+        """Advances the running requests by one step of the model and returns the outputs."""
         began = time.monotonic()
         plan = self.scheduler.plan(began)
         for seq in plan.preempted:
@@ -189,7 +187,7 @@ class EngineCore:
         """End every request with an error; for a failure that belongs to no single one."""
         for request_id in self.request_ids:
             self._fail(request_id, error)
-        self.scheduler.invalidate()  # who knows what was computed
+        self.scheduler.invalidate()  # what was computed cannot be trusted
 
     def prompt_logits(self, tokens: Items[int]) -> Tensor:
         """float32 [T, V]: what follows each token of a prompt. Raises UsageError as `add` does."""
@@ -207,7 +205,7 @@ class EngineCore:
         )
 
     def adapter_of(self, seq: Sequence) -> str | None:
-        """A sequence's adapter by name and content, as every engine that has loaded it calls it."""
+        """Returns a sequence's adapter as name and content hash, which is the same in every engine that loaded it."""
         return None if seq.lora is None else f"{seq.lora}@{self.adapter_contents[seq.lora]}"
 
     def uses_lora(self, name: str) -> bool:
@@ -220,8 +218,8 @@ class EngineCore:
         return self._requests[request_id]
 
     def _move(self, plan: StepPlan) -> bool:
-        """Move the plan's blocks. When that fails nobody knows what lies where, but the tokens are known: False, and
-        everything is computed again.
+        """Moves the plan's blocks. After a failure no block's content can be trusted: returns False, and everything is
+        computed again from the tokens.
         """
         try:
             self.runner.cache.move(plan)
@@ -237,8 +235,8 @@ class EngineCore:
         return True
 
     def _check_model(self, has_tokens: bool, has_failures: bool) -> None:
-        """Tell bad requests from a device that computes nothing any more: after several steps that gave failures alone,
-        one token is computed apart. Raises EngineDeadError when that fails too.
+        """Tells bad requests from a broken device: after several steps in which all requests failed, computes one token
+        apart. Raises EngineDeadError when that fails too.
         """
         if has_tokens or not has_failures:
             self._fruitless_steps = 0 if has_tokens else self._fruitless_steps

@@ -1,4 +1,4 @@
-"""What a request must be before it may run: checked here, made into sequences here."""
+"""Checks requests and turns them into sequences."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["InputProcessor", "Prepared", "salt_of"]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a request's texts became, outside of the engine's thread."""
+    """A request's texts, compiled outside of the engine's thread."""
 
     grammar: Grammar | None = None
     bad_words: BadWords | None = None
 
 
 class InputProcessor:
-    """Knows the model's limits, and counts the seeds of requests that bring none."""
+    """Holds the model's limits, and numbers the requests that bring no seed."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class InputProcessor:
         self._seed = secrets.randbits(62) if seed is None else seed
 
     def checked(self, who: str, prompt: Items[int]) -> list[int]:
-        """A prompt of a length that the model takes, of tokens that it knows; or UsageError."""
+        """Returns the prompt as a list. Raises UsageError for a bad length or an unknown token."""
         check_prompt(who, prompt, max_len=self._max_len, vocab_size=self._vocab_size)
         return list(prompt)
 
     def bad_words(self, params: SamplingParams) -> BadWords | None:
-        """From any thread."""
+        """Tokenizes the bad words and prepares the stop strings. Thread-safe."""
         prepare_stops(params)
         if not params.bad_words:
             return None
@@ -64,7 +64,7 @@ class InputProcessor:
         return bad_word_tokens(params.bad_words, encode, self._tokenizer.spell, self._tokenizer.rust.token_to_id)
 
     async def prepare(self, params: SamplingParams) -> Prepared:
-        """Do the work that a request's texts take, in threads of their own. Raises UsageError or OverloadedError."""
+        """Compiles a request's texts in threads of their own. Raises UsageError or OverloadedError."""
         bad_words = None
         if params.bad_words or params.stop:
             bad_words = await self._tokenizer.pool.run(lambda: self.bad_words(params))
@@ -74,9 +74,9 @@ class InputProcessor:
     def sequences(
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, prepared: Prepared | None = None
     ) -> list[Sequence]:
-        """One for each sample. Sample i of a seeded request is what the request alone with seed + i would give.
+        """Returns one sequence for each sample. Sample i of a seeded request equals the request alone with seed + i.
 
-        Does what `prepare` does here and now unless it is given.
+        Without `prepared` the texts are compiled here and now.
         """
         params, limit = request.sampling, self._max_len
         tokens = self.checked(f"request {request.request_id}", prompt)
@@ -133,5 +133,5 @@ class InputProcessor:
 
 
 def salt_of(weights_version: str, adapter: str, cache_salt: str) -> bytes:
-    """What KV depends on beside the tokens, and who may share it."""
+    """Returns a hash of what KV depends on beside the tokens: only sequences of one salt share blocks."""
     return blake2b("\0".join((weights_version, adapter, cache_salt)).encode(), digest_size=16).digest()

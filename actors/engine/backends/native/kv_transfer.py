@@ -1,4 +1,4 @@
-"""A request leaves one engine with its KV and goes on in another, for disaggregated prefill and for live migration."""
+"""Moves a request with its KV from one engine to another, for disaggregated prefill and live migration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["export_kv", "import_kv"]
 
 
 def export_kv(core: EngineCore, request_id: str) -> KvHandle:
-    """End the request here and return its handle. Raises NotFoundError or ConflictError."""
+    """Ends the request here and returns its handle. Raises NotFoundError or ConflictError."""
     answer = core.request_state(request_id)
     if len(answer.samples) > 1:
         raise ConflictError(
@@ -34,7 +34,9 @@ def export_kv(core: EngineCore, request_id: str) -> KvHandle:
 def import_kv(
     core: EngineCore, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
 ) -> None:
-    """Go on with an exported request. Where there is no room for its KV now, it queues and is computed again."""
+    """Continues an exported request. Where there is no room for its KV now, the request queues and its KV is computed
+    again.
+    """
     header, now_s = handle.header, time.monotonic()
     check_features(request, core.info.features, core.info.backend)
     seqs = core.input_processor.sequences(request, prompt, core.salt(request.lora, request.cache_salt), now_s, prepared)

@@ -91,7 +91,7 @@ class LLM:
         return [each for group in groups(tokens, self._max_tokens) for each in operations.embed(self._core, group)]
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Answer prompts whose adapter is `name` with a PEFT adapter."""
+        """Loads a PEFT adapter under `name`."""
         operations.load_lora(self._core, name, str(path))
 
     def unload_lora(self, name: str) -> None:
@@ -143,7 +143,7 @@ class LLM:
 
 
 def _take_in(output: Output, answer: RequestOutput) -> bool:
-    """Add what a step gave to its answer; whether that is complete."""
+    """Adds an output to its answer; returns whether that is complete."""
     if isinstance(output, RequestFailure):
         for completion in answer.outputs:
             completion.finish_reason, completion.error = "error", str(output.error)
@@ -167,7 +167,9 @@ _EVERY_S = 0.2
 
 @contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Update]:
-    """Yields what to call as often as one likes."""
+    """Shows progress on stderr: a bar by rich where that is installed, else one line. Yields the function to call with
+    it.
+    """
     if not shown:
         yield lambda done, tokens: None
         return

@@ -1,6 +1,6 @@
-"""What the engine can do between two steps: pause, sleep, change its weights, say what it has cached.
+"""Commands that run between two steps: pause, sleep, change of weights, embeddings, adapters, cache lookup.
 
-Nothing here loses a request: KV that is gone is computed again from the tokens.
+None of them loses a request: KV that is gone is computed again from the tokens.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ def resume(core: EngineCore) -> None:
 
 
 def sleep(core: EngineCore, level: Literal[1, 2]) -> None:
-    """Give back the memory of the KV, at level 2 also that of the weights. From level 1 it can go on to 2."""
+    """Frees the KV, at level 2 also the weights. An engine that sleeps at level 1 can go on to 2."""
     core.scheduler.invalidate()
     core.state = "asleep"
     core.runner.sleep(level)
 
 
 def wake(core: EngineCore) -> None:
-    """Take the memory again and go on. When that fails the engine sleeps on, and `wake` can be tried again."""
+    """Allocates the memory again and resumes. After a failure the engine stays asleep, and `wake` can be tried again.
+    """
     if core.state != "asleep":
         return
     if not core.runner.has_weights:
@@ -65,8 +66,8 @@ def wake(core: EngineCore) -> None:
 
 
 def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[PagedDecoder, WeightsSource]:
-    """Load other weights while the loop goes on with its own; from any thread. Raises ConflictError for another
-    architecture, or when the files change under the reader.
+    """Loads other weights while the engine runs; thread-safe. Raises ConflictError for another architecture, or when
+    the files change meanwhile.
     """
     model_dir = Path(source)
     theirs, ours = read_architecture(model_dir), core.runner.arch
@@ -91,7 +92,8 @@ def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -
 
 
 def embed(core: EngineCore, prompts: list[list[int]]) -> list[list[float]]:
-    """One vector for each prompt, pooled as the model directory says. The caller bounds how many tokens these are."""
+    """Returns one vector for each prompt, pooled as the model directory says. The caller bounds the number of tokens.
+    """
     return core.runner.embed(prompts, pooling_of(core.weights.model_dir))
 
 
@@ -111,7 +113,7 @@ def unload_lora(core: EngineCore, name: str) -> None:
 
 
 def cached_prefix(core: EngineCore, tokens: Items[int], lora: str | None, cache_salt: str) -> int:
-    """How many of a prompt's first tokens are in the prefix cache; its last one is computed in any case."""
+    """Returns how many of a prompt's first tokens are in the prefix cache. The last token is always computed."""
     size, parent, hashes = core.pool.block_size, core.salt(lora, cache_salt), list[bytes]()
     for start in range(0, (len(tokens) - 1) // size * size, size):
         parent = chain_hash(parent, tokens[start : start + size])

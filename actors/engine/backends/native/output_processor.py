@@ -1,4 +1,4 @@
-"""From sampled tokens to what a client sees: text, chunks, samples ranked and counted, or one failure."""
+"""Turns sampled tokens into the chunks that a client gets: text, usage, ranked samples, or one failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestFailure:
 
     @classmethod
     def of(cls, request_id: str, error: Exception) -> RequestFailure:
-        """Errors that raytide raises on purpose go through as they are."""
+        """Wraps an error that raytide did not raise itself in EngineError."""
         if isinstance(error, RaytideError):
             return cls(request_id, error)
         return cls(request_id, EngineError(f"request {request_id} failed: {error!r}."))
@@ -55,7 +55,7 @@ class SampleState:
 
 
 class RequestState:
-    """All samples of one request, on their way out."""
+    """The samples of one request and its times."""
 
     def __init__(self, request: GenRequest, samples: list[SampleState], added_s: float) -> None:
         self.request, self.samples = request, samples
@@ -67,7 +67,7 @@ class RequestState:
         self._first_token_s: float | None = None
 
     def start(self, now_s: float) -> None:
-        """Its first step begins. Later calls change nothing."""
+        """Notes the start of the first step. Later calls change nothing."""
         if self._started_s is None:
             self._started_s = now_s
 
@@ -77,11 +77,11 @@ class RequestState:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last chunk is out."""
+        """True once the last chunk is out."""
         return self._open == 0
 
     def emit(self, sample: SampleState, sampled: Sampled, text: str, now_s: float) -> list[GenChunk]:
-        """What a sample's new token gives the client now."""
+        """Returns the chunks to send for a sample's new token."""
         seq = sample.seq
         if self._first_token_s is None:
             self._first_token_s = now_s
@@ -100,7 +100,7 @@ class RequestState:
         return [self._closed(chunk, now_s)] if self.is_done else [chunk]
 
     def abort(self, now_s: float) -> list[GenChunk]:
-        """The last chunks of the samples that have just been aborted."""
+        """Returns the last chunks of samples that have just been aborted."""
         shown = self.samples[: self._count]
         chunks = [
             GenChunk(self.request_id, [], "", "abort", index=sample.seq.index)
@@ -110,7 +110,7 @@ class RequestState:
         return [*chunks[:-1], self._closed(chunks[-1], now_s)]
 
     def _best(self, now_s: float) -> list[GenChunk]:
-        """Every sample has ended: those with the highest mean log probability, best first."""
+        """Returns the chunks of the samples with the highest mean log probability, best first, once all have ended."""
         ranked = sorted(self.samples, key=lambda sample: sample.mean_logprob, reverse=True)[: self._count]
         chunks = [_merged(sample.held, index) for index, sample in enumerate(ranked)]
         chunks[0] = replace(chunks[0], prompt_logprobs=self.samples[0].held[0].prompt_logprobs)
@@ -129,7 +129,7 @@ class RequestState:
 
 
 def aborted_chunks(request: GenRequest, prompt_len: int) -> list[GenChunk]:
-    """Of a request that was aborted before it had sequences."""
+    """Returns the chunks of a request that was aborted before it had sequences."""
     chunks = [GenChunk(request.request_id, [], "", "abort", index=index) for index in range(request.sampling.n)]
     chunks[-1] = replace(chunks[-1], usage=TokenUsage(prompt_len, 0), timing=Timing(0.0, 0.0, 0.0))
     return chunks

@@ -1,5 +1,5 @@
-"""The thread that an engine loop lives in. Commands reach it through one queue and run between two steps; each step's
-outputs come back in one call, so that neither side ever waits for the other.
+"""The thread of an engine core. Commands reach it through one queue and run between two steps; each step's outputs come
+back in one call, so that neither side waits for the other.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _FAILED_STEPS = 3
-"""Steps that fail as a whole, one after the other, before the engine is given up."""
+"""Steps in a row that fail as a whole before the engine is dead."""
 _JOIN_S = 30.0
-"""How long `stop` waits for the thread, which may hang in a library."""
+"""The time that `stop` waits for the thread, which may hang in a library."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Call:
 
 class EngineThread:
     """Use it from the event loop that calls `start`; `deliver` and `ended` are called there. `ended` gets the error
-    that requests in flight end with.
+    with which requests in flight end.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class EngineThread:
 
     @property
     def pending_commands(self) -> int:
-        """Commands that were asked for and have not been carried out."""
+        """The number of queued commands."""
         return self._asked - self.commands_done
 
     @property
     def death(self) -> EngineError | None:
-        """Why the thread serves nothing any more, although nobody stopped it; None while it lives."""
+        """The error of a thread that died; None while it lives and after `stop`."""
         if self._is_stopping or self._thread is None:
             return None
         if self._end_error is None and not self._thread.is_alive():
@@ -77,8 +77,8 @@ class EngineThread:
         return await asyncio.wrap_future(loaded)
 
     def call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
-        """Have a command run between two steps. What it adds to the loop's outputs is delivered before the future is
-        done; EngineError when the thread has ended.
+        """Runs a command between two steps. Its outputs are delivered before the future is done; EngineError when the
+        thread has ended.
         """
         done: asyncio.Future[T] = self._events.create_future()
         ended = self._end_error or self.death
@@ -90,7 +90,7 @@ class EngineThread:
         return done
 
     async def stop(self) -> None:
-        """Abort what runs and end the thread. Idempotent. A thread that hangs is left behind after 30 s."""
+        """Aborts all requests and ends the thread. Idempotent. A thread that hangs is left behind after 30 s."""
         if self._thread is not None and self._thread.is_alive():
             self._is_stopping = True
             self._calls.put(None)
@@ -99,7 +99,7 @@ class EngineThread:
                 _log.error("the engine's thread did not stop within %g s", _JOIN_S)
 
     def _serve(self, loaded: concurrent.futures.Future[EngineCore]) -> None:
-        """The thread: commands first, then a step, for as long as there is work."""
+        """The thread's main loop: commands, then a step while there is work."""
         try:
             core = EngineCore(self._config)
         except BaseException as error:
@@ -110,20 +110,21 @@ class EngineThread:
         try:
             while self._turn(core):
                 pass
-        except BaseException as error:  # whatever it is, nobody else would hear of it
+        except BaseException as error:  # no caller would see it
             _log.critical("the engine's thread has died", exc_info=error)
             ended = _died(repr(error))
         finally:
             self._publish(self._end, ended)
 
     def _turn(self, core: EngineCore) -> bool:
-        """Obey what has been asked, waiting for it only when there is nothing else to do, then step. False: stop.
+        """Runs the queued commands, waiting for one only when there is no other work, then takes a step. Returns False
+        to stop.
 
-        What is asked meanwhile waits for the next turn, or commands that follow each other would keep steps away.
+        Commands that arrive meanwhile wait for the next turn, or a series of them would keep steps away.
         """
         left: int | None = None
         while True:
-            if core.has_work:  # a command may take the work away, as one that puts the engine to sleep does
+            if core.has_work:  # false after a command that pauses the engine
                 left = self._calls.qsize() if left is None else left
                 if not left:
                     break
@@ -141,7 +142,7 @@ class EngineThread:
             self._failed_steps = 0
         except EngineDeadError:
             raise
-        except BaseException as raised:  # a defect of the engine: its requests end, it does not
+        except BaseException as raised:  # a bug in the engine ends its requests, not the engine
             error = as_request_error(raised)
             self._failed_steps += 1
             if self._failed_steps >= _FAILED_STEPS:
@@ -166,7 +167,7 @@ class EngineThread:
         return self._publish(self._report, core.drain_outputs(), call.done, result, error)
 
     def _publish(self, callback: Callable[..., None], *args: object) -> bool:
-        """Call back on the event loop; False when that is closed, so that nobody is left to serve."""
+        """Calls back on the event loop. Returns False when that is closed, so that there is no one left to serve."""
         try:
             self._events.call_soon_threadsafe(callback, *args)
         except RuntimeError:
@@ -179,7 +180,7 @@ class EngineThread:
         self, outputs: list[Output], done: asyncio.Future[Any], result: object, error: RaytideError | None
     ) -> None:
         self._deliver(outputs)
-        if done.done():  # nobody waits any more
+        if done.done():  # the caller has been cancelled
             return
         if error is None:
             done.set_result(result)
@@ -187,7 +188,7 @@ class EngineThread:
             done.set_exception(error)
 
     def _end(self, error: EngineError) -> None:
-        """The thread has ended: nobody may go on waiting for it."""
+        """Fails the commands and requests that wait for an ended thread."""
         self._end_error = error
         while not self._calls.empty():
             call = self._calls.get_nowait()

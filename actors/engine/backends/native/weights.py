@@ -1,4 +1,4 @@
-"""Which weights: a model directory and its content."""
+"""The identity of weights: a model directory and a hash of its content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["WeightsSource"]
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """`version` is what its owner calls it; without a name, the hash of the content itself."""
+    """A model directory with its version: a name given by the owner, else the hash of the content."""
 
     model_dir: Path
     content: str
