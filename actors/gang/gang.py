@@ -1,4 +1,6 @@
-"""A gang in user code: hold a lease for the length of a `with` block, and run any Ray actor or task on its members."""
+"""A gang in user code: holds a lease for the length of a `with` block, and runs any Ray actor or task on its
+members.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,15 @@ from raytide.core.objects.gang import Lease, LeaseState, Member
 from raytide.core.objects.lease_client import GangClient
 
 _POLL_S = 110.0
-"""A poll that waits tells the platform that this process is alive: it ends at once when this process does."""
+"""A waiting poll also shows that this process is alive: it ends with the process."""
 _LAST_POLL_S = 3.0
-"""How long the end of a gang waits for the poll under way, which ends when the gang's end is in the records."""
+"""The time that `__exit__` waits for the poll under way, which ends once the release is recorded."""
 
 
 class Gang:
     """`with Gang(client, job_id) as gang: Worker.options(**gang.actor_options(0)).remote()`.
 
-    A thread asks for the lease all the time, so the gang lives as long as this process does and `members` is never old.
+    A thread polls for the lease all the time, so the gang lives as long as this process and `members` is up to date.
     """
 
     def __init__(self, client: GangClient, job_id: str, *, timeout_s: float = 600.0) -> None:
@@ -31,11 +33,11 @@ class Gang:
         self._lease: Lease | None = None
         self._lost: RaytideError | None = None
         self._stop = threading.Event()
-        self._asker = threading.Thread(target=self._ask, name=f"lease of {job_id}", daemon=True)
+        self._poller = threading.Thread(target=self._poll, name=f"lease of {job_id}", daemon=True)
 
     @property
     def lease(self) -> Lease:
-        """As it was a moment ago. LeaseLostError once it is over."""
+        """The lease as last polled. Raises LeaseLostError once it is over."""
         with self._changed:
             if self._lost is not None:
                 raise self._lost
@@ -45,11 +47,13 @@ class Gang:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Those that are usable now; fewer than asked for while one is being replaced."""
+        """The members that are usable now; fewer than requested while one is being replaced."""
         return self.lease.usable
 
     def actor_options(self, index: int, **options: object) -> dict[str, object]:
-        """For `.options(...)` of an actor or a task on member `index`: where, and by default all of its resources."""
+        """Returns `.options(...)` for an actor or task on member `index`: its placement, and by default all of its
+        resources.
+        """
         from raytide.actors.gang.placement_groups import member_options
 
         lease = self.lease
@@ -60,17 +64,17 @@ class Gang:
         return {**member_options(member, lease.shape), **options}
 
     def wait_change(self, newer_than: int, *, timeout_s: float) -> Lease:
-        """The lease once its epoch is above `newer_than`, or as it is after `timeout_s`."""
+        """Returns the lease once its epoch is above `newer_than`, or the present one after `timeout_s`."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None or self._epoch > newer_than, timeout_s)
         return self.lease
 
     def report(self, **progress: float | int | str) -> None:
-        """Numbers for `raytide ps`."""
+        """Reports progress for `raytide ps`."""
         self._client.report(self.job_id, progress)
 
     def __enter__(self) -> Self:
-        self._asker.start()
+        self._poller.start()
         try:
             with self._changed:
                 if not self._changed.wait_for(self._is_settled, self._timeout_s):
@@ -80,15 +84,15 @@ class Gang:
                     )
                 if self._lost is not None:
                     raise self._lost
-        except BaseException as error:  # a KeyboardInterrupt too: nobody else gives it back
-            self._give_back(str(error) or type(error).__name__)
+        except BaseException as error:  # a KeyboardInterrupt too: `__exit__` does not run
+            self._release(str(error) or type(error).__name__)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._give_back("" if kind is None else f"{kind.__name__}: {error}")
+        self._release("" if kind is None else f"{kind.__name__}: {error}")
 
     @property
     def _epoch(self) -> int:
@@ -97,12 +101,12 @@ class Gang:
     def _is_settled(self) -> bool:
         return self._lost is not None or (self._lease is not None and self._lease.state is LeaseState.ACTIVE)
 
-    def _ask(self) -> None:
+    def _poll(self) -> None:
         while not self._stop.is_set():
             try:
                 lease = self._client.wait_lease(self.job_id, newer_than=self._epoch, timeout_s=_POLL_S)
             except ClusterError:
-                # The API restarts sometimes; the lease outlives that, and its end is told as LeaseLostError.
+                # The API may restart; the lease outlives that. Its end arrives as LeaseLostError.
                 self._stop.wait(random.uniform(0.1, 0.5))
             except RaytideError as error:
                 with self._changed:
@@ -114,11 +118,11 @@ class Gang:
                     self._lease = lease
                     self._changed.notify_all()
 
-    def _give_back(self, error: str) -> None:
+    def _release(self, error: str) -> None:
         self._stop.set()
         try:
             self._client.release(self.job_id, error=error)
         except LeaseLostError:
             pass  # it was over already
         finally:
-            self._asker.join(_LAST_POLL_S)
+            self._poller.join(_LAST_POLL_S)

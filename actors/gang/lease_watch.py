@@ -1,4 +1,6 @@
-"""A driver's view of its lease. Both directions run on threads: an API that restarts never holds up the work."""
+"""A driver's view of its lease. It is read and reported to on threads, so that an API restart does not hold up the
+work.
+"""
 
 from __future__ import annotations
 
@@ -18,47 +20,49 @@ REPORT_EVERY_S = 1.0
 
 
 def ready_members(lease: Lease) -> list[Member]:
-    """Members for work that begins now: usable, and not about to leave."""
+    """Returns the members for work that begins now: usable, and not about to leave."""
     return [member for member in lease.members if member.state is MemberState.READY]
 
 
 def settled_members(lease: Lease) -> list[Member]:
-    """The same, once they are enough and no other is on its way; nobody before that."""
+    """Returns the ready members once there are enough and no other is on its way; else an empty list."""
     coming = any(member.state in (MemberState.ASSIGNED, MemberState.FORMING) for member in lease.members)
-    there = ready_members(lease)
-    is_enough = lease.state is LeaseState.ACTIVE and len(there) >= lease.shape.at_least
-    return there if is_enough and not coming else []
+    members = ready_members(lease)
+    is_enough = lease.state is LeaseState.ACTIVE and len(members) >= lease.shape.at_least
+    return members if is_enough and not coming else []
 
 
 class LeaseWatch:
-    """Keeps the newest lease at hand. While the API is away the last one known holds."""
+    """Keeps the newest lease. While the API is away the last one known holds."""
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id
         self._lease: Lease | None = None
         self._error: RaytideError | None = None
-        self._over = threading.Event()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lease-watch", daemon=True)
         self._thread.start()
 
     def latest(self) -> Lease | None:
-        """The lease; None before the first answer; LeaseLostError (or what the API refused with) once it is over."""
+        """Returns the lease, or None before the first answer. Raises LeaseLostError (or the API's refusal) once it is
+        over.
+        """
         if self._error is not None:
             raise self._error
         return self._lease
 
     def close(self) -> None:
-        self._over.set()
+        self._closed.set()
 
     def _watch(self) -> None:
-        while not self._over.is_set() and self._error is None:
+        while not self._closed.is_set() and self._error is None:
             try:
                 if self._lease is None:
                     self._lease = self._client.lease(self._job_id)
                 else:
                     self._lease = self._client.wait_lease(self._job_id, newer_than=self._lease.epoch, timeout_s=POLL_S)
             except (ClusterError, WaitTimeoutError):
-                self._over.wait(RETRY_S)
+                self._closed.wait(RETRY_S)
             except RaytideError as error:
                 self._error = error
             except Exception as error:
@@ -66,8 +70,9 @@ class LeaseWatch:
 
 
 class ProgressReporter:
-    """Sends progress at most once a second, and at once when seats were left. It never waits; what fails is replaced by
-    the next."""
+    """Sends progress at most once a second, and at once when the settled members changed. It never waits; a failed
+    report is replaced by the next.
+    """
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id
@@ -84,7 +89,7 @@ class ProgressReporter:
             self._flight = self._pool.submit(self._report, dict(progress))
 
     def close(self, progress: Mapping[str, float | int | str], timeout_s: float = 5.0) -> None:
-        """Send the last report and give it a moment."""
+        """Sends the last report and waits briefly for it."""
         wait_futures([self._pool.submit(self._report, dict(progress))], timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -92,4 +97,4 @@ class ProgressReporter:
         try:
             self._client.report(self._job_id, progress)
         except (ClusterError, WaitTimeoutError, LeaseLostError):
-            return  # the next report says the same and more; the watch tells the driver of a lost lease
+            return  # the next report includes this one; LeaseWatch raises for a lost lease

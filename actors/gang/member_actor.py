@@ -1,6 +1,6 @@
-"""Where a member's processes are run from: a Ray actor in the member's placement group, with all that it has.
+"""The Ray actor that runs a member's processes, in the member's placement group with all of its resources.
 
-Answers come as futures, so that nothing in the driver of a script knows Ray.
+Answers come as futures, so that a script's driver needs no Ray.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Member, Shape
 
 THREADS = 4
-"""`report` and `stop` hold one each for as long as they wait, the others answer."""
+"""`report` and `stop` occupy one each while they wait; the others answer."""
 
 
 class MemberActor(Protocol):
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Start a method of the MemberProcesses there. The future fails with a ClusterError when they are gone, else
-        with what the method raised."""
+        """Starts a method of the MemberProcesses there. The future fails with ClusterError when the actor is gone, else
+        with the method's own error.
+        """
 
     def kill(self) -> None:
-        """End them, whatever they are doing."""
+        """Kills the actor and its processes."""
 
 
-StartHost = Callable[[Member, Shape], MemberActor]
+StartActor = Callable[[Member, Shape], MemberActor]
 
 
 class RayMemberActor:
@@ -41,9 +42,9 @@ class RayMemberActor:
         self._actor = actor_class.options(**options).remote()
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        told: Future[Any] = Future()
-        getattr(self._actor, method).remote(*args).future().add_done_callback(partial(pass_on, told))
-        return told
+        future: Future[Any] = Future()
+        getattr(self._actor, method).remote(*args).future().add_done_callback(partial(pass_on, future))
+        return future
 
     def kill(self) -> None:
         import ray
@@ -51,14 +52,14 @@ class RayMemberActor:
         ray.kill(self._actor)
 
 
-def pass_on(told: Future[Any], answer: Future[Any]) -> None:
-    """Ray's answer, or its error as a MemberHost's."""
+def pass_on(future: Future[Any], answer: Future[Any]) -> None:
+    """Sets the future to Ray's answer, with Ray's errors translated."""
     from ray.exceptions import RayTaskError
 
     error = answer.exception()
     if error is None:
-        told.set_result(answer.result())
+        future.set_result(answer.result())
     elif isinstance(error, RayTaskError):
-        told.set_exception(error.cause)
+        future.set_exception(error.cause)
     else:
-        told.set_exception(ClusterError(str(error)))
+        future.set_exception(ClusterError(str(error)))

@@ -1,4 +1,4 @@
-"""The processes of a script on one member of a gang: started, listened to, and ended. In an actor of that member.
+"""The processes of a script on one member of a gang: started, read and ended by an actor of that member.
 
 Each runs under a shim, so that it ends with this process, however this one ends.
 """
@@ -32,25 +32,25 @@ from raytide.core.io.working_dir import unpack
 
 _SHIM = str(Path(process_shim.__file__).resolve())
 MOST_LINES = 2000
-"""That wait to be fetched: a script that prints faster than its driver reads waits for it."""
+"""The queue's length: a script that prints faster than its driver reads blocks."""
 LINE_CHARS = 8192
-"""A longer line is several."""
+"""Longer lines are split."""
 TAIL_LINES = 10
 TAIL_CHARS = 8192
 _ALL = 2**20
-"""Bytes: no pipe holds more."""
+"""Bytes; no pipe holds more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What the processes of a script may do and see besides what its spec says."""
+    """The rights of a script's processes, beside its spec."""
 
     user: str = ""
-    """The operating system's user that they run as; raytide's own when empty."""
+    """The operating system user that they run as; raytide's own when empty."""
     named: tuple[str, ...] = ()
-    """Variables of the node that the operator lets them have."""
+    """Variables of the node that the operator passes on to them."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The API's address, and the token of their job."""
+    """The API's address and the token of their job."""
 
 
 NO_RIGHTS = Rights()
@@ -58,7 +58,7 @@ NO_RIGHTS = Rights()
 
 @dataclass(frozen=True, slots=True)
 class ProcessLaunch:
-    """One process: what to run, with what besides the variables of its node that go to every command."""
+    """A process to start: its command, and its variables beside those that every command on the node gets."""
 
     rank: int
     command: tuple[str, ...]
@@ -70,42 +70,42 @@ class ProcessLaunch:
 class ProcessExit:
     rank: int
     code: int
-    """As of a shell: 128 and its number for a signal."""
+    """As in a shell: 128 plus the signal's number for a signal."""
     tail: str
-    """The last lines that it printed."""
+    """The last lines of its output."""
     at_s: float
-    """By the clock of its node."""
+    """On the clock of its node."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What happened since the last one."""
+    """The output and exits since the last report."""
 
     lines: tuple[tuple[int, str], ...]
-    """With the rank that printed each."""
+    """The printing rank and the line."""
     exits: tuple[ProcessExit, ...]
 
 
 class MemberProcesses:
-    """Each method but `report` and `stop` answers at once."""
+    """Every method except `report` and `stop` returns at once."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="raytide-run-"))
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._said: queue.Queue[tuple[int, str] | ProcessExit] = queue.Queue(MOST_LINES)
+        self._events: queue.Queue[tuple[int, str] | ProcessExit] = queue.Queue(MOST_LINES)
 
     def free_port(self, address: str) -> int:
-        """Of this host; rank 0 opens it a moment later."""
+        """Returns a free port of this host, which rank 0 opens a moment later."""
         with socket.socket() as probe:
             probe.bind((address, 0))
             return int(probe.getsockname()[1])
 
     def start(self, package: bytes | None, launches: Sequence[ProcessLaunch]) -> None:
-        """They share the member's folder, which is given to the user that they run as."""
+        """Starts processes in the member's folder, which is given to the user that they run as."""
         if package is not None:
             unpack(package, self._folder)
         for user in {launch.rights.user for launch in launches} - {""}:
-            _give(self._folder, account_of(user))
+            _chown(self._folder, account_of(user))
         for launch in launches:
             with launch_order(_environment(launch, self._folder), launch.rights.user) as fd:
                 process = subprocess.Popen(
@@ -122,29 +122,29 @@ class MemberProcesses:
             threading.Thread(target=self._listen, args=listener, daemon=True).start()
 
     def report(self, timeout_s: float) -> ProcessReport:
-        """What was printed and who ended; waits so long for the first of it."""
+        """Returns new output and exits; waits up to `timeout_s` for the first."""
         lines: list[tuple[int, str]] = []
         exits: list[ProcessExit] = []
-        found = self._take(timeout_s)
+        found = self._next_event(timeout_s)
         while found is not None:
             if isinstance(found, ProcessExit):
                 exits.append(found)
             else:
                 lines.append(found)
-            found = self._take(0.0) if len(lines) < MOST_LINES else None
+            found = self._next_event(0.0) if len(lines) < MOST_LINES else None
         return ProcessReport(tuple(lines), tuple(exits))
 
-    def _take(self, timeout_s: float) -> tuple[int, str] | ProcessExit | None:
+    def _next_event(self, timeout_s: float) -> tuple[int, str] | ProcessExit | None:
         try:
-            return self._said.get(timeout=timeout_s)
+            return self._events.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def ping(self) -> None:
-        """Answers, if this process and its node are there."""
+        """Returns if this process and its node are alive."""
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM to all, SIGKILL to those that are there after the grace."""
+        """Sends SIGTERM to all, and SIGKILL to those that run after the grace."""
         deadline = time.monotonic() + grace_s
         for process in self._running.values():
             process.send_signal(signal.SIGTERM)
@@ -161,18 +161,19 @@ class MemberProcesses:
         tail: deque[str] = deque(maxlen=TAIL_LINES)
         for line in _lines(process, ended):
             tail.append(line)
-            self._said.put((rank, line))
+            self._events.put((rank, line))
         code = process.wait()
         os.close(ended)
         assert process.stdin is not None
         process.stdin.close()
-        self._said.put(ProcessExit(rank, code, "\n".join(tail)[-TAIL_CHARS:], time.time()))
+        self._events.put(ProcessExit(rank, code, "\n".join(tail)[-TAIL_CHARS:], time.time()))
 
 
 @contextmanager
 def launch_order(environment: Mapping[str, str], user: str = "") -> Iterator[int]:
-    """A descriptor from which a shim reads what it cannot have as its own environment: what a user's job puts there
-    (LD_PRELOAD, PYTHONPATH) must not act on the shim, which may be root."""
+    """Yields a descriptor from which a shim reads what must not be in its own environment: what a user's job puts there
+    (LD_PRELOAD, PYTHONPATH) must not act on the shim, which may be root.
+    """
     fd = os.memfd_create("order")
     try:
         with os.fdopen(os.dup(fd), "w") as file:
@@ -184,7 +185,7 @@ def launch_order(environment: Mapping[str, str], user: str = "") -> Iterator[int
 
 
 def _environment(launch: ProcessLaunch, folder: Path) -> dict[str, str]:
-    """Of the command. The marks by which raytide finds its processes are not the job's to change."""
+    """Returns a command's environment. A job cannot change the marks by which raytide finds its processes."""
     rights, own = launch.rights, {}
     if rights.user:
         account = account_of(rights.user)
@@ -196,7 +197,7 @@ def _environment(launch: ProcessLaunch, folder: Path) -> dict[str, str]:
 
 
 def account_of(user: str) -> pwd.struct_passwd:
-    """ConfigError when a command cannot be run as this user here."""
+    """Returns the account of `run_as`. Raises ConfigError when commands cannot run as that user here."""
     hint = "Correct metadata.raytide.run_as of cluster.yaml, which the operator set."
     if os.geteuid() != 0:
         raise ConfigError(f"run_as {user} needs raytide to run as root on this node, and it does not.", hint=hint)
@@ -205,12 +206,12 @@ def account_of(user: str) -> pwd.struct_passwd:
     except KeyError:
         raise ConfigError(f"run_as {user}: there is no such user on this node.", hint=hint) from None
     if account.pw_uid == 0:
-        raise ConfigError(f"run_as {user}: that is root, from whom nothing can be kept.", hint=hint)
+        raise ConfigError(f"run_as {user} is root, which can read everything.", hint=hint)
     return account
 
 
-def _give(folder: Path, account: pwd.struct_passwd) -> None:
-    """The folder last: until then nobody else is in it."""
+def _chown(folder: Path, account: pwd.struct_passwd) -> None:
+    """Gives a folder to a user; the folder itself last, so that until then only this process can enter it."""
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             os.lchown(os.path.join(parent, name), account.pw_uid, account.pw_gid)
@@ -218,8 +219,9 @@ def _give(folder: Path, account: pwd.struct_passwd) -> None:
 
 
 def _lines(process: subprocess.Popen[bytes], ended: int) -> Iterator[str]:
-    """What is printed until the process ends (`ended` is its pidfd). Who got away from its shim, as under sudo, may
-    hold the pipe for ever."""
+    """Yields the lines printed until the process ends (`ended` is its pidfd). A process that left its shim, as under
+    sudo, may hold the pipe open for ever.
+    """
     assert process.stdout is not None
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
     poll, rest, is_over = select.poll(), "", False

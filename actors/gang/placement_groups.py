@@ -1,7 +1,8 @@
-"""Placement groups on Ray: list, create, remove. Nothing here waits for Ray to place anything.
+"""Lists, creates and removes placement groups, without waiting for Ray to place them.
 
-Each is detached, so it outlives the process that made it, and its name says whose it is, so the next process finds it.
-It has one bundle, pinned to one node by its id: Ray neither chooses nor, when the node dies, may it choose another.
+Each is detached, so that it outlives the process that made it, and its name holds its lease, so that the next process
+finds it. Its one bundle is pinned to one node by id: Ray neither chooses the node nor moves the bundle when the node
+dies.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ LIST_TIMEOUT_S = 5.0
 
 
 class PlacementGroups:
-    """The actuator of leases. It needs a process that is connected to Ray."""
+    """Needs a process that is connected to Ray."""
 
     def list(self) -> dict[GroupKey, PlacementGroupInfo]:
-        """Every placement group of raytide's that Ray knows; removed ones for as long as Ray remembers them."""
+        """Returns raytide's placement groups by key; removed ones for as long as Ray remembers them."""
         table = call_with_timeout(LIST_TIMEOUT_S, "the GCS to list placement groups", _table)
         groups = [group for info in table.values() if (group := _group(info)) is not None]
-        # A removed group and its successor may bear one name if somebody removed it by hand; the living one counts.
+        # A group removed by hand and its successor may have the same name; the living one counts.
         return {group.key: group for group in sorted(groups, key=lambda g: g.state != "removed")}
 
     def create(self, wanted: Iterable[WantedGroup]) -> None:
-        """Ask for groups. One that is there already is left as it is; one that Ray refuses stops no other.
+        """Asks for groups, except those that exist. A group that Ray refuses does not stop the others.
 
-        ClusterError, after all were asked for, names the first that was refused.
+        Raises ClusterError, after all were asked for, with the first refusal.
         """
-        there = self.list()
+        existing = self.list()
         refused: list[tuple[GroupKey, Exception]] = []
         for group in wanted:
-            if group.key in there and there[group.key].state != "removed":
+            if group.key in existing and existing[group.key].state != "removed":
                 continue
             try:
                 _ask_for(group)
@@ -54,7 +55,7 @@ class PlacementGroups:
             raise ClusterError(f"Ray refused {len(refused)} placement groups, of them {key.name}: {first}") from first
 
     def remove(self, groups: Iterable[PlacementGroupInfo]) -> None:
-        """Give the resources back; whatever runs in the groups is killed by Ray. One that is gone already is fine."""
+        """Removes groups; Ray kills what runs in them. A group that is gone already is ignored."""
         from ray.util.placement_group import remove_placement_group
 
         for group in groups:
@@ -62,7 +63,7 @@ class PlacementGroups:
 
 
 def placement_group_of(member: Member) -> PlacementGroup:
-    """The placement group of a usable member, for a driver to schedule into (bundle 0 is all of it)."""
+    """Returns the placement group of a usable member; bundle 0 is all of it."""
     if not member.placement_group_id:
         raise ClusterError(
             f"member {member.index} has no placement group yet.", hint="Use the members of `Lease.usable`."
@@ -71,7 +72,7 @@ def placement_group_of(member: Member) -> PlacementGroup:
 
 
 def member_options(member: Member, shape: Shape) -> dict[str, object]:
-    """For `.options(...)` of an actor or a task: on this member, with all of its resources."""
+    """Returns `.options(...)` for an actor or task that takes all of a member's resources."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     rest = dict(shape.resources)
@@ -127,7 +128,7 @@ GroupState = Literal["pending", "ready", "removed"]
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """Which seat, and which filling of it: an incarnation is never filled twice, so a name never comes back."""
+    """A lease's member and its incarnation. An incarnation is placed once, so names are never reused."""
 
     lease_id: str
     member: int
@@ -139,7 +140,7 @@ class GroupKey:
 
     @classmethod
     def of_name(cls, name: str) -> GroupKey | None:
-        """None for a placement group that is not raytide's."""
+        """Returns None for a placement group that is not raytide's."""
         parts = name.split("/")
         if len(parts) != 4 or parts[0] != _PREFIX or not (parts[2].isdigit() and parts[3].isdigit()):
             return None
@@ -164,9 +165,9 @@ class PlacementGroupInfo:
 
 
 def difference(
-    wanted: Mapping[GroupKey, WantedGroup], there: Mapping[GroupKey, PlacementGroupInfo]
+    wanted: Mapping[GroupKey, WantedGroup], existing: Mapping[GroupKey, PlacementGroupInfo]
 ) -> tuple[tuple[WantedGroup, ...], tuple[PlacementGroupInfo, ...]]:
-    """What to create and what to remove, so that Ray has what is wanted."""
-    create = tuple(group for key, group in wanted.items() if key not in there)
-    remove = tuple(group for key, group in there.items() if key not in wanted and group.state != "removed")
+    """Returns the groups to create and to remove, so that Ray has the wanted ones."""
+    create = tuple(group for key, group in wanted.items() if key not in existing)
+    remove = tuple(group for key, group in existing.items() if key not in wanted and group.state != "removed")
     return create, remove

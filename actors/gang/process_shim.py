@@ -1,15 +1,16 @@
-"""Runs one command so that nothing of it outlives its owner: `python -I shim.py FOLDER ORDER COMMAND...`.
+"""Runs one command so that none of its processes outlives its owner: `python -I process_shim.py FOLDER ORDER
+COMMAND...`.
 
 ORDER is a descriptor with a JSON object: the command's `environment`, which is never the shim's own, and its `user`.
-Where one is named, the shim is root, and the command is not, and can become nobody else.
+With a user the shim is root, and the command runs as that user and cannot change to another.
 
-The owner holds the other end of stdin. When that closes, because the owner let go or is dead, the command's processes
-get SIGTERM, and SIGKILL a few seconds later, and FOLDER, in which they ran, is removed; SIGTERM to the shim is passed
-on to them. It ends as the command did: with its exit code, or with 128 and the signal's number. It imports nothing of
-raytide: it starts quickly, and is run as a file.
+The owner holds the other end of stdin. When it closes, because the owner closed it or died, the command's processes get
+SIGTERM and a few seconds later SIGKILL, and FOLDER, their working directory, is removed. SIGTERM to the shim is passed
+on to them. The shim exits as the command did: with its exit code, or with 128 plus the signal's number. It imports
+nothing of raytide, since it is run as a file and must start quickly.
 
-There are two of it: the owner's child, which Ray kills together with the owner, and a guard below it in a session of
-its own. If either is killed, the other ends the rest.
+The shim is two processes: the owner's child, which Ray kills together with the owner, and a guard below it in a session
+of its own. If either is killed, the other ends the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ORPHAN_GRACE_S = 5.0
-"""The owner is gone, and what it had leased may be somebody else's soon."""
+"""Seconds from SIGTERM to SIGKILL once the owner is gone: its resources may be leased again soon."""
 REMOVAL_S = 300.0
 NOT_STARTED = 127
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
@@ -92,14 +93,15 @@ def _guard(folder: str, command: list[str], parent: int, ordered: dict[str, Any]
 
 
 def remove(folder: str) -> None:
-    """Remove a command's folder, however deep it nested folders there: shutil.rmtree calls itself for each of them."""
+    """Removes a folder of any depth; shutil.rmtree recurses once for each level."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(["/bin/rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, timeout=REMOVAL_S, check=False)
 
 
 def _as_user(user: str) -> dict[str, Any]:
-    """Popen's arguments for a command that runs as this user and in its groups alone, and stays it: no program that it
-    starts gains rights, setuid or not."""
+    """Returns Popen's arguments for a command that runs as this user with the user's groups, and for which no program,
+    setuid or not, gains rights.
+    """
     if not user:
         return {}
     account = pwd.getpwnam(user)
@@ -110,18 +112,20 @@ def _as_user(user: str) -> dict[str, Any]:
 
 
 def _adopt() -> None:
-    """Processes below this one whose parents end become its children, in whatever session they are."""
+    """Makes this process the subreaper: orphaned descendants become its children, whatever their session."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _reap(but: int) -> None:
-    """Let go of adopted children that have ended."""
+    """Reaps adopted children that have ended, except `but`."""
     while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and found.si_pid != but:
         os.waitpid(found.si_pid, 0)
 
 
 def _end_children() -> None:
-    """Round by round: theirs are adopted. One that may not be killed, as under sudo, is left."""
+    """Kills all children, and their orphans, which become children, until none is left. A child that may not be killed,
+    as under sudo, is left.
+    """
     while killed := [pid for pid in _children() if _kill(pid, signal.SIGKILL)]:
         for pid in killed:
             os.waitpid(pid, 0)
@@ -140,7 +144,7 @@ def _children() -> list[int]:
 
 
 def _kill(pid: int, signum: signal.Signals) -> bool:
-    """Whether there was somebody to get it; a group is its leader's number, negated."""
+    """Sends a signal; a negative pid is a process group. Returns whether a process got it."""
     try:
         os.kill(pid, signum)
     except (ProcessLookupError, PermissionError):

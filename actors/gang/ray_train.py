@@ -1,9 +1,9 @@
 """Ray Train inside a lease: any of its trainers, with a `scaling_config` of `raytide.scaling_config`.
 
-`fit()` then waits in raytide's queue, its workers run in the placement groups of the lease, one in each member, and the
-lease ends with it. Ray Train makes no placement group of its own and asks for no nodes. Three things of Ray Train's are
-put in place to that end, all of them in processes that use such a `scaling_config`: `fit`, the scaling policy, and the
-worker group. What the loop computes, its checkpoints and its restarts (`FailureConfig`) stay Ray Train's.
+`fit()` then waits in raytide's queue, each worker runs in the placement group of one member, and the lease ends with
+`fit()`. Ray Train creates no placement group and requests no nodes. For that, three parts of Ray Train are replaced in
+processes that use such a `scaling_config`: `fit`, the scaling policy and the worker group. The loop, its checkpoints
+and its restarts (`FailureConfig`) stay Ray Train's.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _plain_fit = _train.trainers.DataParallelTrainer.fit
 _plain_policy = _train.trainers.create_scaling_policy
 
 _WAIT_S = 0.2
-"""Between two looks at a lease that is not whole: Ray Train's loop would ask without pause."""
+"""The pause between two polls of an incomplete lease: Ray Train's loop would poll without one."""
 
 Hold = Callable[[], Gang]
 """Submits the gang; its lease is held inside the `with` block of what it returns."""
 
 
 class LeasedScaling(ScalingConfig):
-    """Ray Train's own, with the gang that its `fit` waits for."""
+    """Ray Train's ScalingConfig with the gang that its `fit` waits for."""
 
     def __init__(self, hold: Hold, client: GangClient, num_workers: int | tuple[int, int], **fields: Any) -> None:
         super().__init__(num_workers=num_workers, **fields)  # type: ignore[arg-type]  # its v2 takes a pair
         self.hold, self.client, self.job_id = hold, client, ""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What Ray Train's controller gets: it holds nothing itself."""
+        """Returns the state for Ray Train's controller, which holds no lease itself."""
         return {name: value for name, value in self.__dict__.items() if name != "hold"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class LeasedScaling(ScalingConfig):
 def scaling(
     hold: Hold, client: GangClient, num_workers: int | tuple[int, int], resources: dict[str, float]
 ) -> LeasedScaling:
-    """The `scaling_config`; `resources` are of each worker, and those of a member of the gang."""
+    """Returns the `scaling_config`; `resources` are those of each worker, which is a member of the gang."""
     _install()
     use_gpu = resources.get("GPU", 0) > 0
     return LeasedScaling(hold, client, num_workers, use_gpu=use_gpu, resources_per_worker=dict(resources))
@@ -88,7 +88,7 @@ def _policy(config: ScalingConfig) -> Any:
 
 
 class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
-    """As many workers as the lease has members. It is made by `fit`, and lives in Ray Train's controller."""
+    """Scales to one worker for each member of the lease. `fit` makes it; it lives in Ray Train's controller."""
 
     def __init__(self, config: LeasedScaling) -> None:
         super().__init__(config)
@@ -96,7 +96,7 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         self._watch: LeaseWatch | None = None
 
     def after_controller_start(self, train_run_context: object) -> None:
-        """In the controller's own process, before it makes any workers."""
+        """Runs in the controller's process, before it makes any workers."""
         self._watch = LeaseWatch(self._client, self._job_id)
         LeasedWorkers.policy = self
         _train.TrainController.worker_group_cls = LeasedWorkers
@@ -116,8 +116,9 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         return self._resize(len(members))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: object) -> Any:
-        """A member that came back is taken in by a restart, as often as `elastic_resize_monitor_interval_s` allows; one
-        that goes makes Ray Train restart by itself."""
+        """Restarts with a member that came back, as often as `elastic_resize_monitor_interval_s` allows. Ray Train
+        restarts by itself when a member leaves.
+        """
         age_s = time.monotonic() - worker_group_state.start_time
         members = self.members(settled_members)
         if age_s < self.scaling_config.elastic_resize_monitor_interval_s:
@@ -127,7 +128,7 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         return self._resize(len(members))
 
     def members(self, choose: Callable[[Any], list[Member]]) -> list[Member]:
-        """LeaseLostError once the lease is over: nobody may go on then."""
+        """Returns members of the present lease. Raises LeaseLostError once it is over."""
         assert self._watch is not None, "the controller has started"
         lease = self._watch.latest()
         return [] if lease is None else choose(lease)
@@ -140,14 +141,14 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
 
 
 class LeasedWorkers(_WorkerGroup):  # type: ignore[misc]
-    """Each worker in the placement group of a member of its own."""
+    """Places each worker in the placement group of its own member."""
 
     policy: ClassVar[LeasePolicy]
-    """Of this process, which controls one run."""
+    """The policy of this process, which controls one run."""
 
     def _create_placement_group(self, scaling_config: ScalingConfig, worker_group_context: Any) -> Any:
-        there = self.policy.members(ready_members)
-        self._groups = [placement_group_of(member) for member in there[: worker_group_context.num_workers]]
+        members = self.policy.members(ready_members)
+        self._groups = [placement_group_of(member) for member in members[: worker_group_context.num_workers]]
         return LeasedGroups(self._groups, worker_group_context.num_workers)
 
     def _create_workers(
@@ -161,22 +162,22 @@ class LeasedWorkers(_WorkerGroup):  # type: ignore[misc]
         replica_group_size: int | None = None,
     ) -> list[Any]:
         make = super()._create_workers
-        seats = placement_group_bundle_indices or list(range(num_workers))
-        with ThreadPoolExecutor(len(seats)) as pool:  # each waits for its worker to start
-            futures = [pool.submit(make, 1, self._groups[seat], resources_per_worker, [0]) for seat in seats]
+        members = placement_group_bundle_indices or list(range(num_workers))
+        with ThreadPoolExecutor(len(members)) as pool:  # each waits for its worker to start
+            futures = [pool.submit(make, 1, self._groups[member], resources_per_worker, [0]) for member in members]
         made = [worker for future in futures if future.exception() is None for worker in future.result()]
-        if len(made) < len(seats):
+        if len(made) < len(members):
             for worker in made:
-                ray.kill(worker.actor)  # its group stays, and the next attempt wants the room
+                ray.kill(worker.actor)  # its placement group stays for the next attempt
             raise next(error for future in futures if (error := future.exception()) is not None)
-        for worker, seat in zip(made, seats, strict=True):
-            worker.placement_group_bundle_index = seat
+        for worker, member in zip(made, members, strict=True):
+            worker.placement_group_bundle_index = member
         ranked: list[Any] = self._assign_worker_ranks(made, starting_world_rank, world_size, replica_group_size)
         return ranked
 
 
 class LeasedGroups(_GroupHandle):  # type: ignore[misc]
-    """The members' groups, for Ray Train: the lease makes and removes them."""
+    """The members' placement groups for Ray Train; the lease creates and removes them."""
 
     def __init__(self, groups: Sequence[PlacementGroup], wanted: int) -> None:
         self._groups, self._wanted = groups, wanted
@@ -189,8 +190,8 @@ class LeasedGroups(_GroupHandle):  # type: ignore[misc]
         return ray.put(self._groups[0])
 
     def wait(self, timeout_seconds: float = 30) -> bool:
-        """False when a member went since the decision; Ray Train then decides anew."""
+        """Returns False when a member left since the decision; Ray Train then decides again."""
         return len(self._groups) == self._wanted
 
     def shutdown(self) -> None:
-        """The workers are killed one by one before this."""
+        """Ray Train kills the workers one by one before this."""

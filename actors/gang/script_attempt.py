@@ -1,4 +1,4 @@
-"""One attempt at a script: its processes on some members of a gang, from their start until something ends them."""
+"""One attempt at a script: its processes on some members of a gang, from their start until an event ends them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raytide.actors.gang.member_actor import MemberActor, StartHost
+from raytide.actors.gang.member_actor import MemberActor, StartActor
 from raytide.actors.gang.member_processes import NO_RIGHTS, ProcessExit, ProcessLaunch, ProcessReport, Rights
 from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Member, Shape
@@ -18,7 +18,7 @@ from raytide.core.specs.script import ScriptSpec
 START_TIMEOUT_S = 120.0
 PING_TIMEOUT_S = 10.0
 SETTLE_S = 1.0
-"""Ranks that lose a peer end with errors too: so long others may say that they were first."""
+"""The time to wait for earlier failures: ranks that lose a peer fail as well."""
 _REPORT_S = 1.0
 
 MemberKey = tuple[int, int]
@@ -27,23 +27,25 @@ MemberKey = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class AttemptResult:
-    """`lost`: a member's processes vanished, by no fault of the script's if its node did; `moved`: it has to leave."""
+    """The end of an attempt. `lost`: a member's processes vanished, which is not the script's fault if its node died;
+    `moved`: the script has to leave its members.
+    """
 
     kind: Literal["done", "failed", "lost", "moved"]
-    why: str = ""
+    reason: str = ""
     exit: ProcessExit | None = None
-    seats: tuple[MemberKey, ...] = ()
-    """Whose processes vanished."""
+    lost: tuple[MemberKey, ...] = ()
+    """The members whose processes vanished."""
     grace_s: float = 0.0
-    """What those that are left may take to end."""
+    """The grace for the remaining processes."""
 
 
 @dataclass(slots=True, eq=False)
 class _MemberRun:
     member: Member
-    host: MemberActor
+    actor: MemberActor
     report: Future[ProcessReport] | None = None
-    is_gone: bool = False
+    is_lost: bool = False
 
 
 @dataclass(slots=True)
@@ -51,12 +53,12 @@ class Attempt:
     spec: ScriptSpec
     shape: Shape
     members: Sequence[Member]
-    """The script's node rank is their order."""
-    start_host: StartHost
+    """In the order of the script's node ranks."""
+    start_actor: StartActor
     say: Callable[[str], None]
     rights: Rights = NO_RIGHTS
     started_s: float = field(default_factory=time.monotonic)
-    _places: list[_MemberRun] = field(default_factory=list)
+    _runs: list[_MemberRun] = field(default_factory=list)
     _exits: dict[int, ProcessExit] = field(default_factory=dict)
 
     @property
@@ -64,53 +66,54 @@ class Attempt:
         return len(self.members) * self.spec.processes(self.shape)
 
     @property
-    def seats(self) -> frozenset[MemberKey]:
+    def member_keys(self) -> frozenset[MemberKey]:
         return frozenset(member_key(member) for member in self.members)
 
     def launch(self, package: object, environment: dict[str, str]) -> AttemptResult | None:
-        """Start every process; an Ending when a member cannot. `package`: its bytes or a reference to them."""
-        self._places = [_MemberRun(member, self.start_host(member, self.shape)) for member in self.members]
-        first = self._places[0]
-        port = self._ask([first], "free_port", first.member.address)
+        """Starts every process. Returns a result when a member cannot. `package`: its bytes or a reference to them."""
+        self._runs = [_MemberRun(member, self.start_actor(member, self.shape)) for member in self.members]
+        first = self._runs[0]
+        port = self._call_all([first], "free_port", first.member.address)
         if isinstance(port, AttemptResult):
             return port
         meet = {"MASTER_ADDR": first.member.address, "MASTER_PORT": str(port[0])}
-        started = self._ask(
-            self._places,
+        started = self._call_all(
+            self._runs,
             "start",
             package,
             each=lambda node_rank: self._launches(node_rank, {**environment, **meet}),
         )
         return started if isinstance(started, AttemptResult) else None
 
-    def look(self) -> AttemptResult | None:
-        """Pass on what was printed; how it ended, if it did."""
-        lost = self._listen()
-        has_failed = any(found.code for found in self._exits.values())
+    def poll(self) -> AttemptResult | None:
+        """Prints new output. Returns the result once the attempt has ended."""
+        lost = self._collect_reports()
+        has_failed = any(exited.code for exited in self._exits.values())
         if len(self._exits) == self.world and not has_failed:
             return AttemptResult("done")
         if lost:
-            return self._vanished(lost)
-        return self._judge() if has_failed else None
+            return self._lost_result(lost)
+        return self._failure_result() if has_failed else None
 
-    def end(self, grace_s: float, gone: Sequence[MemberKey] = ()) -> bool:
-        """Have all processes end, and pass on what they still print. `gone` are not asked. Whether all others said that
-        they have ended; where not, their shims see to it within ORPHAN_GRACE_S."""
-        for place in self._places:
-            place.is_gone = place.is_gone or member_key(place.member) in gone
-        stops = [place.host.call("stop", grace_s) for place in self._places if not place.is_gone]
+    def stop(self, grace_s: float, lost: Sequence[MemberKey] = ()) -> bool:
+        """Ends all processes and prints their last output; `lost` members are skipped. Returns whether all others
+        confirmed their end; otherwise their shims end them within ORPHAN_GRACE_S.
+        """
+        for run in self._runs:
+            run.is_lost = run.is_lost or member_key(run.member) in lost
+        stops = [run.actor.call("stop", grace_s) for run in self._runs if not run.is_lost]
         deadline = time.monotonic() + grace_s + SETTLE_S
         while time.monotonic() < deadline and wait_futures(stops, timeout=0.05).not_done:
-            self._listen()
+            self._collect_reports()
         if len(self._exits) < self.world:
-            wait_futures([place.report for place in self._places if place.report], timeout=_REPORT_S)
-            self._listen()
-        for place in self._places:
-            place.host.kill()
+            wait_futures([run.report for run in self._runs if run.report], timeout=_REPORT_S)
+            self._collect_reports()
+        for run in self._runs:
+            run.actor.kill()
         return all(stop.done() and stop.exception() is None for stop in stops)
 
     def _launches(self, node_rank: int, environment: dict[str, str]) -> tuple[ProcessLaunch, ...]:
-        """As torchrun names them."""
+        """Returns the processes of one member, with torchrun's variables."""
         local = self.spec.processes(self.shape)
         common = {
             **({"OMP_NUM_THREADS": "1"} if local > 1 else {}),
@@ -131,70 +134,74 @@ class Attempt:
             for local_rank in range(local)
         )
 
-    def _ask(
+    def _call_all(
         self,
-        places: Sequence[_MemberRun],
+        runs: Sequence[_MemberRun],
         method: str,
         *args: object,
         each: Callable[[int], object] | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> list[Any] | AttemptResult:
-        """Everybody's answer, or an Ending that names those who gave none, or an error."""
-        more = [() if each is None else (each(number),) for number in range(len(places))]
-        calls = [place.host.call(method, *args, *mine) for place, mine in zip(places, more, strict=True)]
+        """Calls a method of all members. Returns their answers, or a result that names the members without one or the
+        first error.
+        """
+        more = [() if each is None else (each(number),) for number in range(len(runs))]
+        calls = [run.actor.call(method, *args, *own) for run, own in zip(runs, more, strict=True)]
         wait_futures(calls, timeout=timeout_s)
         lost = []
-        for place, call in zip(places, calls, strict=True):
+        for run, call in zip(runs, calls, strict=True):
             error = call.exception() if call.done() else ClusterError("no answer")
             if isinstance(error, ClusterError):
-                lost.append((place, _first_line(error)))
+                lost.append((run, _first_line(error)))
             elif error is not None:
                 why = f"{type(error).__name__}: {_first_line(error)}".rstrip(".")
-                return AttemptResult("failed", f"it could not be started on {place.member.node_id}: {why}")
-        return self._vanished(lost) if lost else [call.result() for call in calls]
+                return AttemptResult("failed", f"it could not be started on {run.member.node_id}: {why}")
+        return self._lost_result(lost) if lost else [call.result() for call in calls]
 
-    def _listen(self) -> list[tuple[_MemberRun, str]]:
-        """Those who are found to be gone, with why."""
+    def _collect_reports(self) -> list[tuple[_MemberRun, str]]:
+        """Reads what has been reported. Returns the members found to be lost, and why."""
         lost = []
-        for place in self._places:
-            if place.is_gone:
+        for run in self._runs:
+            if run.is_lost:
                 continue
-            if place.report is not None and place.report.done():
-                if (error := place.report.exception()) is not None:
-                    lost.append((place, _first_line(error)))
+            if run.report is not None and run.report.done():
+                if (error := run.report.exception()) is not None:
+                    lost.append((run, _first_line(error)))
                     continue
-                self._heard(place.report.result())
-                place.report = None
-            if place.report is None:
-                place.report = place.host.call("report", _REPORT_S)
+                self._record_report(run.report.result())
+                run.report = None
+            if run.report is None:
+                run.report = run.actor.call("report", _REPORT_S)
         return lost
 
-    def _heard(self, report: ProcessReport) -> None:
+    def _record_report(self, report: ProcessReport) -> None:
         for rank, line in report.lines:
             self.say(f"[{rank}] {line}" if self.world > 1 else line)
-        for found in report.exits:
-            self._exits[found.rank] = found
+        for exited in report.exits:
+            self._exits[exited.rank] = exited
 
-    def _judge(self) -> AttemptResult:
-        """A process ended with an error. Its own, or because it lost a peer whose node is dying?"""
+    def _failure_result(self) -> AttemptResult:
+        """Returns the result after a process failed: its own error, or `lost` if it failed because a peer's
+        node died.
+        """
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline and len(self._exits) < self.world:
-            if lost := self._listen():
-                return self._vanished(lost)
+            if lost := self._collect_reports():
+                return self._lost_result(lost)
             time.sleep(0.02)
-        answers = self._ask(self._places, "ping", timeout_s=PING_TIMEOUT_S)
+        answers = self._call_all(self._runs, "ping", timeout_s=PING_TIMEOUT_S)
         if isinstance(answers, AttemptResult):
             return answers
-        first = min((found for found in self._exits.values() if found.code), key=lambda found: found.at_s)
+        first = min((exited for exited in self._exits.values() if exited.code), key=lambda exited: exited.at_s)
         node = self.members[first.rank // self.spec.processes(self.shape)].node_id
         return AttemptResult("failed", f"rank {first.rank} on {node} ended with exit code {first.code}", exit=first)
 
-    def _vanished(self, lost: Sequence[tuple[_MemberRun, str]]) -> AttemptResult:
-        for place, _ in lost:
-            place.is_gone = True
-        place, why = lost[0]
-        seats = tuple(member_key(place.member) for place, _ in lost)
-        return AttemptResult("lost", f"the processes on {place.member.node_id} are gone: {why}", seats=seats)
+    def _lost_result(self, lost: Sequence[tuple[_MemberRun, str]]) -> AttemptResult:
+        for run, _ in lost:
+            run.is_lost = True
+        run, why = lost[0]
+        seats = tuple(member_key(run.member) for run, _ in lost)
+        return AttemptResult("lost", f"the processes on {run.member.node_id} are gone: {why}", lost=seats)
 
 
 def member_key(member: Member) -> MemberKey:

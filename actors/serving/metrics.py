@@ -66,17 +66,17 @@ class ServingMetrics:
     def record_requests(self, prompts: int) -> None:
         self._asked += prompts
 
-    def first_token_after(self, seconds: float, prompts: int) -> None:
+    def record_first_token(self, seconds: float, prompts: int) -> None:
         self._first_tokens += 1
         self._first_token_s += seconds
         self._late += prompts * (seconds > self._slo_ttft_s)
         self.first_token.observe(seconds)
 
-    def unanswered_after(self, seconds: float, outcome: Outcome, prompts: int) -> None:
+    def record_unanswered(self, seconds: float, outcome: Outcome, prompts: int) -> None:
         """Nobody got a token."""
         self._late += prompts * (outcome == "rejected" or seconds > self._slo_ttft_s)
 
-    def count(self, api: str, outcome: Outcome) -> None:
+    def count_outcome(self, api: str, outcome: Outcome) -> None:
         self._outcomes.labels(self._model, api, outcome).inc()
 
     def render(self, stats: EngineStats) -> bytes:
@@ -100,7 +100,7 @@ class RequestTracker:
         self._prompts = 0
         self._done = False
 
-    def generates(self, prompts: int) -> None:
+    def set_prompts(self, prompts: int) -> None:
         """Of so many prompts; of embeddings, and before it is known that nothing is wrong with the request, of none."""
         self._prompts = prompts
         self._metrics.record_requests(prompts)
@@ -111,7 +111,7 @@ class RequestTracker:
             return
         now_s = time.perf_counter()
         if not self._seen:
-            self._metrics.first_token_after(now_s - self._began_s, self._prompts)
+            self._metrics.record_first_token(now_s - self._began_s, self._prompts)
         elif choice in self._seen:
             for _ in range(count):
                 self._metrics.inter_token.observe((now_s - self._last_s) / count)
@@ -124,9 +124,9 @@ class RequestTracker:
         self._done = True
         seconds = time.perf_counter() - self._began_s
         if not self._seen:
-            self._metrics.unanswered_after(seconds, outcome, self._prompts)
+            self._metrics.record_unanswered(seconds, outcome, self._prompts)
         self._metrics.request.observe(seconds)
-        self._metrics.count(self._api, outcome)
+        self._metrics.count_outcome(self._api, outcome)
 
 
 class _EngineCollector:

@@ -37,7 +37,7 @@ class BlockAllocator:
         self.refs[block] = 1
         return block, stale
 
-    def share(self, block: int) -> None:
+    def add_reference(self, block: int) -> None:
         """Add a reference."""
         if self.refs[block] == 0:
             del self._free[block]

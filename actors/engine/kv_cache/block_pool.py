@@ -40,8 +40,8 @@ class BlockPool:
         self.device, self.host = BlockAllocator(num_blocks), BlockAllocator(num_host_blocks)
         self.keeps_cold = num_host_blocks > 0
         self._moves = StepPlan()
-        self._read_on_device: list[int] = []  # held until the moves are done
-        self._read_on_host: list[int] = []
+        self._pending_device_reads: list[int] = []  # held until the moves are done
+        self._pending_host_reads: list[int] = []
 
     @property
     def num_free(self) -> int:
@@ -59,7 +59,7 @@ class BlockPool:
                 kept, _ = self.host.take()
                 self.host.register(kept, cold)
                 self._moves.swap_out.append((block, kept))
-                self._read_on_host.append(kept)  # written once in a step, so not taken again in it
+                self._pending_host_reads.append(kept)  # written once in a step, so not taken again in it
             blocks.append(block)
         return blocks
 
@@ -103,14 +103,14 @@ class BlockPool:
     def add_reference(self, places: Sequence[Place]) -> None:
         """Add one reference each."""
         for on_host, block in places:
-            (self.host if on_host else self.device).share(block)
+            (self.host if on_host else self.device).add_reference(block)
 
     def load(self, places: Sequence[Place], hashes: Sequence[bytes | None]) -> list[int]:
         """The device blocks of places that the caller shares; what is on the host comes in with the next moves."""
         blocks = []
         for (on_host, block), block_hash in zip(places, hashes, strict=True):
             if on_host:
-                self._read_on_host.append(block)
+                self._pending_host_reads.append(block)
                 kept, (block,) = block, self.allocate(1)
                 self._moves.swap_in.append((kept, block))
                 if block_hash is not None:
@@ -129,7 +129,7 @@ class BlockPool:
         found = [self.host.find(block_hash) for block_hash in hashes]
         for kept in found:
             if kept is not None:
-                self.host.share(kept)
+                self.host.add_reference(kept)
         saved = []
         for block, block_hash, kept in zip(blocks, hashes, found, strict=True):
             if kept is None:
@@ -142,8 +142,8 @@ class BlockPool:
 
     def copy(self, block: int) -> int:
         """A block of the caller's own that will hold what `block` holds."""
-        self.device.share(block)
-        self._read_on_device.append(block)
+        self.device.add_reference(block)
+        self._pending_device_reads.append(block)
         (own,) = self.allocate(1)
         self._moves.copies.append((block, own))
         return own
@@ -154,7 +154,7 @@ class BlockPool:
         if moves.swap_out or moves.swap_in or moves.copies:
             plan.swap_out, plan.swap_in, plan.copies = moves.swap_out, moves.swap_in, moves.copies
             self._moves = StepPlan()
-            self._let_go()
+            self._release_reads()
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
         """Forget what the blocks hold that only the caller references, and name those: their content is not to be
@@ -172,7 +172,7 @@ class BlockPool:
         self.device.forget_all()
         self.host.forget_all()
         self._moves = StepPlan()
-        self._let_go()
+        self._release_reads()
 
     def check(self, tables: Sequence[Sequence[int]], host_tables: Sequence[Sequence[int]] = ()) -> None:
         """Raise AssertionError unless the pool agrees with the tables of all living sequences. For tests."""
@@ -186,7 +186,7 @@ class BlockPool:
         kept = self.host.find(block_hash)
         return None if kept is None else (True, kept)
 
-    def _let_go(self) -> None:
-        self.device.release(self._read_on_device)
-        self.host.release(self._read_on_host)
-        self._read_on_device, self._read_on_host = [], []
+    def _release_reads(self) -> None:
+        self.device.release(self._pending_device_reads)
+        self.host.release(self._pending_host_reads)
+        self._pending_device_reads, self._pending_host_reads = [], []

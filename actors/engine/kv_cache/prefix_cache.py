@@ -18,7 +18,7 @@ class PrefixCache:
         self._pool = pool
         self._size = pool.block_size
         self._enabled = enabled
-        self._makers: dict[bytes, Sequence] = {}  # who computes a block that is not in the cache yet
+        self._producers: dict[bytes, Sequence] = {}  # who computes a block that is not in the cache yet
 
     def computed(self, seq: Sequence) -> list[bytes | None]:
         """The hashes of the blocks that hold computed tokens; None for one that is not full."""
@@ -36,11 +36,11 @@ class PrefixCache:
         """The last block of a prefix that running sequences compute now, if waiting for it is worth its step: at least
         half of what is missing comes from it, and nobody is waited for whose turn comes later.
         """
-        if not self._makers or not seq.reads_cache:
+        if not self._producers or not seq.reads_cache:
             return None
         last, shared = None, 0
         for block_hash in self._hashes(seq, self._shareable(seq))[num_cached:]:
-            maker = self._makers.get(block_hash)
+            maker = self._producers.get(block_hash)
             if maker is None or maker.rank[:2] > order[:2]:
                 break
             last, shared = block_hash, shared + 1
@@ -50,7 +50,7 @@ class PrefixCache:
         """A sequence begins to run: its full blocks that are not computed yet will be."""
         if self._enabled:
             for block_hash in self._hashes(seq, len(seq.tokens) // self._size)[seq.num_computed // self._size :]:
-                self._makers.setdefault(block_hash, seq)
+                self._producers.setdefault(block_hash, seq)
 
     def register(self, seq: Sequence) -> list[bytes]:
         """Offer the blocks that have been filled to later sequences; the hashes of those."""
@@ -60,15 +60,15 @@ class PrefixCache:
         hashes = self._hashes(seq, end)[first:]
         for block, block_hash in zip(seq.block_ids[first:end], hashes, strict=True):
             self._pool.register(block, block_hash)
-            self._makers.pop(block_hash, None)
+            self._producers.pop(block_hash, None)
         seq.num_registered = end
         return hashes
 
     def withdraw(self, seq: Sequence) -> list[bytes]:
         """A sequence runs no more: the hashes of what it would have computed."""
-        broken = [each for each in seq.block_hashes[seq.num_registered :] if self._makers.get(each) is seq]
+        broken = [each for each in seq.block_hashes[seq.num_registered :] if self._producers.get(each) is seq]
         for block_hash in broken:
-            del self._makers[block_hash]
+            del self._producers[block_hash]
         return broken
 
     def _shareable(self, seq: Sequence) -> int:

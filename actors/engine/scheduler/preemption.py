@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.sequence import Sequence
 
-__all__ = ["PreemptionCost", "SwapCost", "choose_victims", "loss"]
+__all__ = ["PreemptionCost", "SwapCost", "choose_victims", "preemption_cost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class PreemptionCost:
     swap: bool
 
 
-def loss(seq: Sequence, pool: BlockPool, hashes: Items[bytes | None], cost: SwapCost) -> PreemptionCost:
+def preemption_cost(seq: Sequence, pool: BlockPool, hashes: Items[bytes | None], cost: SwapCost) -> PreemptionCost:
     """The cheaper of computing again and swapping. `hashes` are of the blocks that hold computed tokens.
 
     What others hold too, or the host already holds, need not be computed again; the rest of the device's cache is

@@ -16,7 +16,7 @@ from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.kv_cache.prefix_cache import PrefixCache
 from raytide.actors.engine.limits import MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.scheduler.policy import SchedulingPolicy, is_protected
-from raytide.actors.engine.scheduler.preemption import SwapCost, choose_victims, loss
+from raytide.actors.engine.scheduler.preemption import SwapCost, choose_victims, preemption_cost
 from raytide.actors.engine.scheduler.step_builder import KvSource, StepBuilder, find_source
 from raytide.actors.engine.scheduler.waiting_queue import WaitingQueue
 from raytide.actors.engine.sequence import Sequence, StepPlan
@@ -283,7 +283,7 @@ class Scheduler:
             return []
 
         def tokens_lost(seq: Sequence) -> float:
-            return loss(seq, self.pool, self._prefixes.computed(seq), self._swap_cost).tokens
+            return preemption_cost(seq, self.pool, self._prefixes.computed(seq), self._swap_cost).tokens
 
         return choose_victims(lower, missing, self.pool, set(wanted), tokens_lost)
 
@@ -294,7 +294,7 @@ class Scheduler:
         self._withdraw_promises(seq)
         hashes = self._prefixes.computed(seq)
         host_ids: list[int] = []
-        if loss(seq, self.pool, hashes, self._swap_cost).swap:
+        if preemption_cost(seq, self.pool, hashes, self._swap_cost).swap:
             host_ids = self.pool.save(seq.block_ids[: len(hashes)], hashes)
         saved = seq.num_computed if host_ids else 0
         self._release(seq)

@@ -92,7 +92,7 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
 
 def _add_error_handlers(app: FastAPI, server: Server) -> None:
     def count_refused_body(path: str) -> None:
-        server.metrics.count(path.rpartition("/v1/")[2].partition("/")[0], "invalid")
+        server.metrics.count_outcome(path.rpartition("/v1/")[2].partition("/")[0], "invalid")
 
     app.state.count_refused_body = count_refused_body
 

@@ -82,7 +82,7 @@ class GenerationStream:
         for task in self._tasks:
             task.cancel()
 
-    def _take(self, place: int, chunk: GenChunk) -> None:
+    def _add_chunk(self, place: int, chunk: GenChunk) -> None:
         if chunk.finish_reason in ("abort", "error"):
             raise EngineError(f"request {chunk.request_id} was ended by the server.", hint="Send it again.")
         self._open -= chunk.usage is not None
@@ -104,7 +104,7 @@ class GenerationStream:
                 async for chunk in chunks:
                     if self._failure is not None:
                         return
-                    self._take(place, chunk)
+                    self._add_chunk(place, chunk)
                     self._news.set()
         except BaseException as error:  # a task that ends without a word would leave its client waiting for ever
             self._failure = self._failure or as_request_error(error)

@@ -37,7 +37,7 @@ async def respond(
     track = server.metrics.track(answer.api)
     try:
         generation = await server.generate(body)
-        track.generates(generation.prompts)
+        track.set_prompts(generation.prompts)
         try:
             reading = _Reading(generation, track)
             if body.stream:
@@ -49,7 +49,7 @@ async def respond(
 
             def whole() -> Response:
                 usage = usage_of(reading.written)
-                return JSONResponse(answer.whole(reading.written, usage, generation.token_bytes).model_dump())
+                return JSONResponse(answer.full_response(reading.written, usage, generation.token_bytes).model_dump())
 
             response = await server.texts.run(whole) if reading.entries > _MANY_ENTRIES else whole()
             track.finish("ok")

@@ -52,7 +52,7 @@ class ResponseWriter(Protocol):
     id: str
     api: str
 
-    def whole(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> BaseModel: ...
+    def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> BaseModel: ...
 
     def opening(self, choices: int) -> bytes:
         """What a stream begins with."""
@@ -64,7 +64,7 @@ class ResponseWriter(Protocol):
         """The last chunk of a stream that asked for usage."""
 
 
-class _Dialect:
+class _Writer:
     def __init__(self, model: str, *, prefix: str, includes_usage: bool) -> None:
         self.id = f"{prefix}-{uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
@@ -74,14 +74,14 @@ class _Dialect:
         return sse(body.model_dump_json(exclude=self._exclude))
 
 
-class CompletionWriter(_Dialect):
+class CompletionWriter(_Writer):
     api = "completions"
 
     def __init__(self, model: str, *, includes_usage: bool = False) -> None:
         super().__init__(model, prefix="cmpl", includes_usage=includes_usage)
         self._offsets: dict[int, int] = {}  # of each choice's next token in its text
 
-    def whole(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> Completion:
+    def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> Completion:
         said = [
             CompletionChoice(
                 index=index,
@@ -108,13 +108,13 @@ class CompletionWriter(_Dialect):
         return self._event(Completion.model_validate({**self._head, "choices": [], "usage": usage}))
 
 
-class ChatWriter(_Dialect):
+class ChatWriter(_Writer):
     api = "chat"
 
     def __init__(self, model: str, *, includes_usage: bool = False) -> None:
         super().__init__(model, prefix="chatcmpl", includes_usage=includes_usage)
 
-    def whole(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> ChatCompletion:
+    def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> ChatCompletion:
         said = [
             ChatChoice(
                 index=index,

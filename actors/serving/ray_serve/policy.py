@@ -56,14 +56,14 @@ def _exchange(ctx: AutoscalingContext, now_s: float) -> int | None:
         "ongoing": ctx.total_num_requests,
         "queued": ctx.total_queued_requests or 0.0,
         "running": ctx.current_num_replicas,
-        "replicas": _said(ctx),
+        "replicas": _replica_stats(ctx),
     }
     _internal_kv_put(load_key(endpoint), json.dumps(load).encode(), namespace=KV_NAMESPACE)
     published = _internal_kv_get(target_key(endpoint), namespace=KV_NAMESPACE)
     return int(published) if published else None
 
 
-def _said(ctx: AutoscalingContext) -> dict[str, dict[str, float]]:
+def _replica_stats(ctx: AutoscalingContext) -> dict[str, dict[str, float]]:
     """The last word of each replica. Serve goes on showing it when the replica has gone silent: `at_s` tells."""
     said: dict[str, dict[str, float]] = {}
     for name, by_replica in (ctx.raw_metrics or {}).items():

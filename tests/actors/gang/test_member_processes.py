@@ -104,8 +104,8 @@ def test_a_command_that_runs_as_another_user_owns_its_folder_and_nothing_else(me
 
 
 @needs_root
-@pytest.mark.parametrize(("user", "why"), [("no-such-user", "no such user"), ("root", "that is root")])
-def test_a_user_that_keeps_nothing_apart_is_refused(member: MemberProcesses, user: str, why: str) -> None:
+@pytest.mark.parametrize(("user", "why"), [("no-such-user", "no such user"), ("root", "is root, which")])
+def test_an_unknown_user_and_root_are_refused(member: MemberProcesses, user: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         ended(member, ProcessLaunch(0, ("true",), {}, Rights(user)))
 

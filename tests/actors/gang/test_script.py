@@ -385,8 +385,8 @@ def test_a_member_that_vanishes_after_all_have_ended_well_loses_nothing() -> Non
     spec = ScriptSpec(command=("true",))
     attempt_ = script_attempt.Attempt(spec, SHAPE, TWO.members, lambda *_: next(hosts), print)
     assert attempt_.launch(None, {}) is None
-    assert [attempt_.look(), attempt_.look()] == [None, None]
-    assert attempt_.look() == script_attempt.AttemptResult("done")
+    assert [attempt_.poll(), attempt_.poll()] == [None, None]
+    assert attempt_.poll() == script_attempt.AttemptResult("done")
 
 
 def test_what_a_member_s_method_raised_under_ray_is_its_own_and_all_else_a_lost_member() -> None:

@@ -50,7 +50,7 @@ def heard(words: dict[str, float], at_s: float, queued: float = 0.0, serve_count
         name: {SimpleReplica("r1"): [SimpleNamespace(**vars(point), value=value)]} for name, value in words.items()
     }
     ctx: Any = SimpleNamespace(raw_metrics={**series, "running_requests": {SimpleReplica("r2"): []}})
-    load = {"at_s": at_s + 1, "ongoing": serve_counts, "queued": queued, "replicas": policy._said(ctx)}
+    load = {"at_s": at_s + 1, "ongoing": serve_counts, "queued": queued, "replicas": policy._replica_stats(ctx)}
     return _load(Application(ready=1, ready_on={"r1": "ray-1"}), json.dumps(load).encode())
 
 
@@ -66,7 +66,7 @@ def test_the_cache_of_the_fake_engine_fills_with_every_token() -> None:
 def test_what_is_told_arrives_by_name_with_its_time() -> None:
     metrics = ServingMetrics("m")
     track = metrics.track("chat")
-    track.generates(1)
+    track.set_prompts(1)
     track.tokens(0, 1)
     (replica,) = heard(told(metrics, 5), at_s=100.0).replicas
     assert (replica.id, replica.node, replica.at_s) == ("r1", "ray-1", 100.0)
@@ -92,15 +92,15 @@ def test_late_is_a_first_token_after_the_slo_a_request_that_never_got_one_in_tha
     None
 ):
     metrics = ServingMetrics("m", slo_ttft_s=5.0)
-    metrics.first_token_after(4.9, 1)
-    metrics.unanswered_after(1.0, "aborted", 1)
+    metrics.record_first_token(4.9, 1)
+    metrics.record_unanswered(1.0, "aborted", 1)
     assert told(metrics, 1)["late"] == 0.0
-    metrics.first_token_after(5.1, 1)
-    metrics.unanswered_after(6.0, "aborted", 1)
-    metrics.unanswered_after(0.1, "rejected", 1)
+    metrics.record_first_token(5.1, 1)
+    metrics.record_unanswered(6.0, "aborted", 1)
+    metrics.record_unanswered(0.1, "rejected", 1)
     assert told(metrics, 1)["late"] == 3.0
-    metrics.first_token_after(5.1, 4)
-    metrics.unanswered_after(6.0, "ok", 0)
+    metrics.record_first_token(5.1, 4)
+    metrics.record_unanswered(6.0, "ok", 0)
     assert told(metrics, 1)["late"] == 7.0
 
 
@@ -134,10 +134,10 @@ def test_what_the_controller_hears_of_requests_is_what_the_engine_gets_each_prom
 def test_a_request_that_said_something_is_judged_once_and_without_an_slo_nothing_is_late() -> None:
     metrics = ServingMetrics("m", slo_ttft_s=1e-9)
     track = metrics.track("chat")
-    track.generates(1)
+    track.set_prompts(1)
     track.tokens(0, 1)
     track.finish("ok")
     assert told(metrics, 1)["late"] == 1.0
     free = ServingMetrics("m")
-    free.first_token_after(1e6, 1)
+    free.record_first_token(1e6, 1)
     assert told(free, 1)["late"] == 0.0

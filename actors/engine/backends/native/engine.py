@@ -159,7 +159,8 @@ class NativeEngine(BasicEngine):
     async def _stream(
         self, request: GenRequest, enter: Callable[[EngineCore, Sequence[int], Prepared], None]
     ) -> AsyncIterator[GenChunk]:
-        """Adds a request to the core and yields its output. Its texts are prepared here, outside of the core's thread.
+        """Adds a request to the core and yields its output. Its texts are prepared here, outside of the core's
+        thread.
         """
         request_id = request.request_id
         prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt

@@ -54,7 +54,8 @@ def sleep(core: EngineCore, level: Literal[1, 2]) -> None:
 
 
 def wake(core: EngineCore) -> None:
-    """Allocates the memory again and resumes. After a failure the engine stays asleep, and `wake` can be tried again.
+    """Allocates the memory again and resumes. After a failure the engine stays asleep, and `wake` can be tried
+    again.
     """
     if core.state != "asleep":
         return
@@ -92,7 +93,8 @@ def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -
 
 
 def embed(core: EngineCore, prompts: list[list[int]]) -> list[list[float]]:
-    """Returns one vector for each prompt, pooled as the model directory says. The caller bounds the number of tokens.
+    """Returns one vector for each prompt, pooled as the model directory says. The caller bounds the number of
+    tokens.
     """
     return core.runner.embed(prompts, pooling_of(core.weights.model_dir))
 
