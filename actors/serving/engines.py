@@ -1,4 +1,4 @@
-"""The engines a replica can run, by the `kind` in `ServeSpec.engine`; the other keys are that engine's own options."""
+"""The engines of replicas, by the `kind` in `ServeSpec.engine`; the other keys are the engine's own options."""
 
 from __future__ import annotations
 

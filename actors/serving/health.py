@@ -1,4 +1,4 @@
-"""Health by progress: an engine with work in it must take steps. A port that answers proves nothing."""
+"""Health by progress: an engine that has work must take steps. An open port proves nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ProgressWatch"]
 
 
 class ProgressWatch:
-    """Told the engine's counters from time to time; says for how long it has had work without doing any of it."""
+    """Detects an engine that has had work for too long without making progress, from its counters over time."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -16,13 +16,15 @@ class ProgressWatch:
         self._commands = _Counter()
 
     def problem(self, stats: EngineStats, now_s: float) -> str | None:
-        """Why the replica should be replaced, or None. The limit must exceed the longest step (a long prefill)."""
+        """Returns why the replica should be replaced, or None. The limit must exceed the longest step (a long
+        prefill).
+        """
         is_idle = stats.running + stats.waiting == 0 or stats.state != "serving"  # paused and asleep on purpose
         stalled_s = self._steps.stalled_s(stats.steps, is_idle, now_s)
         if stalled_s > self._limit_s:
             held = f"{stats.running} running and {stats.waiting} waiting requests"
             return f"the engine holds {held} but took no step for {stalled_s:.0f} s"
-        # A thread that hangs in a command has not taken in the requests that wait behind it.
+        # A thread that hangs in a command does not count the requests queued behind it.
         stalled_s = self._commands.stalled_s(stats.commands_done, stats.pending_commands == 0, now_s)
         if stalled_s > self._limit_s:
             return f"{stats.pending_commands} commands wait for the engine, which did none for {stalled_s:.0f} s"
@@ -30,7 +32,7 @@ class ProgressWatch:
 
 
 class _Counter:
-    """The time since a counter moved, or had no need to."""
+    """Measures the time since a counter moved, or was idle."""
 
     def __init__(self) -> None:
         self._count = -1

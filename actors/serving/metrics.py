@@ -1,4 +1,4 @@
-"""What a replica tells Prometheus: the engine's counters as they are, and histograms of what its clients felt."""
+"""A replica's Prometheus metrics: the engine's counters, and histograms of latencies as clients see them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class ServingMetrics:
-    """One registry of its own, so that many apps can live in one process."""
+    """Metrics in a registry of their own, so that several apps fit in one process."""
 
     def __init__(self, model: str, slo_ttft_s: float | None = None) -> None:
-        """Of an endpoint that means to say its first tokens within `slo_ttft_s`, late ones are counted."""
+        """First tokens later than `slo_ttft_s` are counted as late."""
         self._model = model
         self._slo_ttft_s = slo_ttft_s or float("inf")
         self.registry = CollectorRegistry()
@@ -49,7 +49,7 @@ class ServingMetrics:
         return RequestTracker(self, api)
 
     def load_counters(self, stats: EngineStats) -> dict[str, float]:
-        """What raytide's controller is told (`raytide.core.objects.endpoint.ReplicaLoad`): by name, numbers alone."""
+        """Returns the numbers for raytide's controller, by the names of `raytide.core.objects.endpoint.ReplicaLoad`."""
         return {
             "running": float(stats.running),
             "waiting": float(stats.waiting),
@@ -73,23 +73,23 @@ class ServingMetrics:
         self.first_token.observe(seconds)
 
     def record_unanswered(self, seconds: float, outcome: Outcome, prompts: int) -> None:
-        """Nobody got a token."""
+        """Records a request that ended without a token."""
         self._late += prompts * (outcome == "rejected" or seconds > self._slo_ttft_s)
 
     def count_outcome(self, api: str, outcome: Outcome) -> None:
         self._outcomes.labels(self._model, api, outcome).inc()
 
     def render(self, stats: EngineStats) -> bytes:
-        """The text format of Prometheus."""
+        """Returns all metrics in Prometheus' text format."""
         engine = CollectorRegistry()
         engine.register(_EngineCollector(self._model, stats))
         return generate_latest(engine) + generate_latest(self.registry)
 
 
 class RequestTracker:
-    """One HTTP request's clock: call `tokens` as they leave, and `finish` once (later calls change nothing).
+    """The times of one HTTP request: call `tokens` as they are sent, and `finish` once (later calls change nothing).
 
-    The engine, and so the controller, counts each of its prompts as a request.
+    The engine and the controller count each prompt as a request.
     """
 
     def __init__(self, metrics: ServingMetrics, api: str) -> None:
@@ -101,12 +101,12 @@ class RequestTracker:
         self._done = False
 
     def set_prompts(self, prompts: int) -> None:
-        """Of so many prompts; of embeddings, and before it is known that nothing is wrong with the request, of none."""
+        """Sets the number of prompts once the request is known to be valid; embeddings have none."""
         self._prompts = prompts
         self._metrics.record_requests(prompts)
 
     def tokens(self, choice: int, count: int) -> None:
-        """`count` new tokens of one choice, sent now."""
+        """Records `count` new tokens of one choice, sent now."""
         if not count:
             return
         now_s = time.perf_counter()

@@ -31,7 +31,7 @@ __all__ = ["create_app"]
 
 
 def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
-    """With `owns_server` the app starts the server with its own lifespan and stops it; else someone else does."""
+    """With `owns_server` the app starts and stops the server with its own lifespan; else the caller does."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -1,5 +1,5 @@
-"""Reads a request's JSON body within limits of size, of time and of what it is made of, so that neither its memory nor
-the time to parse it grows with what a client sends.
+"""Reads a request's JSON body within limits of size, time and structure, so that neither memory nor parsing time grows
+with what a client sends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _PIECE_BYTES = 1 << 16
 
 
 class Outline:
-    """Counts the values of a JSON text and how deep they lie, piece by piece as it arrives. Raises ApiError as soon as
-    there are too many: the parser never sees them.
+    """Counts the values of a JSON text and their depth, piece by piece as it arrives. Raises ApiError as soon as there
+    are too many, before the parser runs.
     """
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class Outline:
 
 
 def parse_json(raw: bytes) -> object:
-    """Raises ApiError (400) for what is no JSON text in UTF-8, not-a-number and infinity, numbers too long for an
-    integer and half a surrogate pair. Of a key that comes twice the last value counts.
+    """Parses JSON in UTF-8. Raises ApiError (400) for anything else, for NaN and infinity, for too long numbers and for
+    half a surrogate pair. The last value of a repeated key counts.
     """
     try:
         parsed: object = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
@@ -99,7 +99,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 class JsonBody(Request):
-    """A request whose body was read and parsed by `load`."""
+    """A request whose body `load` reads and parses."""
 
     async def load(self, outline: Outline) -> None:
         """Raises ApiError: 413 too large, 408 too slow, 415 compressed, 400 no JSON."""
@@ -130,7 +130,7 @@ class JsonBody(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read within the limits before FastAPI looks at it."""
+    """A route that reads the body within the limits, before FastAPI does."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

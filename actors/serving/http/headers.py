@@ -1,4 +1,4 @@
-"""The headers that every response of a replica carries."""
+"""The headers of every response, and a limit on how slowly a client may read."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ class ResponseHeaders:
 
 
 class _ClientStalledError(Exception):
-    """The client takes nothing of its answer: what is left of it would stay in memory, and its place be taken."""
+    """The client stopped reading: the rest of its answer would stay in memory and its request would stay open."""

@@ -27,13 +27,13 @@ __all__ = [
 
 RETRY_AFTER_S = 1
 RETRY_ELSEWHERE = "x-raytide-retry-elsewhere"
-"""The header with which a replica whose engine is dead asks the proxy to try another one."""
+"""The header by which a replica with a dead engine asks the proxy to try another replica."""
 _INVALID = "invalid_request_error"
 _MAX_MESSAGE_CHARS = 2000
 
 
 class ErrorDetail(BaseModel):
-    """All four keys are always sent: OpenAI's schema requires them."""
+    """All four keys are always present: OpenAI's schema requires them."""
 
     message: str
     type: str
@@ -66,27 +66,27 @@ class ApiError(Exception):
 
 
 def invalid(message: str, *, param: str | None, code: str | None = None, status: int = 400) -> ApiError:
-    """The request itself is wrong: sending it again changes nothing."""
+    """An invalid request: sending it again changes nothing."""
     return ApiError(status, message, type=_INVALID, param=param, code=code)
 
 
 def overloaded(message: str) -> ApiError:
-    """The queue is full: the same request may pass a moment later."""
+    """A full queue: the same request may succeed a moment later."""
     return ApiError(
         429, message, type="requests", code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)}
     )
 
 
 def refused_by_the_dead(error: EngineDeadError) -> ApiError:
-    """For a request that came after the engine's death: another replica may answer it. One that was in flight then is
-    not sent elsewhere by itself, since it may have been the cause.
+    """A request that arrived after the engine's death: another replica may answer it. Requests in flight at that time
+    are not sent elsewhere, since one of them may have been the cause.
     """
     headers = {"retry-after": str(RETRY_AFTER_S), RETRY_ELSEWHERE: "1"}
     return ApiError(error.http_status, str(error), type="server_error", code=error.code, headers=headers)
 
 
 def _printable(text: str) -> str:
-    """A text of the client's own may be of any length, and may be none that UTF-8 can hold."""
+    """Returns a client's text in bounded length and valid UTF-8."""
     text = text.encode(errors="replace").decode()
     return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}..."
 
@@ -101,7 +101,7 @@ def too_large(limit: int) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error from inside. Unplanned errors keep their text to the log."""
+    """Translates an internal error for the client. The text of unexpected errors stays in the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, OverloadedError):
@@ -113,7 +113,9 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def validation_error(errors: Sequence[dict[str, object]]) -> ApiError:
-    """FastAPI's findings (it would answer 422, which OpenAI never does) as one 400 that names the first bad field."""
+    """Returns FastAPI's validation errors as one 400 that names the first bad field; FastAPI's own 422 is unknown to
+    OpenAI's API.
+    """
     first = errors[0]
     if first.get("type") == "json_invalid":
         return invalid("The body is not valid JSON.", param=None)
@@ -123,7 +125,7 @@ def validation_error(errors: Sequence[dict[str, object]]) -> ApiError:
 
 
 def _param(location: object) -> str | None:
-    """("body", "messages", 0, "role") -> "messages[0].role"; tags of unions, which no client wrote, are left out."""
+    """Turns ("body", "messages", 0, "role") into "messages[0].role", without the tags of unions."""
     if not isinstance(location, tuple):
         return None
     path = ""

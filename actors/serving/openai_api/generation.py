@@ -1,6 +1,6 @@
-"""The choices of one HTTP request, generated side by side and merged into batches in the order they come.
+"""The choices of one HTTP request, generated side by side and merged into batches in order of arrival.
 
-Each prompt is drained by a task of its own, so that `cancel()` needs no await: it works inside a cancelled request too.
+A task for each prompt drains the engine, so that `cancel()` needs no await: it works inside a cancelled request too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["ChoiceDelta", "GenerationStream"]
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """New text of one choice; what came while the client was slow is joined. `usage` is of its prompt's choices
-    together, with the last of them.
+    """New text of one choice; deltas that arrive while the client is slow are joined. `usage` comes with the last
+    choice of a prompt and covers all of them.
     """
 
     index: int
@@ -34,9 +34,10 @@ class ChoiceDelta:
 
 
 class GenerationStream:
-    """Choice i of prompt p is number p * n + i, as OpenAI counts them. `echoes`: what the choices of each prompt begin
-    with. What comes while nobody reads is joined, and bounded: a client that lets too much of it pile up loses its
-    generation.
+    """The merged streams of a request's prompts. Choice i of prompt p is number p * n + i, as OpenAI counts them.
+    `echoes` are the texts that each prompt's choices begin with.
+
+    Output waits in bounded memory: a client that reads too slowly loses its generation.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class GenerationStream:
         self.choices = self._n * len(requests)
         self._open = len(requests)
         self._echoes = {index: echo for index in range(self.choices) if (echo := echoes[index // self._n])}
-        self._pieces: dict[int, ChoiceDelta] = {}
+        self._deltas: dict[int, ChoiceDelta] = {}
         self._pending = 0
         self._max_pending = max_pending
         self._failure: Exception | None = None
@@ -62,23 +63,24 @@ class GenerationStream:
         self._tasks = [asyncio.create_task(self._drain(engine, i, request)) for i, request in enumerate(requests)]
 
     async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """Until every choice has finished: all that came since the last batch, one piece for each choice that moved.
+        """Yields what arrived since the last batch, one delta for each choice that moved, until every choice has
+        finished.
 
-        Raises what the engine raised; a choice that the engine gave up (drain, failure) is an EngineError. What was
-        said before a failure still reaches the client.
+        Raises the engine's error; a choice that the engine ended (drain, failure) is an EngineError. Text before a
+        failure still reaches the client.
         """
-        while self._open or self._pieces or self._failure:
+        while self._open or self._deltas or self._failure:
             await self._news.wait()
             self._news.clear()
-            pieces, self._pieces, self._pending = list(self._pieces.values()), {}, 0
+            deltas, self._deltas, self._pending = list(self._deltas.values()), {}, 0
             failure = self._failure
-            if pieces:
-                yield pieces
+            if deltas:
+                yield deltas
             if failure is not None:
                 raise failure
 
     def cancel(self) -> None:
-        """Abort what still runs. The engine frees its blocks as the iterators close."""
+        """Aborts what still runs. The engine frees its blocks as the iterators close."""
         for task in self._tasks:
             task.cancel()
 
@@ -87,16 +89,16 @@ class GenerationStream:
             raise EngineError(f"request {chunk.request_id} was ended by the server.", hint="Send it again.")
         self._open -= chunk.usage is not None
         index = place * self._n + chunk.index
-        piece = self._pieces.setdefault(index, ChoiceDelta(index))
-        piece.text += self._echoes.pop(index, "") + chunk.text
-        piece.tokens += len(chunk.token_ids)
-        piece.finish_reason, piece.usage = chunk.finish_reason, chunk.usage
+        delta = self._deltas.setdefault(index, ChoiceDelta(index))
+        delta.text += self._echoes.pop(index, "") + chunk.text
+        delta.tokens += len(chunk.token_ids)
+        delta.finish_reason, delta.usage = chunk.finish_reason, chunk.usage
         if chunk.prompt_logprobs is not None:
-            piece.logprobs += zip(self._requests[place].prompt, chunk.prompt_logprobs, strict=True)  # type: ignore[arg-type]
-        piece.logprobs += [(each.token_id, each) for each in chunk.logprobs or ()]
+            delta.logprobs += zip(self._requests[place].prompt, chunk.prompt_logprobs, strict=True)  # type: ignore[arg-type]
+        delta.logprobs += [(each.token_id, each) for each in chunk.logprobs or ()]
         self._pending += len(chunk.token_ids) + sum(len(each.top) for each in chunk.logprobs or ())
         if self._pending > self._max_pending:
-            raise EngineError("the answer was not read as fast as it was made.", hint="Read the stream faster.")
+            raise EngineError("the stream was read more slowly than it was generated.", hint="Read the stream faster.")
 
     async def _drain(self, engine: Engine, place: int, request: GenRequest) -> None:
         try:
@@ -106,6 +108,6 @@ class GenerationStream:
                         return
                     self._add_chunk(place, chunk)
                     self._news.set()
-        except BaseException as error:  # a task that ends without a word would leave its client waiting for ever
+        except BaseException as error:  # without this the client would wait for ever
             self._failure = self._failure or as_request_error(error)
             self._news.set()

@@ -1,4 +1,4 @@
-"""Log probabilities on the wire, in the two shapes that OpenAI has for them."""
+"""Log probabilities in OpenAI's two formats."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from raytide.actors.engine.types import TokenLogprobs
 __all__ = ["ChatLogprobs", "ScoredToken", "TextLogprobs", "TokenBytes", "chat_logprobs", "text_logprobs"]
 
 ScoredToken = tuple[int, TokenLogprobs | None]
-"""A token and its figures; the first token of a prompt has none."""
+"""A token and its log probabilities; None for the first token of a prompt."""
 
 TokenBytes = Callable[[int], bytes]
 
 _LEAST = -9999.0
-"""What OpenAI says for impossible: JSON has no infinity."""
+"""OpenAI's value for an impossible token: JSON has no infinity."""
 
 
 class TopLogprob(BaseModel):
@@ -59,7 +59,7 @@ def chat_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> ChatLo
 
 
 def text_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes, offset: int = 0) -> TextLogprobs:
-    """`offset`: of the first token in the answer's text, in characters."""
+    """`offset` is the first token's place in the answer's text, in characters."""
     found = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, figures in scored:
         text = _text(bytes_of(token))

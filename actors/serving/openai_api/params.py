@@ -1,4 +1,6 @@
-"""From a request body to the engine's sampling parameters. What cannot be honoured is refused, never dropped."""
+"""Translates request bodies into the engine's messages and sampling parameters. Unsupported fields are refused, never
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _NO_EFFECT = frozenset(
         "verbosity",
     }
 )
-"""Known fields that ask nothing of the text that comes back."""
+"""Known fields that do not change the answer."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
@@ -44,10 +46,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
-"""Known fields that this server does not implement, with the values that ask for nothing."""
+"""Known fields that this server does not implement, with their neutral values."""
 
 _FIELD_OF: dict[Feature, str] = {"prompt_logprobs": "echo", "stop_strings": "stop", "structured": "response_format"}
-"""What asks for a feature, where the field has not its name."""
+"""The request field of a feature that has another name."""
 
 
 def sampling_of(request: GenerationRequest) -> SamplingParams:
@@ -94,7 +96,7 @@ def sampling_of(request: GenerationRequest) -> SamplingParams:
 
 
 def refuse_missing(request: GenRequest, features: Collection[Feature]) -> None:
-    """What the engine behind does not declare is a 400 that says which field asks for it."""
+    """Raises ApiError (400), with the field's name, for a feature that the engine lacks."""
     for feature in required_features(request):
         if feature not in features:
             field = _FIELD_OF.get(feature, feature)
@@ -127,7 +129,7 @@ def _refuse_unknown(request: GenerationRequest) -> None:
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Text parts are joined; a part that is not text is refused by name. "developer" is OpenAI's newer "system"."""
+    """Joins text parts, and refuses other parts by name. "developer" is OpenAI's newer name for "system"."""
     return [
         Message("system" if message.role == "developer" else message.role, _text(message, index))
         for index, message in enumerate(messages)

@@ -1,4 +1,6 @@
-"""Drive one generation to its HTTP response, whole or streamed; when the client goes away, so does its generation."""
+"""Turns a generation into its HTTP response, whole or streamed. When the client disconnects, the generation is
+cancelled.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _MANY_ENTRIES = 1000
-"""Log probabilities that take milliseconds to write down: more are written in a thread."""
+"""Log probabilities that take milliseconds to format: more are formatted in a thread."""
 
 
 async def respond(
-    server: Server, body: CompletionRequest | ChatRequest, request: Request, answer: ResponseWriter
+    server: Server, body: CompletionRequest | ChatRequest, request: Request, writer: ResponseWriter
 ) -> Response:
-    track = server.metrics.track(answer.api)
+    track = server.metrics.track(writer.api)
     try:
         generation = await server.generate(body)
         track.set_prompts(generation.prompts)
@@ -43,15 +45,15 @@ async def respond(
             if body.stream:
                 # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.
                 first = await _unless_gone(request, reading.next())
-                events = _events(reading, first, answer, body.includes_usage, server.texts)
+                events = _events(reading, first, writer, body.includes_usage, server.texts)
                 return _EventStream(events, reading.close)
             await _unless_gone(request, reading.to_the_end())
 
-            def whole() -> Response:
-                usage = usage_of(reading.written)
-                return JSONResponse(answer.full_response(reading.written, usage, generation.token_bytes).model_dump())
+            def render_response() -> Response:
+                usage = usage_of(reading.choices)
+                return JSONResponse(writer.full_response(reading.choices, usage, generation.token_bytes).model_dump())
 
-            response = await server.texts.run(whole) if reading.entries > _MANY_ENTRIES else whole()
+            response = await server.texts.run(render_response) if reading.entries > _MANY_ENTRIES else render_response()
             track.finish("ok")
             return response
         except BaseException:
@@ -68,10 +70,10 @@ async def respond(
 
 
 class _Reading:
-    """A generation as it is read, with all it has said so far."""
+    """Reads a generation and collects its choices."""
 
     def __init__(self, generation: GenerationStream, track: RequestTracker) -> None:
-        self.written = [ChoiceState() for _ in range(generation.choices)]
+        self.choices = [ChoiceState() for _ in range(generation.choices)]
         self.track = track
         self.token_bytes = generation.token_bytes
         self.entries = 0
@@ -79,15 +81,15 @@ class _Reading:
         self._batches = generation.batches()
 
     async def next(self) -> list[ChoiceDelta]:
-        """The next batch; empty at the end."""
+        """Returns the next batch; empty at the end."""
         batch: list[ChoiceDelta] = await anext(self._batches, [])
-        for piece in batch:
-            self.written[piece.index].add(piece)
-            self.track.tokens(piece.index, piece.tokens)
+        for delta in batch:
+            self.choices[delta.index].add(delta)
+            self.track.tokens(delta.index, delta.tokens)
         return batch
 
     async def to_the_end(self) -> None:
-        """Raises ApiError when the answer gets too large to be sent in one piece."""
+        """Reads to the end. Raises ApiError when the answer gets too large to be sent in one piece."""
         while batch := await self.next():
             self.entries += sum(map(_entries, batch))
             if self.entries > MAX_LOGPROB_ENTRIES:
@@ -97,39 +99,39 @@ class _Reading:
                 )
 
     def close(self) -> None:
-        """Ends what still runs; a stream that was not finished by now has lost its client."""
+        """Cancels the generation; an unfinished stream has lost its client."""
         self._generation.cancel()
         self.track.finish("aborted")
 
 
-def _entries(piece: ChoiceDelta) -> int:
-    return sum(1 + len(figures.top) for _, figures in piece.logprobs if figures is not None)
+def _entries(delta: ChoiceDelta) -> int:
+    return sum(1 + len(figures.top) for _, figures in delta.logprobs if figures is not None)
 
 
 async def _events(
-    reading: _Reading, first: list[ChoiceDelta], answer: ResponseWriter, includes_usage: bool, texts: TextPool
+    reading: _Reading, first: list[ChoiceDelta], writer: ResponseWriter, includes_usage: bool, texts: TextPool
 ) -> AsyncIterator[bytes]:
-    """The body of a stream: one message for each engine step, then usage if asked for, then [DONE], or an error."""
+    """Yields the body of a stream: one message for each engine step, usage if requested, then [DONE] or an error."""
     try:
-        batch, head = first, answer.opening(len(reading.written))
+        batch, head = first, writer.opening(len(reading.choices))
         while batch:
-            render = partial(_rendered, answer, batch, reading.token_bytes)
-            many = any(piece.logprobs for piece in batch) and sum(map(_entries, batch)) > _MANY_ENTRIES
+            render = partial(_rendered, writer, batch, reading.token_bytes)
+            many = any(delta.logprobs for delta in batch) and sum(map(_entries, batch)) > _MANY_ENTRIES
             yield head + (await texts.run(render) if many else render())
             batch, head = await reading.next(), b""
-        tail = answer.closing(usage_of(reading.written)) if includes_usage else b""
+        tail = writer.closing(usage_of(reading.choices)) if includes_usage else b""
         reading.track.finish("ok")
         yield tail + DONE
     except Exception as error:
         yield sse(failed(error, reading.track).body.model_dump_json())
 
 
-def _rendered(answer: ResponseWriter, batch: list[ChoiceDelta], bytes_of: TokenBytes) -> bytes:
-    return b"".join(answer.chunk(piece, bytes_of) for piece in batch)
+def _rendered(writer: ResponseWriter, batch: list[ChoiceDelta], bytes_of: TokenBytes) -> bytes:
+    return b"".join(writer.chunk(delta, bytes_of) for delta in batch)
 
 
 class _EventStream(StreamingResponse):
-    """Calls `on_close` however the stream ends, also when the client is gone before the first byte."""
+    """Calls `on_close` however the stream ends, also when the client disconnects before the first byte."""
 
     def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -147,7 +149,7 @@ class _ClientGoneError(Exception):
 
 
 async def _unless_gone(request: Request, work: Coroutine[None, None, _T]) -> _T:
-    """The result of `work`, or _ClientGoneError as soon as the client closes its connection."""
+    """Returns the result of `work`. Raises _ClientGoneError as soon as the client closes its connection."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request))
     try:
@@ -166,7 +168,7 @@ async def _disconnect(request: Request) -> None:
 
 
 def failed(error: Exception, track: RequestTracker) -> ApiError:
-    """Count and log a failure, and say it as the client is told."""
+    """Counts and logs a failure, and returns it as an API error."""
     api_error = to_api_error(error)
     outcome: Outcome = "rejected" if api_error.status == 429 else "invalid" if api_error.status < 500 else "error"
     if outcome == "error":

@@ -1,4 +1,4 @@
-"""One request's answer in OpenAI's two dialects, completions and chat, whole or as a stream of chunks."""
+"""Writes one request's answer in OpenAI's two formats, completions and chat, whole or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChoiceState:
-    """What a choice has said so far."""
+    """The text, log probabilities and end of one choice so far."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -41,11 +41,11 @@ class ChoiceState:
         self.usage: types.TokenUsage | None = None
         self.logprobs: list[ScoredToken] = []
 
-    def add(self, piece: ChoiceDelta) -> None:
-        self.text += piece.text
-        self.logprobs += piece.logprobs
-        self.usage = piece.usage or self.usage
-        self.finish_reason = _finish(piece) or self.finish_reason
+    def add(self, delta: ChoiceDelta) -> None:
+        self.text += delta.text
+        self.logprobs += delta.logprobs
+        self.usage = delta.usage or self.usage
+        self.finish_reason = _finish(delta) or self.finish_reason
 
 
 class ResponseWriter(Protocol):
@@ -55,13 +55,13 @@ class ResponseWriter(Protocol):
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> BaseModel: ...
 
     def opening(self, choices: int) -> bytes:
-        """What a stream begins with."""
+        """Returns the first events of a stream."""
 
-    def chunk(self, piece: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
-        """The events for one piece."""
+    def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
+        """Returns the events of one delta."""
 
     def closing(self, usage: Usage) -> bytes:
-        """The last chunk of a stream that asked for usage."""
+        """Returns the last event of a stream, with the usage."""
 
 
 class _Writer:
@@ -82,7 +82,7 @@ class CompletionWriter(_Writer):
         self._offsets: dict[int, int] = {}  # of each choice's next token in its text
 
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> Completion:
-        said = [
+        written = [
             CompletionChoice(
                 index=index,
                 text=choice.text,
@@ -91,17 +91,17 @@ class CompletionWriter(_Writer):
             )
             for index, choice in enumerate(choices)
         ]
-        return Completion.model_validate({**self._head, "choices": said, "usage": usage})
+        return Completion.model_validate({**self._head, "choices": written, "usage": usage})
 
     def opening(self, choices: int) -> bytes:
         return b""
 
-    def chunk(self, piece: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
-        choice = CompletionChoice(index=piece.index, text=piece.text, finish_reason=_finish(piece))
-        if piece.logprobs:
-            offset = self._offsets.get(piece.index, 0)
-            choice.logprobs = text_logprobs(piece.logprobs, bytes_of, offset)
-            self._offsets[piece.index] = offset + sum(map(len, choice.logprobs.tokens))
+    def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
+        choice = CompletionChoice(index=delta.index, text=delta.text, finish_reason=_finish(delta))
+        if delta.logprobs:
+            offset = self._offsets.get(delta.index, 0)
+            choice.logprobs = text_logprobs(delta.logprobs, bytes_of, offset)
+            self._offsets[delta.index] = offset + sum(map(len, choice.logprobs.tokens))
         return self._event(Completion.model_validate({**self._head, "choices": [choice]}))
 
     def closing(self, usage: Usage) -> bytes:
@@ -115,7 +115,7 @@ class ChatWriter(_Writer):
         super().__init__(model, prefix="chatcmpl", includes_usage=includes_usage)
 
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> ChatCompletion:
-        said = [
+        written = [
             ChatChoice(
                 index=index,
                 message=Reply(content=choice.text),
@@ -124,20 +124,20 @@ class ChatWriter(_Writer):
             )
             for index, choice in enumerate(choices)
         ]
-        return ChatCompletion.model_validate({**self._head, "choices": said, "usage": usage})
+        return ChatCompletion.model_validate({**self._head, "choices": written, "usage": usage})
 
     def opening(self, choices: int) -> bytes:
         role = Delta(role="assistant", content="")
         return b"".join(self._choice(ChunkChoice(index=index, delta=role)) for index in range(choices))
 
-    def chunk(self, piece: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
-        """The text first, and the finish reason with an empty delta after it, as OpenAI orders them."""
+    def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
+        """Sends the text first and the finish reason with an empty delta after it, as OpenAI does."""
         events = b""
-        if piece.text or piece.logprobs:
-            logprobs = chat_logprobs(piece.logprobs, bytes_of) if piece.logprobs else None
-            events += self._choice(ChunkChoice(index=piece.index, delta=Delta(content=piece.text), logprobs=logprobs))
-        if piece.finish_reason is not None:
-            events += self._choice(ChunkChoice(index=piece.index, delta=Delta(), finish_reason=_finish(piece)))
+        if delta.text or delta.logprobs:
+            logprobs = chat_logprobs(delta.logprobs, bytes_of) if delta.logprobs else None
+            events += self._choice(ChunkChoice(index=delta.index, delta=Delta(content=delta.text), logprobs=logprobs))
+        if delta.finish_reason is not None:
+            events += self._choice(ChunkChoice(index=delta.index, delta=Delta(), finish_reason=_finish(delta)))
         return events
 
     def closing(self, usage: Usage) -> bytes:
@@ -148,7 +148,7 @@ class ChatWriter(_Writer):
 
 
 def usage_of(choices: Iterable[ChoiceState]) -> Usage:
-    """The sum over the prompts: one with several choices counts once, as OpenAI bills it."""
+    """Returns the sum over the prompts: a prompt with several choices counts once, as OpenAI bills it."""
     prompts = [choice.usage for choice in choices if choice.usage is not None]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
     completion_tokens = sum(usage.completion_tokens for usage in prompts)
@@ -160,7 +160,7 @@ def usage_of(choices: Iterable[ChoiceState]) -> Usage:
     )
 
 
-def _finish(piece: ChoiceDelta) -> FinishReason | None:
-    if piece.finish_reason is None:
+def _finish(delta: ChoiceDelta) -> FinishReason | None:
+    if delta.finish_reason is None:
         return None
-    return "length" if piece.finish_reason == "length" else "stop"
+    return "length" if delta.finish_reason == "length" else "stop"

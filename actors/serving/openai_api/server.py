@@ -1,4 +1,4 @@
-"""What the HTTP routes share: one engine, the name of its model, and the way from a request body to an answer."""
+"""The state behind the HTTP routes: the engine, the model's name, and the translation of request bodies."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["Server"]
 
 
 class Server:
-    """`replica` names this process in the `x-raytide-replica` header. Requests that ask for a lower, that is more
-    urgent, priority than `min_priority` get that one: nobody knows here who asks.
+    """One model's server. `replica` is its name in the `x-raytide-replica` header. Priorities below `min_priority`,
+    which are more urgent, are raised to it, since callers are not known here.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Server:
         self._info = await self.engine.start()
 
     async def stop(self) -> None:
-        """Let what runs end, at most `drain_s`, then free the engine."""
+        """Lets running requests end, for at most `drain_s`, then frees the engine."""
         await self.engine.drain(self._drain_s)
         await self.engine.shutdown()
 
@@ -63,7 +63,7 @@ class Server:
         return self._info
 
     async def problem(self) -> str | None:
-        """Why this replica is not healthy, or None."""
+        """Returns why this replica is unhealthy, or None."""
         try:
             stats = await self.engine.stats()
         except Exception as error:
@@ -71,7 +71,7 @@ class Server:
         return self._watch.problem(stats, time.monotonic())
 
     async def check_alive(self) -> None:
-        """Refuse a request that another replica may answer, since this one's engine is dead."""
+        """Raises ApiError when the engine is dead, so that the proxy tries another replica."""
         try:
             await self.engine.stats()
         except EngineDeadError as error:
@@ -88,12 +88,12 @@ class Server:
         return Model(id=self.model, created=self._created, max_model_len=self.info.max_model_len)
 
     def require(self, feature: Feature, *, param: str) -> None:
-        """Refuse what the engine does not declare."""
+        """Raises ApiError for a feature that the engine lacks."""
         if feature not in self.info.features:
             raise invalid(f"{feature} is not supported by {self.model}.", param=param)
 
     async def generate(self, request: CompletionRequest | ChatRequest) -> GenerationStream:
-        """Everything that can be wrong with the request is found here, before the engine sees any of it."""
+        """Starts a generation. The request is validated completely before the engine sees any of it."""
         await self.check_alive()
         self.card(request.model)
         sampling, echoes = sampling_of(request), [""]
@@ -121,7 +121,7 @@ class Server:
         return GenerationStream(self.engine, asked, echoes)
 
     async def prompts(self, given: str | list[str] | list[int] | list[list[int]], *, field: str) -> list[list[int]]:
-        """OpenAI's four forms of a prompt as token lists that fit into the context."""
+        """Returns OpenAI's four forms of a prompt as token lists that fit into the context."""
         items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
         tokens = [item for item in items if isinstance(item, int)]
         texts = [item for item in items if not isinstance(item, int)]
@@ -131,7 +131,7 @@ class Server:
         for text in texts:
             prompts.append(await self._tokens(text))
             self._check_length(prompts[-1], field)
-            await asyncio.sleep(0)  # many short ones must not hold up the loop together
+            await asyncio.sleep(0)  # many short prompts together must not block the event loop
         if tokens:
             self._check_length(tokens, field)
         return prompts
@@ -140,7 +140,7 @@ class Server:
         return await self.engine.tokenize(prompt) if isinstance(prompt, str) else prompt
 
     async def _echoes(self, given: str | Sequence[object], prompts: list[list[int]]) -> list[str]:
-        """The prompts as texts, as they were given where they were."""
+        """Returns the prompts as texts, unchanged where they were given as texts."""
         texts = [given] if isinstance(given, str) else [item for item in given if isinstance(item, str)]
         bytes_of = self.engine.token_bytes
         return texts or await self.texts.run(
@@ -161,7 +161,7 @@ class Server:
 
 
 def _check_size(sampling: SamplingParams, prompts: list[list[int]]) -> None:
-    """Refuse what is within every single limit, and too much together."""
+    """Refuses requests whose parts are each within their limits but too large together."""
     choices = len(prompts) * sampling.num_samples
     if choices > MAX_CHOICES:
         raise invalid(

@@ -1,4 +1,4 @@
-"""What a request's output must match: OpenAI's `response_format`, or one of vLLM's fields for the same."""
+"""The constraints on a request's output: OpenAI's `response_format`, or one of vLLM's fields for the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's newer form."""
+    """vLLM's newer field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,7 +45,7 @@ class StructuredOutputs(BaseModel):
 
 
 class Constraints(BaseModel):
-    """The fields of a request, all of which say the same thing in some way."""
+    """The alternative fields for a constraint."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

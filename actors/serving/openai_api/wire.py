@@ -1,6 +1,6 @@
-"""The bodies of OpenAI's HTTP API that raytide reads and writes, field for field as the official client types them.
+"""The bodies of OpenAI's HTTP API, field for field as the official client types them.
 
-Requests keep fields that are not listed here (`model_extra`): `params` says which are ignored and which refused.
+Requests keep unlisted fields (`model_extra`): `params` ignores or refuses them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def _form(value: object) -> str:
-    """Which of OpenAI's four forms of a prompt is meant, by its first item: trying all of them would take time, and an
-    error for each item of a long list.
+    """Returns which of OpenAI's four forms a prompt has, by its first item: trying all four would take time and report
+    an error for each item of a long list.
     """
     if not isinstance(value, list):
         return "str"
@@ -69,7 +69,7 @@ def _form(value: object) -> str:
 
 
 def _prompts(most: int) -> object:
-    """The type of a prompt or an input; the tags are never shown to a client."""
+    """Returns the type of a prompt or an input; clients never see the tags."""
     return Annotated[
         Annotated[str, Tag("str")]
         | Annotated[list[str], Field(fail_fast=True, max_length=most), Tag("list[str]")]
@@ -99,14 +99,16 @@ class StreamOptions(_Request):
 
 
 def _not_too_many(bias: object) -> object:
-    """Counted before the entries are looked at."""
+    """Counts the entries before they are parsed."""
     if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
         raise ValueError(f"has {len(bias)} tokens; at most {MAX_LOGIT_BIAS} are taken")
     return bias
 
 
 class GenerationRequest(_Request, Constraints):
-    """What chat and plain completions share. From `top_k` on they are extensions that vLLM's clients know too."""
+    """The fields that chat and plain completions share. Those from `top_k` on are extensions that vLLM's clients know
+    too.
+    """
 
     model: Name
     max_tokens: Count | None = None
@@ -189,7 +191,7 @@ class _Answer(BaseModel):
 
 
 class Completion(_Answer):
-    """Also the form of a streamed chunk."""
+    """A completion, whole or as a streamed chunk."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
@@ -214,7 +216,7 @@ class ChatCompletion(_Answer):
 
 
 class Delta(BaseModel):
-    """Fields that are None are left out on the wire."""
+    """A streamed piece of a message. Fields that are None are left out."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None

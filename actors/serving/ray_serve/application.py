@@ -1,4 +1,4 @@
-"""An endpoint as Ray Serve's controller tells of it: which replicas it has, and whether Serve gave it up."""
+"""An endpoint's state in Ray Serve: its replicas, and whether its deployment failed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 __all__ = ["DEPLOYMENT", "SPANNING", "Application"]
 
 DEPLOYMENT = "replica"
-"""The name of the one deployment in each endpoint's Serve application..."""
+"""The name of the one deployment in each endpoint's Serve application."""
 SPANNING = "spanning-replica"
-"""... and when its replicas have several members: Serve's details say nothing else of their placement groups."""
+"""Its name when replicas have several members: Serve's details do not show their placement groups otherwise."""
 
 _STAYING = frozenset({"STARTING", "UPDATING", "RECOVERING", "RUNNING", "PENDING_MIGRATION"})
 _READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
@@ -19,18 +19,21 @@ _READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """Plain data: nothing here asks Serve."""
+    """Plain data, without calls to Serve."""
 
     ready: int = 0
     replica_nodes: tuple[str, ...] = ()
-    """Ray's id of each replica's node, those that still start included, those that are on their way out not; of one
-    with several members, of each of them."""
+    """Ray's node id of each replica, starting ones included, stopping ones excluded; for replicas with several members,
+    that of each member.
+    """
     moving: tuple[str, ...] = ()
-    """Of these, the nodes of replicas with several members that Serve moves elsewhere, since the first one's drains."""
+    """The nodes of multi-member replicas that Serve moves elsewhere because the first member's node drains."""
     ready_on: Mapping[str, str] = field(default_factory=dict)
-    """The node of those that are ready, by the replica's id."""
+    """The node of each ready replica, by the replica's id."""
     failure: str = ""
-    """Why Serve gave it up, in Serve's words; empty while it has not: an UNHEALTHY one it still mends."""
+    """Serve's message when the deployment failed; empty otherwise, also for an UNHEALTHY one, which Serve
+    still repairs.
+    """
 
     @classmethod
     def of(
@@ -39,10 +42,10 @@ class Application:
         node_of: Callable[[str], str],
         nodes_of_group: Callable[[str], tuple[str, ...]] = lambda name: (),
     ) -> Application:
-        """From one entry of `get_serve_instance_details()["applications"]`.
+        """Reads one entry of `get_serve_instance_details()["applications"]`.
 
-        `node_of` finds the node of an actor by its name: Serve says nothing of a replica's node until it is up.
-        `nodes_of_group` finds those of its placement group, which has the same name.
+        `node_of` finds an actor's node by the actor's name, since Serve does not report a replica's node until it is
+        up. `nodes_of_group` finds those of its placement group, which has the same name.
         """
         ready: list[tuple[Mapping[str, Any], str]] = []
         nodes: list[str] = []

@@ -1,7 +1,7 @@
-"""raytide's controller's hand on Ray Serve: deploy endpoints, publish their numbers of replicas, read their loads.
+"""Controls Ray Serve for raytide's controller: deploys endpoints, publishes their replica counts, reads their loads.
 
-Blocking calls, each with a timeout. Nothing here owns anything: Serve's controller and proxy are detached actors, so
-endpoints go on answering while raytide's controller is dead, and the next one calls the same verbs again.
+Calls block, each with a timeout. Nothing here owns anything: Serve's controller and proxy are detached actors, so
+endpoints answer while raytide's controller is down, and a new controller makes the same calls again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, Repl
 __all__ = ["LOOK_TIMEOUT_S", "ServeControl"]
 
 LOOK_TIMEOUT_S = 4.0
-"""raytide's controller waits this long for a look at Serve, however many endpoints there are."""
+"""The timeout of one look at Serve, however many endpoints there are."""
 
 
 class ServeControl:
-    """Needs a process that is connected to the cluster (`ray.init`) whenever a verb is called."""
+    """Needs a process that is connected to the cluster (`ray.init`) whenever a method is called."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ServeControl:
         self._start_timeout_s = start_timeout_s
 
     def start(self) -> None:
-        """Serve's controller, and one HTTP proxy on the head; neither takes a CPU. Does nothing when they run."""
+        """Starts Serve's controller and one HTTP proxy on the head; neither takes a CPU. Does nothing when they run."""
 
         def call() -> None:
             from ray import serve
@@ -59,9 +59,10 @@ class ServeControl:
         call_with_timeout(self._start_timeout_s, "Ray Serve to start", call)
 
     def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
-        """Ask Serve for the endpoint; its replicas start in the background. The same one again changes nothing.
+        """Deploys an endpoint; its replicas start in the background. An unchanged endpoint is not deployed again.
 
-        `is_there`: whether Serve has one of that name, as `applications` said. True when Serve was asked for something.
+        `is_there`: Serve has an application of that name, according to `applications`. Returns whether Serve was
+        called.
         """
         spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json()}".encode()
         if is_there and self._get([_spec_key(endpoint.name)]).get(_spec_key(endpoint.name)) == spec:
@@ -74,7 +75,7 @@ class ServeControl:
 
             self._publish(endpoint.name, endpoint.target_replicas)
             nothing = json.dumps({"at_s": time.time(), "ongoing": 0.0}).encode()
-            self._put(policy.load_key(endpoint.name), nothing, overwrite=False)  # its policy speaks seconds later
+            self._put(policy.load_key(endpoint.name), nothing, overwrite=False)  # its policy reports seconds later
             target = serve.RunTarget(application(endpoint), name=endpoint.name, route_prefix=f"/{endpoint.name}")
             serve.run_many([target], wait_for_applications_running=False)
             self._put(_spec_key(endpoint.name), spec)
@@ -83,33 +84,33 @@ class ServeControl:
         return True
 
     def publish(self, name: str, target: int) -> None:
-        """How many replicas the endpoint is to have; Serve's controller acts on it within about a second."""
+        """Publishes an endpoint's replica count, which Serve's controller follows within about a second."""
         call_with_timeout(
             self._call_timeout_s, f"the GCS to store the target of {name}", lambda: self._publish(name, target)
         )
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
-        """By endpoint, those left out of which Serve has said nothing yet. One look for all of them."""
+        """Returns the loads of the endpoints that Serve has reported on, in one look."""
         wanted = tuple(names)
 
         def call() -> dict[str, EndpointLoad]:
             applications = _applications(self._look_timeout_s)
-            said = self._get([policy.load_key(name) for name in wanted])
+            published = self._get([policy.load_key(name) for name in wanted])
             return {
-                name: _load(applications[name], said[policy.load_key(name)])
+                name: _load(applications[name], published[policy.load_key(name)])
                 for name in wanted
-                if name in applications and policy.load_key(name) in said
+                if name in applications and policy.load_key(name) in published
             }
 
-        return call_with_timeout(self._look_timeout_s, "Ray Serve to tell its load", call)
+        return call_with_timeout(self._look_timeout_s, "Ray Serve to report its load", call)
 
     def applications(self) -> dict[str, Application]:
-        """The endpoints that Serve has, those included whose replicas still finish what they answer."""
+        """Returns Serve's applications, also those whose replicas still finish their requests."""
         timeout_s = self._look_timeout_s
         return call_with_timeout(timeout_s, "Ray Serve's controller to answer", lambda: _applications(timeout_s))
 
     def delete(self, name: str, *, is_there: bool) -> None:
-        """Forget the endpoint, and take it from Serve if that has it; its replicas finish what they answer."""
+        """Deletes an endpoint, also from Serve if it is there; its replicas finish their requests."""
 
         def call() -> None:
             from ray import serve
@@ -130,13 +131,13 @@ class ServeControl:
         gcs.internal_kv_put(key, value, overwrite, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
 
     def _get(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Those that are there, in one call."""
+        """Returns the values of the keys that exist, in one call."""
         gcs = ray_internals.connected_gcs()
         return dict(gcs.internal_kv_multi_get(list(keys), policy.KV_NAMESPACE, timeout=self._look_timeout_s))
 
 
 def _applications(timeout_s: float) -> dict[str, Application]:
-    """None when Serve does not run."""
+    """Returns Serve's applications; none when Serve does not run."""
     import ray
 
     try:
@@ -144,18 +145,18 @@ def _applications(timeout_s: float) -> dict[str, Application]:
     except ValueError:
         return {}
     details = ray.get(controller.get_serve_instance_details.remote(), timeout=timeout_s)
-    groups = cache(ray_internals.nodes_of_groups)  # one look for all of them, if any is asked for
+    groups = cache(ray_internals.nodes_of_groups)  # one look for all applications
     return {
         name: Application.of(application, ray_internals.replica_node, lambda group: groups().get(group, ()))
         for name, application in details["applications"].items()
     }
 
 
-def _load(application: Application, said: bytes) -> EndpointLoad:
-    """Serve forgets the requests of a router that went silent; the engines that answer them do not."""
-    seen = json.loads(said)
-    said_by = sorted(seen.get("replicas", {}).items())
-    replicas = tuple(_replica(name, words, application.ready_on.get(name, "")) for name, words in said_by)
+def _load(application: Application, published: bytes) -> EndpointLoad:
+    """Serve forgets the requests of a router that went silent; the engines still count them."""
+    seen = json.loads(published)
+    by_replica = sorted(seen.get("replicas", {}).items())
+    replicas = tuple(_replica(name, stats, application.ready_on.get(name, "")) for name, stats in by_replica)
     held = sum(replica.running + replica.waiting for replica in replicas)
     return EndpointLoad(
         at_s=seen["at_s"],
@@ -168,14 +169,16 @@ def _load(application: Application, said: bytes) -> EndpointLoad:
     )
 
 
-def _replica(name: str, words: Mapping[str, float], node: str) -> ReplicaLoad:
+def _replica(name: str, stats: Mapping[str, float], node: str) -> ReplicaLoad:
     now, since = (
-        {field.name: words[field.name] for field in fields(kind) if field.name in words}
+        {field.name: stats[field.name] for field in fields(kind) if field.name in stats}
         for kind in (ReplicaLoad, Counters)
     )
     return ReplicaLoad(id=name, node=node, counters=Counters(**since), **now)
 
 
 def _spec_key(name: str) -> bytes:
-    """What was last deployed, and when it was created: a restarted controller tells a new one from the old."""
+    """The key of the last deployed spec and its creation time, by which a restarted controller recognizes a new
+    endpoint.
+    """
     return f"{name}/spec".encode()

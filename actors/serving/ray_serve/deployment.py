@@ -1,4 +1,4 @@
-"""A Serve deployment whose replicas answer HTTP with the engine inside: no token ever crosses a Serve handle."""
+"""A Serve deployment whose replicas contain the engine and answer HTTP: no token crosses a Serve handle."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 20.0
 DRAIN_S = 60.0
-"""How long a replica that is to go may finish what it answers."""
+"""The time that a stopping replica may take to finish its requests."""
 METRICS_PERIOD_S = 0.5
 PROBLEM_PERIOD_S = 0.5
 LAST_WORDS_S = 1.0
-"""How long a replica whose engine is broken still tells its clients so, before its process ends."""
+"""The time from the detection of a broken engine to the end of the process, in which open requests get their errors."""
 LOAD_WINDOW_S = 1.0
 
 
@@ -53,7 +53,7 @@ class EngineReplica:
             min_priority=parsed.min_request_priority,
         )
         await self._server.start()
-        # What was loaded stays: else each full collection looks through all of it, 0.2 s in which nobody is served.
+        # A full collection would go through all that was loaded, and stop the replica for 0.2 s.
         gc.collect()
         gc.freeze()
         self._watching = asyncio.create_task(_exit_when_broken(self._server))
@@ -67,11 +67,11 @@ class EngineReplica:
             raise EngineError(f"replica {self._server.replica}: {problem}.")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve asks for them several times a second and shows them to `policy.py` with the time."""
+        """Serve calls this several times a second and passes the numbers to `policy.py` with the time."""
         return self._server.metrics.load_counters(await self._server.engine.stats())
 
     async def __del__(self) -> None:
-        """Serve calls this once when the replica goes, after its requests have ended."""
+        """Serve calls this once when the replica stops, after its requests have ended."""
         if hasattr(self, "_server"):  # not when the engine's options were refused
             if hasattr(self, "_watching"):
                 self._watching.cancel()
@@ -79,8 +79,8 @@ class EngineReplica:
 
 
 async def _exit_when_broken(server: Server) -> None:
-    """Ends this process soon after the engine is found dead or hanging. While a broken replica lives it fails requests
-    at once, and a router that prefers the idle sends it more of them; and Serve would give it a minute to finish.
+    """Ends this process soon after the engine is found dead or hanging. A broken replica would fail requests at once,
+    attract more of them from a router that prefers idle replicas, and be given a minute by Serve to finish.
     """
     while True:
         problem = await server.problem()
@@ -111,8 +111,9 @@ def application(endpoint: Endpoint) -> serve.Application:
 
 
 def _placing(spec: ServeSpec) -> dict[str, Any]:
-    """One replica: an actor, or the first member of a placement group with one bundle for each. The label selector says
-    whose it is."""
+    """Returns the options that place one replica: an actor, or the first member of a placement group with a bundle for
+    each member. The label selector marks its owner.
+    """
     selector = replica_selector(spec)
     if spec.members == 1:
         return {"name": DEPLOYMENT, "ray_actor_options": {**actor_options(spec), "label_selector": selector}}
@@ -126,7 +127,7 @@ def _placing(spec: ServeSpec) -> dict[str, Any]:
 
 
 def actor_options(spec: ServeSpec) -> dict[str, Any]:
-    """Ray's options for one member, by Ray's names."""
+    """Returns Ray's options for one member."""
     resources = dict(spec.resources)
     options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0.0), "num_gpus": resources.pop("GPU", 0.0)}
     if memory := resources.pop("memory", 0.0):
@@ -137,7 +138,7 @@ def actor_options(spec: ServeSpec) -> dict[str, Any]:
 
 
 def _autoscaling(endpoint: Endpoint) -> AutoscalingConfig:
-    """Serve only executes: delays and targets are raytide's, so Serve's own are zero and its window is short."""
+    """Returns a policy that only follows raytide's targets: Serve's own delays are zero and its window is short."""
     replicas = endpoint.spec.replicas
     with warnings.catch_warnings():
         # Ray 2.60 calls `metrics_interval_s` deprecated; the environment variables that replace it are not read yet.
@@ -155,6 +156,6 @@ def _autoscaling(endpoint: Endpoint) -> AutoscalingConfig:
 
 
 def _limit_threads(cpus: float) -> None:
-    """Before torch is imported: a replica computes with the CPUs it was given, not with all that the machine has."""
+    """Limits this process to its replica's CPUs; must run before torch is imported."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(max(1, int(cpus)))

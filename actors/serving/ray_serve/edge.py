@@ -1,7 +1,7 @@
-"""What Serve's HTTP proxy cannot do by itself: refusals, lost replicas and streams cut in the middle in OpenAI's words;
-limits on what a client may send and how slowly it may read; a second try where a replica says that its engine is dead.
+"""Middleware in Serve's HTTP proxy: refusals, lost replicas and interrupted streams as OpenAI errors, limits on request
+size and slow clients, and a retry on another replica when the engine is dead.
 
-Serve loads `middlewares` into its proxy by import path. Without it a client would see plain-text errors, and a stream
+Serve loads `middlewares` into its proxy by import path. Without it clients would see plain-text errors, and a stream
 whose replica died would end as a broken connection instead of an error event.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["IMPORT_PATH", "OpenAIEdge", "middlewares"]
 IMPORT_PATH = f"{__name__}:middlewares"
 
 _PAUSES_S = (0.5, 1.0, 2.0)
-"""Before each further try; a replica whose engine is dead ends itself within two seconds."""
+"""The pauses before retries; a replica whose engine is dead ends itself within two seconds."""
 _DISCONNECT: Message = {"type": "http.disconnect"}
 
 
@@ -65,7 +65,7 @@ class OpenAIEdge:
 
 
 class _Upload:
-    """The request's body on its way in. It is kept until the answer begins, so that it can be sent again."""
+    """The request's body. It is kept until the answer begins, so that it can be sent again."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
@@ -93,7 +93,7 @@ class _Upload:
         return message
 
     def give_up(self) -> None:
-        """From now on the client counts as gone: the proxy ends its replica's work for it."""
+        """Treats the client as disconnected: the proxy then ends the replica's work for it."""
         self._kept = None
         self._given_up.set()
 
@@ -104,7 +104,7 @@ class _Upload:
         self._again = list(self._kept or ())
 
     async def _next(self) -> Message:
-        """The client's next message, or its absence as soon as it is given up."""
+        """Returns the client's next message, or a disconnect once the client is given up."""
         coming, leaving = asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._given_up.wait())
         try:
             await asyncio.wait({coming, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +115,7 @@ class _Upload:
 
 
 class _Response:
-    """One response on its way out."""
+    """One response to a client."""
 
     def __init__(
         self, send: Send, path: str, upload: _Upload, send_timeout_s: float, *, may_retry: bool = False
@@ -156,7 +156,7 @@ class _Response:
         await self._send(message)
 
     async def close(self) -> None:
-        """Called when the proxy has nothing more to say: whatever is still open lost its replica."""
+        """Ends a response that the proxy left open, because its replica was lost."""
         if self._ended or self._is_stuck:
             return
         if not self._is_begun:
@@ -181,8 +181,8 @@ class _Response:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _send(self, message: Message) -> None:
-        """To the client. What it does not read stays in the replica's stream, in this process's memory: one that takes
-        nothing for the timeout is given up.
+        """Sends to the client. Unread data stays in this process's memory, so a client that stops reading is given up
+        after the timeout.
         """
         if self._is_stuck:
             return
@@ -204,11 +204,11 @@ class _Response:
 
     @property
     def _is_begun(self) -> bool:
-        """Whether the client has got the head of an answer."""
+        """True once the client has the head of an answer."""
         return self._start is not None and not self._is_refusal()
 
     def _is_refusal(self) -> bool:
-        """An error in the proxy's own words; a replica's errors are JSON already."""
+        """Returns whether this is an error of the proxy itself; a replica's errors are JSON."""
         return self._status >= 400 and not self._headers.get("content-type", "").startswith("application/json")
 
 
@@ -226,7 +226,7 @@ def _lost(message: str) -> ApiError:
 
 
 def _keep_first_request_id(start: Message) -> None:
-    """The replica and the proxy both write the same x-request-id."""
+    """Keeps one x-request-id of the same two that the replica and the proxy write."""
     headers = MutableHeaders(scope=start)
     request_id = headers.get("x-request-id")
     if request_id is not None:

@@ -1,7 +1,8 @@
-"""Serve's autoscaling policy for raytide's endpoints: the number that raytide's controller published, nothing else.
+"""Serve's autoscaling policy for raytide's endpoints: returns the count that raytide's controller published, and writes
+down the load that Serve sees.
 
-Serve pickles this module by value and runs it inside its own controller: it imports nothing of raytide, and neither
-raytide's controller nor its API need to be alive. In the other direction it writes down what Serve sees of the load.
+Serve pickles this module by value and runs it in its own controller: it imports nothing of raytide, and works while
+raytide's controller and API are down.
 """
 
 from __future__ import annotations
@@ -16,26 +17,28 @@ if TYPE_CHECKING:
 __all__ = ["EXCHANGE_PERIOD_S", "KV_NAMESPACE", "load_key", "published_target", "target_key"]
 
 KV_NAMESPACE = b"raytide-serve"
-"""Of the GCS's internal key-value store."""
+"""The namespace in the GCS's internal key-value store."""
 
 EXCHANGE_PERIOD_S = 0.5
-"""Serve calls the policy about ten times a second; reading and writing that often would buy nothing."""
+"""Serve calls the policy about ten times a second; exchanging with the GCS that often would gain nothing."""
 
 
 def target_key(endpoint: str) -> bytes:
-    """How many replicas the endpoint is to have: a decimal number."""
+    """The key of an endpoint's replica count, a decimal number."""
     return f"{endpoint}/target".encode()
 
 
 def load_key(endpoint: str) -> bytes:
-    """What Serve last saw: JSON with at_s, ongoing (queued included), queued, running replicas, and by replica what it
-    said of itself and when.
+    """The key of the load that Serve last saw: JSON with at_s, ongoing (queued included), queued, running replicas, and
+    each replica's own statistics with their time.
     """
     return f"{endpoint}/load".encode()
 
 
 def published_target(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """The published number of replicas; the present target until one was published, or when the GCS does not answer."""
+    """Returns the published replica count; the present target until one is published or when the GCS does not
+    answer.
+    """
     state = dict(ctx.policy_state)
     now_s = float(ctx.current_time or 0.0)
     if now_s >= state.get("raytide_due_s", 0.0):
@@ -64,12 +67,12 @@ def _exchange(ctx: AutoscalingContext, now_s: float) -> int | None:
 
 
 def _replica_stats(ctx: AutoscalingContext) -> dict[str, dict[str, float]]:
-    """The last word of each replica. Serve goes on showing it when the replica has gone silent: `at_s` tells."""
-    said: dict[str, dict[str, float]] = {}
+    """Returns each replica's last statistics. Serve keeps those of a silent replica: `at_s` shows their age."""
+    stats: dict[str, dict[str, float]] = {}
     for name, by_replica in (ctx.raw_metrics or {}).items():
         for replica, series in by_replica.items():
             if series:
-                words = said.setdefault(replica.unique_id, {"at_s": series[-1].timestamp})
-                words[name] = series[-1].value
-                words["at_s"] = min(words["at_s"], series[-1].timestamp)
-    return said
+                latest = stats.setdefault(replica.unique_id, {"at_s": series[-1].timestamp})
+                latest[name] = series[-1].value
+                latest["at_s"] = min(latest["at_s"], series[-1].timestamp)
+    return stats

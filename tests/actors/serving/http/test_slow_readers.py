@@ -51,7 +51,7 @@ async def test_what_waits_for_a_reader_is_bounded_and_then_its_generation_ends()
     assert (engine.said, engine.is_open) == (101, False)
     batches = generation.batches()
     assert [piece.tokens for piece in await anext(batches)] == [101], "what was said is joined"
-    with pytest.raises(EngineError, match="not read as fast"):
+    with pytest.raises(EngineError, match="read more slowly"):
         await anext(batches)
 
 
