@@ -1,4 +1,4 @@
-"""Who asks: a token names a user and a team, and a job's own token names that job too."""
+"""Authentication: a token names a user and a team, and a job's token names its job too."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _THREADS = 8
 class Caller:
     user: str
     team: str
-    """`*` may act for every team."""
+    """`*` allows every team."""
     job: str = ""
-    """The job whose own token was sent; empty for a user's token."""
+    """The job of a job token; empty for a user's token."""
 
     @property
     def home(self) -> str:
-        """Whose it is what names no team."""
+        """The team of specs that name none."""
         return "default" if self.team == ANY_TEAM else self.team
 
     @property
     def only_team(self) -> str | None:
-        """The one team whose records the caller may see; None for all."""
+        """The only team whose records the caller may see; None for all."""
         return None if self.team == ANY_TEAM else self.team
 
     def sees(self, team: str) -> bool:
@@ -49,19 +49,21 @@ class Caller:
             )
 
     def acting_on(self, job: Job) -> Job:
-        """The job, when this caller may change it: a job's token changes only jobs of its user, itself among them."""
+        """Returns the job if this caller may change it: a job token may only change jobs of the same user."""
         self.require_team(job.spec.team)
         if self.job and job.user != self.user:
             raise DeniedError(
-                f"the token of {self.job} is for jobs of {self.user}; {job.id} is {job.user}'s.",
-                hint="Use the token of a user for this.",
+                f"the token of {self.job} is for jobs of {self.user}; {job.id} belongs to {job.user}.",
+                hint="Use a user's token for this.",
             )
         return job
 
     def require_person(self) -> Caller:
-        """This caller, unless it is a job's."""
+        """Returns this caller. Raises DeniedError for a job token."""
         if self.job:
-            raise DeniedError(f"the token of {self.job} is a job's; this takes a user's.", hint="Use a token of yours.")
+            raise DeniedError(
+                f"the token of {self.job} is a job token; this needs a user's token.", hint="Use a token of yours."
+            )
         return self
 
     def require_all(self) -> None:
@@ -100,8 +102,8 @@ class Tokens:
         self._problem = ""
 
     async def caller(self, authorization: str | None) -> Caller:
-        """The caller behind an Authorization header; AuthError when it names nobody. Only for a token that this cluster
-        made for a job is the store read, in a thread."""
+        """Returns the caller of an Authorization header. Raises AuthError if it is not valid. Only job tokens read the
+        store."""
         scheme, _, given = (authorization or "").partition(" ")
         given = given.strip()
         if scheme.lower() == "bearer" and given:
@@ -111,11 +113,11 @@ class Tokens:
                 if hmac.compare_digest(token.encode(), given.encode()):
                     return caller
         raise AuthError(
-            "no valid API token was sent.", hint="Send `Authorization: Bearer TOKEN`; client.json has yours."
+            "no valid API token was sent.", hint="Send `Authorization: Bearer TOKEN`; client.json contains yours."
         )
 
     def _load(self) -> dict[str, Caller]:
-        """ClusterError when the file could never be read."""
+        """Returns the callers by token. Raises ClusterError if the file was never readable."""
         try:
             about = self._path.stat()
             seen = (about.st_mtime_ns, about.st_size, about.st_ino)
@@ -125,16 +127,16 @@ class Tokens:
         except (OSError, ValueError, RecursionError) as error:
             if self._problem != (problem := f"{type(error).__name__}: {error}"):
                 self._problem = problem
-                _log.error("%s cannot be read, and the tokens read last go on: %s", self._path, problem)
+                _log.error("cannot read %s, so the tokens read last stay valid: %s", self._path, problem)
         if self._callers is None:
-            raise ClusterError("the API cannot read its tokens.", hint="The operator has to mend tokens.json.")
+            raise ClusterError("the API cannot read its tokens.", hint="The operator must fix tokens.json.")
         return self._callers
 
 
 def _callers(raw: object) -> dict[str, Caller]:
-    """ValueError when anything in it is no token of a user of a team."""
+    """Raises ValueError if an entry is not a token of a user of a team."""
     if not isinstance(raw, dict):
-        raise ValueError("it holds no mapping")
+        raise ValueError("it is not a mapping")
     callers = {}
     for token, who in raw.items():
         user, team = (who.get("user"), who.get("team")) if isinstance(who, dict) else ("", "")

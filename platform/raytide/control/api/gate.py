@@ -1,8 +1,8 @@
-"""The gate in front of the routes, as ASGI middleware.
+"""ASGI middleware that authenticates requests and limits their bodies.
 
-Nothing of a request's body is read before its sender is known. A body is then read up to the limit of its route and
-within a deadline, so that neither a huge body nor a slow one holds memory or a connection. Routes find the caller in
-`request.state.caller`; a package is streamed to its route, every other body is complete when the route starts.
+The sender is authenticated before the body is read. Bodies have a size limit that depends on the route, and a deadline,
+so that neither huge nor slow ones hold memory or a connection. Routes find the caller in `request.state.caller`.
+Packages are streamed; every other body is complete before its route runs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from raytide.core.errors import AuthError, RaytideError, TooLargeError, TooSlowE
 from raytide.core.io.working_dir import MOST_BYTES
 
 SPEC_BYTES = 2**20
-"""The largest body of a job's or an endpoint's spec."""
+"""The largest body of a job's or endpoint's spec."""
 BODY_BYTES = 2**16
-"""The largest body of every other request: a report, the end of a lease, limits of a team."""
+"""The largest body of every other request."""
 BODY_S = 20.0
-"""How long a body may take to arrive."""
+"""The time within which a body must arrive."""
 CHUNK_S = 30.0
-"""How long each piece of a package may take to arrive."""
+"""The time within which each chunk of a package must arrive."""
 PACKAGE_S = 300.0
-"""How long a package may take to arrive."""
+"""The time within which a package must arrive."""
 
 _OPEN = frozenset({"/health", "/metrics"})
 _SPECS = frozenset({"/v1/jobs", "/v1/endpoints"})
@@ -38,7 +38,7 @@ _CLOSE = {"Connection": "close"}
 
 
 class Gate:
-    """Answers 401 without a valid token, 413 to a body above its route's limit and 408 to one that is too slow."""
+    """Responds with 401 without a valid token, 413 to a body that is too large and 408 to one that is too slow."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app, self._tokens = app, tokens
@@ -51,7 +51,7 @@ class Gate:
             if scope["path"] not in _OPEN:
                 scope.setdefault("state", {})["caller"] = await self._tokens.caller(_authorization(scope["headers"]))
             elif _has_body(scope["headers"]):
-                raise TooLargeError(f"{scope['path']} takes no body.", hint="Send none.")
+                raise TooLargeError(f"{scope['path']} takes no body.", hint="Send the request without a body.")
             admitted = await _admit(scope, receive)
         except RaytideError as error:
             await _refuse(error)(scope, receive, send)
@@ -64,7 +64,7 @@ class Gate:
 
 
 async def _admit(scope: Scope, receive: Receive) -> Receive | None:
-    """The `receive` that the route gets, once the body is within its limit; None when the client is gone."""
+    """Returns the `receive` for the route once the body is within its limits; None if the client disconnected."""
     headers = scope["headers"]
     if not _has_body(headers):
         return receive
@@ -115,7 +115,7 @@ def _streamed(receive: Receive, most: int) -> Receive:
         try:
             message = await asyncio.wait_for(receive(), max(0.0, min(CHUNK_S, left_s)))
         except TimeoutError:
-            raise TooSlowError("the package arrives too slowly.", hint="Leave large files out of it.") from None
+            raise TooSlowError("the package arrived too slowly.", hint="Leave large files out of it.") from None
         size += len(message.get("body", b""))
         if size > most:
             raise _too_large(most)
@@ -125,8 +125,8 @@ def _streamed(receive: Receive, most: int) -> Receive:
 
 
 async def _discard(receive: Receive, size: int) -> None:
-    """Reads what a known caller still sends, for a moment: a connection that is closed with unread bytes is reset, and
-    the client would not see the answer."""
+    """Reads the rest of a body for a moment, because closing a connection with unread bytes would reset it before the
+    client reads the response."""
     deadline_s, left = time.monotonic() + _DISCARD_S, min(size, _DISCARDED_BYTES)
     try:
         while left > 0 and (wait_s := deadline_s - time.monotonic()) > 0:
@@ -146,7 +146,7 @@ def _authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def _length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """The announced length of the body; one that is no number counts as endless."""
+    """Returns the announced length of the body; an invalid number counts as infinite."""
     found = [value for name, value in headers if name == b"content-length"]
     if not found:
         return None
@@ -161,9 +161,9 @@ def _has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 def _too_large(most: int) -> TooLargeError:
     size = f"{most // 2**20} MiB" if most >= 2**20 else f"{most // 2**10} KiB"
-    return TooLargeError(f"the request's body is larger than {size}.", hint="Send less; this route takes no more.")
+    return TooLargeError(f"the request's body is larger than {size}.", hint="Send a smaller body.")
 
 
 def _refuse(error: RaytideError) -> JSONResponse:
-    """The answer; the connection is closed, because what is left of the body is not read."""
+    """Returns the response. It closes the connection, because the rest of the body is not read."""
     return JSONResponse({"error": error.to_json()}, status_code=error.http_status, headers=_CLOSE)

@@ -1,6 +1,4 @@
-"""What keeps the control plane from doing its work, as far as the API can see it: a full disk, a store that refuses
-writes, a controller that decides nothing.
-"""
+"""Problems of the control plane that the API can detect: a full disk, a failing store, a stalled controller."""
 
 from __future__ import annotations
 
@@ -18,23 +16,23 @@ from raytide.core.state import Store
 __all__ = ["LOW_BYTES", "LOW_FILES", "ControlPlaneHealth", "HealthMonitor"]
 
 LOW_BYTES, LOW_FILES = 64 << 20, 100
-"""Below this the disk of the run folder counts as full: state, ledger, logs and records of nodes need that much to grow
-while somebody makes room."""
+"""Below this free space the run folder's disk counts as full, so that records and logs can still grow during a
+cleanup."""
 _FAILED_S = 60.0
-"""For how long a write that failed is worth a word when none was tried since."""
+"""How long a failed write is reported if no other write was tried."""
 _STILL_S = 30.0
-"""A controller that has finished no pass for so long stands still; a pass on the largest clusters takes seconds."""
+"""A controller without a finished tick for this long counts as stalled; ticks of the largest clusters take seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlPlaneHealth:
     code: str
-    """`disk`, `store` or `controller`, for `/health`, which asks for no token."""
+    """`disk`, `store` or `controller`; shown by `/health`, which needs no token."""
     text: str
 
 
 class HealthMonitor:
-    """Looks at the run folder, the store and live.json, when it is asked."""
+    """Checks the run folder, the store and live.json on request."""
 
     def __init__(
         self, live_path: Path, store: Store, clock: Clock, monotonic_s: Callable[[], float] = time.monotonic
@@ -44,8 +42,8 @@ class HealthMonitor:
         self._changed_s: float | None = None
 
     def live(self) -> Live:
-        """What the controller showed last; empty before its first pass. A file that cannot be read, as after a loss of
-        power, is the one before."""
+        """Returns the controller's last live.json; empty before its first tick. An unreadable file gives the previous
+        one."""
         try:
             live = from_json(Live, json.loads(self._live_path.read_text()))
         except FileNotFoundError:
@@ -61,13 +59,15 @@ class HealthMonitor:
         return live
 
     def controller_age_s(self) -> float | None:
-        """How long ago the controller finished a pass; None when it never did. Measured from when its answer last
-        changed: its clock may be another one by a step."""
+        """Returns the seconds since the controller's last tick; None if it never ticked.
+
+        It measures when live.json last changed, because the controller's clock may differ.
+        """
         self.live()
         return None if self._changed_s is None else self._monotonic_s() - self._changed_s
 
     def free_bytes(self) -> int:
-        """What its user may still write on the disk of the run folder."""
+        """Returns the bytes that this user may still write to the run folder's disk."""
         found = os.statvfs(self._live_path.parent)
         return found.f_bavail * found.f_frsize
 

@@ -1,9 +1,9 @@
-"""What the API looks at of the files that a spec names, before its job or endpoint waits for anything.
+"""Checks the local files that a spec names before its job or endpoint is queued.
 
-Nothing remote is opened: of a URL its form is checked, and the driver reports what is missing behind it. A local file
-is looked at in threads of its own, for a moment: a file system that hangs takes these threads, and specs are then
-accepted unseen. The API may read more than teams may. A team's token therefore learns only of files that every user of
-the machine can read; of any other the driver reports what is wrong with it. Nothing is opened but regular files.
+URLs are checked by their form only; the driver reports what is missing behind them. Local files are checked in separate
+threads with a timeout, so a hanging file system blocks only these threads, and specs are then accepted unchecked. The
+API may read more than teams may, so a team's token learns only of files that every user of the machine can read; the
+driver reports on others. Only regular files are opened.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from raytide.core.specs.data import DataSpec
 from raytide.core.specs.train import TrainSpec
 
 LOOK_S = 3.0
-"""How long a look at a file may take."""
+"""The timeout of one check, in seconds."""
 THREADS = 4
 _FREE_S = 0.2
-"""How long is waited for one of them: those of a file system that hangs are not free for long."""
+"""The longest wait for a free thread, because threads of a hanging file system stay busy."""
 _MOST_BYTES = 2**24
-"""The largest manifest that is read here; the driver reads larger ones."""
+"""The largest manifest read here; the driver reads larger ones."""
 T = TypeVar("T")
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
-"""What is there looks like files; reading it may wait, or do something."""
+"""Folders whose entries look like files but may block or have effects when read."""
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL})
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look at a path found; neither when it could not, or may not, tell."""
+    """The result of checking a path; empty if it is unknown or must not be told."""
 
     content: bytes | None = None
     is_missing: bool = False
@@ -51,23 +51,23 @@ _UNSEEN = Look()
 
 
 class Inputs:
-    """One per API process."""
+    """The checks of one API process."""
 
     def __init__(self) -> None:
         self._free = threading.BoundedSemaphore(THREADS)
 
     def check_private(self, config: object, where: str, *, is_checked_later: bool) -> None:
-        """DeniedError for paths that are nobody's data; following their links may hang like every other look."""
+        """Raises DeniedError for private paths. Resolving links may hang, so it runs in a thread too."""
 
         def check() -> bool:
             check_named(config, where, links=not is_checked_later)
             return True
 
         if not self._run(check) and not is_checked_later:
-            raise DataError(f"the paths of {where} cannot be looked at.", hint="Try again, or name other paths.")
+            raise DataError(f"the paths of {where} cannot be checked now.", hint="Try again, or use other paths.")
 
     def check_training(self, spec: TrainSpec, caller: Caller) -> None:
-        """DataError when its dataset or its conversations are missing or malformed, or a URL's form is not allowed."""
+        """Raises DataError if the dataset or chat file is missing or malformed, or if a URL is not allowed."""
         tokenizer, template = (spec.chat.tokenizer, spec.chat.template) if spec.chat else (None, None)
         config = spec.model.config if isinstance(spec.model.config, str) else None
         for url in (spec.dataset, spec.out, spec.checkpoint_dir, spec.init_from, tokenizer, template, config):
@@ -77,8 +77,8 @@ class Inputs:
             found = self._look(where := join(spec.dataset, MANIFEST), caller)
             if found.is_missing:
                 raise DataError(
-                    f"{spec.dataset} holds no token dataset: it has no {MANIFEST}.",
-                    hint="Build it with `raytide data build`; a build that was cut off leaves none.",
+                    f"{spec.dataset} is not a token dataset: it has no {MANIFEST}.",
+                    hint="Build it with `raytide data build`; an interrupted build leaves none.",
                 )
             if found.content is not None:
                 parse_manifest(found.content, where)
@@ -88,26 +88,26 @@ class Inputs:
                 raise DataError(f"{spec.chat.file} does not exist.", hint="Check chat.file.")
 
     def check_build(self, spec: DataSpec) -> None:
-        """DataError when a URL is not of an allowed form; the inputs are many, and the driver lists them."""
+        """Raises DataError if a URL is not allowed. The driver lists the inputs, which may be many."""
         for url in (*spec.inputs, spec.out, *([spec.tokenizer.file] if spec.tokenizer.file else [])):
             check_url(url)
 
     def check_model(self, model: str, caller: Caller) -> None:
-        """DataError when it is no model's directory."""
+        """Raises DataError if the model is not a model directory."""
         check_url(model)
         if local_path(model) is None or self._look(join(model, "config.json"), caller, most=0).is_missing:
-            raise DataError(f"{model} is no model directory: it has no config.json.", hint="Give an exported model.")
+            raise DataError(f"{model} is not a model directory: it has no config.json.", hint="Use an exported model.")
 
     def _look(self, url: str, caller: Caller, most: int = _MOST_BYTES) -> Look:
-        """`most`: bytes of its content that are wanted."""
+        """`most` is the number of bytes to read."""
         path = local_path(url)
         if path is None:
             return _UNSEEN
         return self._run(lambda: look(path, most, for_everybody=caller.team != ANY_TEAM)) or _UNSEEN
 
     def _run(self, work: Callable[[], T]) -> T | None:
-        """What it returns or raises; None when that takes too long. It runs in a daemon thread: one that hangs for ever
-        must not keep the process from its end."""
+        """Returns or raises what `work` does; None on a timeout. Runs in a daemon thread, which cannot delay the
+        exit."""
         if not self._free.acquire(timeout=_FREE_S):
             return None
         found: Future[T] = Future()
@@ -128,10 +128,10 @@ class Inputs:
 
 
 def look(path: str, most: int, *, for_everybody: bool) -> Look:
-    """`for_everybody`: as a user sees it who has no rights of its own on this machine."""
+    """With `for_everybody`, returns only what a user without rights of their own can see."""
     try:
         real = os.path.realpath(path)
-        if real.startswith(_NO_FILES) and not real.startswith("/dev/shm/"):  # read, never written to  # nosec B108
+        if real.startswith(_NO_FILES) and not real.startswith("/dev/shm/"):  # only read  # nosec B108
             return Look(is_missing=True)
         if for_everybody and not _is_reachable(real):
             return _UNSEEN
@@ -143,12 +143,12 @@ def look(path: str, most: int, *, for_everybody: bool) -> Look:
         return Look(_read(real, most, for_everybody=for_everybody))
     except OSError as error:
         return Look(is_missing=error.errno in _MISSING)
-    except ValueError:  # no path at all
+    except ValueError:  # not a path
         return Look(is_missing=True)
 
 
 def _is_reachable(real: str) -> bool:
-    """Whether every user may enter all folders above it, as far as they exist."""
+    """Returns whether every user may enter all existing parent folders."""
     for folder in reversed(Path(real).parents):
         try:
             about = os.stat(folder)
@@ -162,7 +162,7 @@ def _is_reachable(real: str) -> bool:
 
 
 def _read(real: str, most: int, *, for_everybody: bool) -> bytes | None:
-    """Its content; None when it is larger, or is another file than a moment ago."""
+    """Returns the content; None if it is larger than `most`, or if the file was replaced meanwhile."""
     if not most:
         return None
     descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC)

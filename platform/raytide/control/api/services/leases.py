@@ -1,8 +1,8 @@
-"""Leases for drivers that wait until theirs changes: all of them cost the store one small read every tenth of a second.
+"""Long polls of leases by drivers, which together cost the store one small read every tenth of a second.
 
-A watcher reads a counter that every commit moves which touches jobs or leases. When it moved, one query finds those of
-the awaited leases that changed, and only these are read anew, all at once. A lease that nothing changed is answered
-from memory. That a driver of a GANG job waits is its heartbeat: those that are due are written together.
+A watcher reads a counter that each commit of jobs or leases increments. When it changed, one query finds the polled
+leases that changed, and one read loads them. Unchanged leases are answered from memory. A poll of a GANG job's driver
+is its heartbeat; heartbeats are written in batches.
 """
 
 from __future__ import annotations
@@ -31,19 +31,16 @@ from raytide.core.state.job_queries import LeaseKey
 LOOK_S = 0.1
 BEAT_S = 1.0
 _BEATS = 5
-"""Heartbeats that are written within a job's timeout, at most one each BEAT_S."""
-"""How often heartbeats are written at most."""
-_BEATS = 5
-"""Heartbeats within a job's timeout, or one a second."""
+"""Heartbeats written within a job's timeout, at most one every BEAT_S."""
 _KEPT_S = 10.0
-"""How long a lease stays in memory that nobody waits for: who waits asks again at once."""
+"""How long an unpolled lease stays in memory; drivers poll again at once."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Seen:
-    """A job and its lease as they were at a version of the store, and as nothing changed them since."""
+    """A job and its lease at a version of the store, unchanged since."""
 
     job: Job
     lease: Lease
@@ -51,7 +48,7 @@ class Seen:
     version: int
     asked_s: float = 0.0
     beat_s: float = -math.inf
-    """When its last heartbeat was written, by the monotonic clock."""
+    """The monotonic time of its last written heartbeat."""
     body: bytes = b""
 
     @property
@@ -63,24 +60,24 @@ class Seen:
         return self.job.spec.heartbeat_timeout_s / _BEATS
 
     def to_bytes(self) -> bytes:
-        """The lease as JSON."""
+        """Returns the lease as JSON."""
         self.body = self.body or json.dumps(to_json(self.lease), ensure_ascii=True).encode()
         return self.body
 
 
 class Leases:
-    """One per API process."""
+    """The long polls of one API process."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._seen: dict[str, Seen] = {}
         self._version, self._is_grown = -1, False
-        """The version at which all of them were looked at, and whether some came since then."""
+        """The version at which all leases were checked, and whether some were added since."""
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._polled: set[str] = set()
-        """GANG jobs whose driver asked since the last heartbeats."""
+        """GANG jobs whose driver polled since heartbeats were last written."""
         self._left: set[str] = set()
-        """GANG jobs whose driver hung up since then."""
+        """GANG jobs whose driver disconnected since then."""
         self._watcher: asyncio.Task[None] | None = None
         self._beater: asyncio.Task[None] | None = None
         self._reads, self._looks, self._beats = CapacityLimiter(8), CapacityLimiter(1), CapacityLimiter(1)
@@ -88,8 +85,11 @@ class Leases:
     async def wait(
         self, job_id: str, check: Callable[[Job], object], newer_than: int, timeout_s: float, receive: Receive
     ) -> bytes | None:
-        """The job's lease as JSON once its epoch is above `newer_than`, or as it is after the timeout; None when the
-        client went away. `check` refuses callers who may not see it. LeaseLostError when it is over."""
+        """Returns the lease as JSON once its epoch exceeds `newer_than`, or on a timeout; None if the client
+        disconnected.
+
+        `check` raises for callers who may not see the job. Raises LeaseLostError if the job is over.
+        """
         deadline_s = time.monotonic() + timeout_s
         gone: asyncio.Task[None] | None = None
         try:
@@ -116,13 +116,13 @@ class Leases:
                 gone.cancel()
 
     def lease(self, job: Job) -> Lease:
-        """The job's lease; while it has none yet, one that waits, with epoch -1."""
+        """Returns the job's lease; before its admission, a WAITING one with epoch -1."""
         _require_held(job)
         return _lease(job, self._store.lease_of(job.id))
 
     def hung_up(self, job_ids: Iterable[str]) -> None:
-        """Whoever asked for these leases is gone before the answer, as a driver is that was killed. One that lives asks
-        again at once; it is waited for no longer than a moment."""
+        """Shortens the timeout of drivers that disconnected from a pending poll, as killed drivers do. Live ones poll
+        again."""
         now_s = self._clock.now_s()
         jobs = [job for job in self._store.jobs_of(list(job_ids)) if not job.is_final]
         self._store.heartbeats(
@@ -132,7 +132,7 @@ class Leases:
     async def _first(self, job_id: str, *, is_beat: bool) -> Seen:
         found = await to_thread.run_sync(self._read, [job_id], limiter=self._reads)
         if job_id not in found:
-            raise NotFoundError(f"there is no job {job_id}.", hint="`raytide ps` lists them.")
+            raise NotFoundError(f"job {job_id} does not exist.", hint="`raytide ps` lists jobs.")
         seen = found[job_id]
         if is_beat:
             if seen.is_gang and not seen.job.is_final:
@@ -144,7 +144,7 @@ class Leases:
         return self._seen[job_id]
 
     async def _changed(self, job_id: str, gone: asyncio.Task[None], timeout_s: float) -> bool:
-        """Waits for the watcher or the time; False when the client hung up."""
+        """Waits for the watcher or the timeout; returns False if the client disconnected."""
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(job_id, set()).add(changed)
         self._keep_watching()
@@ -237,7 +237,7 @@ class Leases:
                 await to_thread.run_sync(self.hung_up, left, limiter=self._beats)
 
     def _beat(self, job_ids: set[str]) -> None:
-        with suppress(StorageError):  # leases are told all the same
+        with suppress(StorageError):  # leases are answered anyway
             self._store.heartbeats(dict.fromkeys(job_ids, self._clock.now_s()))
 
     def _forget(self, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What the API does about money and limits: costs by whatever groups them, quotas and budgets of teams."""
+"""Costs by group, and quotas and budgets of teams and jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Accounts:
         self._store, self._config = store, config
 
     def cost(self, by: report.By, caller: Caller, since_us: int, now_us: int) -> CostTable:
-        """Of the caller's team; a token for every team sees all, what is nobody's included."""
+        """Returns the costs of the caller's team; with a token for all teams, all costs, including unowned ones."""
         intervals = self._store.books.intervals()
         booked = self._store.books.lines(since_us=since_us, with_node=by == "node", with_day=by == "day")
         pending = [entry for entry in accrued(intervals, now_us) if entry.to_us > since_us]
@@ -53,11 +53,13 @@ class Accounts:
         ]
 
     def change(self, name: str, changes: Mapping[str, object], caller: Caller) -> TeamSpec:
-        """Set some of a team's limits from now on, None as the configuration says; only a token for every team may."""
+        """Sets some of a team's limits; None restores the configured value. Needs a token for all teams."""
         caller.require_all()
         self.check_team(name)
         if "parent" in changes:
-            raise ConfigError("the tree of teams is the configuration's.", hint="Set it in metadata.raytide.teams.")
+            raise ConfigError(
+                "the parent of a team cannot be changed at run time.", hint="Set it in metadata.raytide.teams."
+            )
         self._check_resources(changes)
         given: dict[str, Any] = next((dict(team.given) for team in self._store.teams() if team.name == name), {})
         for field, value in changes.items():
@@ -69,9 +71,9 @@ class Accounts:
         return spec
 
     def set_job_budget(self, job: Job, usd: float | None, *, soft: bool, per: BudgetPer) -> Job:
-        """Both of its budgets are for the same time."""
+        """Sets or removes a budget. A job's hard and soft budgets share one period."""
         if job.is_final:
-            raise ConflictError(f"{job.id} is {job.state}: it spends nothing any more.", hint="Set that of another.")
+            raise ConflictError(f"{job.id} is {job.state}: its budget cannot be changed.", hint="Choose a live job.")
         name, other = ("soft_budget_usd", "budget_usd") if soft else ("budget_usd", "soft_budget_usd")
         if (kept := getattr(job.spec, other)) is None:
             per = "job" if usd is None else per
@@ -81,7 +83,7 @@ class Accounts:
             kind, option = ("hard", "") if soft else ("soft", " --soft")
             raise UsageError(
                 f"the {kind} budget of {job.id}, ${kept:g}, is by the {job.spec.budget_per}.",
-                hint=f"Say both alike, or take that one away first: `raytide budget set {job.id} none{option}`.",
+                hint=f"Use the same period for both, or remove that one first: `raytide budget set {job.id} none{option}`.",
             )
         limit = {name: usd, "budget_per": per}
         spec = JobSpec.parse({**job.spec.model_dump(mode="json"), **limit}, where=job.id)
@@ -94,19 +96,19 @@ class Accounts:
         known = self.specs()
         if team not in known:
             raise ConfigError(
-                f"there is no team {team}.",
+                f"team {team} does not exist.",
                 hint=f"Teams are {', '.join(sorted(known))}; metadata.raytide.teams adds more.",
             )
 
     def _check_resources(self, changes: Mapping[str, object]) -> None:
-        """A quota of what no node has would limit nothing."""
+        """Raises ConfigError for resources that no node has, because their quota would limit nothing."""
         known = fleet_capacity(self._config.node_types).keys()
         for field in ("quota", "borrow", "lend"):
             amounts = changes.get(field)
             if isinstance(amounts, Mapping) and (odd := sorted(amounts.keys() - known)):
                 raise ConfigError(
-                    f"no node type has {odd[0]}, of which a {field} is set.",
-                    hint=f"There are {', '.join(sorted(known))}.",
+                    f"{field}: no node type has resource {odd[0]}.",
+                    hint=f"Resources are {', '.join(sorted(known))}.",
                 )
 
     def _tags(self, subjects: set[str]) -> dict[str, dict[str, str]]:
@@ -118,7 +120,7 @@ _NOTHING = TeamUse({}, {}, {}, 0, 0.0)
 
 
 def _tags_of_job(job: Job) -> dict[str, str]:
-    """Its labels; a training run without the label is grouped by its name, which is what it makes."""
+    """Returns the job's labels; a training run without a model label is grouped by its name."""
     model = {"model": job.spec.name} if job.spec.kind is JobKind.TRAIN else {}
     return {**model, **job.spec.labels}
 

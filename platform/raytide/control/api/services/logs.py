@@ -1,7 +1,7 @@
-"""The log of a job in parts: what its drivers wrote, one attempt after another. It is never held whole.
+"""Serves the log of a job in parts: the output of its drivers, one attempt after another. It is never held whole.
 
-A place in it is `attempt:byte`, counted from the first byte that was ever written, also where the oldest were dropped
-(see `log_files`); "" is its beginning.
+A position is `attempt:byte`, counted from the first byte ever written, even if the oldest were dropped (see
+`log_rotation`). An empty position is the beginning.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from raytide.jobs.lifecycle.jobs import DriverKey
 
 PART_BYTES = 2**20
 TAIL_BYTES = 2**25
-"""How far before the end of a log its last lines are looked for: one without line ends may be of any length."""
+"""How far before the end of a log its last lines are searched, because lines may have any length."""
 _BLOCK_BYTES = 2**18
 _PLACE = re.compile(r"(\d{1,9}):(\d{1,18})")
-_DROPPED = "[the first {} bytes from here were dropped: of a log, the last megabytes are kept]\n"
+_DROPPED = "[{} bytes were dropped here: only the last megabytes of a log are kept]\n"
 _PREFACE = re.compile(rb"\A(.* -- Runtime env is setting up\.\n)?(Running entrypoint for job .*\n)?")
-"""What Ray writes before a driver does."""
+"""The lines that Ray writes before the driver's output."""
 
 
 class Printed(Protocol):
     def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
-        """Up to so many bytes of what an attempt wrote, from `start` on, and how many it wrote so far."""
+        """Returns up to `most` bytes of an attempt's output from `start` on, and the output's total size."""
 
 
 class _Piece(NamedTuple):
     start: int
-    """Where the data begins: later than asked for where that was dropped."""
+    """The position of `data`, which is later than requested if older output was dropped."""
     data: bytes
     size: int
-    """How much was written so far, with what was dropped."""
+    """The total size of the output, including dropped bytes."""
 
 
 def part(printed: Printed, job: Job, after: str) -> LogPart:
-    """What comes after that place."""
+    """Returns the part of the log after a position."""
     attempt, wanted = _parsed(after)
     piece = _piece(printed, DriverKey(job.id, attempt), wanted, PART_BYTES)
     while (before := 0 if piece.start else _preface(piece.data)) == len(piece.data) and attempt < job.restarts:
         attempt, wanted = attempt + 1, 0
         piece = _piece(printed, DriverKey(job.id, attempt), wanted, PART_BYTES)
     start, data, size = piece
-    if before == len(data):  # nothing, or Ray's first line, whose second comes
+    if before == len(data):  # empty, or only the first of Ray's lines
         return LogPart("", f"{attempt}:{start}", has_more=False)
     has_more = start + len(data) < size
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -56,12 +56,12 @@ def part(printed: Printed, job: Job, after: str) -> LogPart:
     text = decoder.decode(data[before:], final=is_over and not has_more)
     if start > wanted:
         text = _DROPPED.format(start - wanted) + text
-    end = start + len(data) - len(decoder.getstate()[0])  # a character of which only a part is there comes next time
+    end = start + len(data) - len(decoder.getstate()[0])  # an incomplete character is left for the next part
     return LogPart(text, f"{attempt}:{end}", has_more=has_more or attempt < job.restarts)
 
 
 def tail(printed: Printed, job: Job, lines: int) -> str:
-    """The place at which its last lines begin, or where it is looked for no further."""
+    """Returns the position of the last `lines` lines, or the earliest position searched."""
     left = TAIL_BYTES
     for attempt in range(job.restarts, -1, -1):
         key = DriverKey(job.id, attempt)
@@ -81,7 +81,7 @@ def tail(printed: Printed, job: Job, lines: int) -> str:
 
 
 def _line_starts(printed: Printed, key: DriverKey, first: int, size: int) -> Iterator[int]:
-    """Of the last line, of the one before it, and so on until `first`."""
+    """Yields the starts of lines from the last one back to `first`."""
     end = size
     while end > first:
         start = max(first, end - _BLOCK_BYTES)
@@ -95,13 +95,13 @@ def _line_starts(printed: Printed, key: DriverKey, first: int, size: int) -> Ite
 
 
 def _piece(printed: Printed, key: DriverKey, start: int, most: int) -> _Piece:
-    """Up to so many bytes from that place on, or from the first that is still there."""
+    """Reads up to `most` bytes from `start`, or from the first byte that was not dropped."""
     head, there = printed.log(key, 0, most if start == 0 else HEADER_BYTES)
     dropped = dropped_before(head if len(head) >= HEADER_BYTES else printed.log(key, 0, HEADER_BYTES)[0])
     if dropped is None:
         if start == 0:
             return _Piece(0, head, there)
-        if 0 < there < start:  # it was cut, and its writer ended before it could say so
+        if 0 < there < start:  # it was cut, and its writer died before writing the header
             return _Piece(start, b"", start)
         return _Piece(start, *printed.log(key, start, most))
     size = dropped + there - HEADER_BYTES
@@ -112,7 +112,7 @@ def _piece(printed: Printed, key: DriverKey, start: int, most: int) -> _Piece:
 def _parsed(after: str) -> tuple[int, int]:
     found = _PLACE.fullmatch(after or "0:0")
     if found is None:
-        raise UsageError(f"{after!r} is no place in a log.", hint="Give what the last answer said as `after`.")
+        raise UsageError(f"{after!r} is not a position in a log.", hint="Use the `after` of the last response.")
     return int(found[1]), int(found[2])
 
 

@@ -1,4 +1,4 @@
-"""The control plane's metrics for Prometheus, from the records and from what the controller saw last."""
+"""Collects the control plane's metrics from the records and the controller's last observation."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def samples(store: Store, live: Live, watch: HealthMonitor) -> Iterator[MetricSa
         load = live.loads.get(endpoint.name)
         yield MetricSample(m.REPLICAS_READY, load.ready if load else 0, (endpoint.name,))
         if load is not None:
-            yield from _told(endpoint.name, load)
+            yield from _endpoint_samples(endpoint.name, load)
     for node_id, use in live.use.items():
-        yield from (MetricSample(m.NODE_USE, word.value, (node_id, meter)) for meter, word in use.items())
+        yield from (MetricSample(m.NODE_USE, signal.value, (node_id, meter)) for meter, signal in use.items())
     yield from (MetricSample(m.POOL_FAILURES, pool.failures, (pool.node_type, pool.zone)) for pool in store.pools())
     booked = store.books.booked("kind")
     yield from (MetricSample(m.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
@@ -49,8 +49,8 @@ def samples(store: Store, live: Live, watch: HealthMonitor) -> Iterator[MetricSa
     yield MetricSample(m.ERRORS, live.errors_total)
 
 
-def _told(endpoint: str, load: EndpointLoad) -> Iterator[MetricSample]:
-    """What the replicas and the router said."""
+def _endpoint_samples(endpoint: str, load: EndpointLoad) -> Iterator[MetricSample]:
+    """Yields the metrics that replicas and the router report."""
     yield MetricSample(m.ONGOING, load.ongoing, (endpoint,))
     if load.replicas:
         yield MetricSample(m.KV_USE, fmean(replica.kv_use for replica in load.replicas), (endpoint,))

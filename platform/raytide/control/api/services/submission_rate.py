@@ -1,4 +1,4 @@
-"""Bounds how fast one team fills the state store: records of jobs stay after their end."""
+"""Limits how fast one team fills the state store, because records of jobs stay after their end."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from raytide.core.errors import QuotaError
 from raytide.core.objects.job import JobSpec
 
 BURST_BYTES, BYTES_PER_H = 64 << 20, 32 << 20
-"""What a team may add at once, and in each hour after that."""
+"""The bytes that a team may add at once, and per hour."""
 MEMBER_BYTES = 250
-"""The records of one member of a lease."""
+"""The size of the records of one lease member."""
 
 
 class SubmissionRate:
-    """One per API process: a bucket of bytes for each team, which time refills."""
+    """A token bucket of bytes for each team, in one API process."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._lock = threading.Lock()
         self._left: dict[str, tuple[float, float]] = {}
-        """Bytes and when they were counted, by team."""
+        """The bytes left and the time of counting, by team."""
 
     def take(self, spec: JobSpec) -> None:
-        """Count a submission. QuotaError when its team has added too much of late."""
+        """Counts a submission. Raises QuotaError if the team has exceeded its rate."""
         members = max(shape.members for shape in spec.gang.shapes)
         size = len(spec.model_dump_json()) + MEMBER_BYTES * members
         now_s = self._now_s()
@@ -37,7 +37,7 @@ class SubmissionRate:
         if not is_enough:
             wait_s = (size - left) * 3600.0 / BYTES_PER_H
             raise QuotaError(
-                f"team {spec.team} has submitted too many or too large jobs: {BURST_BYTES >> 20} MiB at once and "
-                f"{BYTES_PER_H >> 20} MiB an hour are stored.",
-                hint=f"Try again in {wait_s:.0f} s, or send smaller ones: large texts belong into the job's package.",
+                f"team {spec.team} has submitted too many or too large jobs: the limit is {BURST_BYTES >> 20} MiB at once and "
+                f"{BYTES_PER_H >> 20} MiB an hour.",
+                hint=f"Try again in {wait_s:.0f} s, or send smaller specs: put large texts into the job's package.",
             )
