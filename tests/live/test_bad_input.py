@@ -57,7 +57,7 @@ def test_an_empty_corpus_says_what_was_dropped(raytide_cli: Cli, tmp_path: Path)
 
 def test_a_missing_dataset_is_refused_before_it_waits(raytide_cli: Cli, tmp_path: Path) -> None:
     spec = write(tmp_path / "t.yaml", {"dataset": str(tmp_path / "none"), "out": str(tmp_path / "out"), "steps": 1})
-    assert "holds no token dataset" in refused(raytide_cli("train", spec), 2)
+    assert "is not a token dataset" in refused(raytide_cli("train", spec), 2)
 
 
 def test_a_gang_that_no_node_type_can_hold(raytide_cli: Cli, dataset: Path, tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ def test_the_survivors_of_a_lost_node_may_save_too(start: Start) -> None:
 
 
 def test_what_kept_it_from_starting_is_told_and_is_no_lost_node(start: Start) -> None:
-    run = start(SAY, ONE, package=b"no zip file")
+    run = start(SAY, ONE, package=b"not a zip file")
     error = run.result.exception(60)
     assert isinstance(error, ScriptError)
     assert "could not be started on node-0-0: DataError: the package is broken: File is not a zip file" in str(error)

@@ -185,7 +185,7 @@ def test_a_team_learns_nothing_of_files_that_only_the_operator_can_read(client: 
 
 def test_a_team_is_told_of_what_everybody_can_read(client: TestClient, shared: Path) -> None:
     answer = client.post("/v1/jobs", json=train(str(shared)))
-    assert (answer.status_code, "holds no token dataset" in error(answer)["message"]) == (400, True)
+    assert (answer.status_code, "is not a token dataset" in error(answer)["message"]) == (400, True)
     (shared / "manifest.json").write_text("{")
     answer = client.post("/v1/jobs", json=train(str(shared)))
     assert (answer.status_code, "is not JSON" in error(answer)["message"]) == (400, True)

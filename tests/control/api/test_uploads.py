@@ -59,7 +59,7 @@ def test_no_room_is_made_at_the_cost_of_jobs(packages: Packages) -> None:
 
 
 def test_what_is_no_zip_file_is_refused_when_it_arrives(packages: Packages) -> None:
-    with pytest.raises(DataError, match="no zip file"), packages.receive(digest_of(b"files")) as part:
+    with pytest.raises(DataError, match="not a zip file"), packages.receive(digest_of(b"files")) as part:
         part.write(b"files")
 
 

@@ -113,6 +113,17 @@ def test_a_node_whose_raylet_dies_ends_with_its_agents_and_workers(
     assert machine.reason in ("its raylet ended", "its raylet did not start")  # it joins a moment before it is started
 
 
+def test_tasks_on_a_node_run_without_niceness(ray_cluster: LocalCluster, provider: LocalProvider) -> None:
+    """Ray's default of 15 would put replicas and trainers behind everything else on their machines."""
+    launch(provider, "n4")
+    code = "import os, ray; ray.init(); print('niceness', ray.get(ray.remote(lambda: os.nice(0)).remote()))"
+    environment = {**ray_cluster.environment(), **ray_cluster.ray_access}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert "niceness 0" in done.stdout, done.stderr[-2000:]
+
+
 def test_a_submitted_job_finds_its_python_its_cluster_and_raytide(ray_cluster: LocalCluster) -> None:
     from ray.job_submission import JobSubmissionClient
 

@@ -42,6 +42,7 @@ RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # some of Ray's ports are open on every address: nobody gets in without ray_token_file
     "RAY_enable_autoscaler_v2": "1",  # without it the GCS does not report demand
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's default of 15 would put replicas and trainers behind everything else
     "RAY_ROTATION_MAX_BYTES": str(MOST_BYTES),  # each log of Ray's own, as those of raytide
     "RAY_ROTATION_BACKUP_COUNT": str(KEPT_FILES),
     # A killed raylet refuses connections: dead after 5 refusals, 1 s apart. One that is only slow has 5 times 10 s.

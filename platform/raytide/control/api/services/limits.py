@@ -83,7 +83,7 @@ class Accounts:
             kind, option = ("hard", "") if soft else ("soft", " --soft")
             raise UsageError(
                 f"the {kind} budget of {job.id}, ${kept:g}, is by the {job.spec.budget_per}.",
-                hint=f"Use the same period for both, or remove that one first: `raytide budget set {job.id} none{option}`.",
+                hint=f"Use one period for both, or remove the other first: `raytide budget set {job.id} none{option}`.",
             )
         limit = {name: usd, "budget_per": per}
         spec = JobSpec.parse({**job.spec.model_dump(mode="json"), **limit}, where=job.id)
