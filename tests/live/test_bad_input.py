@@ -92,7 +92,7 @@ def test_a_bad_cluster_file_starts_nothing(
 
 def test_a_second_up_of_the_same_name_is_refused_with_what_to_do(raytide_cli: Cli, live: LocalCluster) -> None:
     message = refused(raytide_cli("up", "--local", "--name", live.name), 1)
-    assert "is up already" in message
+    assert "is already up" in message
     assert "raytide down" in message
 
 

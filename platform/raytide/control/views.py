@@ -1,4 +1,5 @@
-"""What the API shows: records of the state store joined with what the controller saw last."""
+"""The dataclasses that the API returns: stored records joined with the controller's last observation, and their
+JSON."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    """Built once for each type: that is the slow part."""
+    """Cached, because building an adapter is slow."""
     if cls not in _adapters:
         _adapters[cls] = TypeAdapter(cls)
     return _adapters[cls]
 
 
 def to_json(value: object) -> Any:
-    """A core dataclass or Config as plain JSON values."""
+    """Returns a core dataclass or Config as plain JSON values."""
     return _adapter(type(value)).dump_python(value, mode="json")
 
 
@@ -43,58 +44,58 @@ def from_json(cls: type[T], data: object) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What a subject waits for, as the last decision said it."""
+    """The reason why a subject waits, from the last decision."""
 
     constraint: str
     reason: str
     remedy: str = ""
     wait_s: float | None = None
-    """When it would start if nothing else came; None when nobody can tell."""
+    """The forecast time until it starts, in seconds, if nothing else arrives; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeamUse:
-    """What a team may, holds and spends, as the last decision saw it."""
+    """A team's usage and spending at the last decision."""
 
     used: Mapping[str, float]
-    """Of each resource that any team has a quota of."""
+    """By resource, of those that any team has a quota for."""
     own: Mapping[str, float]
     available: Mapping[str, float]
-    """How much more it may hold, borrowed or its own."""
+    """The amounts that the team may still use, its own and borrowed."""
     committed_micro_usd: int
-    """Spent this month, and reserved by what runs."""
+    """This month's spending and the reservations of running jobs."""
     recent_gpu_h: float
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What the controller saw in its last tick. It is written whole to `live.json`; losing it loses nothing."""
+    """The last tick's observation, written to `live.json`. It can always be lost."""
 
     at_s: float
     waiting: Mapping[str, Waiting] = field(default_factory=dict)
-    """By job, lease or endpoint."""
+    """By id of the job or lease, or name of the endpoint."""
     queue: tuple[str, ...] = ()
-    """Jobs that waited for a lease, in the order in which they get their turn."""
+    """Waiting jobs in scheduling order."""
     teams: Mapping[str, TeamUse] = field(default_factory=dict)
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
-    """By job with a deadline."""
+    """By id of the deadline job."""
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
     """By endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
-    """What the meters of each node said last."""
+    """The last measurements of each node."""
     errors: tuple[str, ...] = ()
-    """Sources that did not answer, and actions that failed."""
+    """Failed sources and failed actions."""
     quarantined: Mapping[str, str] = field(default_factory=dict)
-    """The kind of each record that the controller cannot handle; `waiting` has the error."""
+    """The kind of each quarantined record; `waiting` has its error."""
     ticks: int = 0
-    """Of this controller process."""
+    """The number of ticks of this controller process."""
     tick_s: float = 0.0
-    """How long the last one took."""
+    """The duration of the last tick."""
     errors_total: int = 0
 
 
 def last_pass_s(live_path: Path) -> float:
-    """When a controller finished its last pass, by its clock; 0.0 when that is not known."""
+    """Returns the time of the controller's last tick, by its clock; 0.0 if unknown."""
     try:
         at_s = (read_json(live_path) or {}).get("at_s")
     except (OSError, ValueError):
@@ -106,43 +107,43 @@ def last_pass_s(live_path: Path) -> float:
 class JobView:
     job: Job
     position: int | None
-    """Place in the queue, 1 is next; None once admitted."""
+    """The position in the queue, from 1; None once admitted."""
     cost_micro_usd: int
     price_micro_usd_h: int
     lease: Lease | None = None
     waiting: Waiting | None = None
     stance: MarketConstraint | None = None
-    """Of a job with a deadline."""
+    """For deadline jobs."""
     month_micro_usd: int | None = None
-    """Of its cost, what is booked in this month (UTC); of a job whose budget is by the month."""
+    """The cost booked this month (UTC), for jobs with a monthly budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """Some of what a job printed."""
+    """A part of a job's log."""
 
     text: str
     after: str
-    """Where the next part begins."""
+    """The position of the next part."""
     has_more: bool
-    """There is a next part already."""
+    """Whether the next part exists already."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointStatus:
     endpoint: Endpoint
     base_url: str
-    """For the OpenAI client."""
+    """The base URL for OpenAI clients."""
     ready_replicas: int
     ongoing: float
     cost_micro_usd: int
     waiting: Waiting | None = None
     cold_start_s: float = 0.0
-    """How long a replica that is asked for now is taken to need until it answers."""
+    """The expected time from requesting a replica until it answers."""
     cold_start_is_learned: bool = False
-    """From its own starts; else it is the configured one."""
+    """Whether the time is learned from the endpoint's starts, not configured."""
     paces: Mapping[str, float] = field(default_factory=dict)
-    """What a replica does on each node type, in units of where it does least; empty when all are taken for alike."""
+    """The throughput of a replica on each node type, relative to the lowest; empty if types count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +151,20 @@ class ClusterStatus:
     name: str
     at_s: float
     controller_age_s: float | None
-    """Since the controller's last tick; None when it never ticked."""
+    """The time since the controller's last tick; None if it never ticked."""
     nodes: tuple[Node, ...]
     jobs: Mapping[str, int]
-    """Count by state."""
+    """The number of jobs by state."""
     endpoints: int
     price_micro_usd_h: int
     cost_micro_usd: int
-    """So far, all nodes."""
+    """The total cost of all nodes."""
     ray: str
-    """Ray's dashboard, which is also the address for `ray job submit`."""
+    """The URL of Ray's dashboard, which is also the address for `ray job submit`."""
     ray_environment: Mapping[str, str]
-    """With it, Ray's own commands and drivers on this machine find the cluster and may enter it."""
+    """Environment variables with which Ray's commands and drivers on this machine connect to the cluster."""
     serve: str
-    """Below it each endpoint has its own path."""
+    """The base URL of all endpoints."""
     errors: tuple[str, ...] = ()
 
     def json(self) -> dict[str, Any]:
@@ -182,21 +183,21 @@ class ClusterStatus:
 
 @dataclass(frozen=True, slots=True)
 class WhyView:
-    """`raytide why JOB`, or `raytide why unmanaged`."""
+    """The answer of `raytide why JOB` and `raytide why unmanaged`."""
 
     job: str
     state: JobState | None
-    """None of `unmanaged`."""
+    """None for `unmanaged`."""
     position: int | None
-    """In the queue's order, from 1."""
+    """The position in the queue, from 1."""
     constraint: str
-    """The first that is unmet; "" when it waits for nothing."""
+    """The first unmet constraint; empty if it does not wait."""
     reason: str
     remedy: str
     wait_s: float | None
-    """When it would start if nothing else came; None when nobody can tell."""
+    """The forecast time until it starts, in seconds, if nothing else arrives; None if unknown."""
     stance: MarketConstraint | None = None
-    """Of a job with a deadline: where it may sit, and why."""
+    """For deadline jobs: the markets that it may use, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +205,10 @@ class TeamView:
     name: str
     spec: TeamSpec
     spent_micro_usd: int
-    """This month."""
+    """This month's spending."""
     use: TeamUse
     given: tuple[str, ...] = ()
-    """The fields of the spec that `raytide quota` or `raytide budget` set: those no longer follow the configuration."""
+    """The fields that `raytide quota` or `raytide budget` set, which override the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,17 +229,17 @@ class CostLine:
 
 @dataclass(frozen=True, slots=True)
 class CostReport:
-    """The ledger beside the provider's bill, over nodes that have ended and nodes that have not."""
+    """The ledger compared with the provider's bill."""
 
     lines: tuple[CostLine, ...]
     booked_micro_usd: int
-    """Sum of the entries."""
+    """The sum of all entries."""
     accrued_micro_usd: int
-    """Not booked yet: open intervals up to now."""
+    """The cost of open intervals up to now, which is not booked yet."""
     billed_micro_usd: int
-    """What the provider bills for all ended nodes."""
+    """The provider's bill for all ended nodes."""
     booked_ended_micro_usd: int
-    """What the ledger booked for those same nodes: equal to the bill, to the micro-dollar."""
+    """The booked cost of the same nodes, which equals the bill to the micro-dollar."""
 
     def json(self) -> dict[str, Any]:
         value: dict[str, Any] = to_json(self)

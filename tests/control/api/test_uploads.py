@@ -53,7 +53,7 @@ def test_what_nobody_used_for_a_month_goes_unless_a_job_still_needs_it(packages:
 
 def test_no_room_is_made_at_the_cost_of_jobs(packages: Packages) -> None:
     needed = {keep(packages, name, 0.0) for name in (b"a", b"b", b"c")}
-    with pytest.raises(StorageError, match="jobs that are not over"):
+    with pytest.raises(StorageError, match="packages of unfinished jobs"):
         packages.make_room({path.stem for path in needed})
     assert all(path.exists() for path in needed)
 
@@ -83,7 +83,7 @@ def test_a_team_s_own_packages_make_room_for_its_next_and_nobody_else_s(
     packages.make_room({needed.stem}, "red", 222)
     assert [path.exists() for path in (theirs, needed, old, new)] == [True, True, False, True]
     assert {path.stem for path in theirs.parent.iterdir()} == {path.stem for path in (theirs, needed, new)}
-    with pytest.raises(ConflictError, match="packages of team red"):
+    with pytest.raises(ConflictError, match="unfinished jobs of team red"):
         packages.make_room({needed.stem, new.stem}, "red", 400)
     packages.make_room({needed.stem, new.stem}, "blue", 400)
     assert theirs.exists()

@@ -73,7 +73,7 @@ def test_two_claims_never_get_the_same_addresses() -> None:
     second, also_held = claim({K: [], K - 1: []})
     with held, also_held:
         assert (first, second) == (K, K - 1)
-        with pytest.raises(ConflictError, match=rf"127\.0\.{K}\.\* is another cluster's"):
+        with pytest.raises(ConflictError, match=rf"127\.0\.{K}\.\* belongs to another cluster"):
             claim({K: []})
     again, held = claim({K: []})
     held.close()
@@ -112,7 +112,7 @@ def test_a_name_that_is_no_folder_name_is_refused(name: str) -> None:
 
 
 def test_a_cluster_that_is_not_up_is_not_found() -> None:
-    with pytest.raises(NotFoundError, match="no cluster other is up"):
+    with pytest.raises(NotFoundError, match="cluster other is not running"):
         local.find("other")
     local.down("other")
 
@@ -126,7 +126,7 @@ def test_an_up_writes_private_files_and_a_second_is_refused(idle_head: None) -> 
         for file in (started.client_file, started.tokens_file, started.ray_token_file):
             assert file.stat().st_mode & 0o777 == 0o600
         assert started.temp_dir.stat().st_mode & 0o777 == 0o700
-        with pytest.raises(ConflictError, match="is up already"):
+        with pytest.raises(ConflictError, match="is already up"):
             local.up(k=K, children=STANDINS)
     finally:
         local.down()

@@ -64,7 +64,7 @@ def embedded() -> dict[str, Any]:
 def test_the_nodes_of_an_embedded_cluster_are_processes_whatever_the_file_names(make: Make) -> None:
     assert isinstance(provider(make(yaml.safe_load(SHIPPED.read_text()), local=True)), LocalProvider)
     assert isinstance(provider(make(embedded(), local=True)), LocalProvider)
-    with pytest.raises(ConfigError, match="provider local is for one machine"):
+    with pytest.raises(ConfigError, match="provider local is for this machine alone"):
         provider(make(embedded()))
 
 

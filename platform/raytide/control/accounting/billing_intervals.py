@@ -1,4 +1,4 @@
-"""The ledger's part of a tick: intervals open when the provider starts to bill, and close when it stops. Pure."""
+"""The ledger's part of a tick: opens, cuts and closes the billing intervals of nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STARTING: Occupancy = (Share(EntryKind.STARTUP, "", "", 1.0),)
 class Booking:
     entries: tuple[Entry, ...]
     intervals: tuple[OpenInterval, ...]
-    """New ones, and those that were cut."""
+    """New intervals, and those that were cut."""
     closed: tuple[str, ...]
 
 
@@ -31,8 +31,10 @@ def update_intervals(
     now_us: int,
     at_once: Collection[str] = (),
 ) -> Booking:
-    """`nodes` were not GONE before this tick, so each is closed once, by the commit that makes it GONE. What jobs
-    `at_once` hold is booked up to now."""
+    """Books the intervals of `nodes`, which were not GONE before this tick, so each is closed exactly once.
+
+    Nodes held by jobs in `at_once` are booked up to now.
+    """
     entries: list[Entry] = []
     kept: list[OpenInterval] = []
     closed: list[str] = []
@@ -40,7 +42,7 @@ def update_intervals(
         machine, before = machines.get(node.id), intervals.get(node.id)
         if machine is None:
             if node.state is NodeState.GONE and node.ended_at_s is not None and before is not None:
-                # a provider forgets machines a while after their end; an interval left open would cost for ever
+                # providers forget ended machines; an open interval would cost forever
                 end_us = to_us(node.ended_at_s)
                 entries += close(before, end_us, booked_after(node.id, end_us))
                 closed.append(node.id)
@@ -54,8 +56,8 @@ def update_intervals(
             entries += close(interval, end_us, booked_after(node.id, end_us), origins)
             closed.append(node.id)
             continue
-        is_asked = any(share.kind is EntryKind.JOB and share.subject in at_once for share in interval.occupancy)
-        due, after = book(interval, now_us, occupancies.get(node.id, interval.occupancy), at_once=is_asked)
+        is_due = any(share.kind is EntryKind.JOB and share.subject in at_once for share in interval.occupancy)
+        due, after = book(interval, now_us, occupancies.get(node.id, interval.occupancy), at_once=is_due)
         entries += due
         if after != before:
             kept.append(after)
@@ -68,7 +70,7 @@ def _opened(machine: Machine, occupancy: Occupancy) -> OpenInterval:
 
 
 def _repriced(interval: OpenInterval, machine: Machine) -> tuple[tuple[Entry, ...], OpenInterval]:
-    """Booked up to where the price changed, and open from there on: once, since an interval begins at its price."""
+    """Books up to each price change and opens a new interval there. Repeating it has no effect."""
     entries: tuple[Entry, ...] = ()
     prices = [*(price for _, price in machine.earlier[1:]), machine.price_micro_usd_h]
     for (until_s, _), price in zip(machine.earlier, prices, strict=False):

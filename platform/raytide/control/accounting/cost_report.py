@@ -1,4 +1,4 @@
-"""The ledger beside the provider's bill."""
+"""Compares the ledger with the provider's bill."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from raytide.ledger.reconcile import bill
 
 
 def cost_report(books: Books, machines: Iterable[Machine], now_us: int, team: str | None = None) -> CostReport:
-    """Every line of cost up to now, and for the machines that have ended what was booked and what is billed.
+    """Returns all costs up to now, and for ended machines what was booked and billed.
 
-    With `team` its own lines only, and no bill: a machine's is not one team's.
+    With `team`, returns only the team's costs and no bill, because a machine may serve several teams.
     """
-    mine = [line for line in books.lines() if team in (None, line.team)]
-    booked = Counter({(str(line.kind), line.subject, line.team): line.amount_micro_usd for line in mine})
+    lines = [line for line in books.lines() if team in (None, line.team)]
+    booked = Counter({(str(line.kind), line.subject, line.team): line.amount_micro_usd for line in lines})
     pending = [entry for entry in accrued(books.intervals(), now_us) if team in (None, entry.team)]
-    of_node = {} if team else books.booked("node")
+    by_node = {} if team else books.booked("node")
     total = Counter(booked)
     for entry in pending:
         total[(str(entry.kind), entry.subject, entry.team)] += entry.amount_micro_usd
@@ -30,5 +30,5 @@ def cost_report(books: Books, machines: Iterable[Machine], now_us: int, team: st
         booked_micro_usd=sum(booked.values()),
         accrued_micro_usd=sum(entry.amount_micro_usd for entry in pending),
         billed_micro_usd=sum(bill(machine) for machine in ended),
-        booked_ended_micro_usd=sum(of_node.get(machine.node_id, 0) for machine in ended),
+        booked_ended_micro_usd=sum(by_node.get(machine.node_id, 0) for machine in ended),
     )

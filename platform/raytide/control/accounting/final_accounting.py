@@ -1,4 +1,4 @@
-"""The end of a cluster in its records: nodes that were ended are GONE, what they cost is booked, what ran is FAILED."""
+"""Ends the records of a cluster: its nodes become GONE, their costs are booked, and unfinished jobs FAILED."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _WHY = "the cluster was ended"
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """What a cluster leaves behind."""
+    """The final records of a cluster."""
 
     nodes: tuple[Node, ...]
-    """Every node there ever was, newest first."""
+    """All nodes ever, newest first."""
     cost: CostReport
     differences: tuple[Difference, ...]
-    """Where the entries are not what the provider bills; empty, unless something is wrong with the books."""
+    """Nodes whose entries differ from the provider's bill; empty unless there is a bug."""
 
 
 @contextmanager
 def sole_lead(store: Store, holder: str) -> Iterator[None]:
-    """Let no other controller decide meanwhile. ConflictError when one does: its records are not ours to end."""
+    """Keeps other controllers from leading inside the block. Raises ConflictError if one leads."""
     if other := store.lead(holder):
         raise ConflictError(
-            f"the records were left as they are: {other} decides on the same state.",
-            hint="What ran here was ended. Give each cluster a state_url of its own.",
+            f"the records were not changed: {other} leads on the same state.",
+            hint="The processes here were ended. Give each cluster a state_url of its own.",
         )
     try:
         yield
@@ -49,7 +49,7 @@ def sole_lead(store: Store, holder: str) -> Iterator[None]:
 
 
 def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:
-    """Bring the records of a cluster of which nothing runs any more to their end. May be repeated."""
+    """Ends the records of a cluster whose processes are gone. It may be repeated."""
     records = store.load()
     by_id = {machine.node_id: machine for machine in machines}
     nodes = {
@@ -94,7 +94,7 @@ def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Cl
 
 
 def _gone(node: Node, now_s: float) -> Node:
-    """A node that was decided and never bought is gone too; it cost nothing."""
+    """Returns the node as GONE; one that was never bought cost nothing."""
     if node.state is NodeState.GONE:
         return node
     return replace(node, state=NodeState.GONE, ended_at_s=now_s, reason=_WHY)

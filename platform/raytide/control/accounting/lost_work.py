@@ -1,7 +1,7 @@
-"""Work is lost to what strikes a gang: noted then, and booked once its driver says how much it has to do again. Pure.
+"""Books work that a gang lost to a disruption, once its driver has reported the amount.
 
-Only the driver knows what its last checkpoint held: it reports `lost_s`, the seconds of all work done again so far, and
-`lost_at_s`, when it last broke off. What it lost by its own fault stays its cost.
+Only the driver knows its last checkpoint: it reports `lost_s`, the seconds of all work repeated so far, and
+`lost_at_s`, the time of its last interruption. Work lost through the job's own fault stays the job's cost.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from raytide.core.objects.ledger_entry import Entry
 from raytide.ledger.losses import lost
 
 PATIENCE_S = 60.0
-"""How far apart the moments may lie at which the driver broke off and the controller saw why."""
+"""The most seconds between the driver's interruption and the controller's observation of its cause."""
 
 TOGETHER_S = 10.0
-"""Before a gang works again after a loss."""
+"""Disruptions within this time count as one, because the gang does not work in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
     jobs: tuple[Job, ...] = ()
-    """Those whose word is in the books now."""
+    """The jobs whose reported loss is booked."""
     entries: tuple[Entry, ...] = ()
 
 
 def nodes_lost(before: Lease, after: Lease) -> tuple[str, ...]:
-    """From under members that were usable and had not been asked to give way."""
+    """Returns the nodes lost by members that were usable and not yielding."""
     pairs = zip(before.members, after.members, strict=True)
     gone = [was.node_id for was, now in pairs if was.is_usable and not was.is_yielding and now.node_id != was.node_id]
     return tuple(dict.fromkeys(gone))
 
 
 def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """What strikes a gang that was struck just now did so together with that."""
+    """Records a disruption of the job. One that follows another closely counts as the same."""
     if not by:
         return job
     is_one = job.struck_at_s is not None and now_s - job.struck_at_s <= TOGETHER_S
@@ -46,14 +46,16 @@ def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
 
 
 def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """Of one that is asked to give way. It saves its work before it does: what is lost so soon after a strike was lost
-    to that, until it told of it."""
+    """Records a preemption of the job, unless an earlier disruption explains the loss.
+
+    A preempted gang saves its work first, so a loss soon after a disruption belongs to that, until it is reported.
+    """
     is_struck = job.struck_at_s is not None and now_s - job.struck_at_s <= PATIENCE_S
     return job if is_struck and not _told_of_strike(job) else on_disruption(job, by, now_s)
 
 
 def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
-    """Who told of a loss whose cause is known, or will not be known any more."""
+    """Returns the jobs that reported a loss whose cause is known, or can no longer become known."""
     return frozenset(
         job.id
         for job in jobs
@@ -64,35 +66,37 @@ def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
 def book_losses(
     jobs: Iterable[Job], new: Sequence[Entry], booked: Callable[[str, int], Sequence[Entry]], now_s: float
 ) -> Losses:
-    """`jobs`: the ripe ones. `new`: what this tick books, up to now on the nodes that they hold; `booked`: what was
-    booked of a job and ends later than a moment."""
+    """Books the losses of `jobs`.
+
+    `new` are the entries of this tick up to now, and `booked(job_id, after_us)` returns earlier entries ending later.
+    """
     settled, entries = list[Job](), list[Entry]()
     for job in jobs:
         told_s = _told_s(job)
-        more_s = told_s - job.lost_s if told_s > job.lost_s else told_s  # a new driver counts from nothing
+        more_s = told_s - job.lost_s if told_s > job.lost_s else told_s  # a new driver counts from zero
         more_s = min(more_s, job.held_for_s(now_s))
         if cause := _cause(job):
             until_us, lost_us = to_us(min(_broke_at_s(job), now_s)), to_us(more_s)
-            mine = [*booked(job.id, until_us - lost_us), *(entry for entry in new if entry.subject == job.id)]
-            entries += lost(mine, until_us, lost_us, cause)
+            entries_of_job = [*booked(job.id, until_us - lost_us), *(entry for entry in new if entry.subject == job.id)]
+            entries += lost(entries_of_job, until_us, lost_us, cause)
         settled.append(replace(job, lost_s=told_s))
     return Losses(tuple(settled), tuple(entries))
 
 
 def _cause(job: Job) -> str:
-    """What struck it when it broke off; "" when nothing did."""
+    """Returns what disrupted the job when it was interrupted; empty if nothing did."""
     is_near = job.struck_at_s is not None and abs(job.struck_at_s - _broke_at_s(job)) <= PATIENCE_S
     return job.struck_by if is_near else ""
 
 
 def _told_of_strike(job: Job) -> bool:
-    """Whether what it lost to what struck it last is in the books."""
+    """Returns whether the loss of the last disruption is booked."""
     is_since = job.struck_at_s is not None and _broke_at_s(job) >= job.struck_at_s - TOGETHER_S
     return is_since and _told_s(job) == job.lost_s
 
 
 def _told_s(job: Job) -> float:
-    """What the ledger knows when the driver does not say both, how much and when."""
+    """Returns the reported loss; the booked one if the driver's report is incomplete."""
     lost_s = job.progress_number("lost_s")
     return job.lost_s if lost_s is None or job.progress_number("lost_at_s") is None else max(0.0, lost_s)
 

@@ -1,4 +1,4 @@
-"""What the queue has to know of teams and money, from the configuration, the records and the ledger's sums. Pure."""
+"""Adds teams, their usage and spending to the Snapshot."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from raytide.core.state.records import StoredTeam
 from raytide.jobs.admission.scheduler import admission_state
 
 _EVERY_S = 30.0
-"""How often the recent use of a team is written down."""
+"""How often the recent usage of a team is stored, in seconds."""
 
 
 def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, TeamSpec]:
-    """The teams of the configuration, with what each was given since. The tree is the configuration's, and no other:
-    what was stored under an earlier one could close a circle."""
+    """Returns the configured teams with the limits set at run time. The tree is always the configured one, because a
+    stored parent could form a cycle."""
     given = {team.name: team.given for team in stored if team.given}
     return {
         name: overlaid(spec, given[name]) if name in given else spec for name, spec in config.settings.teams.items()
@@ -31,7 +31,7 @@ def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, Tea
 def with_team_usage(
     snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent, old_s: float = 0.0
 ) -> Snapshot:
-    """`spent` in this month; `old_s` as in the Snapshot."""
+    """Adds teams, priority classes and spending. `spent` is this month's; `old_s` is as in the Snapshot."""
     teams = {team.name: team for team in stored}
     return replace(
         snapshot,
@@ -58,7 +58,7 @@ def recent_gpu_s(stored: StoredTeam | None, now_s: float) -> float:
 
 
 def used_lately(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float) -> tuple[StoredTeam, ...]:
-    """Teams whose recent use is to be written down: what it was, faded, and what they have held since."""
+    """Returns the teams whose recent usage is due to be stored: the decayed usage and what they have held since."""
     teams = {team.name: team for team in stored}
     holds: Counter[str] = Counter()
     for job in jobs:
@@ -68,7 +68,7 @@ def used_lately(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float)
         team = teams.get(name, StoredTeam(name, recent_at_s=now_s - _EVERY_S))
         since_s = now_s - team.recent_at_s
         if since_s >= _EVERY_S and (holds[name] or team.recent_gpu_s):
-            # A controller that was away does not know what was held meanwhile.
+            # A controller that was down does not know what was held meanwhile.
             recent = recent_gpu_s(team, now_s) + holds[name] * min(since_s, 2 * _EVERY_S)
             found.append(replace(team, recent_gpu_s=recent, recent_at_s=now_s))
     return tuple(found)

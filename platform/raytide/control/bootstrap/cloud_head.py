@@ -1,4 +1,4 @@
-"""raytide on the head of a cloud or of a RayCluster: beside a Ray head that runs, the supervisor, controller and API.
+"""Runs raytide's supervisor, controller and API beside the Ray head of a cloud or of a RayCluster.
 
 `raytide head FILE` is the last of `head_start_ray_commands`; FILE is cluster.yaml as `ray up` completed it.
 """
@@ -33,25 +33,26 @@ _POLL_S = 0.5
 
 
 def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0) -> HeadCluster:
-    """Begin with this file, or go on with it: records, ledger and tokens of an earlier start stay.
+    """Starts the cluster of this file, or restarts it with the records, ledger and tokens of an earlier start.
 
-    ClusterError when Ray is open to other machines, unless that is wanted (`insecure`).
+    Raises ClusterError if Ray is open to other machines, unless `insecure`.
     """
     config = load_cluster(config_path)
     gcs_address = gcs_address_here()
     if not gcs_address:
         raise ClusterError(
-            "no Ray runs on this machine.", hint="Start it first: `ray start --head --no-monitor`; or set RAY_ADDRESS."
+            "Ray is not running on this machine.",
+            hint="Start it first (`ray start --head --no-monitor`), or set RAY_ADDRESS.",
         )
     run_dir = run_dir_of(config.name)
     for folder in (run_dir, run_dir / "pids", run_dir / "logs"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    run_dir.chmod(0o700)  # an earlier version's, or made by hand
+    run_dir.chmod(0o700)  # it may be from an earlier version, or made by hand
     _file_token(run_dir)
     with hold_lock(run_dir / "head.lock"):
         before = load(run_dir)
         if before is not None and not isinstance(before, HeadCluster):
-            raise ConfigError(f"{run_dir} is an embedded cluster's.", hint="Give this one another cluster_name.")
+            raise ConfigError(f"{run_dir} belongs to an embedded cluster.", hint="Use another cluster_name.")
         if before is not None:
             end_children(before)
         shutil.copyfile(config_path, run_dir / "cluster.yaml")
@@ -70,7 +71,7 @@ def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0
         )
         if not insecure:
             check_running(cluster.gcs_address, cluster.dashboard_url)
-        provider(cluster).close()  # what cannot be built is an error here, not in the controller's log
+        provider(cluster).close()  # fail here rather than in the controller
         cluster.save()
         if not cluster.client_file.exists():
             grant_access(cluster)
@@ -80,7 +81,7 @@ def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0
 
 
 def run_foreground(cluster: HeadCluster) -> None:
-    """Until the supervisor ends, or this process is asked to: then all of it ends. For containers."""
+    """Waits for the supervisor's end or a SIGTERM, then ends all of it. For containers."""
     supervisor = cluster.process("supervisor")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -91,7 +92,7 @@ def run_foreground(cluster: HeadCluster) -> None:
 
 
 def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
-    """End what raytide runs here and every node that it bought, and close the books. The head and its Ray stay."""
+    """Ends raytide's processes here and every node that it bought, and closes the books. Ray's head stays."""
     with hold_lock(cluster.run_dir / "head.lock"):
         cluster.client_file.unlink(missing_ok=True)
         end_children(cluster)
@@ -105,7 +106,7 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
 
 
 def _file_token(run_dir: Path) -> None:
-    """What runs here finds Ray's token in a file: in an environment it would be in that of every process below."""
+    """Moves Ray's token from the environment to a file, because all processes below would inherit the variable."""
     if token := os.environ.pop("RAY_AUTH_TOKEN", ""):
         file = run_dir / "ray_token"
         file.touch(mode=0o600)
@@ -114,14 +115,14 @@ def _file_token(run_dir: Path) -> None:
 
 
 def _end_nodes(nodes: Provider, deadline: float) -> tuple[Machine, ...]:
-    """A cloud may not list for a minute what it has just sold, so it is asked until all are over."""
+    """Terminates all nodes and repeats it until none is left, because a cloud may list new machines late."""
     try:
         while True:
             live = [machine.node_id for machine in nodes.machines() if machine.ended_at_s is None]
             if not live:
                 return nodes.machines()
             if time.monotonic() >= deadline:
-                raise ClusterError(f"still there: {', '.join(live)}.", hint="Look at the cloud's own console.")
+                raise ClusterError(f"nodes {', '.join(live)} did not end.", hint="Check the cloud's console.")
             for node_id in live:
                 nodes.terminate(node_id)
             time.sleep(_POLL_S)
@@ -130,7 +131,7 @@ def _end_nodes(nodes: Provider, deadline: float) -> tuple[Machine, ...]:
 
 
 def _dashboard(gcs_address: str, timeout_s: float) -> str:
-    """Ray's dashboard starts a few seconds after its GCS, which itself may come up beside us."""
+    """Waits for Ray's dashboard, which starts some seconds after its GCS, and returns its URL."""
     deadline, missing = time.monotonic() + timeout_s, ""
     while time.monotonic() < deadline:
         try:
@@ -138,7 +139,7 @@ def _dashboard(gcs_address: str, timeout_s: float) -> str:
                 return url
             missing = "its dashboard did not start"
         except OSError as error:
-            missing = f"it does not answer: {error}"
+            missing = f"it does not respond: {error}"
         time.sleep(_POLL_S)
     raise ClusterError(f"Ray at {gcs_address}: {missing}.", hint="`ray status` shows whether its head runs.")
 

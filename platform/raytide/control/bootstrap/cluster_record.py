@@ -30,22 +30,21 @@ __all__ = [
 ]
 
 MARK = "RAYTIDE_CLUSTER"
-"""Environment variable of every process of a cluster; its value is the cluster's id."""
+"""The environment variable that marks every process of a cluster; its value is the cluster's id."""
 
 
 GCS_PORT_BASE, AGENT_PORT_BASE = 6379, 8266
-"""Each cluster's is this + K: the GCS listens on every address of the machine, and the agent of the head, which starts
-the drivers of jobs, on 127.0.0.1 too. An agent that cannot have both takes no jobs, for good.
-"""
+"""Ports of cluster K are these + K, because the GCS listens on all addresses of the machine, and the head's agent,
+which starts the drivers of jobs, also on 127.0.0.1. An agent that cannot bind both never takes jobs."""
 
 RAY_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",  # some of Ray's ports are open on every address: nobody gets in without ray_token_file
+    "RAY_AUTH_MODE": "token",  # some of Ray's ports are open on all addresses
     "RAY_enable_autoscaler_v2": "1",  # without it the GCS does not report demand
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's default of 15 would put replicas and trainers behind everything else
-    "RAY_ROTATION_MAX_BYTES": str(MOST_BYTES),  # each log of Ray's own, as those of raytide
+    "RAY_ROTATION_MAX_BYTES": str(MOST_BYTES),  # applies to each of Ray's logs
     "RAY_ROTATION_BACKUP_COUNT": str(KEPT_FILES),
-    # A killed raylet refuses connections: dead after 5 refusals, 1 s apart. One that is only slow has 5 times 10 s.
+    # A killed raylet refuses connections: dead after 5 refusals, 1 s apart. A slow one has 5 times 10 s.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "10000",
@@ -53,11 +52,11 @@ RAY_ENVIRONMENT = {
 }
 
 _FOREIGN = ("RAY_", "RAYTIDE_NODE", "RAYTIDE_API", "RAYTIDE_TOKEN")
-"""Not inherited: `up` may itself run inside a Ray job, or inside another cluster's."""
+"""Not inherited, because `up` may run inside a Ray job or another cluster."""
 
 
 class RunningCluster(Config):
-    """`cluster.json` of a run folder. LocalCluster and HeadCluster say what differs between them."""
+    """The content of `cluster.json` in a run folder; the base of LocalCluster and HeadCluster."""
 
     name: str
     cluster_id: str
@@ -68,12 +67,12 @@ class RunningCluster(Config):
     serve_url: str
     state_url: str
     config_path: Path
-    """The cluster.yaml it was started with: a copy in the run folder."""
+    """The cluster's own copy of cluster.yaml, in the run folder."""
     created_at_s: float
     version: str
     owner_pid: int = 0
     owner_start_time: int = 0
-    """The process with which the cluster ends, if there is one: see `raytide.control.bootstrap.owner_watch`."""
+    """The process whose end ends the cluster, if any; see `raytide.control.bootstrap.owner_watch`."""
 
     @property
     def head_ip(self) -> str:
@@ -81,7 +80,7 @@ class RunningCluster(Config):
 
     @property
     def holder(self) -> str:
-        """The name of its controller, for a store that other clusters may use too."""
+        """The controller's name, unique among the clusters that may use the store."""
         return f"{self.cluster_id}@{socket.gethostname()}"
 
     @property
@@ -91,17 +90,17 @@ class RunningCluster(Config):
 
     @property
     def client_file(self) -> Path:
-        """{address, token}; there while the cluster is up."""
+        """{address, token}; exists while the cluster is up."""
         return self.run_dir / "client.json"
 
     @property
     def ray_token_file(self) -> Path | None:
-        """Whoever can read it may do anything in this cluster's Ray; None when Ray asks nobody for a token."""
+        """The file of Ray's token, which allows everything in this cluster's Ray; None if Ray uses no token."""
         raise NotImplementedError
 
     @property
     def ray_access(self) -> dict[str, str]:
-        """With this environment, `ray status`, `ray job submit` and `ray.init()` find the cluster and may enter it."""
+        """Environment variables with which `ray status`, `ray job submit` and `ray.init()` connect to the cluster."""
         access = {"RAY_ADDRESS": self.gcs_address, "RAY_API_SERVER_ADDRESS": self.dashboard_url}
         if self.ray_token_file is not None:
             access |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file)}
@@ -109,7 +108,7 @@ class RunningCluster(Config):
 
     @property
     def ray_headers(self) -> dict[str, str]:
-        """For requests to Ray's dashboard."""
+        """The headers for requests to Ray's dashboard."""
         token = self.ray_token_file
         return {} if token is None else {"Authorization": f"Bearer {token.read_text().strip()}"}
 
@@ -121,7 +120,7 @@ class RunningCluster(Config):
         return self.logs_dir / f"{what}.log"
 
     def process(self, what: str) -> Process | None:
-        """The recorded process (head, supervisor, controller, api), dead or alive."""
+        """Returns the recorded process (head, supervisor, controller or api), dead or alive."""
         return Process.read(self.run_dir / "pids" / f"{what}.json")
 
     def is_alive(self, what: str) -> bool:
@@ -129,12 +128,12 @@ class RunningCluster(Config):
         return process is not None and process.alive
 
     def environment(self) -> dict[str, str]:
-        """What raytide's own processes inherit: all that the operator has, cloud credentials too."""
+        """Returns the environment of raytide's own processes: the operator's, including cloud credentials."""
         raise NotImplementedError
 
     def with_cluster_mark(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """`inherited` with what makes a process one of this cluster's. This interpreter leads PATH: jobs start as
-        `python`."""
+        """Returns `inherited` with the variables of the cluster's processes. This interpreter is first on PATH, because
+        jobs start as `python`."""
         return {
             **inherited,
             MARK: self.cluster_id,
@@ -143,7 +142,7 @@ class RunningCluster(Config):
             "PATH": _led_by(str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)),
             "PYTHONPATH": _led_by(_import_root(), inherited.get("PYTHONPATH", "")),
             "PYTHONUNBUFFERED": "1",
-            "SPT_NOENV": "1",  # else Ray writes process titles over the environment, and MARK is no longer to be seen
+            "SPT_NOENV": "1",  # else Ray's process titles overwrite the environment and MARK
         }
 
     def save(self) -> None:
@@ -151,20 +150,22 @@ class RunningCluster(Config):
 
 
 class LocalCluster(RunningCluster):
-    """It owns 127.0.K.* on this machine: K.1 is the head, each node has its own K.N."""
+    """An embedded cluster, which owns 127.0.K.* of this machine: the head has 127.0.K.1, each node its own
+    127.0.K.N."""
 
     k: int
     temp_dir: Path
-    """Open to raytide's user alone. Short, because a unix socket's path has at most 107 characters."""
+    """Accessible only to raytide's user. Short, because paths of unix sockets have at most 107 characters."""
 
     @property
     def ray_temp_dir(self) -> Path:
-        """Ray's session, sockets and logs. Ray lets everybody write into this folder and those below it."""
+        """The folder of Ray's session, sockets and logs. Ray makes it and the folders below it writable for all
+        users."""
         return self.temp_dir / "r"
 
     @property
     def agent_address(self) -> str:
-        """The head's dashboard agent, which starts the drivers of jobs."""
+        """The address of the head's dashboard agent, which starts the drivers of jobs."""
         return f"{self.head_ip}:{AGENT_PORT_BASE + self.k}"
 
     @property
@@ -176,15 +177,15 @@ class LocalCluster(RunningCluster):
         return self.with_cluster_mark({**inherited, **RAY_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file)})
 
     def node_environment(self) -> dict[str, str]:
-        """What Ray's head and the nodes inherit, and with them drivers, trainers, replicas and scripts."""
+        """Returns the environment of Ray's head and nodes, and so of drivers, trainers, replicas and scripts."""
         named = all_passed(load_cluster(self.config_path).settings.pass_environment)
         rays = {"RAY_AUTH_TOKEN_PATH": str(self.ray_token_file), **RAY_ENVIRONMENT}
         return {**passed(self.environment(), ON_NODES, named), **rays}
 
 
 class HeadCluster(RunningCluster):
-    """Ray is not raytide's here: whoever started it says in RAY_AUTH_MODE whether it asks for a token, or by putting
-    one into Ray's usual place."""
+    """A cluster on a Ray head that raytide did not start. RAY_AUTH_MODE, or a token in Ray's usual place, tells whether
+    Ray uses a token."""
 
     @property
     def ray_token_file(self) -> Path | None:
@@ -203,7 +204,7 @@ def run_dir_of(name: str) -> Path:
 
 
 def load(run_dir: Path) -> RunningCluster | None:
-    """The cluster that has this run folder, up or not; None when there is none."""
+    """Returns the cluster of this run folder, running or not; None if there is none."""
     record = read_json(run_dir / "cluster.json")
     if record is None:
         return None
@@ -219,7 +220,7 @@ def installed_version() -> str:
 
 
 def _import_root() -> str:
-    """The folder that holds the package `raytide`, for interpreters into which it was not installed."""
+    """Returns the folder of the package `raytide`, for interpreters in which it is not installed."""
     return str(Path(__file__).parents[3])
 
 

@@ -1,4 +1,4 @@
-"""The supervisor of a running cluster and its children, controller and API: their start and their end."""
+"""Starts and ends the supervisor of a cluster and its children, the controller and the API."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ __all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
 
 _OPERATOR = {"user": "admin", "team": "*"}
 _STOP_GRACE_S = 12.0
-"""Above the supervisor's own grace for its children."""
+"""Longer than the supervisor's own grace period for its children."""
 
 
 def grant_access(cluster: RunningCluster) -> None:
-    """A token for the cluster's own user, in `client.json`. Tokens that are there stay: those of users, and the one of
-    an earlier start."""
+    """Writes a token for the cluster's operator to `client.json`. Existing tokens of users and of earlier starts
+    stay."""
     try:
         tokens = read_json(cluster.tokens_file) or {}
     except ValueError as error:
         raise ConfigError(
             f"{cluster.tokens_file} cannot be read: {error}.",
-            hint="Mend it, or move it away: a new one is made, without users.",
+            hint="Fix it, or move it away: a new one without users is then created.",
         ) from None
     token = next((token for token, who in tokens.items() if who == _OPERATOR), None)
     if token is None:
         token = secrets.token_urlsafe(24)
         write_json(cluster.tokens_file, {**tokens, token: _OPERATOR})
-    cluster.tokens_file.chmod(0o600)  # an operator's editor may have written it anew
+    cluster.tokens_file.chmod(0o600)  # an editor may have replaced it
     write_json(cluster.client_file, {"address": cluster.api_url, "token": token})
 
 
@@ -69,13 +69,13 @@ def wait_for_api(cluster: RunningCluster, *, timeout_s: float) -> None:
 
 
 def end_children(cluster: RunningCluster) -> None:
-    """The supervisor first, so that nothing restarts what was ended; then its orphans."""
+    """Ends the supervisor first, so that it restarts nothing, and then its children."""
     for whats in (["supervisor"], list(CHILDREN)):
         recorded = [process for what in whats if (process := cluster.process(what))]
         terminate_all([*recorded, *_unrecorded(cluster, whats)], grace_s=_STOP_GRACE_S)
 
 
 def _unrecorded(cluster: RunningCluster, whats: Sequence[str]) -> list[Process]:
-    """A full disk may have kept the supervisor from recording its children before it was killed."""
+    """Finds children that a full disk kept the supervisor from recording."""
     modules = [CHILDREN[what] for what in whats if what in CHILDREN]
     return [process for module in modules for process in running(["-m", module, str(cluster.run_dir)])]

@@ -1,7 +1,7 @@
-"""Whether a cluster's Ray lets in whoever reaches it: what a cluster.yaml would start, and what runs.
+"""Checks that a cluster's Ray is not open to others, in a cluster.yaml and in a running cluster.
 
-Ray runs any code for whoever may call it, so an address that others reach needs its token, and the dashboard, which
-takes jobs, stays on loopback.
+Ray runs any code for its callers, so an address that others can reach needs its token, and the dashboard, which takes
+jobs, must listen on loopback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMEOUT_S = 10.0
 
 
 def check_file(file: Mapping[str, Any], *, where: str) -> None:
-    """ConfigError when `ray start` of this cluster.yaml would be open to others."""
+    """Raises ConfigError if the `ray start` commands of this cluster.yaml would open Ray to others."""
     problems = [
         f"{role}_start_ray_commands start Ray without its token"
         for role in ("head", "worker")
@@ -34,20 +34,20 @@ def check_file(file: Mapping[str, Any], *, where: str) -> None:
     start = _strings(file.get("head_start_ray_commands"))
     hosts = {host for text in start if _START.search(text) for host in _DASHBOARD_HOST.findall(text)}
     problems += [
-        f"Ray's dashboard would listen on {host}, and it runs any job"
+        f"Ray's dashboard would listen on {host}, and it accepts any job"
         for host in sorted(hosts)
         if not is_loopback(host)
     ]
     if problems:
         raise ConfigError(
             f"{where}: {'; '.join(problems)}.",
-            hint="Say `RAY_AUTH_MODE=token ray start`, with no --dashboard-host, as the shipped cluster.yaml does. "
-            "Where nobody else reaches these machines: `raytide up --insecure`.",
+            hint="Use `RAY_AUTH_MODE=token ray start` without --dashboard-host, as the shipped cluster.yaml does. "
+            "If nobody else can reach these machines: `raytide up --insecure`.",
         )
 
 
 def uses_token(file: Mapping[str, Any], role: str) -> bool:
-    """Whether `ray start` on the head or a worker is told, in one way or another, to ask for the token."""
+    """Returns whether all settings of RAY_AUTH_MODE for this role's `ray start` say `token`, and there is one."""
     docker = file.get("docker") if isinstance(file.get("docker"), Mapping) else {}
     sources = [file.get(key) for key in ("initialization_commands", "setup_commands")]
     sources += [file.get(f"{role}_setup_commands"), file.get(f"{role}_start_ray_commands")]
@@ -57,8 +57,7 @@ def uses_token(file: Mapping[str, Any], role: str) -> bool:
 
 
 def check_running(gcs_address: str, dashboard_url: str) -> None:
-    """ClusterError when this Ray can be reached from other machines, and asks nobody for its token or has its dashboard
-    open to them."""
+    """Raises ClusterError if other machines can reach this Ray without its token, or can reach its dashboard."""
     if is_loopback(gcs_address.rpartition(":")[0]):
         return
     problems = []
@@ -68,20 +67,20 @@ def check_running(gcs_address: str, dashboard_url: str) -> None:
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
         mode = "unknown"
     if mode == "disabled" or mode == "unknown":
-        problems.append(f"asks nobody for a token (its mode of authentication is {mode})")
+        problems.append(f"does not require a token (its authentication mode is {mode})")
     host = urlsplit(dashboard_url).hostname or ""
     if not is_loopback(host):
-        problems.append(f"has its dashboard, which runs any job, on {host}")
+        problems.append(f"has its dashboard, which accepts any job, on {host}")
     if problems:
         raise ClusterError(
             f"Ray at {gcs_address} {' and '.join(problems)}.",
-            hint="Start it with `RAY_AUTH_MODE=token ray start --head` and no --dashboard-host. "
-            "Where nobody else reaches this machine: `raytide head --insecure`.",
+            hint="Start it with `RAY_AUTH_MODE=token ray start --head` and without --dashboard-host. "
+            "If nobody else can reach this machine: `raytide head --insecure`.",
         )
 
 
 def is_loopback(host: str) -> bool:
-    """False for a name, a variable and whatever else is no address; `localhost` is one."""
+    """Returns whether the host is a loopback address or `localhost`; False for other names."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

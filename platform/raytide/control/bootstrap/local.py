@@ -1,4 +1,4 @@
-"""Up and down of an embedded cluster. Whatever was killed at whatever moment, `down` leaves nothing running."""
+"""Starts and ends embedded clusters. `down` leaves no process behind, whatever was killed before."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def up(
     timeout_s: float = 120.0,
     owner: Process | None = None,
 ) -> LocalCluster:
-    """Start the cluster of that name, or adopt what a killed supervisor left. On an error, all is ended again.
+    """Starts a cluster, or adopts one whose supervisor was killed. On an error, everything is ended again.
 
-    A new one that has an `owner` is ended when that process is gone, whoever killed it and how.
+    A new cluster with an `owner` is ended when that process is gone.
     """
     _check_name(name)
     config = load_cluster(config_path or DEFAULT_CONFIG)
     for user in config.settings.users():
-        account_of(user)  # one that scripts cannot run as is an error here, not of the first script
+        account_of(user)  # fail here rather than in the first script
     with _exclusive(name):
         cluster = _load(name)
         if cluster is not None and cluster.is_alive("head"):
             if cluster.is_alive("supervisor"):
                 raise ConflictError(
-                    f"cluster {name} is up already ({cluster.api_url}).",
-                    hint=f"End it (`raytide down --name {name}`), or start another beside it (`--name other`).",
+                    f"cluster {name} is already up ({cluster.api_url}).",
+                    hint=f"End it (`raytide down --name {name}`), or start another one (`--name other`).",
                 )
             start_supervisor(cluster, children)
             wait_for_api(cluster, timeout_s=timeout_s)
@@ -97,9 +97,9 @@ def up(
 
 
 def down(name: str = "local") -> Closed | None:
-    """End the cluster of that name, up, half up or crashed, and close its books. Its folder stays.
+    """Ends a cluster in any state, crashed or half started, and closes its books. Its run folder stays.
 
-    Returns what it leaves behind; None, and nothing happens, when there is no such cluster.
+    Returns the final records; None if there is no such cluster.
     """
     _check_name(name)
     if not run_dir_of(name).parent.exists():
@@ -113,11 +113,11 @@ def down(name: str = "local") -> Closed | None:
 
 
 def find(name: str | None = None) -> LocalCluster:
-    """The cluster of that name (RAYTIDE_CLUSTER_NAME, else `local`), if it is up; NotFoundError otherwise."""
+    """Returns the running cluster of that name (default: RAYTIDE_CLUSTER_NAME, else `local`). Raises NotFoundError."""
     name = name or environment("CLUSTER_NAME") or "local"
     cluster = _load(name)
     if cluster is None or not cluster.is_alive("head"):
-        raise NotFoundError(f"no cluster {name} is up.", hint="Start it: `raytide up --local`.")
+        raise NotFoundError(f"cluster {name} is not running.", hint="Start it: `raytide up --local`.")
     return cluster
 
 
@@ -129,7 +129,7 @@ def temporary(
     *,
     children: Mapping[str, str] = CHILDREN,
 ) -> Iterator[LocalCluster]:
-    """A cluster for a `with` block, under a home of its own, which is also this process's for that time."""
+    """A context with a cluster in its own home, which is also RAYTIDE_HOME of this process meanwhile."""
     before = os.environ.get("RAYTIDE_HOME")
     os.environ["RAYTIDE_HOME"] = str(home_dir)
     try:
@@ -147,19 +147,19 @@ def _load(name: str) -> LocalCluster | None:
     if cluster is None or isinstance(cluster, LocalCluster):
         return cluster
     raise ConflictError(
-        f"{name} is the cluster of which this machine is the head.", hint="Give the embedded one another --name."
+        f"this machine is the head of cluster {name}.", hint="Use another --name for the embedded cluster."
     )
 
 
 def _create(
     name: str, config_path: Path, k: int | None, *, state_url: str, owner: Process | None
 ) -> tuple[LocalCluster, socket.socket]:
-    """A fresh run folder, and the claim on its addresses. Nothing runs yet, but `down` would already find it."""
+    """Creates the run folder and claims the addresses. Nothing runs yet, but `down` would clean it up."""
     choices = range(FIRST_K, LAST_K + 1) if k is None else [k]
     k, claimed = claim({choice: _places(choice) for choice in choices})
     run_dir = run_dir_of(name)
     for folder in (run_dir, *(run_dir / name for name in ("pids", "nodes", "logs"))):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # an `up` killed right here leaves some of them
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a killed `up` may have left some of them
     shutil.copyfile(config_path, run_dir / "cluster.yaml")
     ip = f"127.0.{k}.1"
     cluster = LocalCluster(
@@ -188,15 +188,15 @@ def _create(
 
 
 def _places(k: int) -> list[tuple[str, int]]:
-    """Where a cluster listens on its head."""
+    """Returns the addresses on which the head listens."""
     own = (DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT)
     return [(ANY, GCS_PORT_BASE + k), (ANY, AGENT_PORT_BASE + k), *((f"127.0.{k}.1", port) for port in own)]
 
 
 def _end_everything(cluster: LocalCluster) -> None:
-    """The supervisor and its children first; then whatever bears the mark.
+    """Ends the supervisor and its children, then every process with the cluster's mark.
 
-    A full disk keeps none of it from being ended: what could not be written down then is when the books are closed.
+    A full disk does not stop it: costs that cannot be recorded now are booked when the books are closed.
     """
     cluster.client_file.unlink(missing_ok=True)
     end_children(cluster)
@@ -219,7 +219,7 @@ def _keep_ray_logs(cluster: LocalCluster) -> None:
 
 
 def _close_books(cluster: LocalCluster) -> Closed:
-    """Book what every node cost up to its end; whatever was still running in the records is over."""
+    """Books the cost of every node up to its end, and ends all records."""
     store = Store.open(cluster.state_url)
     try:
         with full_disk_is_an_error(str(cluster.run_dir)), sole_lead(store, cluster.holder):
@@ -229,14 +229,14 @@ def _close_books(cluster: LocalCluster) -> Closed:
 
 
 def _set_aside(cluster: LocalCluster) -> None:
-    """Keep the run folder of an earlier cluster, with its ledger and logs, under a name that says when it was."""
+    """Renames the run folder of an earlier cluster, with its ledger and logs, to a name with its creation time."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(cluster.created_at_s))
     cluster.run_dir.rename(cluster.run_dir.with_name(f"{cluster.name}@{stamp}-{cluster.cluster_id[-4:]}"))
 
 
 @contextmanager
 def _exclusive(name: str) -> Iterator[None]:
-    """One `up` or `down` of a name at a time."""
+    """Locks the name against concurrent `up` and `down`."""
     folder = run_dir_of(name).parent
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with hold_lock(folder / f".{name}.lock"):
@@ -245,7 +245,7 @@ def _exclusive(name: str) -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the block is done; a second one must not leave half a cluster."""
+    """Ignores Ctrl-C inside the block, so that a second one cannot leave half a cluster."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

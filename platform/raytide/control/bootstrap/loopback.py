@@ -1,4 +1,5 @@
-"""Which 127.0.K.* a cluster owns. Linux answers on all of 127/8, so clusters on one machine never share an address."""
+"""Claims the addresses 127.0.K.* of a cluster. Linux answers on all of 127/8, so local clusters never share an
+address."""
 
 from __future__ import annotations
 
@@ -10,21 +11,21 @@ from raytide.core.errors import ConflictError
 FIRST_K, LAST_K = 2, 250
 
 
-ANY = "0.0.0.0"  # nothing is bound to it  # nosec B104
-"""In a probe: no address of the machine has a listener on the port."""
+ANY = "0.0.0.0"  # only probed  # nosec B104
+"""In a probe: the port is free on all addresses of the machine."""
 
 
 def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.socket]:
-    """The first K whose needed addresses and ports are all free, and the claim on it: a socket for the cluster.
+    """Returns the first K whose addresses and ports are all free, and a socket that claims it.
 
-    The claim is a name in Linux's abstract socket namespace: it has the same scope as 127.0.K.1, and is gone with the
-    last process that holds it. ConflictError when no K can be had.
+    The claim is a name in Linux's abstract socket namespace: it has the same scope as 127.0.K.1, and ends with the last
+    process that holds it. Raises ConflictError if no K is free.
     """
     taken: list[str] = []
     for k, places in needs.items():
         claimed = _claim(k)
         if claimed is None:
-            taken.append(f"127.0.{k}.* is another cluster's")
+            taken.append(f"127.0.{k}.* belongs to another cluster")
             continue
         busy = next(((ip, port) for ip, port in places if not is_free(ip, port)), None)
         if busy is None:
@@ -32,13 +33,14 @@ def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.s
         claimed.close()
         taken.append(f"port {busy[1]} is in use on {'this machine' if busy[0] == ANY else busy[0]}")
     raise ConflictError(
-        f"no address for a cluster: {taken[-1]}" + (f" (and so on, {len(taken)} tried)." if len(taken) > 1 else "."),
-        hint="End what listens there (`ss -ltnp` shows it), or a cluster you do not need (`raytide down --name NAME`).",
+        f"no free address for a cluster: {taken[-1]}"
+        + (f" (and so on, {len(taken)} tried)." if len(taken) > 1 else "."),
+        hint="End what listens there (`ss -ltnp` shows it), or another cluster (`raytide down --name NAME`).",
     )
 
 
 def is_free(ip: str, port: int) -> bool:
-    """Whether nothing listens there; connections that are only closing do not count."""
+    """Returns whether nothing listens there; closing connections do not count."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

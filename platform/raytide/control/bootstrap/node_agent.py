@@ -1,4 +1,4 @@
-"""What raytide itself runs on each node of a cloud, besides Ray: the watcher of its cloud's notices."""
+"""Starts raytide's own process on each cloud node: the watcher of the cloud's notices."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _WHAT = "notices"
 
 
 def watch_notices(cloud: str) -> Process:
-    """Start the watcher of this node, which outlives the caller; the one that runs already if there is one.
+    """Starts this node's watcher, which outlives the caller, or returns the running one.
 
-    Cloud and GCS are asked once before. What does not answer is only said: the node has joined Ray by now and goes on,
-    and the watcher keeps asking.
+    It first queries the cloud and the GCS once, and only prints a failure: the node has joined Ray, and the watcher
+    retries.
     """
     if cloud not in CLOUDS:
-        raise UsageError(f"raytide knows no notices of {cloud!r}.", hint=f"It knows those of {', '.join(CLOUDS)}.")
+        raise UsageError(f"cloud {cloud!r} is not supported.", hint=f"Supported clouds: {', '.join(CLOUDS)}.")
     node_id, gcs_address = os.environ.get("RAY_CLOUD_INSTANCE_ID", ""), gcs_address_here()
     if not node_id or not gcs_address:
         raise UsageError(
-            "this machine is no node of a cluster that raytide started.",
+            "this machine is not a node of a raytide cluster.",
             hint="raytide runs this command itself, after `worker_start_ray_commands`, with RAY_CLOUD_INSTANCE_ID set.",
         )
     folder = home().resolve() / "nodes" / node_id
@@ -37,7 +37,7 @@ def watch_notices(cloud: str) -> Process:
         CLOUDS[cloud]().pending_notice(0.0)
         board_at(gcs_address).notices()
     except ClusterError as error:
-        sys.stderr.write(f"no notices of {cloud} reach raytide yet: {error}\n")
+        sys.stderr.write(f"notices of {cloud} do not reach raytide yet: {error}\n")
     for name in ("logs", "pids"):
         (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "raytide.autoscaler.providers.notices.watch", cloud, node_id, gcs_address]

@@ -1,4 +1,4 @@
-"""Ray's head node of an embedded cluster: GCS, dashboard with job submission, and a raylet that holds no resources."""
+"""Ray's head node in an embedded cluster: GCS, dashboard with job submission, and a raylet without resources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOG_TAIL = 5
 
 
 def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fds: Sequence[int] = ()) -> Process:
-    """Start it without Ray's own autoscaler (`--no-monitor`): raytide's controller is the only one."""
+    """Starts the head without Ray's own autoscaler (`--no-monitor`), because raytide's controller replaces it."""
     gcs_port = cluster.gcs_address.rpartition(":")[2]
     dashboard_port = cluster.dashboard_url.rpartition(":")[2]
     options = {
@@ -41,7 +41,8 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
 
 
 def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> None:
-    """Until it takes nodes (its raylet is registered) and jobs (its agent listens); else a ClusterError."""
+    """Waits until the head accepts nodes (its raylet is registered) and jobs (its agent listens). Raises
+    ClusterError."""
     log = cluster.log("head")
     deadline = time.monotonic() + timeout_s
     missing = ""
@@ -51,7 +52,7 @@ def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> 
                 lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
                 tail = " | ".join(line.strip() for line in lines if line.strip())
                 raise ClusterError(
-                    f"the Ray head of cluster {cluster.name} ended at its start: {tail}", hint=f"See {log}."
+                    f"the Ray head of cluster {cluster.name} failed to start: {tail}", hint=f"See {log}."
                 )
             missing = _missing(cluster, dashboard)
             if not missing:
@@ -64,15 +65,16 @@ def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> 
 
 
 def _missing(cluster: LocalCluster, dashboard: httpx.Client) -> str:
-    """What it still lacks, in words. Over HTTP: this process may have begun without the cluster's token for Ray."""
+    """Returns what is not ready yet; empty if all is. Uses HTTP, because this process may lack the cluster's Ray
+    token."""
     if not is_listening(cluster.gcs_address):
         return "nothing listens"
     try:
         response = dashboard.get("/api/v0/nodes")
     except httpx.HTTPError as error:
-        return f"its dashboard does not answer: {error}"
+        return f"its dashboard does not respond: {error}"
     if not response.is_success:
-        return f"its dashboard answers {response.status_code}: {response.text.strip()[-200:]}"
+        return f"its dashboard responded with {response.status_code}: {response.text.strip()[-200:]}"
     if not response.json()["data"]["result"]["result"]:
         return "its raylet is not registered"
     return "" if is_listening(cluster.agent_address) else "it does not take jobs yet"

@@ -1,4 +1,4 @@
-"""The real ways in and out of a cluster, for its controller: what cluster.yaml names becomes what runs."""
+"""Builds the controller's connections to Ray and the provider from cluster.yaml."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RAY_NAMESPACE = "raytide"
 
 
 def sources(cluster: RunningCluster) -> Sources:
-    """Connects this process to Ray."""
+    """Returns the controller's connections. Connects this process to Ray."""
     import ray
 
     ray.init(address=cluster.gcs_address, namespace=RAY_NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
@@ -52,8 +52,10 @@ def sources(cluster: RunningCluster) -> Sources:
 
 
 def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
-    """What the `provider` section names. On an embedded cluster every node is a process here, whatever it names, except
-    for `fake`, whose nodes are nowhere. One that `only_ends` nodes sets up none."""
+    """Returns the provider of the `provider` section. In an embedded cluster it is the local one, unless it is `fake`.
+
+    With `only_ends` it sets up no nodes.
+    """
     file: dict[str, Any] = load_yaml(cluster.config_path)
     section = provider_section(file, where=str(cluster.config_path))
     clock = SystemClock()
@@ -63,7 +65,8 @@ def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
         return local_provider(cluster)
     if section["type"] == "local":
         raise ConfigError(
-            f"{cluster.config_path}: provider local is for one machine.", hint="Start it with `raytide up --local`."
+            f"{cluster.config_path}: provider local is for this machine alone.",
+            hint="Start it with `raytide up --local`.",
         )
     if section["type"] == "kuberay":
         return KubeRayProvider(_kube_api(section), str(file["cluster_name"]), cluster.run_dir, clock)
@@ -96,7 +99,7 @@ def local_provider(cluster: LocalCluster) -> LocalProvider:
 
 
 def bill(cluster: RunningCluster) -> Bill:
-    """What is written down of the machines, for processes that must not act on them."""
+    """Returns the machines' billing records, for processes that must not change machines."""
     section = provider_section(load_yaml(cluster.config_path), where=str(cluster.config_path))
     if isinstance(cluster, LocalCluster) or section["type"] == "fake":
         return provider(cluster)
@@ -104,7 +107,7 @@ def bill(cluster: RunningCluster) -> Bill:
 
 
 def _kube_api(section: Mapping[str, Any]) -> KubeApi:
-    """Of the pod that this runs in, or of `api_url` (`kubectl proxy`), which needs a `namespace`."""
+    """Connects to Kubernetes from this pod, or through `api_url` (`kubectl proxy`), which needs a `namespace`."""
     if "api_url" not in section:
         return KubeApi.of_this_pod()
     return KubeApi(section["api_url"], section.get("namespace", "default"))

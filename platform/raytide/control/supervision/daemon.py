@@ -1,4 +1,4 @@
-"""Starting the long-lived processes of a cluster, and locks that make sure each runs once."""
+"""Starts the long-lived processes of a cluster, and locks them so that each runs once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _UNRECORDED_GRACE_S = 5.0
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Be the only holder on this machine until the block or the process ends. ConflictError when another holds it."""
+    """Holds an exclusive lock of this machine until the block or the process ends. Raises ConflictError if it is
+    taken."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,9 +38,9 @@ def spawn(
     environment: Mapping[str, str],
     pass_fds: Sequence[int] = (),
 ) -> Process:
-    """Start a process in a session of its own, log to `logs/<what>.log` and record it in `pids/<what>.json`.
+    """Starts a process in its own session, logs to `logs/<what>.log` and records it in `pids/<what>.json`.
 
-    StorageError when it cannot be recorded; then it has been ended again.
+    Raises StorageError if it cannot be recorded; the process is then ended again.
     """
     process = start(what, argv, run_dir=run_dir, environment=environment, pass_fds=pass_fds)
     try:
@@ -59,7 +60,7 @@ def start(
     environment: Mapping[str, str],
     pass_fds: Sequence[int] = (),
 ) -> Process:
-    """As `spawn`, without a record: for a parent that knows its children, and records them when it can."""
+    """Starts a process without a record, for a parent that records its children later."""
     log = _open_log(run_dir / "logs" / f"{what}.log")
     try:
         child = subprocess.Popen(
@@ -83,8 +84,8 @@ def record_of(run_dir: Path, what: str) -> Path:
 
 
 def _open_log(path: Path) -> int:
-    """Opened to append, so that it may be shortened while it is written to. A disk without room for one more name does
-    not stop what has to run: then nothing is logged."""
+    """Opens a log for appending, so that it can be truncated meanwhile. On a full disk the process runs without a
+    log."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:

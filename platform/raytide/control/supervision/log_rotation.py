@@ -1,6 +1,6 @@
-"""Keeps logs within limits, whatever is printed: those of processes that inherited them, and those of jobs' drivers.
+"""Limits the size of logs, both of processes that inherited them and of jobs' drivers.
 
-Both kinds are opened to append, so what writes to them goes on at the new end after they were shortened.
+Both are opened for appending, so their writers continue at the new end after a truncation.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["DRIVER_KEPT_BYTES", "HEADER_BYTES", "bound_driver_log", "dropped_bef
 log = logger(__name__)
 
 MOST_BYTES, KEPT_FILES = 16 << 20, 3
-"""A process's log is moved to `.1` at this size, `.1` to `.2` and so on: 64 MiB for each at most."""
+"""The size at which a log is moved to `.1`, `.1` to `.2` and so on: at most 64 MiB for each process."""
 
 DRIVER_MOST_BYTES, DRIVER_KEPT_BYTES = 64 << 20, 32 << 20
-"""At the first size a driver's log is cut to its last lines, of the second size."""
+"""At the first size, a driver's log is cut to its last lines, of the second size."""
 DRIVERS_BYTES = 2 << 30
-"""All drivers' logs in one folder; of those that ended, the oldest go first."""
+"""The total of all drivers' logs in one folder; the oldest logs of ended drivers are deleted first."""
 _LEAST_BYTES = 64 << 10
 _EVERY_S = 1.0
 _COPY_BYTES = 1 << 20
 _IN_FLIGHT_S = 0.02
-"""The time that a write has to end in the old file after the new one took its place."""
+"""How long a write to the old file may last after the new one replaced it."""
 _DRIVER_LOGS = "job-driver-raytide-*.log"
 
 _HEADER = "raytide dropped the first {:020d} bytes of this log, which were the oldest.\n"
@@ -42,7 +42,7 @@ _DROPPED = re.compile(rb"raytide dropped the first (\d{20}) bytes of this log, w
 
 
 def rotate(paths: Iterable[Path], *, most: int = MOST_BYTES) -> None:
-    """Move what the larger ones hold aside. Without room for a copy it is dropped: a full disk needs the room more."""
+    """Moves the content of large logs aside. Without disk space it is dropped, because the space matters more."""
     for path in paths:
         try:
             if path.stat().st_size > most:
@@ -63,18 +63,18 @@ def _rotate(path: Path) -> None:
     except OSError as error:
         numbered[0].unlink(missing_ok=True)
         log.warning("a log was dropped", extra={"path": str(path), "error": str(error)})
-    os.truncate(path, 0)  # what was written since the last read is lost: a few lines at most
+    os.truncate(path, 0)  # loses what was written since the last read: a few lines at most
 
 
 def bound_driver_log(fd: int = 1) -> None:
-    """Keep what this process, a job's driver, prints within limits as long as it runs; and its predecessors' too.
+    """Limits the log of this process, a job's driver, while it runs, and deletes old logs of others.
 
-    Nothing happens when it does not print to a file that is appended to.
+    Does nothing unless its output is a file opened for appending.
     """
     if not _is_appended(fd):
         return
     with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_SH)  # says to others that this log is in use
+        fcntl.flock(fd, fcntl.LOCK_SH)  # marks this log as in use
         forget_oldest(Path(os.readlink(f"/proc/self/fd/{fd}")).parent)
     threading.Thread(target=_bound, args=(fd,), name="log-limit", daemon=True).start()
 
@@ -82,15 +82,15 @@ def bound_driver_log(fd: int = 1) -> None:
 def _bound(fd: int) -> None:
     pause = threading.Event()
     while not pause.wait(_EVERY_S):
-        with suppress(OSError):  # a full disk: the next time may be better
+        with suppress(OSError):  # a full disk: retried later
             cut(fd)
 
 
 def cut(fd: int, *, most: int = DRIVER_MOST_BYTES, kept: int = DRIVER_KEPT_BYTES) -> bool:
-    """Leave the last lines of a log that grew too large, below a line that says how much is missing, so that places in
-    the log stay what they were. Whether it had to be cut.
+    """Cuts a log that is too large to its last lines, below a header with the number of dropped bytes, so that
+    positions in the log stay valid. Returns whether it was cut.
 
-    A new file takes the place of the old one, also under this process's output, so that no line is lost meanwhile.
+    A new file replaces the old one, also as this process's output, so that no line is lost meanwhile.
     """
     if os.fstat(fd).st_size <= most:
         return False
@@ -102,7 +102,7 @@ def cut(fd: int, *, most: int = DRIVER_MOST_BYTES, kept: int = DRIVER_KEPT_BYTES
                 return True
             except OSError as error:
                 why = error
-        os.ftruncate(fd, 0)  # a full disk needs the room more than anybody the log
+        os.ftruncate(fd, 0)  # disk space matters more than the log
         raise why
 
 
@@ -133,7 +133,7 @@ def _replace(fd: int, path: Path, old: BinaryIO, tail_bytes: int) -> None:
 
 
 def _same_file(fd: int) -> set[int]:
-    """This descriptor, and which of the process's outputs go to the same file."""
+    """Returns this descriptor and those outputs of the process that write to the same file."""
     return {fd, *(each for each in (1, 2) if os.path.sameopenfile(each, fd))}
 
 
@@ -144,13 +144,13 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def dropped_before(head: bytes) -> int | None:
-    """How much of a driver's log came before what is there, by its first bytes; None when nothing is missing."""
+    """Returns the number of bytes dropped before this head of a driver's log; None if none were."""
     found = _DROPPED.match(head)
     return None if found is None else int(found[1])
 
 
 def forget_oldest(folder: Path, most: int = DRIVERS_BYTES) -> None:
-    """Remove logs of drivers that ended, the oldest first, until the others have no more than this together."""
+    """Deletes the oldest logs of ended drivers until the total is at most `most` bytes."""
     logs = [(entry.stat(), entry) for entry in folder.glob(_DRIVER_LOGS)]
     total = sum(found.st_size for found, _ in logs)
     for found, path in sorted(logs, key=lambda each: each[0].st_mtime):

@@ -26,21 +26,21 @@ from raytide.core.io.atomic_file import read_json, sweep
 from raytide.core.io.process import Process, running, terminate_all
 
 CHILDREN = {"controller": "raytide.control.controller", "api": "raytide.control.api"}
-"""Module by name; each is run as `python -m MODULE RUN_DIR`."""
+"""The module of each child, which runs as `python -m MODULE RUN_DIR`."""
 
 _log = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.2, 10.0
 _HEALTHY_S = 30.0
-"""A child that lived this long starts again at the first delay."""
+"""A child that ran this long is restarted with the first delay."""
 _STOP_GRACE_S = 8.0
 _CHORES_S = 5.0
-"""How often it looks at what nobody tells it of."""
+"""How often it checks conditions that send no events."""
 
 
 @dataclass(slots=True)
 class Child:
-    """One supervised process, through all its restarts."""
+    """A supervised process, with its restarts."""
 
     what: str
     argv: Sequence[str]
@@ -51,7 +51,7 @@ class Child:
     is_recorded: bool = True
 
     def on_end(self, now_s: float) -> None:
-        """Back off: each quick death doubles the wait before the next start."""
+        """Schedules the restart. Each quick end doubles the delay."""
         if now_s - self.started_s >= _HEALTHY_S:
             self.delay_s = _FIRST_DELAY_S
         self.process = None
@@ -87,10 +87,10 @@ def ensure_owner_watched(run_dir: Path, environment: Mapping[str, str]) -> None:
 
 
 def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> None:
-    """Until SIGTERM, which ends the children too."""
+    """Supervises until SIGTERM, which ends the children too."""
     sweep([run_dir, run_dir / "pids"])
     watched = [_found(run_dir, what, argv) for what, argv in children.items()]
-    # SIGTERM is a byte to read, not an exception: one in the middle of a start would lose the child that it started
+    # SIGTERM arrives as a byte, not an exception, which could lose a child in the middle of its start
     stop, stopped = socket.socketpair()
     stopped.setblocking(False)
     signal.set_wakeup_fd(stopped.fileno())
@@ -108,8 +108,8 @@ def _do_chores(run_dir: Path) -> None:
     rotate([*(run_dir / "logs").glob("*.log"), *(run_dir / "nodes").glob("*/log")])
     try:
         ensure_owner_watched(run_dir, os.environ)
-    except (OSError, ValueError, RaytideError) as error:  # a full disk: the next time may be better
-        _log.warning("cannot look after what the cluster is owned by: %s", error)
+    except (OSError, ValueError, RaytideError) as error:  # a full disk: retried later
+        _log.warning("cannot watch the cluster's owner: %s", error)
 
 
 def _step(child: Child, run_dir: Path) -> None:
@@ -121,7 +121,7 @@ def _step(child: Child, run_dir: Path) -> None:
         child.started_s, child.is_recorded = now_s, False
         try:
             child.process = start(child.what, child.argv, run_dir=run_dir, environment=os.environ)
-        except OSError as error:  # no process, no memory, no interpreter: the other children are looked after still
+        except OSError as error:  # out of processes or memory: keep supervising the others
             child.on_end(now_s)
             _log.warning("%s cannot be started: %s", child.what, error)
     if child.process is not None and not child.is_recorded:
@@ -129,7 +129,7 @@ def _step(child: Child, run_dir: Path) -> None:
 
 
 def _record(child: Child, run_dir: Path) -> None:
-    """A child that a full disk leaves unrecorded runs all the same, and is recorded later."""
+    """Records a child. If a full disk prevents it, the child runs anyway and is recorded later."""
     assert child.process is not None
     try:
         child.process.write(record_of(run_dir, child.what))
@@ -139,7 +139,7 @@ def _record(child: Child, run_dir: Path) -> None:
 
 
 def _wait(children: Sequence[Child], stop: socket.socket) -> bool:
-    """Until a child ends, one is due to start, chores are due, or the supervisor is to stop: whether it is."""
+    """Waits until a child ends or is due to start, chores are due, or a stop is requested; returns whether it is."""
     fds = [fd for child in children if child.process is not None and (fd := child.process.open()) is not None]
     due = [child.restart_at_s for child in children if child.process is None]
     has_ended = len(fds) + len(due) < len(children)
@@ -151,7 +151,7 @@ def _wait(children: Sequence[Child], stop: socket.socket) -> bool:
 
 
 def _found(run_dir: Path, what: str, argv: Sequence[str]) -> Child:
-    """The child as an earlier supervisor left it, which may be that it does not run."""
+    """Returns the child as an earlier supervisor left it, running or not."""
     child = Child(what, argv, started_s=time.monotonic())
     recorded = _recorded(run_dir, what)
     child.process = recorded or next(iter(running(argv[1:])), None)

@@ -150,10 +150,10 @@ def test_a_service_of_aws_that_is_busy_is_asked_again_by_the_next_look(service: 
 def test_a_watcher_that_hears_nothing_yet_is_started_and_that_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="no notices of 'vsphere'"):
+    with pytest.raises(UsageError, match="cloud 'vsphere' is not supported"):
         watch_notices("vsphere")
     monkeypatch.delenv("RAY_CLOUD_INSTANCE_ID", raising=False)
-    with pytest.raises(UsageError, match="no node of a cluster"):
+    with pytest.raises(UsageError, match="not a node of a raytide cluster"):
         watch_notices("aws")
     monkeypatch.setenv("RAY_CLOUD_INSTANCE_ID", "node-1")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")

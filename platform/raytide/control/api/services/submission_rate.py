@@ -37,7 +37,7 @@ class SubmissionRate:
         if not is_enough:
             wait_s = (size - left) * 3600.0 / BYTES_PER_H
             raise QuotaError(
-                f"team {spec.team} submits too many or too large jobs; the limit is {BURST_BYTES >> 20} MiB at once and "
+                f"team {spec.team} exceeds its submission rate; the limit is {BURST_BYTES >> 20} MiB at once and "
                 f"{BYTES_PER_H >> 20} MiB an hour.",
                 hint=f"Try again in {wait_s:.0f} s, or send smaller specs: put large texts into the job's package.",
             )
