@@ -73,7 +73,7 @@ def test_what_is_left_of_a_cut_log_says_how_much_is_missing(tmp_path: Path, appe
     os.write(appended, b"1000000\n")
     printed = OnDisk(tmp_path / "log")
     text = logs.part(printed, job(state=JobState.RUNNING), "").text
-    assert text.startswith("[the first 7208 bytes from here were dropped")
+    assert text.startswith("[7208 bytes were dropped here")
     assert text.endswith("0000999\n1000000\n")
     assert logs.part(printed, job(state=JobState.RUNNING), "0:7992").text == "0000999\n1000000\n"
     assert logs.tail(printed, job(), 2) == "0:7992"
