@@ -1,1 +1,1 @@
-"""The number of replicas of each endpoint, and their nodes."""
+"""Endpoints: target replica counts, and the pools in which replicas are bought and released."""

@@ -1,7 +1,7 @@
-"""How long an endpoint's replicas take to start, learned from its own starts: from the order of the node that was
-bought for one to its first answer, and from the first sight of its process on a node that was there.
+"""The start-up time of an endpoint's replicas, from its own starts: from the purchase of a replica's node to its
+first report, or from the first sight of its process on an existing node.
 
-A high quantile of the last ones counts: replicas that are asked for must be expected late rather than early.
+A high quantile of the last starts counts, because an estimate that is too low costs more than one that is too high.
 """
 
 from __future__ import annotations
@@ -17,57 +17,58 @@ from raytide.core.objects.endpoint import EndpointLoad
 from raytide.core.objects.node import Node
 
 ENOUGH, MOST = 5, 50
-"""Starts: so many must have been seen, so many of the last are remembered."""
+"""Starts needed, and starts kept."""
 QUANTILE = 0.9
 AT_ONCE_S = 60.0
-"""Its process starts that soon on a node that was bought for it; later it waited for something else."""
+"""The process of a replica starts within this time on a node that was bought for it; else it waited for something."""
 LONGEST_S = 6 * 3600.0
-"""What seems to have taken longer was no start."""
+"""Longer intervals are no starts."""
 FORGET_S = 600.0
-"""Who was silent for that long and speaks again has started anew."""
+"""A replica that reports after a longer silence has restarted."""
 
 
 class Start(Config):
     node_type: str
     is_bought: bool
-    """Its node was bought for it; else the node was there."""
+    """Whether its node was bought for it."""
     seconds: float
 
 
 @dataclass(slots=True)
 class StartMeter:
-    """Of one endpoint."""
+    """The start-up times of one endpoint."""
 
     starts: deque[Start] = field(default_factory=lambda: deque(maxlen=MOST))
     _last_report: dict[str, tuple[str, float]] | None = None
-    """By replica that answers, its node and when it last said so; None before the first look."""
+    """Node and time of the last report by replica id; None before the first call."""
     _starting: dict[str, list[float | None]] = field(default_factory=dict)
-    """By node: since when each replica that does not answer yet was seen there; None: since before the first look."""
+    """First sight of each replica that has not reported yet, by node; None: before the first call."""
 
     @property
     def cold_start_s(self) -> float | None:
-        """Of nodes that must be bought; of those that are there where none ever was. None until enough were seen."""
+        """Seconds including the purchase of a node, or without it if no node was ever bought; None until enough starts
+        were measured."""
         bought = [start.seconds for start in self.starts if start.is_bought]
         seen = bought or [start.seconds for start in self.starts]
         return float(np.quantile(seen, QUANTILE)) if len(seen) >= ENOUGH else None
 
     def observe(self, load: EndpointLoad, hosts: Mapping[str, Node], endpoint: str) -> None:
-        """`hosts`: by Ray's id of the node."""
+        """`hosts`: nodes by Ray's id."""
         before = self._last_report
-        spoke = {} if before is None else before
-        new = [replica for replica in load.replicas if replica.id not in spoke]
+        last_report = {} if before is None else before
+        new = [replica for replica in load.replicas if replica.id not in last_report]
         for replica in new if before is not None else ():
             waiting = self._starting.get(replica.node)
             since_s, host = waiting.pop(0) if waiting else None, hosts.get(replica.node)
             if since_s is not None and host is not None:
-                is_first = all(node != replica.node for node, _ in spoke.values())
+                is_first = all(node != replica.node for node, _ in last_report.values())
                 self._took(since_s, replica.at_s, host, is_bought=is_first and host.subject == endpoint)
-        said = {**spoke, **{replica.id: (replica.node, replica.at_s) for replica in load.replicas}}
-        self._last_report = {id: (node, at_s) for id, (node, at_s) in said.items() if load.at_s - at_s <= FORGET_S}
+        reports = {**last_report, **{replica.id: (replica.node, replica.at_s) for replica in load.replicas}}
+        self._last_report = {id: (node, at_s) for id, (node, at_s) in reports.items() if load.at_s - at_s <= FORGET_S}
         answering = Counter(node for node, _ in self._last_report.values())
-        there, at_s = Counter(load.replica_nodes), None if before is None else load.at_s
-        for node in {*there, *self._starting}:
-            known, count = self._starting.pop(node, []), there[node] - answering[node]
+        node_counts, at_s = Counter(load.replica_nodes), None if before is None else load.at_s
+        for node in {*node_counts, *self._starting}:
+            known, count = self._starting.pop(node, []), node_counts[node] - answering[node]
             if count > 0:
                 self._starting[node] = (known + [at_s] * count)[:count]
 

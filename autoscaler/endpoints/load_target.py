@@ -1,4 +1,5 @@
-"""How many replicas a load asks for: the largest of what requests, KV caches, work and first tokens need. Pure."""
+"""The replica count that a load needs: the largest of the targets by requests, KV caches, work and time to first
+token."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from statistics import fmean
 from raytide.core.objects.endpoint import EndpointLoad, Replicas, Speed, Traffic
 
 MAX_BUSY = 0.95
-"""No replica is meant to be busier."""
+"""The highest planned utilization of a replica."""
 DRAIN_S = 120.0
-"""In which time work that has piled up should be gone."""
+"""The time in which a backlog should be worked off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,47 +27,47 @@ def load_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
 
 
 def request_s(prompt_tokens: float, output_tokens: float, speed: Speed) -> float:
-    """Replica-seconds of one request: of prefill, or of its share of the slots."""
+    """Returns the replica-seconds of one request: its prefill, or its share of the slots if that is more."""
     prefill_s = prompt_tokens / speed.prefill_tps
     return max(prefill_s, (prefill_s + output_tokens * speed.tpot_ms / 1e3) / speed.slots)
 
 
 def _targets(spec: Replicas, load: EndpointLoad) -> Iterator[LoadTarget]:
     traffic = load.traffic or Traffic()
-    each = f"{spec.target_ongoing:g} for each replica"
+    per_replica = f"{spec.target_ongoing:g} for each replica"
     in_flight = replicas_for(load.ongoing / spec.target_ongoing, traffic)
-    yield LoadTarget(in_flight, f"{load.ongoing:g} requests in flight, {each}{_where(traffic)}")
+    yield LoadTarget(in_flight, f"{load.ongoing:g} requests in flight, {per_replica}{_where(traffic)}")
     yield kv_target(spec, load)
     if traffic.request_s is not None:
         yield _work_target(spec, load, traffic.ahead_rps, traffic.request_s)
     if spec.slo_ttft_s is not None and traffic.ttft_s is not None and traffic.ttft_s > spec.slo_ttft_s:
-        yield LoadTarget(load.ready + 1, f"first tokens take {traffic.ttft_s:.2f} s, {spec.slo_ttft_s:g} s are wanted")
+        yield LoadTarget(load.ready + 1, f"first tokens take {traffic.ttft_s:.2f} s, the SLO is {spec.slo_ttft_s:g} s")
 
 
 def kv_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
-    """The caches that are full, and what the requests that wait would fill at the mean of those that run."""
+    """Returns the target by KV use: full caches, and what waiting requests would fill at the mean of running ones."""
     full = sum(replica.kv_use for replica in load.replicas)
     running = sum(replica.running for replica in load.replicas)
     waiting = sum(replica.waiting for replica in load.replicas)
-    asked = full * (1 + waiting / running) if running else full
-    queue = f", {waiting:g} requests wait for room" if waiting else ""
-    meant = f"{spec.target_kv:.2f} of each is meant to be"
-    return LoadTarget(asked / spec.target_kv, f"{full:.2f} KV caches are full{queue}, {meant}")
+    target = full * (1 + waiting / running) if running else full
+    queue = f", {waiting:g} requests wait" if waiting else ""
+    reason = f"{full:.2f} KV caches are full{queue}, the target is {spec.target_kv:.2f} of each"
+    return LoadTarget(target / spec.target_kv, reason)
 
 
 def _work_target(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: float) -> LoadTarget:
-    """What keeps up, and works off what will wait when a replica that is asked for now answers."""
+    """Returns the target by work: it keeps up with the rate, and works off the backlog at the end of a cold start."""
     busy, traffic = rate_rps * each_s, load.traffic or Traffic()
     waiting = sum(replica.waiting for replica in load.replicas)
     backlog_s = waiting * each_s + (busy - ready_work(load)) * cold_start_s(spec, load)
     rate = f"{rate_rps:.2f} requests/s of {each_s:.2f} replica-seconds each{_where(traffic)}"
-    asked = replicas_for(busy / MAX_BUSY + max(0.0, backlog_s) / DRAIN_S, traffic)
-    return LoadTarget(asked, f"{rate}, {waiting:g} waiting")
+    target = replicas_for(busy / MAX_BUSY + max(0.0, backlog_s) / DRAIN_S, traffic)
+    return LoadTarget(target, f"{rate}, {waiting:g} waiting")
 
 
 def replicas_for(work: float, traffic: Traffic) -> float:
-    """How many replicas do as much as so many would where they do least: those that are there, then others where the
-    next one costs least for what it does. Which of too many goes is Serve's choice: the fastest, at worst."""
+    """Returns the replicas that do `work`, in units of a replica on the slowest node type: existing ones first, then
+    new ones where the next costs least for its work. Serve chooses the replicas to stop, at worst the fastest."""
     if not traffic.paces:
         return work
     held = sorted(traffic.held, reverse=True)
@@ -78,7 +79,7 @@ def replicas_for(work: float, traffic: Traffic) -> float:
 
 
 def cold_start_s(spec: Replicas, load: EndpointLoad | None) -> float:
-    """From the decision for a replica to its first answer: as learned, else as configured."""
+    """Returns the seconds from the decision for a replica to its first answer: learned, else configured."""
     learned = load.traffic.cold_start_s if load is not None and load.traffic is not None else None
     return spec.cold_start_s if learned is None else learned
 
@@ -89,7 +90,7 @@ def cold_start_source(load: EndpointLoad | None) -> str:
 
 
 def ready_work(load: EndpointLoad) -> float:
-    """What the replicas that answer do, in units of one where it does least."""
+    """Returns the work of the ready replicas, in units of a replica on the slowest node type."""
     held = load.traffic.held if load.traffic is not None else ()
     return load.ready * fmean(held) if held else load.ready
 

@@ -1,9 +1,9 @@
-"""What would be late with 1, 2, 3... replicas: fleets that exist on paper only, fed with what really arrived.
+"""Counterfactual fleets of 1, 2, 3... replicas, which simulate the real arrivals and count late requests.
 
-Each starts a request on the replica that is free first, as the router does (only that slots are one pool), so bursts of
-any shape and the error of the forecast are in the counts. These are kept by the rate that was usual one cold start
-earlier: it is what a launch knows of the time in which its node will serve. Hours are too few to know each rate by
-itself, so what was counted nearby tells too, with as many replicas for each request.
+Each fleet starts a request on the replica that is free first, as the router does (except that its slots form one pool),
+so the counts cover bursts of any shape and forecast errors. Counts are kept by the usual rate of one cold start
+earlier, which is what a launch decision knows about the time in which its node will serve. Single rates are seen for
+too few hours, so counts at nearby rates contribute too, scaled to the same replicas per request.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Floats = NDArray[np.float64]
 
 HALF_LIFE_S = 3 * 86400.0
 GUESS_H = 0.1
-"""What is guessed of a rate counts as much as so many hours of having seen it."""
+"""The weight of the prior for a rate, in hours of observation."""
 KNOWN_H = 0.3
-"""A rate that was seen for longer tells of others, if it is the nearest."""
+"""Hours after which a rate counts as known."""
 LONGEST_WAIT = 24
-"""A paper fleet that is too small for the day turns away what would wait so many times the SLO, or it would be late all
-night."""
+"""A simulated fleet rejects requests that would wait for this multiple of the SLO; else a fleet that is too small by
+day would be late all night."""
 _LEAST_WEIGHT = 0.003
 _BINS = 190
 _LEAST_RPS = 1e-3
@@ -37,7 +37,7 @@ _RATIO = 1.1
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpeed:
-    """What one replica does on its GPU, as measured."""
+    """The measured speed of one replica."""
 
     prefill_tps: float
     slots: int
@@ -46,7 +46,7 @@ class ReplicaSpeed:
 
 @dataclass(frozen=True, slots=True)
 class RequestBatch:
-    """The requests that arrived in [from_s, until_s), told when their tokens are known."""
+    """The requests that arrived in [from_s, until_s), with their tokens."""
 
     from_s: float
     until_s: float
@@ -56,7 +56,7 @@ class RequestBatch:
 
 
 class SavedCounts(Config):
-    """What paper fleets counted, as it is kept for the next controller."""
+    """The counts of the simulated fleets, as stored for the next controller."""
 
     late: list[list[NonNegativeFloat]]
     hours: list[NonNegativeFloat]
@@ -69,13 +69,13 @@ class CounterfactualFleets:
         self._fleets = [_SimulatedFleet(size, speed.slots, slo_ttft_s) for size in _sizes(most)]
         self._at = np.array([0, *(fleet.size for fleet in self._fleets)])
         self._late = np.zeros((_BINS, len(self._at)))
-        """By rate and size; nobody serves in the first column, so all are late there."""
+        """Late requests by rate and fleet size; in the first column, size 0, all are late."""
         self._hours = np.zeros(_BINS)
         self._totals = np.array([1.0, 1.0, 0.5, 0.5])
-        """Requests, and their seconds of work, prefill and decode; before any was told, one that takes a second."""
+        """Requests, and their seconds of work, prefill and decode; starts as one request that takes a second."""
 
     def observe(self, served: RequestBatch, usual_rps: float) -> None:
-        """`usual_rps`: as it was one cold start before."""
+        """Simulates a batch. `usual_rps`: the usual rate one cold start before."""
         dt_s, speed = served.until_s - served.from_s, self._speed
         fade = 0.5 ** (dt_s / HALF_LIFE_S)
         self._late *= fade
@@ -91,7 +91,7 @@ class CounterfactualFleets:
         self._totals = self._totals * fade + [len(requests), work_s.sum(), prefill_s.sum(), decode_s.sum()]
 
     def set_speed(self, speed: ReplicaSpeed) -> None:
-        """From now on; what was counted at another speed holds until it fades."""
+        """Sets the speed of further batches; earlier counts stay until they decay."""
         if speed.slots != self._speed.slots:
             for fleet in self._fleets:
                 fleet.set_slots(speed.slots)
@@ -99,11 +99,11 @@ class CounterfactualFleets:
 
     @property
     def saved(self) -> SavedCounts:
-        """The fleets themselves are as good as new within minutes."""
+        """The counts to store; the state of the fleets themselves is rebuilt within minutes."""
         return SavedCounts(late=self._late.tolist(), hours=self._hours.tolist(), totals=self._totals.tolist())
 
     def restore(self, counted: SavedCounts) -> None:
-        """Nothing, if it is of fleets of other sizes."""
+        """Restores stored counts, unless they are of other fleet sizes."""
         if len({len(row) for row in counted.late}) > 1:
             return
         late, hours, totals = np.array(counted.late), np.array(counted.hours), np.array(counted.totals)
@@ -112,20 +112,20 @@ class CounterfactualFleets:
 
     @property
     def request_s(self) -> float:
-        """Replica-seconds of one request: of prefill, or of its share of the slots."""
+        """Mean replica-seconds of one request: its prefill, or its share of the slots."""
         requests, work_s, _, _ = self._totals.tolist()
         return work_s / requests if requests else 0.0
 
     @property
     def in_flight_s(self) -> float:
-        """From a request's arrival to its last token on a fleet that is not behind, about one prefill of waiting."""
+        """Mean time from arrival to the last token on a fleet without backlog: about one prefill of waiting."""
         requests, _, prefill_s, decode_s = self._totals.tolist()
         return (2 * prefill_s + decode_s) / requests if requests else 0.0
 
     def late_per_h(self, usual_rps: float) -> Floats:
-        """Requests that will be late in an hour with 0, 1, 2... replicas; falling, each replica less than the last.
+        """Returns the late requests per hour with 0, 1, 2... replicas, as a decreasing convex curve.
 
-        As counted at rates nearby; before, as many as would find all replicas busy if each were so by chance.
+        Counts at nearby rates; the prior is the chance that all replicas are busy, each independently.
         """
         rate_bin, replicas = _bin(usual_rps), np.arange(self._most + 1)
         busy = np.minimum(1.0, _rate(rate_bin) * self.request_s / np.maximum(replicas, 1))
@@ -138,8 +138,8 @@ class CounterfactualFleets:
         return convex(late / hours)
 
     def _near(self, rate_bin: int) -> Iterator[tuple[float, int]]:
-        """(weight, bin) of what tells of a rate: 1 for the nearest that is known and for those that are nearer, and
-        with each bin further 1/e of that."""
+        """Yields (weight, bin) for a rate: weight 1 up to the distance of the nearest known bin, then a factor of 1/e
+        for each bin further."""
         seen = np.flatnonzero(self._hours)
         far = np.abs(seen - rate_bin)
         known = far[self._hours[seen] > KNOWN_H]
@@ -153,19 +153,19 @@ class _SimulatedFleet:
         self.size = size
         self._slo_ttft_s = slo_ttft_s
         self._free_s = [0.0] * size
-        """When each replica is done with its prefills, the first one first."""
+        """A heap of the times at which replicas finish their prefills."""
         self._slots = size * slots
         self._slots_free_s: list[float] = []
-        """When each slot that was ever needed at the same time as the others is free, the first one first. The rest of
-        the slots are free: a fleet may have millions, and is used by no more requests than come."""
+        """A heap of the times at which used slots become free. Slots that were never needed are not in it: a fleet may
+        have millions."""
 
     def set_slots(self, each: int) -> None:
-        """Replicas with more slots have free ones, those with fewer lose the ones that are free first."""
+        """Sets the slots of each replica; of fewer slots, those that are free first go."""
         self._slots = self.size * each
         self._slots_free_s = sorted(self._slots_free_s)[-self._slots :]
 
     def count_late(self, requests: Iterable[tuple[float, float, float]]) -> int:
-        """How many of (arrival, prefill, decode) get their first token too late. A hot loop."""
+        """Returns how many of the requests (arrival, prefill, decode) get their first token late. A hot loop."""
         free_s, slots_free_s, slo_s, count = self._free_s, self._slots_free_s, self._slo_ttft_s, 0
         slots = self._slots
         longest_s = LONGEST_WAIT * slo_s
@@ -191,7 +191,7 @@ class _SimulatedFleet:
 
 
 def convex(late: Floats) -> Floats:
-    """The largest curve below that falls ever less: replicas that help only together share what they help."""
+    """Returns the largest convex decreasing curve below: replicas that help only together share their benefit."""
     corners: list[int] = []
     values = late.tolist()
     for at, value in enumerate(values):
@@ -217,5 +217,5 @@ def _bin(rate_rps: float) -> int:
 
 
 def _rate(rate_bin: int) -> float:
-    """In the middle of the bin."""
+    """Returns the rate in the middle of the bin."""
     return float(_LEAST_RPS * _RATIO ** (rate_bin + 0.5))

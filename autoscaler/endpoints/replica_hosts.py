@@ -1,4 +1,4 @@
-"""The nodes of a snapshot by what a decision about endpoints asks of them: one walk for all endpoints."""
+"""Indexes of a snapshot's nodes for decisions about endpoints, built in one pass for all endpoints."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ COMING = (NodeState.REQUESTED, NodeState.LAUNCHING, NodeState.READY)
 class EndpointHosts:
     nodes: Sequence[NodeView]
     leaving: frozenset[str]
-    """Ray's ids of those on which no replica stays."""
+    """Ray's ids of the nodes on which no replica stays."""
     unattributed: UnattributedUsage
     spare: Counter[str]
-    """How many of each type could still go before there are fewer than its `min_nodes`: what an endpoint gives up is
-    taken off."""
+    """Nodes of each type above its `min_nodes`, less those that endpoints release."""
     _at: Mapping[str, int]
-    """By Ray's id."""
+    """Node index by Ray's id."""
     _bought_for: Mapping[str, Sequence[int]]
-    """By endpoint."""
+    """Node indexes by endpoint."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> EndpointHosts:
-        at, bought_for, spare = {}, defaultdict(list), Counter[str]()
+        index, bought_for, spare = {}, defaultdict(list), Counter[str]()
         for number, view in enumerate(snapshot.nodes):
             if view.node.ray_node_id:
-                at[view.node.ray_node_id] = number
+                index[view.node.ray_node_id] = number
             bought_for[view.node.subject].append(number)
             spare[view.node.type] += view.node.state in COMING
         spare.subtract({node_type.name: node_type.min_nodes for node_type in snapshot.node_types})
-        return cls(snapshot.nodes, departing_nodes(snapshot), UnattributedUsage(snapshot), spare, at, bought_for)
+        return cls(snapshot.nodes, departing_nodes(snapshot), UnattributedUsage(snapshot), spare, index, bought_for)
 
     def hosting(self, view: EndpointView) -> list[NodeView]:
-        """Those on which its replicas are, and those that were bought for it."""
-        seats = view.load.replica_nodes if view.load else ()
-        found = {self._at[seat] for seat in seats if seat in self._at} | {*self._bought_for.get(view.endpoint.name, ())}
+        """Returns the nodes with its replicas, and those bought for it."""
+        ray_ids = view.load.replica_nodes if view.load else ()
+        found = {*self._bought_for.get(view.endpoint.name, ())}
+        found |= {self._at[ray_id] for ray_id in ray_ids if ray_id in self._at}
         return [self.nodes[number] for number in sorted(found)]

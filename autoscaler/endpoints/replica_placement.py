@@ -1,8 +1,8 @@
-"""Where the replicas of one endpoint should be bought and which should go: what they are worth and what there is to buy
-goes in, a plan comes out. The controller and the simulator both call it.
+"""Plans where to buy replicas of one endpoint and which to release, from their value and the pools. The controller and
+the simulator both use it.
 
-So many replicas are wanted at the price of spot, and, if spot cannot be had, so many at that of on demand. On-demand
-replicas stay until the spot replicas that replace them serve. No clock, no memory and no I/O.
+The value gives the number of replicas worth the spot price, and the number worth the on-demand price if spot is
+unavailable. On-demand replicas stay until the spot replicas that replace them serve. Without clock, memory or I/O.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from raytide.autoscaler.spot.reclaim_hazard import losses, region
 from raytide.core.objects.endpoint import ReplicaValue
 
 DETECTION_S = 20.0
-"""From a loss to the launch of what replaces it, at most."""
+"""The longest time from a loss to the launch of its replacement."""
 _EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPool:
-    """A place to buy replicas."""
+    """A pool in which replicas can be bought."""
 
     name: str
-    """A spot zone, or a node type in one; what it ends in after its region tells the zones of a region apart."""
+    """A zone, or `node type/zone`; zones of one region differ in the last letter only."""
     usd_h: float
-    """Of one unit of work: see `FleetNode.work`."""
+    """The price of one unit of work; see `FleetNode.work`."""
     is_spot: bool
     losses_per_h: float = 0.0
     most: int | None = None
-    """How many more it is worth asking for now; None when there is no limit."""
+    """The number of further replicas to request now; None for no limit."""
     work: float = 1.0
-    """What a replica there does."""
+    """The work of a replica there."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetNode:
-    """The place of one replica."""
+    """One replica, or capacity for one."""
 
     id: str
     pool: str
     is_spot: bool
-    """Or costs no more than spot does: nothing is saved by leaving it for spot."""
+    """Also for capacity that costs no more than spot: a move to spot would save nothing."""
     is_ready: bool
     busy: int = 0
     work: float = 1.0
-    """What it does, in the units in which `ReplicaValue` counts replicas: those of a replica where they are slowest."""
+    """Its work in the units of `ReplicaValue`: replicas on the slowest node type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class FleetPlan:
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """`pools`: those of all `nodes` included. More spot is bought where it costs least, its risk included."""
+    """The inputs of a plan. `pools` has those of all `nodes`. Spot is bought where it costs least, risk included."""
 
     replica_value: ReplicaValue
     pools: Mapping[str, ReplicaPool]
@@ -69,28 +69,28 @@ class FleetState:
     cold_start_s: float
 
     def plan(self) -> FleetPlan:
-        worth, nodes = self.replica_value, self.nodes
+        value, nodes = self.replica_value, self.nodes
         spot = [node for node in nodes if node.is_spot]
         ondemand = [node for node in nodes if not node.is_spot]
-        launch = self._spot_launches(worth.spot - work_of(spot))
+        launch = self._spot_launches(value.spot - work_of(spot))
         bought = sum(self.pools[name].work for name in launch)
-        launch += self._ondemand_launches(worth.ondemand - work_of(nodes) - bought)
-        release = self._spot_releases(work_of(spot) - max(worth.spot, worth.ondemand - work_of(_ready(ondemand))))
+        launch += self._ondemand_launches(value.ondemand - work_of(nodes) - bought)
+        release = self._spot_releases(work_of(spot) - max(value.spot, value.ondemand - work_of(_ready(ondemand))))
         ready = work_of(_ready(nodes)) - work_of(_ready(release))
-        kept = work_of(spot) - work_of(release)  # what is about to be launched replaces nothing yet
-        surplus = work_of(ondemand) - max(0, worth.ondemand - kept)
+        kept = work_of(spot) - work_of(release)  # launches replace nothing yet
+        surplus = work_of(ondemand) - max(0, value.ondemand - kept)
         for node in sorted(ondemand, key=lambda node: (node.is_ready, node.busy, node.id)):
             if node.work > surplus + _EPS:
                 continue
             surplus -= node.work
             if not node.is_ready:
                 release.append(node)
-            elif ready - node.work >= worth.ondemand - _EPS:
+            elif ready - node.work >= value.ondemand - _EPS:
                 release.append(node)
                 ready -= node.work
         reason = (
-            f"{worth.usual_rps:.2f} requests/s are usual and a late one costs ${worth.late_usd:.4f}: "
-            f"{worth.spot} replicas are worth the price of spot, {worth.ondemand} that of on demand"
+            f"{value.usual_rps:.2f} requests/s are usual and a late one costs ${value.late_usd:.4f}: "
+            f"{value.spot} replicas are worth the spot price, {value.ondemand} the on-demand price"
         )
         return FleetPlan(tuple(launch), tuple(node.id for node in release), reason)
 
@@ -98,17 +98,17 @@ class FleetState:
         """Each where what it does of that costs least, its risk included."""
         held, total, bought = self._spot_by_region(self.nodes), work_of(self.nodes), Counter[str]()
         ondemand_usd_h = [pool.usd_h for pool in self.pools.values() if not pool.is_spot and pool.most != 0]
-        dear_usd_h = min(ondemand_usd_h, default=float("inf"))
-        open_pools = [pool for pool in self.pools.values() if pool.is_spot and pool.usd_h < dear_usd_h]
+        limit_usd_h = min(ondemand_usd_h, default=float("inf"))
+        open_pools = [pool for pool in self.pools.values() if pool.is_spot and pool.usd_h < limit_usd_h]
         chosen: list[str] = []
         while work > _EPS:
-            there = [pool.name for pool in open_pools if pool.most is None or pool.most > bought[pool.name]]
-            if not there:
+            available = [pool.name for pool in open_pools if pool.most is None or pool.most > bought[pool.name]]
+            if not available:
                 break
-            cost = {name: self._usd_h(name, held[region(name)], total) * self._beyond(name, work) for name in there}
-            name = min(there, key=lambda name: (cost[name], held[region(name)].get(name, 0)))
-            near, done = held[region(name)], self.pools[name].work
-            near[name] = near.get(name, 0) + done
+            cost = {name: self._usd_h(name, held[region(name)], total) * self._beyond(name, work) for name in available}
+            name = min(available, key=lambda name: (cost[name], held[region(name)].get(name, 0)))
+            regional, done = held[region(name)], self.pools[name].work
+            regional[name] = regional.get(name, 0) + done
             total += done
             work -= done
             bought[name] += 1
@@ -125,12 +125,12 @@ class FleetState:
         return chosen
 
     def _beyond(self, name: str, work: float) -> float:
-        """How many times the work that is wanted a replica there does, and is paid for."""
+        """Returns the factor by which a replica there exceeds the needed work, which is paid for too."""
         return max(1.0, self.pools[name].work / work)
 
     def _spot_releases(self, work: float) -> list[FleetNode]:
-        """The spot nodes to let go, which do no more than that: those that are not ready, then of the zones where one
-        more costs most."""
+        """Returns spot nodes to release, with at most `work` in total: unready ones first, then those of the zones
+        where one more would cost most."""
         held, total = self._spot_by_region(self.nodes), work_of(self.nodes)
         queues: dict[str, list[FleetNode]] = defaultdict(list)
         for node in sorted(self.nodes, key=_first_to_go, reverse=True):
@@ -154,21 +154,21 @@ class FleetState:
         return chosen
 
     def _spot_by_region(self, nodes: Iterable[FleetNode]) -> dict[str, dict[str, float]]:
-        """Work by region and spot pool: what is lost in one region does not tell of another."""
+        """Returns work by region and spot pool; losses in different regions are independent."""
         held: dict[str, dict[str, float]] = defaultdict(dict)
         for node in nodes:
             if self.pools[node.pool].is_spot:
-                near = held[region(node.pool)]
-                near[node.pool] = near.get(node.pool, 0.0) + node.work
+                regional = held[region(node.pool)]
+                regional[node.pool] = regional.get(node.pool, 0.0) + node.work
         return held
 
-    def _usd_h(self, name: str, near: Mapping[str, float], total: float) -> float:
-        """An hour of one unit more there: what starting again costs, and that it is missing just when others are.
+    def _usd_h(self, name: str, regional: Mapping[str, float], total: float) -> float:
+        """Returns the hourly cost of one more unit of work there: price, restarts, and correlated losses.
 
-        `near`: the work in the spot pools of its region, of `total`.
+        `regional`: the work in the spot pools of its region; `total`: all work.
         """
         pool, late = self.pools[name], self.replica_value.late_per_h
-        held = {**near, name: near.get(name, 0) + 1}
+        held = {**regional, name: regional.get(name, 0) + 1}
         rates = {other: self.pools[other].losses_per_h for other in held}
         late_per_h = 0.0
         for share, names in losses(rates, self.replica_value.together, self.cold_start_s + DETECTION_S):
@@ -182,13 +182,13 @@ class FleetState:
 
 
 def _less(held: Mapping[str, float], name: str, work: float) -> dict[str, float]:
-    """With so much less there."""
-    left = {other: there - work * (other == name) for other, there in held.items()}
-    return {other: there for other, there in left.items() if there > _EPS}
+    """Returns `held` with `work` less in one pool."""
+    left = {other: amount - work * (other == name) for other, amount in held.items()}
+    return {other: amount for other, amount in left.items() if amount > _EPS}
 
 
 def _first_to_go(node: FleetNode) -> tuple[bool, int, str]:
-    """The order within one pool, where all do and cost the same."""
+    """Sorts the nodes of one pool, which all do and cost the same, by order of release."""
     return node.is_ready, node.busy, node.id
 
 

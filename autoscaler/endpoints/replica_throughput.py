@@ -1,7 +1,7 @@
-"""What one replica does on one type of node, learned while requests waited on it: then it does all that it can.
+"""The speed of a replica on one node type, measured while requests wait on it, that is, at full load.
 
-Of each stretch of waiting the rates are kept, and the upper quartile of the last ones counts: an engine that stood
-still for a moment was not at work. Nothing is said before `ENOUGH` stretches were seen.
+Each stretch at full load gives rates, and the upper quartile of the last stretches counts, because an engine that
+stalled for a moment was not at work. There is no estimate before `ENOUGH` stretches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raytide.core.objects.endpoint import Counters, ReplicaLoad, Speed
 
 STRETCH_S = 30.0
 ENOUGH, MOST = 3, 50
-"""Stretches: so many must have been seen, so many of the last are remembered."""
+"""Stretches needed, and stretches kept."""
 UPPER = 0.75
 LEAST_TPOT_S = 1e-5
 
@@ -26,46 +26,46 @@ LEAST_TPOT_S = 1e-5
 class _Stretch:
     prompt_tps: float
     running: float
-    """Sequences side by side, on average."""
+    """Mean number of running sequences."""
     tpot_s: float
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """One replica, since requests wait on it."""
+    """One replica's counts since requests wait on it."""
 
     since_s: float
-    counted: Counters = field(default_factory=Counters)
+    counts: Counters = field(default_factory=Counters)
     running_s: float = 0.0
-    """Sum over the sequences."""
+    """Sequence-seconds."""
 
 
 @dataclass(slots=True)
 class ThroughputMeter:
-    """Of one endpoint on one type of node."""
+    """The speed of one endpoint's replicas on one node type."""
 
     known: Speed | None = None
-    """As another controller learned it; until there is enough of our own."""
+    """As an earlier controller learned it; used until `ENOUGH` stretches are measured."""
     stretches: deque[_Stretch] = field(default_factory=lambda: deque(maxlen=MOST))
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
 
-    def observe(self, word: CounterDelta) -> None:
-        replica = word.replica
+    def observe(self, delta: CounterDelta) -> None:
+        replica = delta.replica
         if replica.waiting < 1:
             self._waiting.pop(replica.id, None)
             return
-        now = self._waiting.setdefault(replica.id, _Waiting(word.from_s))
+        now = self._waiting.setdefault(replica.id, _Waiting(delta.from_s))
         if replica.at_s < now.since_s:  # the clock was set back
-            now = self._waiting[replica.id] = _Waiting(word.from_s)
-        now.counted = now.counted.plus(word.delta)
-        now.running_s += replica.running * (replica.at_s - word.from_s)
-        seconds, counted = replica.at_s - now.since_s, now.counted
-        if seconds >= STRETCH_S and counted.finished * seconds >= now.running_s and counted.output_tokens > 0:
+            now = self._waiting[replica.id] = _Waiting(delta.from_s)
+        now.counts = now.counts.plus(delta.delta)
+        now.running_s += replica.running * (replica.at_s - delta.from_s)
+        seconds, counts = replica.at_s - now.since_s, now.counts
+        if seconds >= STRETCH_S and counts.finished * seconds >= now.running_s and counts.output_tokens > 0:
             self._end(seconds, now)
             del self._waiting[replica.id]
 
     def retain(self, replicas: Iterable[ReplicaLoad]) -> None:
-        """Who went while requests waited on it will not say that they no longer do."""
+        """Forgets replicas that have ended while requests waited on them."""
         ids = {replica.id for replica in replicas}
         self._waiting = {id: waiting for id, waiting in self._waiting.items() if id in ids}
 
@@ -81,9 +81,9 @@ class ThroughputMeter:
         )
 
     def _end(self, seconds: float, waiting: _Waiting) -> None:
-        """Every slot had its turn. One of the sequences is taken to be in its prefill all the time, so that the speed
-        explains the requests of this stretch, not more of them."""
-        counted, running = waiting.counted, waiting.running_s / seconds
-        if counted.prompt_tokens > 0:
-            tpot_s = max((running - 1.0) * seconds / counted.output_tokens, LEAST_TPOT_S)
-            self.stretches.append(_Stretch(counted.prompt_tokens / seconds, running, tpot_s))
+        """Ends a stretch in which every slot was used. One sequence counts as always in prefill, so that the speed
+        explains no more requests than this stretch had."""
+        counts, running = waiting.counts, waiting.running_s / seconds
+        if counts.prompt_tokens > 0:
+            tpot_s = max((running - 1.0) * seconds / counts.output_tokens, LEAST_TPOT_S)
+            self.stretches.append(_Stretch(counts.prompt_tokens / seconds, running, tpot_s))

@@ -1,5 +1,10 @@
-"""What the replicas of one endpoint are worth, learned from what was served: how many spare enough late requests for
-the price of spot, and how many for that of on demand. No clock and no I/O.
+"""The value of an endpoint's replicas, learned from its requests: how many avoid enough late requests to be worth the
+price of spot, and how many that of on demand. Without clock or I/O.
+
+A replica is bought when it avoids more than it costs. It is released when its cost beyond its value would have paid for
+a new start, which costs at most twice the optimum (ski rental). The price of a late request is the dual variable of the
+SLO: it starts at a guess from the cost of a request, rises while more requests are late than the target allows, and
+falls while fewer are.
 """
 
 from __future__ import annotations
@@ -25,29 +30,31 @@ from raytide.core.config import Config
 from raytide.core.objects.endpoint import ReplicaValue
 
 SETTLE_S = 120.0
-"""What a request brought is told this long after it arrived: nearly all have their last token by then."""
+"""Requests are evaluated this long after their arrival: nearly all have their last token by then."""
 
 
 LEAST_SPARE = 0.25
-"""Replicas: a fleet without any to spare is taken to work off what waits at this pace."""
+"""Replicas that work off the backlog of a fleet without spare capacity."""
 START_PRICE_FACTOR = 3.0
-"""At the start a miss costs so many times what serving a request on demand costs, over the root of the share of misses
-that is allowed: the ever fewer that are late with ever more replicas need no price beyond all measure."""
+"""The initial price of a miss, in on-demand costs of a request over the square root of the allowed share of misses; the
+root keeps the price bounded for strict targets."""
 GAIN = 6.0
-"""How far the logarithm moves when a day misses twice what is allowed, times the root of that share: rare misses come
-many at once, with a lost zone, and a day of them tells less."""
+"""The change of the price's logarithm on a day with twice the allowed misses, times the square root of the allowed
+share: rare misses come in bursts, with a lost zone, so a day of them says less."""
 MOST_UP, MOST_DOWN = math.log(3.0), math.log(8.0)
-"""A target that no fleet reaches is not chased at any price."""
+"""Bounds of the logarithm, so that an unreachable target is not pursued at any price."""
 _DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServingGoal:
+    """An endpoint's SLO, bounds, speed and prices."""
+
     slo_ttft_s: float
     slo_target: float
     min_replicas: int
     max_replicas: int
-    """While on-demand replicas wait for their spot replacements there may be more."""
+    """Exceeded while on-demand replicas wait for their spot replacements."""
     cold_start_s: float
     speed: ReplicaSpeed
     ondemand_usd_h: float
@@ -57,25 +64,24 @@ class ServingGoal:
 
 @dataclass(frozen=True, slots=True)
 class IntervalStats:
-    """What the replicas told since the last look."""
+    """What the replicas reported in one interval."""
 
     at_s: float
     dt_s: float
     requests: int
     missed: int
-    """Requests of which it is certain since the last look that their first token was late."""
+    """Requests whose first token became late in the interval."""
     ongoing: float
     """Requests in flight and waiting."""
     settled: RequestBatch
     held: Mapping[str, float]
-    """Spot replicas that stay, those that start included, by pool; where replicas do not all do alike, what they do,
-    in units of one where it does least."""
+    """Work of staying spot replicas by pool, starting ones included, in units of a replica on the slowest type."""
     ready: float
-    """The same of those that answer, whatever they run on."""
+    """Work of all ready replicas."""
 
 
 class SavedModel(Config):
-    """What takes days to learn, as it is kept for the next controller."""
+    """The slowly learned part of a model, as stored for the next controller."""
 
     slo_ttft_s: float
     slo_target: float
@@ -87,14 +93,14 @@ class SavedModel(Config):
 
 @dataclass(slots=True)
 class HysteresisCount:
-    """How many nodes at one price."""
+    """The number of replicas that are worth one price, with hysteresis."""
 
     count: int = 0
     _regret_usd: Floats = field(default_factory=lambda: np.zeros(0))
-    """By node: what it has cost beyond its worth since it was last worth it."""
+    """By replica: cost beyond its value since it was last worth its price."""
 
     def update(self, worth_usd_h: Floats, usd_h: float, start_usd: float, dt_s: float) -> None:
-        """`worth_usd_h`: of the first node, the second..."""
+        """`worth_usd_h`: the value of the first replica, the second..."""
         if len(self._regret_usd) != len(worth_usd_h):
             self._regret_usd = np.zeros(len(worth_usd_h))
         node = np.arange(1, len(worth_usd_h) + 1)
@@ -107,6 +113,8 @@ class HysteresisCount:
 
 @dataclass(slots=True)
 class SloShadowPrice:
+    """The price of a late request."""
+
     target: float
     moved: float = 0.0
     day_requests: float = 0.0
@@ -119,7 +127,7 @@ class SloShadowPrice:
         self.moved = min(max(self.moved + step, -MOST_DOWN), MOST_UP)
 
     def usd(self, request_s: float, ondemand_usd_h: float) -> float:
-        """`request_s`: replica-seconds that one request needs."""
+        """Returns the price in dollars. `request_s`: replica-seconds of one request."""
         return (
             START_PRICE_FACTOR
             * request_s
@@ -137,11 +145,11 @@ class ReplicaValueModel:
     price: SloShadowPrice
     usual_rate: RequestRate = field(default_factory=RequestRate)
     late_per_h: Floats = field(default_factory=lambda: np.zeros(1))
-    """That are expected with 0, 1, 2... replicas while nothing is taken back."""
+    """Expected late requests with 0, 1, 2... replicas, without reclaims."""
     spot: HysteresisCount = field(default_factory=HysteresisCount)
     ondemand: HysteresisCount = field(default_factory=HysteresisCount)
     _usual_at: deque[tuple[float, float]] = field(default_factory=deque)
-    """(when, requests a second), back to one cold start before the last requests that were served."""
+    """(time, requests per second), back to one cold start before the last settled requests."""
 
     @classmethod
     def from_goal(cls, goal: ServingGoal) -> ReplicaValueModel:
@@ -149,16 +157,16 @@ class ReplicaValueModel:
             goal, CounterfactualFleets(goal.max_replicas, goal.speed, goal.slo_ttft_s), SloShadowPrice(goal.slo_target)
         )
 
-    def learn(self, heard: IntervalStats, hazard: ReclaimHazard) -> None:
-        """`hazard` has seen all that was lost until now."""
-        self.usual_rate.observe(heard.requests, heard.dt_s)
-        self._usual_at.append((heard.at_s, self.usual_rate.rps))
-        while len(self._usual_at) > 1 and self._usual_at[1][0] <= heard.settled.from_s - self._recovery_s:
+    def learn(self, stats: IntervalStats, hazard: ReclaimHazard) -> None:
+        """Learns from one interval. `hazard` must have observed all losses until now."""
+        self.usual_rate.observe(stats.requests, stats.dt_s)
+        self._usual_at.append((stats.at_s, self.usual_rate.rps))
+        while len(self._usual_at) > 1 and self._usual_at[1][0] <= stats.settled.from_s - self._recovery_s:
             self._usual_at.popleft()
-        self.simulator.observe(heard.settled, self._usual_at[0][1])
-        self.price.observe(heard.requests, heard.missed, self.usual_rate.rps, heard.dt_s)
+        self.simulator.observe(stats.settled, self._usual_at[0][1])
+        self.price.observe(stats.requests, stats.missed, self.usual_rate.rps, stats.dt_s)
         self.late_per_h = self.simulator.late_per_h(self.usual_rate.rps)
-        self._count(heard, hazard)
+        self._count(stats, hazard)
 
     def value(self, hazard: ReclaimHazard) -> ReplicaValue:
         return ReplicaValue(
@@ -182,52 +190,52 @@ class ReplicaValueModel:
         )
 
     def restore(self, past: SavedModel) -> None:
-        """Nothing, if it was of another goal."""
+        """Restores a stored model, unless it was of another goal."""
         if _identity(past) == _identity(self.goal):
             self.simulator.restore(past.paper)
             self.price.moved, self.price.day_requests = past.price_moved, past.day_requests
 
     def is_for(self, goal: ServingGoal) -> bool:
-        """Prices and speeds change with time; what the paper fleets count is another goal's."""
+        """Tells whether the model's counts hold for this goal; prices and speeds may differ."""
         return _identity(self.goal) == _identity(goal)
 
     def set_goal(self, goal: ServingGoal) -> None:
-        """At a goal that it is for."""
+        """Sets a goal for which `is_for` holds."""
         self.goal = goal
         self.simulator.set_speed(goal.speed)
 
     @property
     def _recovery_s(self) -> float:
-        """From a loss to the first request of what replaces it."""
+        """The time from a loss to the first request of its replacement."""
         return self.goal.cold_start_s + DETECTION_S
 
     @property
     def _late_usd(self) -> float:
-        """What it is worth that a request is not late."""
+        """The value of avoiding one late request."""
         return self.price.usd(self.simulator.request_s, self.goal.ondemand_usd_h)
 
     @property
     def _work(self) -> float:
-        """The replicas that the usual requests keep busy; fewer would fall behind for ever."""
+        """The replicas that the usual rate keeps busy; fewer would fall behind for ever."""
         return self.usual_rate.rps * self.simulator.request_s
 
-    def _count(self, heard: IntervalStats, hazard: ReclaimHazard) -> None:
-        """More spot would be spread as what is held; more on demand would not be lost with it."""
-        goal, held, total = self.goal, heard.held, np.arange(self.goal.max_replicas + 1)
-        losses = list(hazard.losses(held, heard.at_s, self._recovery_s))
+    def _count(self, stats: IntervalStats, hazard: ReclaimHazard) -> None:
+        """Updates both counts. More spot would be lost in proportion to the held spot, more on demand would not."""
+        goal, held, total = self.goal, stats.held, np.arange(self.goal.max_replicas + 1)
+        losses = list(hazard.losses(held, stats.at_s, self._recovery_s))
         shares = np.array([share for share, _ in losses])
         lost = np.array([[sum(held[zone] for zone in zones)] for _, zones in losses]).reshape(-1, 1)
         as_now, fixed = total * lost / max(sum(held.values()), 1), np.minimum(total, lost)
-        drained = self._drained(heard.ongoing, heard.ready)
+        drained = self._drained(stats.ongoing, stats.ready)
         spot_usd_h = min(goal.spot_usd_h.values(), default=goal.ondemand_usd_h)
-        for nodes, usd_h, gone in ((self.spot, spot_usd_h, as_now), (self.ondemand, goal.ondemand_usd_h, fixed)):
-            missing = np.maximum(gone * hazard.lost_share, 1.0)
+        for nodes, usd_h, lost_share in ((self.spot, spot_usd_h, as_now), (self.ondemand, goal.ondemand_usd_h, fixed)):
+            missing = np.maximum(lost_share * hazard.lost_share, 1.0)
             spared = -np.diff(late_with_losses(self.late_per_h, shares, missing))
-            nodes.update(spared * self._late_usd + drained, usd_h, usd_h * goal.cold_start_s / 3600.0, heard.dt_s)
+            nodes.update(spared * self._late_usd + drained, usd_h, usd_h * goal.cold_start_s / 3600.0, stats.dt_s)
             nodes.count = max(nodes.count, goal.min_replicas, min(math.ceil(self._work), goal.max_replicas))
 
     def _drained(self, ongoing: float, ready: float) -> Floats:
-        """What each node is worth for working off what will wait when a launch of now is ready."""
+        """Returns each replica's value for working off the backlog at the end of a cold start from now."""
         goal, waiting = self.goal, ongoing - self.usual_rate.rps * self.simulator.in_flight_s
         backlog_s = waiting * self.simulator.request_s + (self._work - ready) * goal.cold_start_s
         if waiting <= 0 or backlog_s <= 0:
@@ -242,7 +250,8 @@ def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
 
 
 def late_with_losses(late_per_h: Floats, shares: Floats, missing: Floats) -> Floats:
-    """`late_per_h` of 0, 1, 2... nodes when for a `share` [loss] of the time some are `missing` [loss, nodes]."""
+    """Returns `late_per_h` for 0, 1, 2... replicas of which `missing` [loss, replicas] fail for `shares` [loss] of the
+    time."""
     nodes = np.arange(len(late_per_h))
     without = np.interp(nodes - missing, nodes, late_per_h)
     total: Floats = late_per_h + shares @ (without - late_per_h)
@@ -252,8 +261,9 @@ def late_with_losses(late_per_h: Floats, shares: Floats, missing: Floats) -> Flo
 def spared_by_draining(
     late_usd: float, rate_rps: float, work: float, backlog_s: float, cold_start_s: float, most: int
 ) -> Floats:
-    """What the first node, the second... is worth an hour while `backlog_s` replica-seconds wait beside the usual
-    `work` (replicas): all that arrives until then is late, and who is faster is needed for a shorter time."""
+    """Returns the hourly value of the first replica, the second... while `backlog_s` replica-seconds wait beside the
+    usual `work` (replicas): all arrivals until the backlog is gone are late, and a faster fleet is needed for less
+    time."""
     spare = np.maximum(np.arange(most + 1) - work, LEAST_SPARE)
     drain_s = backlog_s / spare
     worth: Floats = late_usd * rate_rps * -np.diff(drain_s) * 3600.0 / (cold_start_s + drain_s[1:])

@@ -1,7 +1,7 @@
-"""What each endpoint is asked, from the counters of its replicas: rates of the last half minute, and the usual rate,
-which is the forecast; and what a replica of it does on each type of node and how long it takes to start, where that
-was not configured. A new controller begins anew, with rates too low rather than too high, and with what was learned of
-replicas before.
+"""The traffic of each endpoint, from the counters of its replicas: rates over the last half minute, the usual rate
+(which is the forecast), and the learned speed and start-up time of replicas by node type, where none is configured.
+
+A new controller starts with rates that are too low rather than too high, and with the stored speeds and starts.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class RequestRate:
 
 WINDOW_S = 30.0
 MANY = 100
-"""Requests whose mean says what is asked; before, `TYPICAL` does."""
+"""Requests after which their mean size replaces `TYPICAL`."""
 TYPICAL = 1000.0, 250.0
-"""Prompt and output tokens of a request."""
+"""Prompt and output tokens of a typical request."""
 
 Key = tuple[str, float, str]
-"""An endpoint's name, time of creation and what it serves: a later one of that name is another, and so is one that
-serves another model from now on."""
+"""An endpoint's name, creation time and served model: a later endpoint of the same name, or another model, is learned
+anew."""
 Speeds = Mapping[Key, dict[str, Speed]]
 """By endpoint and node type."""
 Starts = Mapping[Key, tuple[Start, ...]]
-"""By endpoint, the last ones."""
+"""The last starts by endpoint."""
 
 
 @dataclass(slots=True)
 class TrafficMeter:
-    """Of one endpoint."""
+    """The traffic of one endpoint."""
 
     spec: ServeSpec
     node_types: Mapping[str, NodeType] = field(default_factory=dict)
@@ -73,12 +73,12 @@ class TrafficMeter:
     starts: StartMeter = field(default_factory=StartMeter)
     total: Counters = field(default_factory=Counters)
     window: deque[tuple[float, Counters]] = field(default_factory=deque)
-    """(when, total until then)"""
+    """(time, total until then)"""
     began_s: float | None = None
     request_s: float | None = None
 
     def set_spec(self, spec: ServeSpec, node_types: Iterable[NodeType]) -> None:
-        """From now on."""
+        """Sets the spec, and the node types that can hold a replica."""
         shape = Shape(resources=spec.resources, labels=spec.labels)
         able = [
             t
@@ -89,7 +89,7 @@ class TrafficMeter:
         self.node_types = {node_type.name: node_type for node_type in able}
 
     def observe(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> Traffic:
-        """`hosts`: by Ray's id of the node."""
+        """Returns the traffic after a new load report. `hosts`: nodes by Ray's id."""
         self._count(load, hosts)
         self.starts.observe(load, hosts, self.spec.name)
         if self.window and load.at_s > self.window[-1][0]:
@@ -98,7 +98,7 @@ class TrafficMeter:
         if self.window and load.at_s < self.window[-1][0]:  # the clock was set back
             self.window.clear()
             self.began_s = None
-        if not self.window or load.at_s > self.window[-1][0]:  # the same word is looked at at every tick
+        if not self.window or load.at_s > self.window[-1][0]:  # the same report may come at several ticks
             self.window.append((load.at_s, self.total))
         while self.window[0][0] < load.at_s - WINDOW_S:
             self.window.popleft()
@@ -131,20 +131,23 @@ class TrafficMeter:
         return {name: speed for name, meter in self.speeds.items() if (speed := meter.speed) is not None}
 
     def _paces(self, speeds: Mapping[str, Speed]) -> tuple[tuple[str, ...], Throughputs]:
-        """Where even the mean prompt is late, if it is not everywhere; and what a replica does on each node type."""
+        """Returns the node types on which even the mean prompt is late (none if that is all), and the relative
+        throughputs of the node types."""
         if self.spec.members > 1 or len(self.accelerators.declared) < 2:
             return (), {}
-        asked, slo_s = self._mean_tokens, self.spec.replicas.slo_ttft_s
+        mean_tokens, slo_s = self._mean_tokens, self.spec.replicas.slo_ttft_s
         known = {name: speed for name, speed in speeds.items() if name in self.node_types}
-        late = {name for name, speed in known.items() if slo_s is not None and asked[0] / speed.prefill_tps > slo_s}
+        late = {
+            name for name, speed in known.items() if slo_s is not None and mean_tokens[0] / speed.prefill_tps > slo_s
+        }
         kinds = {self.accelerators.types[name] for name in late}
         too_slow = tuple(name for name, kind in self.accelerators.types.items() if kind in kinds)
-        paces = self.accelerators.paces({name: 1.0 / request_s(*asked, speed) for name, speed in known.items()})
+        paces = self.accelerators.paces({name: 1.0 / request_s(*mean_tokens, speed) for name, speed in known.items()})
         return too_slow if len(too_slow) < len(self.node_types) else (), paces
 
     @property
     def _mean_tokens(self) -> tuple[float, float]:
-        """Prompt and output tokens of a request, on average."""
+        """Mean prompt and output tokens of a request."""
         done, prompt, output = self.total.finished, self.total.prompt_tokens, self.total.output_tokens
         return TYPICAL if done < MANY or prompt + output <= 0 else (prompt / done, output / done)
 
@@ -156,15 +159,15 @@ class TrafficMeter:
         return paces[min(costs, key=lambda name: (cost_per_work(costs[name], name, paces), -paces[name]))]
 
     def _count(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> None:
-        for word in self.deltas.update(load):
-            self.total = self.total.plus(word.delta)
-            if (host := hosts.get(word.replica.node)) is not None:
-                self.speeds.setdefault(host.type, ThroughputMeter()).observe(word)
+        for delta in self.deltas.update(load):
+            self.total = self.total.plus(delta.delta)
+            if (host := hosts.get(delta.replica.node)) is not None:
+                self.speeds.setdefault(host.type, ThroughputMeter()).observe(delta)
         for meter in self.speeds.values():
             meter.retain(load.replicas)
 
     def _price(self, lately: Counters, speed: Speed | None) -> None:
-        """The last one holds while nothing is asked."""
+        """Updates `request_s`; the last value stays while no requests arrive."""
         if speed is None:
             self.request_s = None
         elif lately.requests >= 1:
@@ -173,7 +176,7 @@ class TrafficMeter:
 
 
 class TrafficMonitor:
-    """All endpoints'. `speeds` and `starts`: what was learned of them before."""
+    """The traffic of all endpoints. `speeds` and `starts`: as an earlier controller learned them."""
 
     def __init__(
         self, node_types: Sequence[NodeType], speeds: Speeds | None = None, starts: Starts | None = None
@@ -192,7 +195,7 @@ class TrafficMonitor:
     def with_traffic(
         self, loads: Mapping[str, EndpointLoad], endpoints: Iterable[Endpoint], nodes: Iterable[Node]
     ) -> dict[str, EndpointLoad]:
-        """The loads with their traffic."""
+        """Returns the loads with their traffic."""
         hosts = {node.ray_node_id: node for node in nodes if node.ray_node_id} if loads else {}
         measured, before = {}, self._meters
         self._meters = {}
@@ -218,7 +221,7 @@ def key_of(endpoint: Endpoint) -> Key:
 
 
 def _slowest(speeds: Mapping[str, Speed], paces: Throughputs) -> Speed | None:
-    """Of a replica where it does least; as the slowest that is known says, when that is another one."""
+    """Returns the speed on the slowest node type, derived from the slowest measured one if that is another."""
     known = [name for name in speeds if name in paces]
     if not known:
         return speed_of(speeds, ())
@@ -228,7 +231,7 @@ def _slowest(speeds: Mapping[str, Speed], paces: Throughputs) -> Speed | None:
 
 
 def speed_of(speeds: Mapping[str, Speed], node_types: Iterable[str]) -> Speed | None:
-    """The mean over replicas on these node types, over all types if none of these was measured; None when none was."""
+    """Returns the mean speed over these node types; over all known types if none of these is known; else None."""
     known = [speeds[name] for name in node_types if name in speeds] or list(speeds.values())
     if not known:
         return None

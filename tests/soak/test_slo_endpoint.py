@@ -66,7 +66,7 @@ def test_lost_spot_is_replaced_on_demand_and_takes_over_again_when_it_is_back(
         assert handle.refresh().status.endpoint.target_replicas == 2
         said = explained()
         scales = [str(a["reason"]) for a in said if a["action"] == "scale"]
-        assert any("2 replicas are worth the price of spot, 2 that of on demand" in reason for reason in scales)
+        assert any("2 replicas are worth the spot price, 2 the on-demand price" in reason for reason in scales)
         (drain,) = (a for a in said if a["action"] == "drain" and a["kind"] == "notice")
         assert str(drain["reason"]).startswith("endpoint slo has 2 replicas without it; saves")
         for line in scales:

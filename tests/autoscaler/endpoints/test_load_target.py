@@ -76,7 +76,7 @@ def test_more_work_never_asks_for_fewer_replicas_whoever_is_there(
 def test_kv_caches_that_fill_ask_for_more_at_the_same_number_of_requests(kv: tuple[float, ...], replicas: int) -> None:
     assert targets.wanted(SPEC, load(*kv)) == replicas
     if replicas > 1:
-        assert "KV caches are full, 0.85 of each is meant to be" in load_target(REPLICAS, load(*kv)).reason
+        assert "KV caches are full, the target is 0.85 of each" in load_target(REPLICAS, load(*kv)).reason
 
 
 def test_requests_that_wait_for_room_ask_for_the_room_that_they_will_fill() -> None:

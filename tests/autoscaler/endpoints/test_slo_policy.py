@@ -132,7 +132,7 @@ def test_spot_is_bought_over_regions_up_to_its_count_and_the_decision_says_why()
     assert {zone for _, zone in bought(plan.actions)} >= {"us-1b", "eu-1a"}
     (scale,) = (action for action in plan.actions if isinstance(action, Scale))
     assert "1 -> 5: 2.00 requests/s are usual and a late one costs $0.0100" in scale.reason
-    assert "5 replicas are worth the price of spot, 3 that of on demand" in scale.reason
+    assert "5 replicas are worth the spot price, 3 the on-demand price" in scale.reason
     launch = next(action for action in plan.actions if isinstance(action, Launch) and action.zone == "eu-1a")
     assert "gpu.spot in eu-1a (spot at $1.00/h) costs it least, correlated losses included" in launch.reason
     others = {other.choice: (other.reason, other.extra_micro_usd_h) for other in launch.rejected}
@@ -204,7 +204,7 @@ def test_a_replica_whose_process_starts_is_on_no_node_yet_and_has_its_place_all_
     assert sum(bought(decide(queued).actions).values()) == 2  # what is taken there is somebody else's
 
 
-@pytest.mark.parametrize(("silent", "is_sure", "words"), [(1, True, "said nothing"), (0, False, "not watched")])
+@pytest.mark.parametrize(("silent", "is_sure", "words"), [(1, True, "did not report"), (0, False, "not watched")])
 def test_i8_silence_and_a_new_controller_take_nothing_away_but_replace_what_is_lost(
     silent: int, is_sure: bool, words: str
 ) -> None:
