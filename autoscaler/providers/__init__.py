@@ -1,1 +1,1 @@
-"""Where nodes come from: one small interface, one file for each provider."""
+"""Node providers behind one interface: clouds, KubeRay, local processes, and a fake."""

@@ -1,4 +1,4 @@
-"""The provider interface: idempotent, and reconcilable by the node id that every machine carries as a tag."""
+"""The provider interface. Calls are idempotent; machines carry raytide's node id, so records can be reconciled."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ from raytide.core.objects.node import Node, NodeType
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the provider knows of one node, under raytide's own id. It bills [started_at_s, ended_at_s)."""
+    """The provider's view of one node, under raytide's id. It bills [started_at_s, ended_at_s)."""
 
     node_id: str
     node_type: str
     zone: str
     price_micro_usd_h: int
-    """Now."""
+    """The present price."""
     started_at_s: float
     ended_at_s: float | None = None
     address: str = ""
     ray_id: str = ""
-    """What Ray calls it, where that is not raytide's id: KubeRay starts each pod's raylet under the pod's name."""
+    """Ray's name for it where that is not raytide's id: KubeRay starts each raylet under its pod's name."""
     meter: str = ""
-    """`host:port` of an exporter of its own physical use; empty where Ray's agent speaks for the machine."""
+    """`host:port` of the machine's own utilization exporter; empty where Ray's agent covers the machine."""
     reason: str = ""
     """Why it ended: "terminated", "reclaimed", "exited with 1"."""
     earlier: tuple[tuple[float, int], ...] = ()
-    """Until when which other price held, the first one first."""
+    """Earlier prices as (valid until, micro-dollars an hour), oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The provider will take this machine back at `deadline_s`."""
+    """The provider will reclaim this machine at `deadline_s`."""
 
     node_id: str
     deadline_s: float
 
 
 class Bill(Protocol):
-    """What the machines of a cluster cost."""
+    """The machines of a cluster, with what they cost."""
 
     def machines(self) -> tuple[Machine, ...]:
-        """Every machine of this cluster, ended ones included."""
+        """Returns every machine of this cluster, ended ones included."""
 
 
 class Provider(Bill, Protocol):
     """A source of nodes. Calls may be repeated after a crash: the same node id never buys twice."""
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        """Buy the machine, or return at once when it was bought before. ProviderError when the pool has none: the
-        node is given up. After any other error it is asked again."""
+        """Buys the machine, unless it was bought before. ProviderError means that the pool has none, and the node is
+        cancelled; after any other error the call is repeated."""
 
     def terminate(self, node_id: str) -> None:
-        """End it; nothing happens when it is gone or was never bought."""
+        """Terminates the machine; does nothing if it has ended or was never bought."""
 
     def notices(self) -> tuple[Notice, ...]:
-        """Machines that the provider announced it will take back and that still run."""
+        """Returns the notices of machines that still run."""
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        """Present prices by node type and zone, micro-dollars an hour; of those left out the configured one holds."""
+        """Returns present prices by node type and zone, in micro-dollars an hour; missing ones are as configured."""
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change`, from any thread, as soon as a machine ends or gets a notice."""
+        """Calls `on_change`, from any thread, as soon as a machine ends or gets a notice."""
 
     def close(self) -> None:
-        """Stop watching. Machines go on."""
+        """Stops watching. Machines keep running."""

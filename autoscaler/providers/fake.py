@@ -34,7 +34,7 @@ class FakeProvider:
         self._machines[node.id] = Machine(node.id, node.type, node.zone, price, self._clock.now_s())
 
     def adopt(self, machine: Machine) -> None:
-        """A machine that ran before this provider was made."""
+        """Adds a machine that ran before this provider was created."""
         self._machines[machine.node_id] = machine
 
     def terminate(self, node_id: str) -> None:
@@ -60,30 +60,30 @@ class FakeProvider:
         self._watchers.clear()
 
     def is_up(self, node_id: str) -> bool:
-        """Whether it runs and has had the time to join Ray."""
+        """Tells whether it runs and has had time to join Ray."""
         machine = next((m for m in self.machines() if m.node_id == node_id), None)
         if machine is None or machine.ended_at_s is not None:
             return False
         return self._clock.now_s() >= machine.started_at_s + self._launch_delay_s
 
     def set_stock(self, node_type: str, zone: str, nodes: int | None) -> None:
-        """How many may run at once in a pool; None for no limit. Those that run go on."""
+        """Limits the machines that may run at once in a pool; None for no limit. Running ones continue."""
         if nodes is None:
             self._stock.pop((node_type, zone), None)
         else:
             self._stock[(node_type, zone)] = nodes
 
     def set_price(self, node_type: str, zone: str, price_micro_usd_h: int) -> None:
-        """What the next launches of a pool cost."""
+        """Sets the price of further launches in a pool."""
         self._prices[(node_type, zone)] = price_micro_usd_h
 
     def give_notice(self, node_id: str, notice_s: float) -> None:
-        """It is taken back after `notice_s`, whatever runs there."""
+        """Announces that the machine is reclaimed after `notice_s`."""
         self._notices[node_id] = Notice(node_id, self._clock.now_s() + notice_s)
         self._tell()
 
     def reclaim(self, node_id: str) -> None:
-        """It is gone at once, without a notice."""
+        """Reclaims the machine at once, without a notice."""
         self._end(node_id, self._clock.now_s(), "reclaimed")
 
     def _end(self, node_id: str, at_s: float, reason: str) -> None:

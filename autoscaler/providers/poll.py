@@ -1,4 +1,4 @@
-"""Watching what cannot be listened to: a thread that looks again and again."""
+"""A polling thread, for sources that send no events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PollWatcher"]
 
 
 class PollWatcher:
-    """Calls `on_change`, from its own thread, when `look` returns something else than the time before."""
+    """Calls `on_change`, from its own thread, when the result of `look` changes."""
 
     def __init__(self, what: str, every_s: float, look: Callable[[], object], on_change: Callable[[], None]) -> None:
         self._every_s, self._look, self._on_change = every_s, look, on_change
@@ -20,7 +20,7 @@ class PollWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """A look that is under way is waited for, but not for ever."""
+        """Waits for a poll in progress, at most one period."""
         self._stop.set()
         self._thread.join(self._every_s)
 
@@ -30,7 +30,7 @@ class PollWatcher:
             try:
                 now = self._look()
             except ProviderError:
-                continue  # the controller's own look says so
+                continue  # the controller's own call reports it
             if before is not None and now != before:
                 self._on_change()
             before = now

@@ -1,8 +1,8 @@
-"""What was bought of a cloud and when it ended, in files, since a cloud forgets what is gone and a bill must not.
+"""Purchase records of a cloud's machines, in files, because a cloud forgets ended machines and the bill must not.
 
-`<folder>/<node-id>.json` is written when the cloud has the machine; one that a crash left unwritten is found by its
-tags. `<node-id>.end.json` is written once, by whoever first misses the machine, `<node-id>.prices.json` anew whenever
-the cloud changes what the running machine costs.
+`<folder>/<node-id>.json` is written once the cloud has the machine; a machine whose record a crash prevented is found
+by its tags. `<node-id>.end.json` is written once, by the first call that misses the machine;
+`<node-id>.prices.json` whenever the price of the running machine changes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ __all__ = ["PurchaseRecord", "Purchases", "in_order"]
 
 @dataclass(frozen=True, slots=True)
 class PurchaseRecord:
+    """One purchased machine."""
+
     node_id: str
     node_type: str
     zone: str
     price_micro_usd_h: int
-    """Now."""
+    """The present price."""
     started_at_s: float
     earlier: tuple[tuple[float, int], ...] = ()
-    """Until when which other price held, the first one first."""
+    """Earlier prices as (valid until, micro-dollars an hour), oldest first."""
 
     def machine(self, address: str = "", *, ray_id: str = "") -> Machine:
         return Machine(
@@ -47,7 +49,7 @@ def in_order(machines: Iterable[Machine]) -> tuple[Machine, ...]:
 
 
 class Purchases:
-    """The purchases of one cluster, in this folder."""
+    """The purchase records of one cluster, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,20 +58,20 @@ class Purchases:
         sweep([folder])
 
     def check_room(self) -> None:
-        """Raise StorageError when a purchase could not be recorded: then nothing may be bought."""
+        """Raises StorageError if a purchase could not be recorded; then nothing may be bought."""
         with full_disk_is_an_error(str(self._folder)):
             check_room(self._folder)
 
     def record(self, purchase: PurchaseRecord) -> None:
-        """The first record of a node stays."""
+        """Writes the record, unless the node has one."""
         bought = {name: value for name, value in asdict(purchase).items() if name != "earlier"}
         create_json(self._folder / f"{purchase.node_id}.json", bought)
 
     def reprice(self, purchase: PurchaseRecord, now_s: float, price_micro_usd_h: int) -> PurchaseRecord:
-        """From now on it costs this."""
+        """Records a new price from now on."""
         earlier = (*purchase.earlier, (now_s, purchase.price_micro_usd_h))
-        told = {"price_micro_usd_h": price_micro_usd_h, "earlier": earlier}
-        write_json(self._folder / f"{purchase.node_id}.prices.json", told)
+        prices_record = {"price_micro_usd_h": price_micro_usd_h, "earlier": earlier}
+        write_json(self._folder / f"{purchase.node_id}.prices.json", prices_record)
         return replace(purchase, price_micro_usd_h=price_micro_usd_h, earlier=earlier)
 
     def find(self, node_id: str) -> PurchaseRecord | None:
@@ -81,32 +83,32 @@ class Purchases:
         return PurchaseRecord(**{**record, **prices, "earlier": earlier})
 
     def see(self, node_id: str) -> None:
-        """Note that the machine was there: from now on its absence means that it ended."""
+        """Records that the machine was listed: from now on its absence means that it ended."""
         create_json(self._folder / f"{node_id}.seen.json", {"seen": True})
 
     def was_seen(self, node_id: str) -> bool:
         return (self._folder / f"{node_id}.seen.json").exists()
 
     def end(self, node_id: str, now_s: float, reason: str) -> None:
-        """The first to say so is believed."""
+        """Records the end; the first record stays."""
         create_json(self._folder / f"{node_id}.end.json", {"ended_at_s": now_s, "reason": reason})
 
     def is_over(self, node_id: str) -> bool:
         return (self._folder / f"{node_id}.end.json").exists()
 
     def open(self) -> list[PurchaseRecord]:
-        """Those whose end was not recorded."""
+        """Returns the records of machines without a recorded end."""
         names = {path.name.removesuffix(".json") for path in self._folder.glob("*.json")}
         over = {name.removesuffix(".end") for name in names if name.endswith(".end")}
         found = (self.find(name) for name in sorted(names - over) if not name.endswith((".end", ".seen", ".prices")))
         return [purchase for purchase in found if purchase is not None]
 
     def machines(self) -> tuple[Machine, ...]:
-        """The bill as it is written down. Only the controller's own provider looks whether an open one still runs."""
+        """Returns the machines as recorded. Only the controller's provider checks whether open ones still run."""
         return in_order([*self.over(), *(purchase.machine() for purchase in self.open())])
 
     def over(self) -> list[Machine]:
-        """Those that ended, as they are billed: never before they began, also where the clock was set back."""
+        """Returns the ended machines as billed: never before their start, also if the clock was set back."""
         for path in self._folder.glob("*.end.json"):
             node_id = path.name.removesuffix(".end.json")
             if node_id in self._over:

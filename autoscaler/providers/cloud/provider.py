@@ -1,8 +1,8 @@
-"""Any cloud that Ray's cluster launcher knows, through the NodeProvider that ships with Ray and the file's own
-`provider` section. raytide chooses type, zone and time; Ray's code talks to the cloud.
+"""Any cloud that Ray's cluster launcher supports, through Ray's own NodeProvider and the file's `provider` section.
+raytide chooses type, zone and time; Ray's code calls the cloud.
 
-The cloud is asked for what runs by tags, so a controller that was killed finds its machines again. Notices come from
-the watcher that runs on each node (raytide.autoscaler.notices), since a cloud tells only the machine itself.
+Machines are listed by tags, so a restarted controller finds them again. Notices come from the watcher on each node
+(raytide.autoscaler.providers.notices), since a cloud notifies only the machine itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["NODE_TAG", "CloudProvider", "SetUp"]
 NODE_TAG, _ZONE_TAG, _PRICE_TAG = "raytide-node-id", "raytide-zone", "raytide-price-micro-usd-h"
 _POLL_S = 10.0
 _UNLISTED_S = 60.0
-"""For how long a cloud may not list what it just sold."""
+"""The time for which a cloud may not list a new machine."""
 
 log = logger(__name__)
 
@@ -38,7 +38,7 @@ class SetUp(Protocol):
     """Makes a bought machine a node of the cluster; see `CloudSetUp`."""
 
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
-        """Do it in the background, unless it is being done."""
+        """Starts the set-up in the background, unless it is in progress."""
 
 
 class CloudProvider:
@@ -88,7 +88,7 @@ class CloudProvider:
             if cloud_ids is not None:
                 self._end(node_id, cloud_ids)
             elif self._is_unlisted(node_id):
-                return  # asked again by the next tick, when the cloud lists it
+                return  # the next tick retries, when the cloud lists it
             if self._purchases.find(node_id) is not None:
                 self._purchases.end(node_id, self._clock.now_s(), "terminated")
 
@@ -112,7 +112,7 @@ class CloudProvider:
             return in_order([*self._purchases.over(), *live])
 
     def _at_its_price(self, purchase: PurchaseRecord, now_s: float) -> PurchaseRecord:
-        """AWS asks the price of the moment for spot machines that run, too."""
+        """Records a changed price: AWS bills running spot machines at the present price."""
         prices = self._spot_prices.last() if self._spot_prices is not None else {}
         price = prices.get((purchase.node_type, purchase.zone), purchase.price_micro_usd_h)
         if price == purchase.price_micro_usd_h:
@@ -120,7 +120,7 @@ class CloudProvider:
         return self._purchases.reprice(purchase, now_s, price)
 
     def notices(self) -> tuple[Notice, ...]:
-        """What the nodes' watchers pinned; of machines that have ended nothing stays on the board."""
+        """Returns the notices on the board, and removes those of ended machines."""
         pinned = self._board.notices()
         for notice in pinned:
             if self._purchases.is_over(notice.node_id):
@@ -128,11 +128,11 @@ class CloudProvider:
         return tuple(notice for notice in pinned if not self._purchases.is_over(notice.node_id))
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        """On AWS those of spot; what no cloud tells is as configured."""
+        """Returns spot prices on AWS; other clouds have the configured prices."""
         return {} if self._spot_prices is None else self._spot_prices.now()
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Look at the cloud every ten seconds, since none of Ray's providers can be listened to."""
+        """Polls the cloud every ten seconds, since Ray's providers send no events."""
         self._watcher = PollWatcher("cloud", _POLL_S, self._look, on_change)
 
     def close(self) -> None:
@@ -154,14 +154,14 @@ class CloudProvider:
             self._ask(f"end {node_id}", partial(self._cloud.terminate_node, cloud_id))
 
     def _end_stray(self, node_id: str, cloud_ids: list[str]) -> None:
-        """A listing left it out once, and it was booked as gone: nobody can be using it."""
+        """Ends a machine that was recorded as ended, because a listing left it out once: nothing can be using it."""
         try:
             self._end(node_id, cloud_ids)
-        except ClusterError as error:  # the next look finds it again; the other machines are told of all the same
+        except ClusterError as error:  # the next call retries; the other machines are still listed
             log.warning("a machine runs on after its node's end", extra={"node": node_id, "error": str(error)})
 
     def _running(self) -> dict[str, list[str]]:
-        """raytide's node ids to the cloud's: several where a crash hid the first purchase from the second."""
+        """Returns the cloud's ids by node id; several where a crash led to a second purchase."""
         tags = {ray_internals.NODE_KIND_TAG: "worker"}
         ids = self._ask("list the nodes", lambda: self._cloud.non_terminated_nodes(tags))
         found: dict[str, list[str]] = {}
@@ -171,7 +171,7 @@ class CloudProvider:
         return found
 
     def _adopt(self, node_id: str, cloud_id: str, now_s: float) -> None:
-        """Record a machine that was bought by a controller killed before it could say so; set up what is not."""
+        """Records a machine that a killed controller bought without a record, and sets it up if needed."""
         tags = self._cloud.node_tags(cloud_id)
         node_type, zone = tags.get(ray_internals.NODE_TYPE_TAG, ""), tags.get(_ZONE_TAG, "")
         if self._purchases.find(node_id) is None:
@@ -180,7 +180,7 @@ class CloudProvider:
             self._set_up.begin(cloud_id, node_id, self._types[node_type], zone)
 
     def _create(self, node: Node) -> None:
-        """ProviderError here, and only here: whatever else fails says nothing of the pool."""
+        """Buys the machine. Only this raises ProviderError: other failures say nothing about the pool."""
         raw = self._config["available_node_types"][node.type]
         tags = ray_internals.worker_tags(self._config, node.type)
         tags |= {NODE_TAG: node.id, _ZONE_TAG: node.zone, _PRICE_TAG: str(node.price_micro_usd_h)}
@@ -194,19 +194,19 @@ class CloudProvider:
         )
 
     def _in_zone(self, node_config: dict[str, Any], zone: str) -> dict[str, Any]:
-        """Ray's AWS provider chooses a zone itself; this leaves it only one."""
+        """Restricts Ray's AWS provider, which chooses a zone itself, to one."""
         if self._config["provider"]["type"] == "aws":
             wanted = node_config.get("SubnetIds", [])
             subnets = self._ask(
                 "look at the subnets", lambda: self._cloud.ec2.meta.client.describe_subnets(SubnetIds=wanted)["Subnets"]
             )
-            mine = [subnet["SubnetId"] for subnet in subnets if subnet["AvailabilityZone"] == zone]
-            if not mine:
+            matching = [subnet["SubnetId"] for subnet in subnets if subnet["AvailabilityZone"] == zone]
+            if not matching:
                 raise ConfigError(
                     f"no subnet of this cluster lies in {zone}.",
                     hint=f"Add {zone} to provider.availability_zone, or take it out of the node type's zones.",
                 )
-            return node_config | {"SubnetIds": mine}
+            return node_config | {"SubnetIds": matching}
         return node_config
 
     def _address(self, cloud_id: str) -> str:
@@ -215,5 +215,5 @@ class CloudProvider:
     def _ask(self, what: str, call: Callable[[], Any], kind: type[RaytideError] = ClusterError) -> Any:
         try:
             return call()
-        except Exception as error:  # each cloud's library has errors of its own
+        except Exception as error:  # each cloud's library has its own errors
             raise kind(f"{self._config['provider']['type']} could not {what}: {error}") from error

@@ -1,6 +1,6 @@
-"""Makes a bought machine a node: files, set-up and start commands of cluster.yaml, over ssh, by Ray's own updater.
+"""Sets up a new machine as a node: the files, set-up and start commands of cluster.yaml, over ssh, by Ray's updater.
 
-Each worker is started under raytide's node id and with its labels, which is how Ray's report of it is matched.
+Each worker is started with raytide's node id and labels, which match it to Ray's reports.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["RAY_TOKEN", "CloudSetUp", "NoSetUp", "start_commands", "with_token"]
 
 AT_ONCE = 16
 RAY_TOKEN = "~/.ray/auth_token"  # where it is, not what it is  # nosec B105
-"""Where Ray looks for its token when nothing else is said."""
+"""Ray's default path of its token."""
 
 log = logger(__name__)
 
 
 class CloudSetUp:
-    """A thread for each machine that is being set up, AT_ONCE of them at work. They do not hold up the process's end:
-    whatever is not set up is begun again by the next controller."""
+    """Sets up machines in one thread each, AT_ONCE of them at a time. The threads do not delay the end of the process:
+    the next controller starts unfinished set-ups again."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class CloudSetUp:
             thread.start()
 
     def wait(self, node_id: str, timeout_s: float) -> bool:
-        """Whether the machine is set up by then."""
+        """Waits, and tells whether the machine is set up."""
         self._under_way[node_id].join(timeout_s)
         return node_id in self._done
 
@@ -85,14 +85,14 @@ class CloudSetUp:
 
 
 class NoSetUp:
-    """For who only ends machines."""
+    """No set-up, for callers that only end machines."""
 
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
         """Nothing."""
 
 
 def with_token(config: Mapping[str, Any], token_file: Path | str) -> dict[str, Any]:
-    """The configuration, with the head's token of Ray among what is copied to a worker, to where Ray looks for it."""
+    """Returns the configuration with the head's Ray token among the files that are copied to a worker."""
     return {**config, "file_mounts": {**(config.get("file_mounts") or {}), RAY_TOKEN: str(token_file)}}
 
 
@@ -105,8 +105,8 @@ def start_commands(
     *,
     has_token: bool = False,
 ) -> list[str]:
-    """The file's `worker_start_ray_commands`, with what every raylet of raytide's needs to know in its environment, and
-    the watcher of notices where the cloud has any."""
+    """Returns the `worker_start_ray_commands` with raytide's environment variables, and the notice watcher where the
+    cloud gives notices."""
     variables = {
         "RAY_HEAD_IP": head_ip,
         "RAY_NODE_TYPE_NAME": node_type.name,

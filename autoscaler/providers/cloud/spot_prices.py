@@ -1,4 +1,4 @@
-"""What AWS asks for spot capacity now, by node type and zone, asked every few minutes in a thread of its own."""
+"""AWS's present spot prices by node type and zone, polled every few minutes in a thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PERIOD_S", "STALE_S", "SpotPrices", "instance_types"]
 
 PERIOD_S = 300.0
 STALE_S = 3600.0
-"""Prices that were heard of longer ago are not believed."""
+"""Older prices are not used."""
 _LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
 
 Prices = Mapping[tuple[str, str], int]
@@ -26,7 +26,7 @@ log = logger(__name__)
 
 
 class SpotPrices:
-    """`ec2` is boto3's client, `types` AWS's name of each spot node type's machine."""
+    """`ec2` is boto3's client, `types` the AWS instance type of each spot node type."""
 
     def __init__(self, ec2: Any, types: Mapping[str, str], clock: Clock) -> None:
         self._ec2, self._types, self._clock = ec2, types, clock
@@ -36,9 +36,9 @@ class SpotPrices:
         self._thread = threading.Thread(target=self._run, name="spot-prices", daemon=True)
 
     def now(self) -> Prices:
-        """Micro-dollars an hour by node type and zone, as last heard; the first call begins to ask.
+        """Returns the last prices in micro-dollars an hour by node type and zone; the first call starts the polling.
 
-        ClusterError when that is too long ago: then the configured prices hold.
+        ClusterError if they are too old: then the configured prices hold.
         """
         if self._types and not self._thread.is_alive() and not self._stop.is_set():
             self._thread.start()
@@ -46,19 +46,19 @@ class SpotPrices:
             return self.last()
         since = "never" if self._heard is None else f"last at {utc(self._heard[0])}"
         raise ClusterError(
-            f"spot prices were {since} heard of: {self._failure or 'no answer'}. The configured ones hold.",
+            f"spot prices were {since} received: {self._failure or 'no answer'}. The configured ones hold.",
             hint="The head's role needs ec2:DescribeSpotPriceHistory.",
         )
 
     def last(self) -> Prices:
-        """The same, nothing when it is too long ago."""
+        """Returns the last prices, none if they are too old."""
         return self._heard[1] if self._heard is not None and self._is_fresh() else {}
 
     def ask(self) -> None:
-        """Once, whatever comes of it."""
+        """Polls once; a failure is kept for `now`."""
         try:
             prices = self._ask()
-        except Exception as error:  # botocore has errors of its own for each service; the next answer may be a good one
+        except Exception as error:  # botocore has its own errors for each service
             self._failure = str(error)
             log.warning("source failed", extra={"source": "spot prices", "error": self._failure})
         else:
@@ -76,14 +76,14 @@ class SpotPrices:
             self._stop.wait(PERIOD_S)
 
     def _ask(self) -> Prices:
-        """With a start time of now AWS tells the present price of each zone, whenever it began."""
+        """Fetches the prices; with a start time of now AWS returns the present price of each zone."""
         pages = self._ec2.get_paginator("describe_spot_price_history").paginate(
             InstanceTypes=sorted(set(self._types.values())),
             ProductDescriptions=list(_LINUX),
             StartTime=datetime.fromtimestamp(self._clock.now_s(), UTC),
         )
-        told = sorted((entry for page in pages for entry in page["SpotPriceHistory"]), key=lambda e: e["Timestamp"])
-        latest = {(e["InstanceType"], e["AvailabilityZone"]): micro_usd(e["SpotPrice"]) for e in told}
+        entries = sorted((entry for page in pages for entry in page["SpotPriceHistory"]), key=lambda e: e["Timestamp"])
+        latest = {(e["InstanceType"], e["AvailabilityZone"]): micro_usd(e["SpotPrice"]) for e in entries}
         return {
             (name, zone): price
             for name, machine in self._types.items()
@@ -93,7 +93,7 @@ class SpotPrices:
 
 
 def instance_types(config: Mapping[str, Any], node_types: Iterable[NodeType]) -> dict[str, str]:
-    """AWS's machine of each spot node type of a cluster.yaml."""
+    """Returns the AWS instance type of each spot node type of a cluster.yaml."""
     ray_types = config["available_node_types"]
     machines = {
         t.name: ray_types[t.name].get("node_config", {}).get("InstanceType")

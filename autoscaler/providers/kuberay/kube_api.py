@@ -15,11 +15,11 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT_S = 30.0
 
 Patch = Sequence[dict[str, object]]
-"""RFC 6902: operations that happen all or not at all."""
+"""RFC 6902 operations, applied all or none."""
 
 
 class KubeApi:
-    """One namespace. The token is read at each call: Kubernetes renews it in its file."""
+    """The API of one namespace. The token is read at each call, since Kubernetes renews it in its file."""
 
     def __init__(self, url: str, namespace: str, *, account: Path = _ACCOUNT) -> None:
         import httpx
@@ -48,7 +48,7 @@ class KubeApi:
         self._call("PATCH", self._cluster_path(name), patch)
 
     def workers(self, cluster: str) -> list[dict[str, Any]]:
-        """The cluster's worker pods, those that are on their way out included."""
+        """Returns the cluster's worker pods, terminating ones included."""
         selector = f"ray.io/cluster={cluster},ray.io/node-type=worker"
         found: list[dict[str, Any]] = self._call("GET", f"{self._pods_path}?labelSelector={selector}")["items"]
         return found
@@ -57,7 +57,7 @@ class KubeApi:
         self._call("PATCH", f"{self._pods_path}/{name}", patch)
 
     def nodes(self) -> list[dict[str, Any]]:
-        """The machines under the pods, of the whole Kubernetes cluster."""
+        """Returns the nodes of the whole Kubernetes cluster."""
         found: list[dict[str, Any]] = self._call("GET", "/api/v1/nodes")["items"]
         return found
 

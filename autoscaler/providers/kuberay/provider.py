@@ -1,9 +1,9 @@
 """Nodes as pods of a RayCluster: raytide patches the worker groups, KubeRay's operator does the rest.
 
-A node type is a worker group. The operator is told how many pods a group has and which to delete. It counts pods that
-are on their way out as long as Kubernetes lists them, and deletes any one when it counts too many: so a pod is named
-until it is gone. Everything is derived from what was bought and which pods there are, so a call that was lost is made
-good by the next.
+A node type is a worker group. The patch sets how many pods a group has and which to delete. The operator counts
+terminating pods as long as Kubernetes lists them, and deletes an arbitrary one when it counts too many; therefore a pod
+stays named in the patch until it is gone. Everything derives from purchases and listed pods, so the next call makes up
+for a lost one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TAINTS: Mapping[str, float] = {
     "karpenter.sh/disrupted": 120.0,
     "ToBeDeletedByClusterAutoscaler": 120.0,
 }
-"""What marks a machine that will be taken away, and for how long its pods then stay at least, seconds."""
+"""Taints of machines that will be removed, with the least time in seconds that their pods stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _Pod:
     name: str
     group: str
     node_id: str
-    """Empty until it is given to a node."""
+    """Empty until it is assigned to a node."""
     address: str
     machine: str
     """The Kubernetes node that it runs on."""
@@ -63,7 +63,7 @@ class KubeRayProvider:
         self._lock = threading.Lock()
         self._watcher: PollWatcher | None = None
         self._tainted_s: dict[tuple[str, str], float] = {}
-        """Since when a machine has had a taint."""
+        """First sight of each (machine, taint)."""
         self._looked_s = 0.0
 
     def launch(self, node: Node, node_type: NodeType) -> None:
@@ -92,10 +92,10 @@ class KubeRayProvider:
     def machines(self) -> tuple[Machine, ...]:
         with self._lock:
             pods, now_s = self._give_out(self._pods()), self._clock.now_s()
-            mine = {pod.node_id: pod for pod in pods if pod.node_id}
+            assigned = {pod.node_id: pod for pod in pods if pod.node_id}
             live = []
             for purchase in self._purchases.open():
-                pod = mine.get(purchase.node_id)
+                pod = assigned.get(purchase.node_id)
                 if pod is None and self._purchases.was_seen(purchase.node_id):
                     self._purchases.end(purchase.node_id, now_s, "its pod is gone")
                 else:
@@ -105,18 +105,18 @@ class KubeRayProvider:
             return in_order([*self._purchases.over(), *live])
 
     def notices(self) -> tuple[Notice, ...]:
-        """Of pods that Kubernetes is deleting, and of those on machines that are marked to go."""
+        """Returns the notices of terminating pods, and of pods on machines with one of TAINTS."""
         with self._lock:
             pods = [pod for pod in self._pods() if pod.node_id]
-            going = self._going_machines() if pods else {}
-            told = {pod.node_id: pod.leaves_at_s or going.get(pod.machine) for pod in pods}
-            return tuple(Notice(node_id, at_s) for node_id, at_s in sorted(told.items()) if at_s is not None)
+            ending_machines = self._going_machines() if pods else {}
+            deadlines = {pod.node_id: pod.leaves_at_s or ending_machines.get(pod.machine) for pod in pods}
+            return tuple(Notice(node_id, at_s) for node_id, at_s in sorted(deadlines.items()) if at_s is not None)
 
     def prices(self) -> Mapping[tuple[str, str], int]:
         return {}
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Look at the pods every five seconds."""
+        """Polls the pods every five seconds."""
         self._watcher = PollWatcher(
             "kuberay", _POLL_S, lambda: {(pod.name, pod.leaves_at_s) for pod in self._pods()}, on_change
         )
@@ -127,7 +127,7 @@ class KubeRayProvider:
         self._api.close()
 
     def _going_machines(self) -> dict[str, float]:
-        """When each machine with one of TAINTS goes, counted from when the taint was first seen."""
+        """Returns the end of each machine with one of TAINTS, counted from the first sight of the taint."""
         now_s = self._clock.now_s()
         if now_s - self._looked_s >= _POLL_S:
             marked = [
@@ -138,22 +138,23 @@ class KubeRayProvider:
             ]
             self._tainted_s = {each: self._tainted_s.get(each, now_s) for each in marked}
             self._looked_s = now_s
-        going: dict[str, float] = {}
+        ending_machines: dict[str, float] = {}
         for (machine, taint), since_s in self._tainted_s.items():
-            going[machine] = min(going.get(machine, float("inf")), since_s + TAINTS[taint])
-        return going
+            ending_machines[machine] = min(ending_machines.get(machine, float("inf")), since_s + TAINTS[taint])
+        return ending_machines
 
     def _align(self, index: int, group: dict[str, Any], pods: list[_Pod]) -> None:
-        """Tell the operator how many pods the group has, and which are not among them."""
+        """Patches the number of pods of the group, and the pods to delete."""
         name = group["groupName"]
-        mine = [pod for pod in pods if pod.group == name]
-        leaving = {pod.node_id for pod in mine if pod.leaves_at_s is not None}
+        own = [pod for pod in pods if pod.group == name]
+        leaving = {pod.node_id for pod in own if pod.leaves_at_s is not None}
         wanted = {purchase.node_id for purchase in self._open(name)} - leaving
-        spare = [pod.name for pod in mine if pod.leaves_at_s is not None or (pod.node_id and pod.node_id not in wanted)]
-        unnamed = [pod.name for pod in mine if not pod.node_id and pod.leaves_at_s is None]
-        waiting = len(wanted) - sum(pod.node_id in wanted for pod in mine)
+        spare = [pod.name for pod in own if pod.leaves_at_s is not None or (pod.node_id and pod.node_id not in wanted)]
+        unnamed = [pod.name for pod in own if not pod.node_id and pod.leaves_at_s is None]
+        waiting = len(wanted) - sum(pod.node_id in wanted for pod in own)
         spare += unnamed[max(waiting, 0) :]
-        listed = {pod.name for pod in mine}  # a name that is gone stays told: the operator's own list may be older
+        # a name stays in the patch after its pod is gone, since the operator's own list may be older
+        listed = {pod.name for pod in own}
         named = sorted(listed.intersection(group.get("scaleStrategy", {}).get("workersToDelete", [])))
         if (int(group.get("replicas") or 0), named) == (len(wanted), sorted(spare)):
             return
@@ -167,7 +168,7 @@ class KubeRayProvider:
         group |= {"replicas": len(wanted), "scaleStrategy": {"workersToDelete": sorted(spare)}}
 
     def _give_out(self, pods: list[_Pod]) -> list[_Pod]:
-        """Give each new pod to the oldest node of its group that has none; the pod's label says so for ever."""
+        """Assigns each new pod to the oldest node of its group without one, by a label on the pod."""
         taken = {pod.node_id for pod in pods}
         waiting = {group: [p.node_id for p in self._open(group)] for group in {pod.group for pod in pods}}
         waiting = {
@@ -186,7 +187,7 @@ class KubeRayProvider:
         return given
 
     def _pods(self) -> list[_Pod]:
-        """All that Kubernetes lists, oldest first."""
+        """Returns all pods that Kubernetes lists, oldest first."""
         found = self._api.workers(self._cluster)
         found.sort(key=lambda pod: (pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"]))
         return [_pod(pod["metadata"], pod.get("spec", {}), pod.get("status", {})) for pod in found]
@@ -207,7 +208,7 @@ class KubeRayProvider:
             if group.get("minReplicas"):
                 raise ConfigError(
                     f"worker group {group['groupName']} has minReplicas {group['minReplicas']}.",
-                    hint="Set it to 0: the operator would make pods that nobody bought. cluster.yaml has min_workers.",
+                    hint="Set it to 0: the operator would create pods on its own. cluster.yaml has min_workers.",
                 )
         return groups
 

@@ -1,1 +1,1 @@
-"""Nodes that are processes on this machine, each a real raylet."""
+"""Nodes as processes on this machine, each with a real raylet."""

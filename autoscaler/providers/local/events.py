@@ -1,4 +1,4 @@
-"""Tells a running provider at once that a node ended (pidfd) or was given notice (a FIFO in the run folder)."""
+"""Wakes a running provider when a node ends (pidfd) or gets a notice (a FIFO in the run folder)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from raytide.core.io.process import Process
 
 
 def poke(run_dir: Path) -> None:
-    """Wake the watcher of this cluster, if there is one."""
+    """Wakes the watcher of this cluster, if one runs."""
     try:
         fd = os.open(run_dir / "nodes" / "events", os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
-        return  # nobody watches
+        return  # no watcher
     try:
         os.write(fd, b".")
     except BlockingIOError:
-        pass  # it has enough to wake up for
+        pass  # the watcher has wake-ups pending
     finally:
         os.close(fd)
 
@@ -42,7 +42,7 @@ class Watcher:
         self._thread.start()
 
     def add(self, process: Process) -> None:
-        """Watch a node's process; one that is gone already counts as an event."""
+        """Watches a node's process; one that has ended counts as an event."""
         fd = process.open()
         if fd is None:
             poke(self._run_dir)

@@ -1,7 +1,7 @@
-"""The folder of one local node, `<run>/nodes/<node-id>/`: what was bought and when it ended, whoever is killed when.
+"""The folder of one local node, `<run>/nodes/<node-id>/`: its purchase and end, safe against kills at any time.
 
-`machine.json` is written before anything runs, so a node is billed from then; `lock` is held by the node's process
-for its whole life; `ended.json` is written once, by whoever first sees the lock free, and every later reader bills it.
+`machine.json` is written before anything runs, and the node is billed from then; the node's process holds `lock` for
+its whole life; `ended.json` is written once, by the first reader that finds the lock free.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from raytide.core.io.atomic_file import create_json, read_json, write_json
 from raytide.core.io.process import Process, kill_marked
 
 MARK = "RAYTIDE_NODE"
-"""Environment variable of every process of a node; its value is the node's folder."""
+"""An environment variable of every process of a node; its value is the node's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalMachine:
-    """What was bought: `machine.json`."""
+    """The content of `machine.json`."""
 
     node_id: str
     node_type: str
@@ -60,11 +60,11 @@ class NodeFolder:
         return None if record is None else LocalMachine(**record)
 
     def buy(self, purchase: LocalMachine) -> bool:
-        """Whether this call was the one that bought it."""
+        """Writes the purchase, and tells whether this call was the first."""
         return create_json(self.path / "machine.json", asdict(purchase))
 
     def take_lock(self) -> int | None:
-        """A locked file descriptor, to be inherited by the node's process; None while another holds it."""
+        """Returns a locked file descriptor for the node's process to inherit; None while another process holds it."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +88,7 @@ class NodeFolder:
         process.write(self.path / "process.json")
 
     def announce_end(self, reason: str) -> None:
-        """Say beforehand why the node will end; the first to say so is believed."""
+        """Records why the node will end; the first record stays."""
         create_json(self.path / "reason.json", {"reason": reason})
 
     def end(self) -> End | None:
@@ -96,21 +96,21 @@ class NodeFolder:
         return None if record is None else End(**record)
 
     def record_end(self, now_s: float) -> End:
-        """The node's end, recorded now unless it was before; whatever its process left behind is killed first.
+        """Kills what the node's process left behind, then records the end unless it is recorded already.
 
-        A clock that was set back does not make it end before it began.
+        The end is never before the start, also if the clock was set back.
         """
         kill_marked(MARK, self.mark)
-        said = read_json(self.path / "reason.json") or {"reason": "its process was killed"}
+        reason = read_json(self.path / "reason.json") or {"reason": "its process was killed"}
         purchase = self.machine()
         ended_at_s = now_s if purchase is None else max(now_s, purchase.started_at_s)
-        create_json(self.path / "ended.json", {"ended_at_s": ended_at_s, "reason": said["reason"]})
+        create_json(self.path / "ended.json", {"ended_at_s": ended_at_s, "reason": reason["reason"]})
         end = self.end()
         assert end is not None
         return end
 
     def meter(self) -> str:
-        """Where its fake GPU exporter listens; empty when it has none."""
+        """Returns `host:port` of its fake GPU exporter; empty without one."""
         record = read_json(self.path / "meter.json")
         return "" if record is None else str(record["address"])
 
@@ -118,7 +118,7 @@ class NodeFolder:
         write_json(self.path / "meter.json", {"address": address})
 
     def notice(self) -> float | None:
-        """When the provider will take the node back, if it said so."""
+        """Returns the deadline of a notice, if one was given."""
         record = read_json(self.path / "notice.json")
         return None if record is None else float(record["deadline_s"])
 
@@ -127,13 +127,13 @@ class NodeFolder:
 
 
 def node_names(run_dir: Path) -> list[str]:
-    """The ids of all nodes whose folder is there, bought or not."""
+    """Returns the ids of all nodes with a folder, bought or not."""
     with os.scandir(run_dir / "nodes") as found:
         return [entry.name for entry in found if entry.is_dir()]
 
 
 def node_folders(run_dir: Path) -> list[NodeFolder]:
-    """Every node that was ever bought, in order of purchase."""
+    """Returns the folders of all nodes ever bought, in order of purchase."""
     folders = (NodeFolder(path.parent) for path in (run_dir / "nodes").glob("*/machine.json"))
     bought = [(purchase, folder) for folder in folders if (purchase := folder.machine()) is not None]
     return [folder for _, folder in sorted(bought, key=lambda item: (item[0].started_at_s, item[0].slot))]

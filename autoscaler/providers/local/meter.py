@@ -1,7 +1,7 @@
-"""The fake GPU exporter of a local node: what Ray's agent would say on a machine that has the GPUs.
+"""The fake GPU exporter of a local node, with the metrics of Ray's agent on a real GPU machine.
 
-Ray's own agents on local nodes all speak for the one machine that they share. `set_use` says from any process how busy
-the node's GPUs are; until then they rest.
+Ray's agents on local nodes all measure the one machine that they share. `set_use` sets the utilization of the node's
+GPUs from any process; it starts at zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raytide.core.io.atomic_file import read_json, write_json
 
 
 def start_meter(folder: NodeFolder, purchase: LocalMachine) -> str:
-    """Serve the node's metrics page from a thread of this process; returns its `host:port`."""
+    """Serves the node's metrics page from a thread of this process, and returns its `host:port`."""
     registry = CollectorRegistry()
     registry.register(_Gpus(folder, int(purchase.resources["GPU"])))
     server, _ = start_http_server(0, addr=purchase.address, registry=registry)
@@ -25,7 +25,7 @@ def start_meter(folder: NodeFolder, purchase: LocalMachine) -> str:
 
 
 def set_use(run_dir: Path, node_id: str, gpu: float | None) -> None:
-    """The share of its time that each GPU of the node works; None: the exporter says no more of them."""
+    """Sets the utilization of each GPU of the node; None removes the metric."""
     write_json(run_dir / "nodes" / node_id / "use.json", {"gpu": gpu})
 
 
@@ -34,7 +34,7 @@ class _Gpus:
         self._folder, self._gpus = folder, gpus
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
-        """Nothing: else registering would collect."""
+        """Returns nothing, so that registering does not collect."""
         return ()
 
     def collect(self) -> Iterable[GaugeMetricFamily]:

@@ -1,6 +1,6 @@
 """The process of one local node: `python -m raytide.autoscaler.providers.local.node FOLDER LOCK_FD`.
 
-It starts a raylet, waits for the raylet's end or a SIGTERM, and leaves nothing of the node behind.
+It starts a raylet, waits for the raylet's end or a SIGTERM, and then kills all processes of the node.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from raytide.core.io.process import Process, kill_marked
 
 _OBJECT_STORE_BYTES = 128 << 20
 _LEAVE_S = 2.0
-"""How long a raylet may take to tell the GCS that it goes."""
+"""The time that a raylet has to report its end to the GCS."""
 _FIRST_PORT, _PORTS_PER_NODE, _NODES = 10_100, 4, 5_000
-"""Below Linux's ephemeral range, so that no outgoing connection sits on one."""
+"""Below Linux's ephemeral range, so that no outgoing connection uses one."""
 
 
 def main(path: str, lock: str) -> int:
@@ -54,7 +54,7 @@ def main(path: str, lock: str) -> int:
 
 
 def start_raylet(purchase: LocalMachine) -> Process:
-    """Start it and return at once; it joins the cluster a few seconds later."""
+    """Starts the raylet and returns at once; it joins the cluster a few seconds later."""
     raylet = Process.of(ray_internals.start_raylet(_parameters(purchase)), "raylet")
     if raylet is None:
         raise ClusterError(f"the raylet of {purchase.node_id} ended while it started.")
@@ -91,7 +91,7 @@ def _parameters(purchase: LocalMachine) -> dict[str, Any]:
 
 
 def _ports(purchase: LocalMachine) -> tuple[int, ...]:
-    """Ports for the agents: a raylet that knows them does not wait until its agents run (3.4 s instead of 5.0 s).
+    """Returns ports for the agents: a raylet that knows them does not wait for its agents (3.4 s instead of 5.0 s).
 
     Some agents listen on every address, so the ports follow from K and N; zeros (Ray chooses) when one is taken.
     """

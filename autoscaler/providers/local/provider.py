@@ -1,6 +1,6 @@
-"""The embedded cloud: each node is a real raylet, with its agents and workers, in a session of its own on 127.0.K.N.
+"""The local provider: each node is a real raylet, with its agents and workers, in its own session on 127.0.K.N.
 
-Nodes outlive the provider that launched them; the next one reads everything from the run folder (local_files.py).
+Nodes outlive the provider that launched them; the next one reads everything from the run folder (files.py).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ log = logger(__name__)
 
 _SLOTS = range(2, 255)  # 127.0.K.1 is the head's
 _TERMINATE_GRACE_S = 3.0
-"""A node asked to end tells the GCS and goes; this bounds how long that may take."""
+"""The time that a node has to report its end to the GCS."""
 
 
 class LocalProvider:
-    """Provider whose machines are processes. `environment` is what they inherit: the cluster's, or this process's.
+    """A provider whose machines are processes. They inherit `environment`: the cluster's, or this process's.
 
-    `node_module` is run with the node's folder and its locked file descriptor; tests put something lighter there.
+    `node_module` is run with the node's folder and its locked file descriptor; tests pass a lighter one.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LocalProvider:
             folder.path.mkdir(mode=0o700, exist_ok=True)
             lock = folder.take_lock()
             if lock is None:
-                return  # it runs, launched a moment before this provider's predecessor was killed
+                return  # it runs: launched just before this provider's predecessor was killed
             try:
                 folder.buy(self._purchase(node, node_type))
                 self._spawn(folder, lock)
@@ -84,7 +84,7 @@ class LocalProvider:
                 os.close(lock)
 
     def terminate(self, node_id: str) -> None:
-        """Ask the node to end and return; a thread sees to it that nothing of it is left within a few seconds."""
+        """Starts ending the node and returns; a thread kills what is left of it within a few seconds."""
         folder = NodeFolder(self._run_dir / "nodes" / node_id)
         if folder.machine() is None or folder.end() is not None:
             return
@@ -125,7 +125,7 @@ class LocalProvider:
         return tuple(Notice(folder.node_id, at) for folder in live if (at := folder.notice()) is not None)
 
     def _not_over(self) -> list[NodeFolder]:
-        """The folders of nodes that were not seen to have ended: what is written of an end never changes."""
+        """Returns the folders of nodes that have not been seen to end; a recorded end never changes."""
         names = set(node_names(self._run_dir)) - self._over.keys()
         return [NodeFolder(self._run_dir / "nodes" / name) for name in sorted(names)]
 
@@ -151,7 +151,7 @@ class LocalProvider:
     def _purchase(self, node: Node, node_type: NodeType) -> LocalMachine:
         live = [folder for folder in self._not_over() if folder.end() is None]
         taken = {purchase.slot for folder in live if (purchase := folder.machine()) is not None}
-        # the next address in turn: a fresh node does not sit where one has just died
+        # addresses rotate, so that a new node does not reuse that of a node that has just ended
         turn = len(node_names(self._run_dir)) - 1  # its own folder is there already
         slots = [_SLOTS[(turn + i) % len(_SLOTS)] for i in range(len(_SLOTS))]
         free = next((slot for slot in slots if slot not in taken), None)

@@ -1,4 +1,4 @@
-"""What a cloud does to its customers, done to local nodes from any process: notices, reclaims and stock-outs."""
+"""Simulated spot behaviour of local nodes, controlled from any process: notices, reclaims and stock-outs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Pool = tuple[str, str]
 
 
 def give_notice(run_dir: Path, node_id: str, deadline_s: float) -> None:
-    """Announce that the node will be taken back at `deadline_s` (seconds since the epoch). Nothing else happens."""
+    """Announces that the node will be reclaimed at `deadline_s` (seconds since the epoch). Nothing else happens."""
     _bought(run_dir, node_id).give_notice(deadline_s)
     poke(run_dir)
 
 
 def reclaim(run_dir: Path, node_id: str, *, clock: Clock | None = None) -> None:
-    """Take the node back: every process of it is SIGKILLed at once, with or without a notice before."""
+    """Reclaims the node: SIGKILLs all its processes at once."""
     folder = _bought(run_dir, node_id)
     if folder.end() is not None:
         return
@@ -36,7 +36,7 @@ def reclaim(run_dir: Path, node_id: str, *, clock: Clock | None = None) -> None:
 
 
 def set_stockouts(run_dir: Path, pools: Iterable[Pool]) -> None:
-    """From now on exactly these pools refuse to launch."""
+    """Makes exactly these pools refuse to launch."""
     write_json(run_dir / "stockouts.json", {"pools": [list(pool) for pool in pools]})
 
 

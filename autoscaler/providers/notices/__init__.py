@@ -1,1 +1,1 @@
-"""Notices of the clouds: they are told to the machine, so each node has a watcher, which tells raytide's controller."""
+"""Interruption notices. Clouds give them to the machine itself, so a watcher on each node passes them on."""

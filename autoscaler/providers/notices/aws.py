@@ -1,4 +1,4 @@
-"""AWS, by IMDSv2: a spot interruption is told two minutes before; a rebalance recommendation earlier, if at all."""
+"""AWS notices by IMDSv2: spot interruptions two minutes ahead; rebalance recommendations earlier, if at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytide.autoscaler.providers.notices.base import CloudNotice, MetadataServi
 __all__ = ["REBALANCE_S", "AwsMetadata"]
 
 REBALANCE_S = 600.0
-"""A recommendation has no deadline: work gets ten minutes to move before the node is given back."""
+"""A recommendation has no deadline; work gets this long to move."""
 
 _TOKEN_TTL_S = 21_600
 _SPOT = "/latest/meta-data/spot/instance-action"
@@ -29,15 +29,15 @@ class AwsMetadata:
     def pending_notice(self, now_s: float) -> CloudNotice | None:
         if (action := self._read(_SPOT)) is not None:
             return read(
-                action, lambda said: CloudNotice(_seconds(said["time"]), f"spot/instance-action {said['action']}")
+                action, lambda body: CloudNotice(_seconds(body["time"]), f"spot/instance-action {body['action']}")
             )
         if (recommended := self._read(_REBALANCE)) is not None:
-            at_s = read(recommended, lambda said: _seconds(said["noticeTime"]))
+            at_s = read(recommended, lambda body: _seconds(body["noticeTime"]))
             return CloudNotice(at_s + REBALANCE_S, "a rebalance recommendation")
         return None
 
     def _read(self, path: str) -> str | None:
-        """With a session's token, renewed when the service says that it is over."""
+        """Reads a path with a session token, which is renewed when it has expired."""
         if self._token:
             answer = self._service.get(path, {"X-aws-ec2-metadata-token": self._token})
             if answer is None or answer.status_code != httpx.codes.UNAUTHORIZED:

@@ -1,4 +1,4 @@
-"""Azure, by Scheduled Events: a spot machine is told of its eviction 30 s before, of maintenance minutes before."""
+"""Azure notices by Scheduled Events: spot evictions 30 s ahead, maintenance minutes ahead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAVES = ("Preempt", "Terminate", "Redeploy", "Reboot")
 
 
 class AzureMetadata:
-    """The service tells of all machines of a scale set; only this one's events count."""
+    """The service lists the events of all machines of a scale set; only this machine's count."""
 
     def __init__(self, url: str = "") -> None:
         self._service = MetadataService(url or "http://169.254.169.254", {"Metadata": "true"})
@@ -24,14 +24,14 @@ class AzureMetadata:
 
     def pending_notice(self, now_s: float) -> CloudNotice | None:
         self._name = self._name or self._service.text(_NAME) or ""
-        return read(self._service.text(_EVENTS) or "{}", lambda said: self._first(said.get("Events", []), now_s))
+        return read(self._service.text(_EVENTS) or "{}", lambda body: self._first(body.get("Events", []), now_s))
 
     def _first(self, events: list[dict[str, Any]], now_s: float) -> CloudNotice | None:
-        mine = [e for e in events if e["EventType"] in _LEAVES and self._name in e.get("Resources", [])]
-        told = [CloudNotice(_deadline_s(event, now_s), f"scheduled event {event['EventType']}") for event in mine]
-        return min(told, key=lambda each: each.deadline_s, default=None)
+        own = [e for e in events if e["EventType"] in _LEAVES and self._name in e.get("Resources", [])]
+        notices = [CloudNotice(_deadline_s(event, now_s), f"scheduled event {event['EventType']}") for event in own]
+        return min(notices, key=lambda each: each.deadline_s, default=None)
 
 
 def _deadline_s(event: dict[str, Any], now_s: float) -> float:
-    """`NotBefore` is empty once the event has begun."""
+    """Returns the event's time; `NotBefore` is empty once it has begun."""
     return parsedate_to_datetime(event["NotBefore"]).timestamp() if event.get("NotBefore") else now_s

@@ -1,4 +1,4 @@
-"""What a cloud tells its machine, and the interface of its metadata service."""
+"""The notice that a cloud gives its machine, and the interface of its metadata service."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class CloudNotice:
-    """The machine goes at `deadline_s` (seconds since the epoch), or should be empty by then."""
+    """The machine ends at `deadline_s` (seconds since the epoch), or should be empty by then."""
 
     deadline_s: float
     what: str
-    """In the cloud's own words: `spot/instance-action terminate`."""
+    """The cloud's own text, such as `spot/instance-action terminate`."""
 
 
 class Metadata(Protocol):
     """One cloud's metadata service, as seen from one of its machines."""
 
     def pending_notice(self, now_s: float) -> CloudNotice | None:
-        """What it says now, the most urgent if several; ClusterError when it does not answer."""
+        """Returns the most urgent present notice; ClusterError if the service does not answer."""
 
 
 class MetadataService:
-    """Plain HTTP to the address that only the machine itself can reach. A 404 means that there is nothing to say."""
+    """Plain HTTP to an address that only the machine itself can reach. A 404 means that there is no notice."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self._url = url
@@ -66,8 +66,8 @@ class MetadataService:
 
 
 def read(body: str, parse: Callable[[Any], T]) -> T:
-    """What `parse` makes of this JSON; ClusterError when it is not what the cloud documents."""
+    """Returns `parse` of this JSON; ClusterError if it is not in the documented form."""
     try:
         return parse(json.loads(body))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ClusterError(f"the metadata service tells what raytide cannot read: {body[:200]!r}.") from error
+        raise ClusterError(f"the metadata service's answer is not in the documented form: {body[:200]!r}.") from error

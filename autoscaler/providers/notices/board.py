@@ -1,4 +1,4 @@
-"""Where watchers pin what their cloud told them: Ray's GCS, which every node can reach and the controller reads."""
+"""The notice board: watchers store their notices in Ray's GCS, where the controller reads them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _TIMEOUT_S = 5.0
 
 
 class NoticeBoard:
-    """`connect` gives a client of the GCS; it is asked again after any error, so that a new GCS is found."""
+    """`connect` returns a GCS client; it is called again after any error, so that a restarted GCS is found."""
 
     def __init__(self, connect: Callable[[], GcsClient]) -> None:
         self._connect = connect
         self._client: GcsClient | None = None
 
-    def pin(self, node_id: str, told: CloudNotice) -> None:
-        body = json.dumps(asdict(told)).encode()
+    def pin(self, node_id: str, notice: CloudNotice) -> None:
+        body = json.dumps(asdict(notice)).encode()
         self._call(lambda gcs: gcs.internal_kv_put(_PREFIX + node_id.encode(), body, True, _NAMESPACE, _TIMEOUT_S))
 
     def remove(self, node_id: str) -> None:
@@ -36,11 +36,11 @@ class NoticeBoard:
         keys = self._call(lambda gcs: gcs.internal_kv_keys(_PREFIX, _NAMESPACE, _TIMEOUT_S))
         if not keys:
             return ()
-        pinned = self._call(lambda gcs: gcs.internal_kv_multi_get(keys, _NAMESPACE, _TIMEOUT_S))
-        told = {
-            key.decode().removeprefix(_PREFIX.decode()): CloudNotice(**json.loads(body)) for key, body in pinned.items()
+        bodies = self._call(lambda gcs: gcs.internal_kv_multi_get(keys, _NAMESPACE, _TIMEOUT_S))
+        notices = {
+            key.decode().removeprefix(_PREFIX.decode()): CloudNotice(**json.loads(body)) for key, body in bodies.items()
         }
-        return tuple(Notice(node_id, each.deadline_s) for node_id, each in sorted(told.items()))
+        return tuple(Notice(node_id, each.deadline_s) for node_id, each in sorted(notices.items()))
 
     def _call(self, ask: Callable[[GcsClient], Any]) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""GCP: a spot VM learns that it is preempted 30 s before; one that cannot migrate, of its maintenance up to an hour."""
+"""GCP notices: spot preemptions 30 s ahead, maintenance of machines that cannot migrate up to an hour ahead."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["MAINTENANCE_S", "PREEMPTED_S", "GcpMetadata"]
 
 PREEMPTED_S = 30.0
 MAINTENANCE_S = 60.0
-"""The least that Compute Engine gives; machines with GPUs have an hour, which is not said here."""
+"""The shortest time that Compute Engine gives; machines with GPUs have an hour, but the event does not say so."""
 
 _INSTANCE = "/computeMetadata/v1/instance"
 
 
 class GcpMetadata:
-    """Events without a time: each deadline counts from when this watcher first saw the event."""
+    """The events have no time; each deadline counts from when this watcher first saw the event."""
 
     def __init__(self, url: str = "") -> None:
         """GCE_METADATA_HOST, as in Google's own tools, when `url` is empty."""

@@ -1,6 +1,6 @@
 """The watcher of one node: `python -m raytide.autoscaler.providers.notices.watch CLOUD NODE_ID GCS_ADDRESS`.
 
-It asks the cloud's metadata service every two seconds and pins what it hears to the board, for as long as it stands.
+It polls the cloud's metadata service every two seconds and stores notices on the board while they hold.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logger(__name__)
 
 
 class NoticeWatcher:
-    """`look` is one pass. What could not be asked or told is tried again by the next."""
+    """`look` is one poll; the next one retries what failed."""
 
     def __init__(self, node_id: str, metadata: Metadata, board: NoticeBoard, clock: Clock) -> None:
         self._node_id, self._metadata, self._board, self._clock = node_id, metadata, board, clock
@@ -37,19 +37,19 @@ class NoticeWatcher:
 
     def look(self) -> CloudNotice | None:
         try:
-            told = self._metadata.pending_notice(self._clock.now_s())
-            if told is not None:
-                self._board.pin(self._node_id, told)  # each time: a GCS that was restarted knows nothing of it
+            notice = self._metadata.pending_notice(self._clock.now_s())
+            if notice is not None:
+                self._board.pin(self._node_id, notice)  # each time, since a restarted GCS has lost it
         except ClusterError as error:
             self._say(str(error))
             return None
-        self._say(told)
-        return told
+        self._say(notice)
+        return notice
 
     def _say(self, now: CloudNotice | str | None) -> None:
-        """Only what is new."""
+        """Logs changes only."""
         if now != self._last:
-            log.info("the cloud said", extra={"node": self._node_id, "said": "nothing" if now is None else str(now)})
+            log.info("cloud notice", extra={"node": self._node_id, "notice": "none" if now is None else str(now)})
         self._last = now
 
 

@@ -66,7 +66,7 @@ def test_a_price_that_is_old_is_not_believed_and_that_is_said_until_there_is_a_n
     clock.advance(STALE_S)
     assert len(prices.now()) == 1
     clock.advance(1.0)
-    with pytest.raises(ClusterError, match=r"last at .* heard of: no route to host. The configured ones hold"):
+    with pytest.raises(ClusterError, match=r"last at .* received: no route to host. The configured ones hold"):
         prices.now()
     ec2.is_down = False
     prices.ask()
@@ -79,7 +79,7 @@ def test_where_nothing_was_ever_heard_the_failure_is_said_and_before_the_first_a
     prices = SpotPrices(ec2, {}, VirtualClock(0.0))
     assert prices.now() == {}
     prices.ask()
-    with pytest.raises(ClusterError, match="never heard of: no route to host"):
+    with pytest.raises(ClusterError, match="never received: no route to host"):
         prices.now()
 
 
