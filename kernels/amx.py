@@ -1,4 +1,4 @@
-"""Matrix products on processors with AMX, whose tiles oneDNN uses and the C operators do not."""
+"""Matrix products on processors with AMX, through oneDNN: the C operators do not use its tiles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORTH = 1.2  # how much faster it has to be, so that noise does not decide
 
 
 def _is_faster() -> bool:
-    """Measured once, where the processor claims AMX: some virtual machines hide it or make it slow."""
+    """Measures once, where the processor claims AMX: some virtual machines hide it or make it slow."""
     try:
         if "amx_bf16" not in Path("/proc/cpuinfo").read_text() or not cpu.can_pack():
             return False

@@ -1,8 +1,8 @@
-"""CPU variants in C (`kernels/c`): bfloat16 and float32, any number of rows. What a call's shape or memory layout rules
-out goes to the reference.
+"""CPU variants in C (`kernels/c`): bfloat16 and float32, any number of rows. Shapes and memory layouts that they do not
+support go to the reference.
 
-Every row's result is the same to the bit whatever else is in the batch; attention has a faster way for single new
-tokens that gives this up, and keeps it for `deterministic` engines.
+Every row's result is the same to the bit whatever else is in the batch. Attention has a faster variant for single new
+tokens without this property, which `deterministic` engines do not use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 def can_run() -> bool:
-    """Whether the C library is here."""
+    """Returns whether the C library is available."""
     return library() is not None
 
 
@@ -48,7 +48,7 @@ def _lib() -> Library:
 
 
 def _fits(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether the C code can take these as they lie: one dtype of the two, no gaps."""
+    """Returns whether the C code can take these tensors: one dtype of the two, contiguous."""
     dtype = x.dtype
     return dtype in _DTYPES and all(t is None or (t.dtype == dtype and t.is_contiguous()) for t in (x, *others))
 
@@ -86,7 +86,7 @@ def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: NormWeights) -> Tensor:
 
 @register("linear", "cpu", priority=20, probe=can_run, invariant=True)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Packed once, in the same space; the plain weight is not kept."""
+    """Packs the weight once; the plain weight is not kept."""
     size, width = weight.shape
     words = _lib().packed_words(size, width, weight.dtype == torch.bfloat16) if _fits(weight, bias) else 0
     if not words:
@@ -176,7 +176,7 @@ def rope_write(
 
 
 class _Geometry(ctypes.Structure):
-    """As in attention.h."""
+    """The struct of attention.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tables", "query_lens", "context_lens")),

@@ -1,8 +1,8 @@
-"""The nouns that operators share.
+"""The types that operators share.
 
-Shape suffixes here and in the operators: T tokens of the step, N hidden size, B sequences, M blocks per sequence,
-S slots of the cache (blocks x block size), A = H + 2K heads of a stacked qkv, H query heads, K KV heads, D head dim,
-L context length, F feed-forward width, E experts, X experts per token.
+Shape suffixes here and in the operators: T tokens of the step, N hidden size, B sequences, M blocks per sequence, S
+slots of the cache (blocks x block size), A = H + 2K heads of a stacked qkv, H query heads, K KV heads, D head dim, L
+context length, F feed-forward width, E experts, X experts per token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """RMSNorm when `kind` is "rms", LayerNorm when "layer". Gemma's 1 + weight is folded into `weight` at load."""
+    """The weights of an RMSNorm (`kind` "rms") or a LayerNorm ("layer"). Gemma's 1 + weight is folded into `weight` at
+    load.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -65,9 +67,9 @@ class AttentionSpec:
 class PagedBatch:
     """One step's geometry, the same for all layers.
 
-    Sequence b owns the next `query_lens[b]` tokens; they are the last ones of its context of `context_lens[b]`
-    tokens, whose KV lies in the blocks of row b of `block_tables_BM` (padded with any valid block). Token t's own KV
-    goes to `slots_T[t]`.
+    Sequence b owns the next `query_lens[b]` tokens; they are the last ones of its context of `context_lens[b]` tokens,
+    whose KV is in the blocks of row b of `block_tables_BM` (padded with any valid block). Token t's own KV goes to
+    `slots_T[t]`.
     """
 
     query_lens: list[int]

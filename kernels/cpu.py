@@ -36,7 +36,7 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
 
 
 def can_pack() -> bool:
-    """Whether this torch still has the private oneDNN operators that `linear` uses, with the meaning they had."""
+    """Returns whether this torch has the private oneDNN operators that `linear` uses, with the expected meaning."""
     try:
         x, weight = torch.ones(2, 16), torch.ones(8, 16)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
@@ -48,7 +48,9 @@ def can_pack() -> bool:
 
 @register("linear", "cpu", probe=can_pack)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Packed once. For one row in float32 the plain product is faster, so there the plain weight is kept as well."""
+    """Packs the weight once. For one row in float32 the plain product is faster, so the plain weight is kept
+    as well.
+    """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
     plain = weight if weight.dtype == torch.float32 else None
 
@@ -63,8 +65,8 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 @dataclass(slots=True)
 class _DecodeGroup:
-    """Sequences that each add one token, padded to one length. `rows` is None when they are the whole batch, in
-    order.
+    """Sequences that each add one token, padded to one length. `rows` is None when they are the whole batch
+    in order.
     """
 
     rows: Tensor | None
@@ -119,7 +121,7 @@ def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tenso
 
 
 def _attend_group(group: _DecodeGroup, q_BHD: Tensor, cache_by_block: Tensor, kv_heads: int, scale: float) -> Tensor:
-    """One SDPA for the group; the G query heads of a KV head ride as its query rows, so KV is read once."""
+    """Computes one SDPA for the group; the G query heads of a KV head are its query rows, so KV is read once."""
     heads, dim = q_BHD.shape[1:]
     q_BKGD = q_BHD.reshape(group.size, kv_heads, heads // kv_heads, dim)
     gathered = cache_by_block.index_select(1, group.blocks)

@@ -1,4 +1,4 @@
-"""The device a model runs on: its name for the operator registry, its torch device, its usable dtypes and defaults."""
+"""The device of a model: its key in the operator registry, its torch device, its dtypes and defaults."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def resolve_device(name: str = "auto") -> Device:
         return Device("cpu", torch.device("cpu"), frozenset({"float32", "bfloat16"}), block_size=32)
     if name.split(":")[0] == "cuda":
         if not torch.cuda.is_available():
-            raise ConfigError(f"device {name}: this torch sees no GPU.", hint='Use device="cpu", or mend the driver.')
+            raise ConfigError(f"device {name}: this torch sees no GPU.", hint='Use device="cpu", or repair the driver.')
         kind = "rocm" if torch.version.hip else "cuda"
         return Device(kind, torch.device(name), frozenset(DTYPES), block_size=16)
     raise ConfigError(f"unknown device {name!r}.", hint="Use auto, cpu, cuda or cuda:N.")

@@ -1,7 +1,7 @@
-"""The C operators as a loaded library: built by the system's compiler at first use, kept in a per-user cache.
+"""The C operators as a loaded library, built by the system's compiler at first use and kept in a per-user cache.
 
-The file's name is a hash of sources, flags and processor, and it ends in a digest of itself: another version, another
-machine on the same home or a damaged file is never loaded. Threads are those of the OpenMP runtime that torch loaded.
+The file's name is a hash of sources, flags and processor, and the file ends in a digest of itself: a file of another
+version or machine, or a damaged one, is never loaded. Threads are those of the OpenMP runtime that torch loaded.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Library:
         self.threads(self._parallel, count)
 
     def follow_threads(self) -> None:
-        """Take torch's present number of threads."""
+        """Uses torch's present number of threads."""
         count = torch.get_num_threads()
         if count != self._num_threads:
             self.use_threads(count)
@@ -73,7 +73,7 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """The library, built if it has to be; None, with one line in the log, where that is not possible."""
+    """Returns the library, built if necessary; None, with one line in the log, where that is impossible."""
     try:
         return Library(build(_cache_folder()))
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
@@ -83,14 +83,14 @@ def library() -> Library | None:
 
 
 def compiler() -> str | None:
-    """The C compiler of this machine."""
+    """Returns the machine's C compiler."""
     return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
 def build(folder: Path) -> Path:
-    """The library's file in `folder`. Raises OSError or SubprocessError.
+    """Returns the library's file in `folder`, built if necessary. Raises OSError or SubprocessError.
 
-    Two processes may build at once: each writes a file of its own and moves it into place whole.
+    Concurrent builds are safe: each process writes a file of its own and moves it into place.
     """
     sources = sorted(_SOURCES.glob("*.[ch]"))
     path = folder / f"raytide-{_key(sources)}.so"
@@ -125,7 +125,7 @@ def _key(sources: list[Path]) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Returns the processor's properties that -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -135,7 +135,7 @@ def _processor() -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is there, ours, writable by nobody else, and as it was built."""
+    """Returns whether the file exists, is ours, not writable by others, and as it was built."""
     try:
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -147,13 +147,13 @@ def _is_whole(path: Path) -> bool:
 
 
 def _cache_folder() -> Path:
-    """RAYTIDE_KERNEL_CACHE, else a folder of the user's cache."""
+    """Returns RAYTIDE_KERNEL_CACHE, else a folder of the user's cache."""
     chosen = environment("KERNEL_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "raytide" / "kernels"
 
 
 def _openmp_entry() -> int | None:
-    """The address of GOMP_parallel in the OpenMP runtime of this process; None if it has none, or another kind."""
+    """Returns the address of GOMP_parallel in this process's OpenMP runtime; None without one, or with another kind."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

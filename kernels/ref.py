@@ -1,4 +1,4 @@
-"""Reference operators in plain torch: the definition of right, on every device. Shape suffixes: see `core.py`."""
+"""Reference operators in plain torch, which define the right result on every device. Shape suffixes: see `core.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def norm(x_TN: Tensor, by: NormWeights) -> Tensor:
 
 @register("add_norm", "any", priority=0)
 def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
-    """Add `delta` to the residual stream `x` in place, and return the norm of the sum."""
+    """Adds `delta` to the residual stream `x` in place, and returns the norm of the sum."""
     return norm(x_TN.add_(delta_TN), by)
 
 
@@ -69,7 +69,7 @@ def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callabl
 def rope_write(
     qkv_TAD: Tensor, rope: Rope | None, norms: HeadNorms | None, cache_2SKD: Tensor, slots_T: Tensor
 ) -> None:
-    """Norm and rotate the query and key heads in place, then put each token's keys and values into its slot."""
+    """Norms and rotates the query and key heads in place, then writes each token's keys and values into its slot."""
     kv_heads = cache_2SKD.shape[2]
     heads = qkv_TAD.shape[1] - 2 * kv_heads
     q_THD, k_TKD = qkv_TAD[:, :heads], qkv_TAD[:, heads : heads + kv_heads]
@@ -112,7 +112,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _seen(query_len: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
-    """Which positions [L] each of the context's last T tokens attends to, as booleans [T, L]."""
+    """Returns the positions [L] that each of the context's last T tokens attends to, as booleans [T, L]."""
     last_T1 = torch.arange(context_len - query_len, context_len, device=device)[:, None]
     at_L = torch.arange(context_len, device=device)
     seen: Tensor = at_L <= last_T1

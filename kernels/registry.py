@@ -1,6 +1,6 @@
-"""Which implementation of an operator runs on which device.
+"""Chooses the implementation of each operator for a device.
 
-Every operator has a torch reference in `ref.py`, registered for the device "any": it defines what is right, runs
+Every operator has a torch reference in `ref.py`, registered for the device "any": it defines the right result, runs
 everywhere and is the oracle in tests. A faster variant registers for a device with a higher priority and, if it needs
 an instruction set, a compiler or a private API, a probe. A variant is invariant if each row of its result is the same
 to the bit whatever other rows it computes; a deterministic engine uses no other. RAYTIDE_OP_<NAME>=ref forces the
@@ -67,8 +67,8 @@ def register(
     probe: Callable[[], bool] = lambda: True,
     invariant: bool = False,
 ) -> Callable[[Impl], Impl]:
-    """Offer an implementation of `op` on a device kind; `probe` says, when it is about to be chosen, whether it works
-    here.
+    """Registers an implementation of `op` on a device kind. `probe` is called before it is chosen and returns whether
+    it works here.
     """
 
     def remember(impl: Impl) -> Impl:

@@ -1,7 +1,8 @@
-"""The `Engine` protocol: all that replicas, the router and tests see of an engine.
+"""The `Engine` protocol, through which replicas, the router and tests use an engine.
 
 Implementations: `native.NativeEngine`, `vllm.VllmEngine`, `fake.FakeEngine`. The conformance suite in
-tests/actors/engine/conformance runs on each. What not every engine can do is declared in `EngineInfo.features`.
+tests/actors/engine/conformance runs on each. `EngineInfo.features` declares what an engine can do beyond the common
+part.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> bool:
-        """End all of a request's samples now with finish reason "abort"; its blocks are free when this returns. False
-        if it is not known.
+        """End all of a request's samples now with finish reason "abort"; its blocks are free when this returns. Returns
+        False for an unknown request.
         """
         ...
 
     async def tokenize(self, text: str) -> list[int]: ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The text that a token stands for in mid-text, as UTF-8 that may begin or end with half a character."""
+        """The text of a token in mid-text, as UTF-8 that may begin or end with half a character."""
         ...
 
     async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -53,16 +54,15 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        """How many of a prompt's first tokens would come from the prefix cache now; 0 without one, and from an
-        engine that cannot tell."""
+        """The number of a prompt's first tokens that would come from the prefix cache now; 0 when unknown."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new requests and let those in flight end. True if all ended in time; the rest were aborted."""
+        """Take no new requests and let running ones end. Returns whether all ended in time; the rest were aborted."""
         ...
 
     async def shutdown(self) -> None:
-        """Abort what runs, stop, free the memory. Idempotent."""
+        """Abort running requests, stop, and free the memory. Idempotent."""
         ...
 
     # Optional: what `features` does not declare raises UsageError.
@@ -74,20 +74,20 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Feature "sleep". Pause and give memory back: 1 frees the KV, 2 the weights too. Requests stay and are
+        """Feature "sleep". Pause and free memory: level 1 frees the KV, 2 the weights too. Requests stay and are
         computed again after `wake`.
         """
         ...
 
     async def wake(self) -> None:
-        """Take the memory again and go on. Raises ConflictError when the weights on disk are no longer the version that
-        went to sleep (`load_weights` accepts new ones). Without a `sleep` before it does nothing.
+        """Allocate the memory again and resume; does nothing without a `sleep` before it. Raises ConflictError when the
+        weights on disk are no longer the version that went to sleep (`load_weights` accepts new ones).
         """
         ...
 
     async def load_weights(self, source: str, version: str | None = None) -> str:
         """Feature "weights_swap". Serve the weights of another directory of the same architecture from the next step
-        on; running requests go on with them. Returns their version, by default a hash of their content. A load that
+        on; running requests continue with them. Returns their version, by default a hash of their content. A load that
         fails changes nothing.
         """
         ...
@@ -108,20 +108,20 @@ class Engine(Protocol):
 
     async def export_kv(self, request_id: str) -> KvHandle:
         """Feature "kv_transfer". Take a request of one sample out of this engine between two steps: its stream ends
-        with finish reason "abort", and the handle holds all that another engine needs to go on with its next token.
-        Raises NotFoundError when it is not here.
+        with finish reason "abort", and the handle has all that another engine needs to continue with its next token.
+        Raises NotFoundError for an unknown request.
         """
         ...
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
-        """Go on with an exported request: streams what follows the tokens of its first stream. `request` is the one
-        that was exported, under any id. Raises ConflictError when the handle is of another model, version or layout.
+        """Continue an exported request: streams what follows the tokens of its first stream. `request` is the exported
+        one, under any id. Raises ConflictError when the handle is of another model, version or layout.
         """
         ...
 
 
 class BasicEngine:
-    """The optional part of the protocol for an engine that has none of it. Subclasses override what they can do."""
+    """The optional part of the protocol, refused. Subclasses override what they can do."""
 
     backend = "this"
 
@@ -163,25 +163,25 @@ class BasicEngine:
 
 
 def refuse(backend: str, feature: Feature) -> NoReturn:
-    """The one error for what an engine cannot do."""
+    """Raises UsageError for a feature that an engine lacks."""
     hint = "It needs the package llguidance. " if feature == "structured" else ""
     raise UsageError(
-        f"the {backend} engine does not offer {feature}.",
-        hint=f"{hint}EngineInfo.features lists what an engine offers.",
+        f"the {backend} engine does not support {feature}.",
+        hint=f"{hint}EngineInfo.features lists what an engine supports.",
     )
 
 
 def check_features(request: GenRequest, features: Collection[Feature], backend: str) -> None:
-    """Raise UsageError when a request asks for something that the engine does not declare; nothing is ignored
-    silently.
-    """
+    """Raises UsageError when a request needs a feature that the engine does not declare."""
     for feature in required_features(request):
         if feature not in features:
             refuse(backend, feature)
 
 
 def check_prompt(who: str, prompt: Sequence[int], *, max_len: int, vocab_size: int) -> None:
-    """Raise UsageError for a prompt that is empty, leaves no room for an answer, or has tokens the model lacks."""
+    """Raises UsageError for a prompt that is empty, leaves no room for an answer, or has tokens that the
+    model lacks.
+    """
     if not 0 < len(prompt) < max_len:
         raise UsageError(
             f"{who}: prompt of {len(prompt)} tokens; the engine takes 1 to {max_len - 1}.",
@@ -194,7 +194,7 @@ def check_prompt(who: str, prompt: Sequence[int], *, max_len: int, vocab_size: i
 
 
 def required_features(request: GenRequest) -> list[Feature]:
-    """What of an engine's optional abilities a request needs."""
+    """Returns the optional features that a request needs."""
     params = request.sampling
     asked: dict[Feature, bool] = {
         "bad_words": bool(params.bad_words),

@@ -1,4 +1,4 @@
-"""How one engine runs: the model, the arithmetic, the memory for KV and the limits of a step."""
+"""The options of an engine: model, arithmetic, KV memory and the limits of a step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class EngineConfig(Config):
     model_dir: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
-    max_model_len: int | None = Field(default=None, ge=2, description="default: what the model was trained for")
+    max_model_len: int | None = Field(default=None, ge=2, description="default: the model's own")
     max_running: int = Field(default=64, ge=1, description="sequences in one step")
-    max_waiting: int = Field(default=1024, ge=0, description="requests in the queue; more are refused as overloaded")
+    max_waiting: int = Field(default=1024, ge=0, description="queued requests; more are refused as overloaded")
     max_batch_tokens: int = Field(default=2048, ge=1, description="tokens in one step")
     block_size: int | None = Field(default=None, ge=1, description="tokens in a KV block; default: the device's")
     num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; default: what kv_memory_gb holds")
@@ -27,7 +27,7 @@ class EngineConfig(Config):
     prefix_cache: bool = True
     host_memory_gb: float = Field(default=0.0, ge=0.0, description="for evicted sequences and cold prefixes; 0: none")
     policy: Literal["fcfs", "priority", "deadline"] = Field(
-        default="priority", description="who goes first; among equals, and with fcfs always, who came first"
+        default="priority", description="the order of service; among equals, and with fcfs always, by arrival"
     )
     ageing_s: float = Field(default=30.0, gt=0.0, description="a waiting request gains one priority each such time")
     deterministic: bool = Field(default=False, description="bit-equal whatever is in the batch or the prefix cache")

@@ -1,4 +1,4 @@
-"""What a request asks of the choice of its tokens. Checked here, so that nothing bad reaches a running batch."""
+"""The sampling parameters of a request, validated here so that nothing invalid reaches a running batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["SamplingParams", "Structured"]
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """Output that must match: `spec` is a JSON schema (text; "" for any JSON value), a regular expression, an EBNF
+    """A constraint on the output: `spec` is a JSON schema (text; "" for any JSON value), a regular expression, an EBNF
     grammar, or the choices themselves.
     """
 
@@ -40,22 +40,23 @@ class Structured:
 
     @property
     def size(self) -> int:
-        """In characters; of choices, with what separates them."""
+        """In characters; choices count with their separators."""
         return len(self.spec) if isinstance(self.spec, str) else sum(len(choice) + 4 for choice in self.spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose each next token, and when to stop.
+    """The choice of each next token, and the conditions to stop.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch these filters off. With a `seed` the tokens
-    depend on the prompt, the parameters and the seed alone, whatever else is in the batch. `max_tokens` None means
-    until the context is full. Penalties follow OpenAI's definition (presence, frequency: over the output) and CTRL's
-    (repetition: over prompt and output, arXiv 1909.05858). `logprobs` k asks for the chosen token's log probability and
-    those of the k most likely ones, under the model's own distribution (before penalties, bias, temperature and
-    filters); `prompt_logprobs` the same for each prompt token. Of `best_of` samples the `n` with the highest mean
-    log probability come back. Until `min_tokens` no end
-    token and no stop token is chosen, and no stop string looked for; a grammar that can only end ends all the same.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable these filters. With a `seed` the tokens depend
+    on the prompt, the parameters and the seed alone, not on the batch. `max_tokens` None means until the context is
+    full. Penalties follow OpenAI's definition (presence, frequency: over the output) and CTRL's (repetition: over
+    prompt and output, arXiv 1909.05858).
+
+    `logprobs` k requests the log probabilities of the chosen token and of the k most likely ones under the model's own
+    distribution (before penalties, bias, temperature and filters); `prompt_logprobs` the same for each prompt token. Of
+    `best_of` samples the `n` with the highest mean log probability are returned. Before `min_tokens` no end token and
+    no stop token is chosen and stop strings are ignored; a grammar that can only end still ends.
     """
 
     max_tokens: int | None = 128
@@ -127,12 +128,12 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """How many sequences run for the request."""
+        """The number of sequences that run for the request."""
         return self.best_of or self.n
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether the chosen tokens' log probabilities are wanted, be it only to rank the samples."""
+        """True if the chosen tokens' log probabilities are needed, if only to rank the samples."""
         return self.logprobs is not None or self.num_samples > self.n
 
     @property
@@ -150,6 +151,6 @@ class SamplingParams:
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     if not holds:
-        said = repr(value)
-        said = said if len(said) <= 200 else f"{said[:200]}..."
-        raise UsageError(f"sampling parameter {name} is {said}.", hint=f"{name} must be {allowed}.")
+        shown = repr(value)
+        shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+        raise UsageError(f"sampling parameter {name} is {shown}.", hint=f"{name} must be {allowed}.")

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 __all__ = ["Rank", "Sampled", "ScheduledChunk", "Sequence", "StepPlan"]
 
 Rank = tuple[float, float, int]
-"""Level, due, arrival: the smallest goes first."""
+"""Level, due time, arrival: the smallest goes first."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request inside the engine. `tokens` is the prompt followed by the output; KV exists for the first
+    """One sample of a request inside the engine. `tokens` is the prompt followed by the output; KV exists for the first
     `num_computed`.
     """
 
@@ -40,34 +40,34 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    # How it is treated: lower `priority` goes first; `deadline_s` and `arrival_s` are of the loop's clock.
+    # Lower `priority` goes first; `deadline_s` and `arrival_s` are on the core's clock.
     priority: int = 0
     deadline_s: float = math.inf
     arrival_s: float = 0.0
-    # What its KV depends on beside its tokens: blocks are shared only among sequences of one salt.
+    # Beside the tokens, KV depends on these: blocks are shared only among sequences of one salt.
     lora: str | None = None
     salt: bytes = b""
-    reads_cache: bool = True  # False: computes its whole prompt, since every position's logits are wanted
-    # One of the several samples of a request.
+    reads_cache: bool = True  # False: every position's logits are wanted, so the whole prompt is computed
+    # The sample of the request.
     request_id: str = ""
     index: int = 0
-    # Of each prompt position computed so far, when the request asks for them; None for the first.
+    # For each prompt position computed so far, when requested; None for the first.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     bad_words: BadWords | None = None  # that the output must not contain
     grammar: Grammar | None = None  # that the output must match
-    # The scheduler's own notes. `host_ids` hold the computed tokens of one that was swapped out.
+    # The scheduler's state. `host_ids` are the blocks of a swapped out sequence.
     host_ids: list[int] = field(default_factory=list)
     num_registered: int = 0  # blocks offered to the prefix cache
-    starts: int = 0  # how often it began to run
-    waited_s: float = 0.0  # before it ran last
+    starts: int = 0
+    waited_s: float = 0.0  # in total before its last start
     waiting_since_s: float = 0.0
     level: int = 0
     rank: Rank = (0.0, 0.0, 0)  # while it runs
-    parent: Sequence | None = None  # whose prompt's KV it starts from
+    parent: Sequence | None = None  # the sample whose prompt KV it starts from
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose KV is still to be computed; 1 while decoding."""
+        """The number of tokens without KV; 1 while decoding."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -85,15 +85,14 @@ class ScheduledChunk:
 
     @property
     def yields_token(self) -> bool:
-        """Whether the step brings the sequence up to date, so that it yields a next token."""
+        """True if the step brings the sequence up to date, so that a next token is sampled."""
         return self.start + self.length == len(self.seq.tokens)
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The next token of a sequence; -1 when none can be chosen: `error` says why, None that the logits are not finite.
-
-    `ends`: the output is complete with this token, whatever the token is.
+    """The next token of a sequence; -1 when there is none, because of `error` or, without one, logits that are not
+    finite. `ends`: the output is complete with this token.
     """
 
     token: int
@@ -104,7 +103,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step of the model: which tokens of which sequences, and who lost its blocks to make room.
+    """One step of the model: the chunks to compute, and the sequences evicted for it.
 
     Blocks move before anything is computed, in this order: swap_out, swap_in, copies.
     """

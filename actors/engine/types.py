@@ -1,4 +1,4 @@
-"""The engine's shared nouns: what a request asks and what comes back.
+"""The engine's shared types: requests, chunks, and what an engine reports.
 
 No torch in here: the scheduler, the router and the tests use these without a device.
 """
@@ -67,8 +67,9 @@ class Message:
 class GenRequest:
     """One generation. `prompt` is text or token ids; `request_id` is unique among the requests in flight.
 
-    `priority`: lower goes first, as in vLLM. `deadline_s`: the first token is wanted this soon after arrival; the
-    policy "deadline" serves by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no prefix.
+    `priority`: lower goes first, as in vLLM. `deadline_s`: the time after arrival in which the first token is wanted;
+    the policy "deadline" serves by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no
+    prefix.
     """
 
     request_id: str
@@ -82,7 +83,7 @@ class GenRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """`cached_tokens` of the prompt came from the prefix cache."""
+    """Token counts of a request; `cached_tokens` of the prompt came from the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -91,7 +92,7 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a finished request's time went: waiting for a place, until its first token from there, and after it."""
+    """The times of a finished request: in the queue, until its first token, and after it."""
 
     queue_s: float
     prefill_s: float
@@ -112,8 +113,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class GenChunk:
-    """What one step added to one of a request's samples. The last chunk of each sample has `finish_reason`; the last
-    one of the request also `usage` (of all samples) and `timing`. `prompt_logprobs` come once, with the first chunk,
+    """The output of one step for one of a request's samples. The last chunk of each sample has `finish_reason`; the
+    last one of the request also `usage` (of all samples) and `timing`. `prompt_logprobs` come with the first chunk,
     with None for the first token.
 
     `text` can lag behind `token_ids` (half a character, or the possible start of a stop string, is held back).
@@ -132,7 +133,7 @@ class GenChunk:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer of the offline `LLM`. `error` says why when `finish_reason` is "error"."""
+    """One sample of the offline `LLM`. `error` says why when `finish_reason` is "error"."""
 
     text: str
     token_ids: list[int]
@@ -142,13 +143,13 @@ class CompletionOutput:
 
     @property
     def mean_logprob(self) -> float:
-        """What `best_of` ranks by; 0 when there are no log probabilities."""
+        """The score of `best_of`; 0 without log probabilities."""
         return sum(each.logprob for each in self.logprobs) / len(self.logprobs) if self.logprobs else 0.0
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The offline `LLM`'s answers to one prompt: one for each of `n` samples, the best first.
+    """The offline `LLM`'s output for one prompt: `n` samples, the best first.
 
     `text`, `token_ids`, `finish_reason`, `error` and `logprobs` are the first one's. `prompt` is None when token ids
     were given.
@@ -183,7 +184,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself once it has started. `features` decides which conformance tests apply."""
+    """The properties of a started engine. `features` decides which conformance tests apply."""
 
     model: str
     backend: str
@@ -196,11 +197,12 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, except `state`, `running`, `waiting` and `free_blocks`, which are now.
+    """Counters since the start, except `state`, `running`, `waiting`, `free_blocks` and `pending_commands`, which are
+    present values.
 
-    `steps` is the progress counter for health checks: with work in an engine that is serving it must move.
-    `pending_commands` wait now for the thread that takes the steps, which must move `commands_done` whatever the state.
-    `free_blocks` counts cached but unreferenced blocks too. `step_ms` is a moving average.
+    `steps` is the progress counter for health checks: it must increase while a serving engine has work. `commands_done`
+    must increase in any state while `pending_commands` wait for the engine's thread. `free_blocks` includes cached,
+    unreferenced blocks. `step_ms` is a moving average.
     """
 
     state: EngineState = "serving"
@@ -224,10 +226,10 @@ _NOT_A_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledE
 
 
 def as_request_error(error: BaseException) -> Exception:
-    """Returns the error that the request at fault ends with.
+    """Returns the error with which the request at fault ends.
 
-    A panic in a Rust library (tokenizers, llguidance) arrives as a BaseException that is no Exception: it is wrapped in
-    a RuntimeError. What asks a thread or task to end is raised again.
+    A panic in a Rust library (tokenizers, llguidance) is a BaseException: it is wrapped in a RuntimeError. Exceptions
+    that ask a thread or task to end are raised again.
     """
     if isinstance(error, _NOT_A_FAULT):
         raise error

@@ -1,7 +1,7 @@
-"""The blocks of one memory: who holds each, which are free, and which still hold a prefix that can be used again.
+"""The blocks of one memory: their references, the free ones, and those that still hold a reusable prefix.
 
-A block is free when nobody references it; a free block that was registered under a hash keeps its content until it is
-taken, least recently used first. Nothing here touches memory: a block is a number.
+A block without references is free. A free block that was registered under a hash keeps its content until it is taken,
+least recently used first. Nothing here touches memory: a block is a number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class BlockAllocator:
         return len(self._free)
 
     def take(self) -> tuple[int, bytes | None]:
-        """A block with one reference, and the hash of what it cached until now. The caller has checked `num_free`."""
+        """Returns a block with one reference, and the hash of what it cached until now. The caller has checked
+        `num_free`.
+        """
         block, _ = self._free.popitem(last=False)
         stale = self._hash_of[block]
         if stale is not None:
@@ -38,14 +40,13 @@ class BlockAllocator:
         return block, stale
 
     def add_reference(self, block: int) -> None:
-        """Add a reference."""
         if self.refs[block] == 0:
             del self._free[block]
         self.refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference each. Cached ones wait at the far end of the free list, later blocks taken before
-        earlier ones, since a prefix is of no use without its start.
+        """Drops one reference each. Cached blocks go to the far end of the free list, so that later blocks are taken
+        before earlier ones: a prefix is useless without its start.
         """
         for block in reversed(blocks):
             self.refs[block] -= 1
@@ -55,17 +56,17 @@ class BlockAllocator:
                     self._free.move_to_end(block, last=False)
 
     def find(self, block_hash: bytes | None) -> int | None:
-        """The block that holds this, referenced or not."""
+        """Returns the block registered under a hash, referenced or not."""
         return None if block_hash is None else self._block_of.get(block_hash)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Remember what a full block holds. The first block registered under a hash stays the one to share."""
+        """Registers a full block's content. The first block registered under a hash stays the shared one."""
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def forget(self, block: int) -> bytes | None:
-        """Share the block's content with nobody from now on; what it was registered under."""
+        """Stops sharing a block's content; returns the hash that it was registered under."""
         stale = self._hash_of[block]
         if stale is not None:
             del self._block_of[stale]
@@ -77,7 +78,7 @@ class BlockAllocator:
             self.forget(block)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the counts agree with the tables of all living sequences. For tests."""
+        """Raises AssertionError unless the counts agree with the tables of all living sequences. For tests."""
         held = [0] * self.num_blocks
         for table in tables:
             assert len(set(table)) == len(table), "a sequence holds a block twice"

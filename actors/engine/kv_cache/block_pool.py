@@ -1,8 +1,8 @@
-"""The pool of KV blocks on the device and in host memory, and the moves between them that a step begins with.
+"""The pool of KV blocks on the device and in host memory, and the moves between them at the start of a step.
 
-Host memory holds evicted sequences, and prefixes that were cold when their device block was wanted for something else.
-All moves of a step happen before it computes: out to the host, then in, then copies on the device. So within a step a
-block that a move still reads is not given away: it is held until `take_moves`.
+Host memory holds evicted sequences, and prefixes that were cold when their device block was needed. All moves of a step
+happen before it computes: out to the host, then in, then copies on the device. A block that a pending move reads is
+therefore held until `take_moves`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from raytide.core.errors import ConfigError
 __all__ = ["BlockPool", "Place", "chain_hash"]
 
 Place = tuple[bool, int]
-"""Where a block's content is: whether on the host, and the block there."""
+"""A block's location: whether it is on the host, and its number there."""
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """128 bits for a block's tokens and all tokens before them. `parent` of the first block is the sequence's salt."""
+    """Returns 128 bits for a block's tokens and all tokens before them. `parent` of the first block is the sequence's
+    salt.
+    """
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class BlockPool:
-    """`keeps_cold`: cached blocks that are reused go to the host first, when there is room."""
+    """Allocates, shares and moves blocks. `keeps_cold`: cached blocks go to the host before they are reused, while it
+    has room.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -51,7 +55,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each. The caller has checked `num_free`."""
+        """Returns `count` blocks with one reference each. The caller has checked `num_free`."""
         blocks = []
         for _ in range(count):
             block, cold = self.device.take()
@@ -64,7 +68,7 @@ class BlockPool:
         return blocks
 
     def allocate_now(self, count: int) -> list[int]:
-        """Blocks that are written before the next step's moves: what they cached is lost."""
+        """Returns blocks that are written before the next step's moves: their cached content is lost."""
         return [self.device.take()[0] for _ in range(count)]
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -74,11 +78,13 @@ class BlockPool:
         self.host.release(blocks)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Offer a full, written block to later sequences."""
+        """Offers a full, written block to later sequences."""
         self.device.register(block, block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[Place]:
-        """Where the longest cached prefix of a chain is. It is not referenced: `share` it to keep it."""
+        """Returns the places of the longest cached prefix of a chain, without a reference: `add_reference`
+        keeps them.
+        """
         places: list[Place] = []
         for block_hash in hashes:
             place = self._find(block_hash)
@@ -88,7 +94,7 @@ class BlockPool:
         return places
 
     def saved(self, host_blocks: Sequence[int], hashes: Sequence[bytes | None]) -> list[Place]:
-        """Where an evicted sequence's blocks are: on the device still, or where `save` put them."""
+        """Returns the places of an evicted sequence's blocks: still on the device, or where `save` put them."""
         places: list[Place] = []
         for kept, block_hash in zip(host_blocks, hashes, strict=True):
             block = self.device.find(block_hash)
@@ -96,17 +102,19 @@ class BlockPool:
         return places
 
     def num_taken(self, places: Sequence[Place]) -> int:
-        """How many free device blocks it takes to hold these."""
+        """Returns the number of free device blocks that holding these places takes."""
         refs = self.device.refs
         return sum(on_host or refs[block] == 0 for on_host, block in places)
 
     def add_reference(self, places: Sequence[Place]) -> None:
-        """Add one reference each."""
+        """Adds one reference each."""
         for on_host, block in places:
             (self.host if on_host else self.device).add_reference(block)
 
     def load(self, places: Sequence[Place], hashes: Sequence[bytes | None]) -> list[int]:
-        """The device blocks of places that the caller shares; what is on the host comes in with the next moves."""
+        """Returns device blocks for places that the caller has references on; those on the host are swapped in with the
+        next moves.
+        """
         blocks = []
         for (on_host, block), block_hash in zip(places, hashes, strict=True):
             if on_host:
@@ -119,13 +127,13 @@ class BlockPool:
         return blocks
 
     def can_save(self, hashes: Sequence[bytes | None]) -> bool:
-        """Whether the host has room for blocks of these hashes (None: not full, or not to be shared)."""
+        """Returns whether the host has room for blocks of these hashes (None: not full, or not shareable)."""
         found = [self.host.find(block_hash) for block_hash in hashes]
         refs = self.host.refs
         return sum(block is None or refs[block] == 0 for block in found) <= self.host.num_free
 
     def save(self, blocks: Sequence[int], hashes: Sequence[bytes | None]) -> list[int]:
-        """Host blocks that will hold what these device blocks hold now. The caller has checked `can_save`."""
+        """Returns host blocks that will hold what these device blocks hold now. The caller has checked `can_save`."""
         found = [self.host.find(block_hash) for block_hash in hashes]
         for kept in found:
             if kept is not None:
@@ -141,7 +149,7 @@ class BlockPool:
         return saved
 
     def copy(self, block: int) -> int:
-        """A block of the caller's own that will hold what `block` holds."""
+        """Returns a block of the caller's own that will hold a copy of `block`."""
         self.device.add_reference(block)
         self._pending_device_reads.append(block)
         (own,) = self.allocate(1)
@@ -149,7 +157,7 @@ class BlockPool:
         return own
 
     def take_moves(self, plan: StepPlan) -> None:
-        """Hand over the moves that have come together; they happen before anything else is asked of the pool."""
+        """Moves the pending moves into the plan; they happen before the pool is used again."""
         moves = self._moves
         if moves.swap_out or moves.swap_in or moves.copies:
             plan.swap_out, plan.swap_in, plan.copies = moves.swap_out, moves.swap_in, moves.copies
@@ -157,8 +165,8 @@ class BlockPool:
             self._release_reads()
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Forget what the blocks hold that only the caller references, and name those: their content is not to be
-        trusted.
+        """Forgets the content of the blocks that only the caller references, and returns those: it is not to
+        be trusted.
         """
         alone = [block for block in blocks if self.device.refs[block] == 1]
         for block in alone:
@@ -168,14 +176,14 @@ class BlockPool:
         return alone
 
     def reset(self) -> None:
-        """Forget what every block holds, on the host too; moves that are not done are not wanted any more."""
+        """Forgets every block's content, on the host too, and drops pending moves."""
         self.device.forget_all()
         self.host.forget_all()
         self._moves = StepPlan()
         self._release_reads()
 
     def check(self, tables: Sequence[Sequence[int]], host_tables: Sequence[Sequence[int]] = ()) -> None:
-        """Raise AssertionError unless the pool agrees with the tables of all living sequences. For tests."""
+        """Raises AssertionError unless the pool agrees with the tables of all living sequences. For tests."""
         self.device.check(tables)
         self.host.check(host_tables)
 

@@ -1,5 +1,5 @@
-"""The KV cache of one request on its way from one engine to another: a header that says whose it is, and the raw blocks
-of each layer in host memory. Numpy only, so that a router can hold and forward one.
+"""The KV cache of one request in transit between two engines: a header with its identity, and the raw blocks of each
+layer in host memory. Numpy only, so that a router can hold and forward one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Bytes", "KvHandle", "KvHeader"]
 Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"raytide-kv-1\n"
-# What must be equal for one engine's blocks to mean the same in another one.
+# Must be equal for one engine's blocks to mean the same in another.
 _IDENTITY = ("model", "weights_version", "lora", "dtype", "layout", "block_size")
 
 
@@ -48,13 +48,13 @@ class KvHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvHandle:
-    """`layers` has one flat array of bytes for each layer: its blocks in the order of the tokens."""
+    """A header, and for each layer one flat array of bytes: its blocks in the order of the tokens."""
 
     header: KvHeader
     layers: tuple[Bytes, ...]
 
     def check_fits(self, own: KvHeader) -> None:
-        """Raise ConflictError unless an engine with this identity can use the blocks."""
+        """Raises ConflictError unless an engine with this identity can use the blocks."""
         for name in _IDENTITY:
             theirs, ours = getattr(self.header, name), getattr(own, name)
             if theirs != ours:
@@ -64,7 +64,7 @@ class KvHandle:
                 )
 
     def to_bytes(self) -> bytes:
-        """Magic, header, layers; with lengths and checksums."""
+        """Returns magic, header and layers, with lengths and checksums."""
         sums = [zlib.crc32(layer.data) for layer in self.layers]
         header = json.dumps(asdict(self.header) | {"checksums": sums}).encode()
         return b"".join(
@@ -73,7 +73,7 @@ class KvHandle:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KvHandle:
-        """Raises DataError for anything but what `to_bytes` made."""
+        """Parses the output of `to_bytes`. Raises DataError for anything else."""
         body = memoryview(data)
         at = len(_MAGIC) + 8
         if bytes(body[: len(_MAGIC)]) != _MAGIC:

@@ -1,4 +1,4 @@
-"""The memory of the KV cache: device blocks, the host blocks beside them, and every way that blocks move."""
+"""The memory of the KV cache: device blocks, host blocks, and the moves between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Tensor = torch.Tensor
 
 
 class KvCache:
-    """`layers` is what the model reads and writes: per layer [2, S, K, D], S slots in `num_blocks` blocks."""
+    """The KV memory. `layers` is what the model reads and writes: per layer [2, S, K, D], S slots in `num_blocks`
+    blocks.
+    """
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
@@ -25,7 +27,7 @@ class KvCache:
         self._host: list[Tensor] = []  # per layer [2, num_host_blocks, a block's elements]
 
     def allocate(self, layers: list[Tensor]) -> None:
-        """Take zeroed layers, and host memory beside them; pinned where the device copies from it by itself."""
+        """Takes zeroed layers, and allocates host memory beside them, pinned where the device copies from it itself."""
         if self.num_host_blocks:
             self._host = [
                 torch.zeros(
@@ -44,7 +46,7 @@ class KvCache:
         self.layers, self._host = [], []
 
     def move(self, plan: StepPlan) -> None:
-        """Move blocks as the plan says; before its chunks are computed, and once."""
+        """Moves blocks as the plan says; once, before its chunks are computed."""
         for kv, host in zip(self.layers, self._host, strict=False):
             blocks = self._blocks(kv)
             if plan.swap_out:
@@ -60,14 +62,14 @@ class KvCache:
                 blocks[:, targets] = blocks[:, sources]
 
     def zero_blocks(self, blocks: Items[int]) -> None:
-        """Zero blocks that may hold NaN: padded attention multiplies what it does not use by 0."""
+        """Zeroes blocks that may hold NaN: padded attention multiplies unused values by 0."""
         for kv in self.layers:
             self._blocks(kv)[:, list(blocks)] = 0.0
 
     def read(self, blocks: Items[int]) -> tuple[Bytes, ...]:
-        """Each layer's blocks as bytes in host memory."""
+        """Returns each layer's blocks as bytes in host memory."""
         rows = list(blocks)
-        if not rows:  # which a sleeping cache can say too
+        if not rows:  # a sleeping cache has no layers
             return tuple(np.empty(0, np.uint8) for _ in self.block_bytes)
         return tuple(
             self._blocks(kv)[:, rows].transpose(0, 1).contiguous().cpu().view(torch.uint8).numpy().reshape(-1)
@@ -75,7 +77,7 @@ class KvCache:
         )
 
     def write(self, blocks: Items[int], layers: Items[Bytes]) -> None:
-        """What `read` gave, into other blocks."""
+        """Writes what `read` returned into other blocks."""
         rows = list(blocks)
         for kv, data in zip(self.layers, layers, strict=True):
             values = torch.from_numpy(np.array(data)).view(kv.dtype).view(len(rows), 2, -1)

@@ -1,4 +1,4 @@
-"""The prefix cache as sequences see it: what of a prompt is held already, and what is being computed at this moment.
+"""The prefix cache as sequences see it: the part of a prompt that is cached, and the part that is being computed now.
 
 A request whose prefix another one computes right now waits for that instead of computing the same (as SGLang does).
 """
@@ -12,29 +12,30 @@ __all__ = ["PrefixCache"]
 
 
 class PrefixCache:
-    """Hashes are chained over full blocks, from the sequence's salt on."""
+    """Looks up prefixes by hashes chained over full blocks, starting from the sequence's salt."""
 
     def __init__(self, pool: BlockPool, enabled: bool) -> None:
         self._pool = pool
         self._size = pool.block_size
         self._enabled = enabled
-        self._producers: dict[bytes, Sequence] = {}  # who computes a block that is not in the cache yet
+        self._producers: dict[bytes, Sequence] = {}  # the sequence that computes a block not cached yet
 
     def computed(self, seq: Sequence) -> list[bytes | None]:
-        """The hashes of the blocks that hold computed tokens; None for one that is not full."""
+        """Returns the hashes of the blocks that hold computed tokens; None for one that is not full."""
         full, count = seq.num_computed // self._size, self._pool.blocks_for(seq.num_computed)
         hashes: list[bytes | None] = [*self._hashes(seq, full)] if self._enabled else []
         return hashes + [None] * (count - len(hashes))
 
     def cached(self, seq: Sequence) -> list[Place]:
-        """Where the start of a sequence is held. Its last token is computed in any case, for the logits."""
+        """Returns the places of a sequence's cached start. Its last token is always computed, for the logits."""
         if not self._enabled or not seq.reads_cache:
             return []
         return self._pool.match(self._hashes(seq, self._shareable(seq)))
 
     def awaited(self, seq: Sequence, num_cached: int, order: Rank) -> bytes | None:
-        """The last block of a prefix that running sequences compute now, if waiting for it is worth its step: at least
-        half of what is missing comes from it, and nobody is waited for whose turn comes later.
+        """Returns the hash of the last block of a prefix that running sequences compute now, or None if waiting is not
+        worth it: at least half of the missing tokens must come from it, and only sequences of an earlier rank are
+        waited for.
         """
         if not self._producers or not seq.reads_cache:
             return None
@@ -47,13 +48,13 @@ class PrefixCache:
         return last if 2 * shared * self._size >= len(seq.tokens) - num_cached * self._size else None
 
     def promise(self, seq: Sequence) -> None:
-        """A sequence begins to run: its full blocks that are not computed yet will be."""
+        """Notes the full blocks that a sequence will compute when it begins to run."""
         if self._enabled:
             for block_hash in self._hashes(seq, len(seq.tokens) // self._size)[seq.num_computed // self._size :]:
                 self._producers.setdefault(block_hash, seq)
 
     def register(self, seq: Sequence) -> list[bytes]:
-        """Offer the blocks that have been filled to later sequences; the hashes of those."""
+        """Offers newly filled blocks to later sequences; returns their hashes."""
         first, end = seq.num_registered, seq.num_computed // self._size
         if not self._enabled or end <= first:
             return []
@@ -65,7 +66,7 @@ class PrefixCache:
         return hashes
 
     def withdraw(self, seq: Sequence) -> list[bytes]:
-        """A sequence runs no more: the hashes of what it would have computed."""
+        """Removes a sequence's promised blocks when it stops; returns their hashes."""
         broken = [each for each in seq.block_hashes[seq.num_registered :] if self._producers.get(each) is seq]
         for block_hash in broken:
             del self._producers[block_hash]
@@ -75,7 +76,7 @@ class PrefixCache:
         return (len(seq.tokens) - 1) // self._size
 
     def _hashes(self, seq: Sequence, count: int) -> list[bytes]:
-        """The first `count` block hashes of a sequence, each computed once."""
+        """Returns the first `count` block hashes of a sequence, each computed once."""
         size, hashes = self._size, seq.block_hashes
         while len(hashes) < count:
             at = len(hashes) * size

@@ -1,5 +1,5 @@
 """The decoder of all supported families over a flat batch of tokens and a paged KV cache, made of the operators of
-`raytide.kernels`. What a family is, `Architecture` says; there is no class for each.
+`raytide.kernels`. `Architecture` describes a family; there is no class for each.
 
 Shape suffixes: see `kernels/core.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
 """
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class PagedDecoder:
-    """Weights and the forward pass. It keeps no state between calls: the KV cache is the caller's."""
+    """Weights and the forward pass, without state between calls: the KV cache is the caller's."""
 
     def __init__(self, arch: Architecture, weights: Weights, ops: Ops, max_len: int) -> None:
         self.arch, self._ops = arch, ops
@@ -40,7 +40,7 @@ class PagedDecoder:
         self._attention_of = [self._attentions.index(spec) for spec in specs]
 
     def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
-        """Zeroed KV per layer, [2, S, K, D]. Zeroed because padding is multiplied by 0, which leaves no NaN only if
+        """Returns zeroed KV per layer, [2, S, K, D]. Padding is multiplied by 0, which gives NaN unless the memory is
         finite.
         """
         shape = (2, num_blocks * block_size, self.arch.num_kv_heads, self.arch.head_dim)

@@ -1,7 +1,7 @@
 """The persistent batch: each running sequence's tokens and block table as rows of arrays, so that a step's inputs are
 gathers.
 
-Per step the Python work is one visit to each sequence; what is per token or per block is numpy.
+Per step, Python visits each sequence once; all work per token or per block is numpy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class StepInputs:
-    """What the model takes. `sampled_rows_R` are the tokens of the flat batch that a next token follows."""
+    """The model's inputs. `sampled_rows_R` are the rows of the flat batch that a next token is sampled for."""
 
     ids_T: torch.Tensor
     positions_T: torch.Tensor
@@ -31,7 +31,7 @@ class StepInputs:
 
 
 class InputBatch:
-    """Rows are given out on a sequence's first step and taken back by `release`."""
+    """Rows of the running sequences, assigned on a sequence's first step and returned by `release`."""
 
     def __init__(self, max_running: int, max_len: int, block_size: int, device: torch.device) -> None:
         max_blocks = -(-max_len // block_size)
@@ -44,7 +44,7 @@ class InputBatch:
         self._block_size, self._device = block_size, device
 
     def release(self, seq: Sequence) -> None:
-        """Forget a sequence that finished or was preempted. Harmless if it never ran."""
+        """Frees a sequence's row. Does nothing if it never ran."""
         row = self._row_of.pop(seq.seq_id, None)
         if row is not None:
             self._free.append(row)
@@ -77,7 +77,7 @@ class InputBatch:
         )
 
     def _sync(self, seq: Sequence) -> int:
-        """The sequence's row, brought up to date with its new tokens and blocks."""
+        """Returns a sequence's row, updated with its new tokens and blocks."""
         row = self._row_of.get(seq.seq_id)
         if row is None:
             row = self._row_of[seq.seq_id] = self._free.pop()

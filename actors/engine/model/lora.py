@@ -33,22 +33,21 @@ _MAX_RANK = 256
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What it adds to each projection, as a function of the same input."""
+    """An adapter: for each projection, a function from its input to what is added to its output."""
 
     deltas: Mapping[_Place, Linear]
 
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """Which rows of a step's flat batch, from start to end, are computed with which adapter."""
+    """The spans of a step's flat batch that have an adapter, from start to end."""
 
     spans: list[tuple[Adapter, int, int]]
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[Adapter | None, int]]) -> LoraRows | None:
-        """From each sequence's adapter and number of rows, in order; None when there is no adapter at all.
-
-        Neighbours with the same adapter are computed together.
+        """Builds the spans from each sequence's adapter and number of rows, in order; None without adapters. Neighbours
+        with the same adapter are computed together.
         """
         spans: list[tuple[Adapter, int, int]] = []
         start = 0
@@ -61,7 +60,7 @@ class LoraRows:
         return cls(spans) if spans else None
 
     def add(self, layer: int, projection: str, x_TN: Tensor, y_TM: Tensor) -> None:
-        """Add to a projection's output what the adapters make of its input."""
+        """Adds the adapters' products to a projection's output."""
         for adapter, start, end in self.spans:
             delta = adapter.deltas.get((layer, projection))
             if delta is not None:
@@ -70,7 +69,7 @@ class LoraRows:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A path's place in the stacked projection that it is computed with: so many rows from `first`."""
+    """A module's place in the stacked projection that it is computed with: `rows` rows from `first`."""
 
     place: _Place
     first: int
@@ -79,8 +78,8 @@ class _Target:
 
 
 def read_adapter(path: Path, arch: Architecture, ops: Ops, dtype: torch.dtype, device: torch.device) -> Adapter:
-    """Raises DataError for a directory that is no adapter of this model, ConfigError for a kind that is not
-    supported.
+    """Reads an adapter. Raises DataError for a directory that is no adapter of this model, ConfigError for an
+    unsupported kind.
     """
     config_path = path / "adapter_config.json"
     config = Fields(read_json(config_path), str(config_path))
@@ -108,7 +107,7 @@ def read_adapter(path: Path, arch: Architecture, ops: Ops, dtype: torch.dtype, d
 
 
 def _delta(parts: list[tuple[_Target, Tensor, Tensor]], size: int, ops: Ops) -> Linear:
-    """One pair of products for all parts of a stacked projection: B is zero where a part does not reach."""
+    """Returns one pair of products for all parts of a stacked projection: B is zero where a part does not reach."""
     down = ops.linear(torch.cat([a_RN for _, a_RN, _ in parts]), None)
     b_MR = parts[0][2].new_zeros(size, sum(a_RN.shape[0] for _, a_RN, _ in parts))
     column = 0
@@ -183,7 +182,7 @@ def _refuse_other_kinds(config: Fields) -> None:
 
 
 class LoraManager:
-    """Loading and unloading go on between two steps; sequences of other adapters notice nothing."""
+    """The loaded adapters by name. They change between two steps, without effect on sequences of other adapters."""
 
     def __init__(self, limit: int) -> None:
         self._by_name: dict[str, Adapter] = {}
@@ -192,7 +191,7 @@ class LoraManager:
         self._loads = 0
 
     def check_free(self, name: str) -> None:
-        """Raise when `name` is taken, or when no further adapter may be loaded."""
+        """Raises when `name` is taken, or when no further adapter may be loaded."""
         if name in self._by_name:
             raise ConflictError(f"adapter {name} is already loaded.", hint="Unload it first, or choose another name.")
         if len(self._by_name) >= self._limit:
@@ -206,23 +205,25 @@ class LoraManager:
         self._by_name[name], self._ids[name] = adapter, f"{name}/{self._loads}"
 
     def remove(self, name: str) -> None:
-        """The caller sees to it that no sequence uses it any more."""
+        """Removes an adapter that no sequence uses any more."""
         self._get(name)
         del self._by_name[name], self._ids[name]
 
     def id_of(self, name: str) -> str:
-        """Differs between adapters that had the same name one after the other: KV is shared by it, not by name."""
+        """Returns an id that differs between successive adapters of one name: KV is shared by id, not by name."""
         self._get(name)
         return self._ids[name]
 
     def group(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
-        """The chunks with those of one adapter side by side, so that it computes them together."""
+        """Returns the chunks sorted by adapter, so that each adapter is computed in one go."""
         if not self._by_name:
             return chunks
         return sorted(chunks, key=lambda chunk: chunk.seq.lora or "")
 
     def rows(self, chunks: list[ScheduledChunk]) -> LoraRows | None:
-        """None when no chunk uses an adapter. Raises NotFoundError for a sequence of one that is not loaded."""
+        """Returns the rows of each adapter, or None without adapters. Raises NotFoundError for one that is
+        not loaded.
+        """
         if all(chunk.seq.lora is None for chunk in chunks):
             return None
         adapters = [(None if chunk.seq.lora is None else self._get(chunk.seq.lora), chunk.length) for chunk in chunks]

@@ -1,5 +1,5 @@
-"""Computes one step: inputs from the persistent batch, the forward pass over the paged cache, a token for each that
-is due.
+"""Computes one step: inputs from the persistent batch, the forward pass over the paged cache, and the sampled
+tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _MEASURED_TOKENS = 256
 
 
 class ModelRunner:
-    """Owns the weights, the KV cache and all device memory. The scheduler tells it what to compute and knows nothing
-    of it.
+    """Owns the weights, the KV cache and all device memory. It takes the scheduler's plans, and the scheduler knows
+    nothing of it.
     """
 
     def __init__(self, config: EngineConfig, arch: Architecture) -> None:
@@ -60,12 +60,12 @@ class ModelRunner:
         self._sampler = Sampler()
 
     def load(self, model_dir: Path) -> PagedDecoder:
-        """Read weights; what runs goes on with its own meanwhile."""
+        """Reads weights beside the present ones, which stay in use."""
         weights = Weights(model_dir, self._dtype, self._device.torch_device)
         return PagedDecoder(self.arch, weights, self._ops, self.max_len)
 
     def use(self, model: PagedDecoder) -> None:
-        """Compute with these weights from now on. KV of the former ones means nothing any more."""
+        """Uses these weights from now on. KV of the former ones is invalid."""
         self._model = model
 
     @property
@@ -77,11 +77,11 @@ class ModelRunner:
         return self._model is not None
 
     def allocate(self) -> None:
-        """Take the memory for KV."""
+        """Allocates the KV memory."""
         self.cache.allocate(self._loaded.new_cache(self.cache.num_blocks, self.block_size))
 
     def sleep(self, level: Literal[1, 2]) -> None:
-        """Give back the memory of the KV, at level 2 also that of the weights."""
+        """Frees the KV memory, at level 2 also the weights."""
         self.cache.free()
         if level == 2:
             self._model = None
@@ -89,7 +89,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def swap_cost(self) -> SwapCost | None:
-        """Measured now, while nothing runs; None without host memory."""
+        """Measures the cost of swapping while nothing runs; None without host memory."""
         if not self.cache.num_host_blocks:
             return None
         length = min(_MEASURED_TOKENS, self.max_len - 1)
@@ -105,8 +105,8 @@ class ModelRunner:
     def execute_isolating_failures(
         self, chunks: list[ScheduledChunk]
     ) -> tuple[dict[str, Sampled], dict[str, Exception]]:
-        """Compute the chunks, and when that fails their halves: down to a batch that fits in memory, or to the one at
-        fault. The second dict has the errors, by sequence id.
+        """Computes the chunks, and after a failure their halves: down to a batch that fits in memory, or to the
+        sequence at fault. The second dict has the errors, by sequence id.
         """
         if not chunks:
             return {}, {}
@@ -117,15 +117,14 @@ class ModelRunner:
             if len(chunks) == 1:
                 return {}, {chunks[0].seq.seq_id: fault}
             del fault
-        # Outside of the handler: the traceback would keep the failed step's tensors alive.
+        # Outside of the handler, whose traceback would keep the failed step's tensors alive.
         half = len(chunks) // 2
         parts = [self.execute_isolating_failures(chunks[:half]), self.execute_isolating_failures(chunks[half:])]
         return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
     def execute(self, chunks: list[ScheduledChunk]) -> dict[str, Sampled]:
-        """Compute the chunks; the next token of each sequence that they bring up to date.
-
-        The log probabilities of prompt tokens go into the sequences that ask for them.
+        """Computes the chunks. Returns the next token of each sequence that they bring up to date, and records prompt
+        log probabilities in the sequences.
 
         Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
         """
@@ -138,8 +137,8 @@ class ModelRunner:
         return {seq.seq_id: each for seq, each in zip(due, sampled, strict=True)}
 
     def logits(self, chunks: list[ScheduledChunk], more_rows: Items[int] = ()) -> torch.Tensor:
-        """The forward pass alone: a row of float32 logits for each sequence that is brought up to date, then one for
-        each of `more_rows` of the flat batch.
+        """Runs the forward pass alone. Returns float32 logits: a row for each sequence that is brought up to date, then
+        one for each of `more_rows` of the flat batch.
         """
         step = self._batch.build(chunks)
         rows_R = step.sampled_rows_R
@@ -149,31 +148,31 @@ class ModelRunner:
         return self._loaded.forward(step.ids_T, step.positions_T, step.paged, self.cache.layers, rows_R, loras)
 
     def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
-        """float32 [T, V]: what follows each token of a prompt, computed apart from what runs."""
+        """Returns float32 logits [T, V] after each token of a prompt, computed apart from running sequences."""
         return self._whole.logits(tokens)
 
     def embed(self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True) -> list[list[float]]:
-        """A vector for each prompt, computed in one go apart from what runs: see `pooling.groups`."""
+        """Returns a vector for each prompt, computed in one pass apart from running sequences: see `pooling.groups`."""
         vectors: list[list[float]] = self._whole.embed(prompts, pooling, normalize).tolist()
         return vectors
 
     def load_lora(self, name: str, path: Path) -> None:
-        """Serve sequences whose `lora` is `name` with a PEFT adapter. Raises ConflictError, CapacityError, ConfigError
-        or DataError, and then nothing has changed.
+        """Loads a PEFT adapter for sequences whose `lora` is `name`. On ConflictError, CapacityError, ConfigError or
+        DataError nothing has changed.
         """
         self._adapters.check_free(name)
         self._adapters.add(name, read_adapter(path, self.arch, self._ops, self._dtype, self._device.torch_device))
 
     def unload_lora(self, name: str) -> None:
-        """Raises NotFoundError. No sequence may use it any more."""
+        """Removes an adapter that no sequence uses any more. Raises NotFoundError."""
         self._adapters.remove(name)
 
     def lora_id(self, name: str) -> str:
-        """What the KV of an adapter's sequences is known by, for `Sequence.salt`. Raises NotFoundError."""
+        """Returns the adapter's id for `Sequence.salt`. Raises NotFoundError."""
         return self._adapters.id_of(name)
 
     def release(self, seq: Sequence) -> None:
-        """Forget a sequence that finished or was preempted."""
+        """Frees what is held for a sequence that finished or was preempted."""
         self._batch.release(seq)
         self._sampler.forget(seq)
 
@@ -189,7 +188,7 @@ class ModelRunner:
 
 
 def _best_s(work: Callable[[], object]) -> float:
-    """Of three times, after one that warms up."""
+    """Returns the least of three times, after a warm-up."""
     times = []
     for _ in range(4):
         began = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Prompts computed whole, beside the schedule and with KV memory of their own for the time of a call: the logits of
-every position, and embeddings, which are the last hidden states of a prompt made into one vector.
+"""Prompts computed whole, apart from the schedule and with temporary KV memory: the logits of every position, and
+embeddings, which pool a prompt's last hidden states into one vector.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Pooling = Literal["cls", "last", "mean"]
 
 
 def pooling_of(model_dir: Path) -> Pooling:
-    """What the model was trained with, as sentence-transformers notes it in the directory; else the last token, which
-    is the only one that has seen the whole prompt.
+    """Returns the pooling that sentence-transformers recorded in the directory; else that of the last token, the only
+    one that has seen the whole prompt.
     """
     path = model_dir / "1_Pooling" / "config.json"
     if not path.exists():
@@ -44,7 +44,7 @@ def pooling_of(model_dir: Path) -> Pooling:
 
 
 def groups(prompts: list[list[int]], max_tokens: int) -> Iterator[list[list[int]]]:
-    """The prompts in order, in groups of at most so many tokens (or of one prompt that is longer)."""
+    """Yields the prompts in order, in groups of at most `max_tokens` (or of one longer prompt)."""
     group: list[list[int]] = []
     for prompt in prompts:
         if group and sum(map(len, group)) + len(prompt) > max_tokens:
@@ -56,17 +56,17 @@ def groups(prompts: list[list[int]], max_tokens: int) -> Iterator[list[list[int]
 
 
 class PromptRunner:
-    """The caller bounds how many tokens come in one call: that is how long the running requests wait."""
+    """Computes prompts apart from running sequences, which wait: the caller bounds the number of tokens in a call."""
 
     def __init__(self, model: PagedDecoder, block_size: int, device: torch.device) -> None:
         self._model, self._block_size, self._device = model, block_size, device
 
     def logits(self, tokens: list[int]) -> Tensor:
-        """float32 [T, V]: row t is what follows the first t + 1 tokens."""
+        """Returns float32 logits [T, V]: row t follows the first t + 1 tokens."""
         return self._model.head(self._hidden([tokens]))
 
     def embed(self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True) -> Tensor:
-        """float32 [B, N]: a vector for each prompt, of length 1 if `normalize`."""
+        """Returns float32 [B, N]: a vector for each prompt, of length 1 if `normalize`."""
         states_N = self._hidden(prompts).float().split([len(prompt) for prompt in prompts])
         if pooling == "mean":
             vectors_BN = torch.stack([states.mean(0) for states in states_N])
@@ -75,7 +75,7 @@ class PromptRunner:
         return F.normalize(vectors_BN, dim=-1) if normalize else vectors_BN
 
     def _hidden(self, prompts: list[list[int]]) -> Tensor:
-        """The last hidden states [T, N] of all prompts' tokens, one prompt after the other."""
+        """Returns the last hidden states [T, N] of all prompts' tokens, prompt by prompt."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         blocks = -(-lengths // self._block_size)
         first_blocks = blocks.cumsum(0) - blocks

@@ -24,7 +24,9 @@ Linear = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SparseFfn:
-    """The router's logits [T, E], and the experts' sum for the chosen ones (see the operator `experts`)."""
+    """A sparse feed-forward: the router's logits [T, E], and the weighted sum of the chosen experts (operator
+    `experts`).
+    """
 
     router: Linear
     experts: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -47,7 +49,7 @@ class LayerWeights:
 
 
 class WeightLoader:
-    """Reads what is asked for, in the engine's layout and dtype. Raises DataError for what the files lack."""
+    """Reads weights in the engine's layout and dtype. Raises DataError for missing ones."""
 
     def __init__(self, arch: Architecture, weights: Weights, ops: Ops) -> None:
         self._arch, self._weights, self._ops = arch, weights, ops

@@ -1,4 +1,4 @@
-"""Keeps rows of logits to what their sequences' grammars allow. A grammar that breaks fails its own row alone."""
+"""Masks rows of logits by their sequences' grammars. A grammar that fails ends its own request alone."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ _STRIKES = 2
 
 
 class GrammarMask:
-    """The state of each sequence's grammar, for as long as it runs."""
+    """The grammar states of running sequences."""
 
     def __init__(self) -> None:
         self._states: dict[str, GrammarState] = {}
         self._strikes: dict[str, int] = {}  # steps in a row in which the request's grammars took too long
-        self._clock = time.thread_time  # not the wall's: a busy machine is no fault of the grammar
+        self._clock = time.thread_time  # CPU time: a busy machine is not the grammar's fault
 
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq.seq_id, None)
         self._strikes.pop(seq.seq_id, None)
 
     def mask(self, logits_RV: torch.Tensor, seqs: Items[tuple[int, Sequence]]) -> dict[int, RaytideError]:
-        """Rule out, in each of these rows, the tokens that its grammar does not allow; the rows whose grammar broke."""
+        """Masks, in each of these rows, the tokens that its grammar does not allow. Returns the errors of failed
+        grammars by row.
+        """
         if not seqs:
             return {}
         grammars = [seq.grammar for _, seq in seqs if seq.grammar is not None]
@@ -41,7 +43,7 @@ class GrammarMask:
         for place, (row, seq) in enumerate(seqs):
             began_s = self._clock()
             try:
-                if spent_ms.get(seq.request_id, 0.0) > MAX_MASK_MS:  # everybody else in the batch waits for this
+                if spent_ms.get(seq.request_id, 0.0) > MAX_MASK_MS:  # the whole batch waits for this
                     raise UsageError(
                         f"the grammar took over {MAX_MASK_MS:g} ms for one token of each sample.",
                         hint="Make it simpler, or ask for fewer samples.",
@@ -63,7 +65,7 @@ class GrammarMask:
         return errors
 
     def advance(self, chosen: Items[tuple[Sequence, Sampled]]) -> None:
-        """Take each sequence's token, and note whether its output is complete with it."""
+        """Advances each sequence's grammar by its token, and marks completed outputs."""
         for seq, sampled in chosen:
             if sampled.token < 0:
                 continue
@@ -85,7 +87,7 @@ class GrammarMask:
 def apply_mask(
     logits_RV: torch.Tensor, rows: Items[int], mask_RW: np.ndarray[tuple[int, int], np.dtype[np.int32]]
 ) -> None:
-    """Set the logits of these rows to minus infinity where their bit is 0, the lowest bit of a word first."""
+    """Sets logits to minus infinity where a row's mask bit is 0; the lowest bit of a word comes first."""
     vocab = logits_RV.shape[1]
     bytes_RB = torch.from_numpy(mask_RW.view(np.uint8)).to(logits_RV.device)
     table = _EIGHT_BITS.to(logits_RV.device)
@@ -100,7 +102,7 @@ _EIGHT_BITS = torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, N
 
 
 def _own(error: BaseException) -> RaytideError:
-    """A panic in Rust is no Exception, and ends no more than one request."""
+    """Returns the request's error. Panics in Rust are BaseExceptions."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         raise error
     return (

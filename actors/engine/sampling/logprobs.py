@@ -1,6 +1,6 @@
-"""Log probabilities under the model's own distribution: of the tokens that were chosen, and of a prompt's tokens.
+"""Log probabilities under the model's own distribution, of chosen tokens and of a prompt's tokens.
 
-A row's figures do not depend on the other rows. Shape suffixes: R rows, V vocabulary, K most likely tokens.
+A row's result does not depend on the other rows. Shape suffixes: R rows, V vocabulary, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raytide.actors.engine.types import TokenLogprobs
 
 __all__ = ["PromptRows", "token_logprobs"]
 
-_ROWS_AT_ONCE = 8  # so that what is computed in between stays small: fresh memory takes longer than the computation
+_ROWS_AT_ONCE = 8  # keeps intermediate results small: fresh memory takes longer than the computation
 
 
 def token_logprobs(
@@ -36,7 +36,7 @@ def _of_rows(logits_RV: torch.Tensor, tokens: Items[int], counts: Items[int]) ->
     chosen_R1 = torch.tensor(tokens, device=logits_RV.device)[:, None]
     logprobs_R1 = logprobs_RV.gather(-1, chosen_R1)
     ranks = _counts(logprobs_RV > logprobs_R1)
-    # Always as many, so that among equals the order is the same whatever the other rows ask for.
+    # Always the same number, so that the order of equals does not depend on the other rows.
     best_RK = logprobs_RV.topk(min(MAX_LOGPROBS, logprobs_RV.shape[-1])) if any(counts) else None
     values = best_RK.values.tolist() if best_RK else [[]] * len(tokens)
     ids = best_RK.indices.tolist() if best_RK else [[]] * len(tokens)
@@ -58,9 +58,9 @@ def _counts(true_RV: torch.Tensor) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """The rows of a step's flat batch whose logits say how likely the prompt token after them was."""
+    """The rows of a step's flat batch that predict a prompt token whose log probability is wanted."""
 
-    chunks: list[tuple[ScheduledChunk, int]]  # with how many of its positions count, from its first
+    chunks: list[tuple[ScheduledChunk, int]]  # with the number of its first positions that count
     rows: list[int]
 
     @classmethod
@@ -74,7 +74,7 @@ class PromptRows:
         return cls(wanted, rows)
 
     def record(self, logits_RV: torch.Tensor) -> None:
-        """Note each row's figures in its sequence. Recording a chunk again changes nothing."""
+        """Records each row's log probabilities in its sequence. Recording a chunk again changes nothing."""
         at = 0
         for chunk, count in self.chunks:
             seq, start = chunk.seq, chunk.start

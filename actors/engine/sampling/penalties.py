@@ -18,7 +18,7 @@ __all__ = ["Occurrences", "penalize"]
 
 
 class Occurrences:
-    """The distinct tokens of one sequence and how often each is in its output; extended by what is new at each look."""
+    """The distinct tokens of one sequence and their counts in its output, updated incrementally."""
 
     def __init__(self, seq: Sequence) -> None:
         # Tokens of the prompt count for the repetition penalty alone.
@@ -30,7 +30,7 @@ class Occurrences:
         self._known = seq.prompt_len
 
     def update(self, seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """The tokens and their counts as of now."""
+        """Returns the tokens and their counts as of now."""
         for token in seq.tokens[self._known :]:
             place = self._place.setdefault(token, len(self._place))
             if place == len(self._ids):
@@ -44,7 +44,7 @@ class Occurrences:
 
 
 def penalize(logits_RV: torch.Tensor, rows: Items[int], seqs: Items[Sequence], seen: Items[Occurrences]) -> None:
-    """Apply each row's penalties in place."""
+    """Applies each row's penalties in place."""
     ids, outputs = zip(*(each.update(seq) for each, seq in zip(seen, seqs, strict=True)), strict=True)
     sizes = [len(each) for each in ids]
 

@@ -1,7 +1,8 @@
-"""From logits to tokens. Each row's token depends on its logits, parameters, seed and position alone, never on the
+"""Chooses tokens from logits. Each row's token depends on its logits, parameters, seed and position alone, never on the
 batch.
 
-In this order: log probabilities are noted, logit bias, penalties, the grammar's mask, bans, then the choice.
+Order: logit bias, penalties, the grammar's mask, bans, then the choice. Log probabilities are of the model's own
+logits.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Tensor = torch.Tensor
 
 
 class Sampler:
-    """Keeps what it has learned of a sequence's tokens (their counts, the state of its grammar) until told to forget;
-    after that it learns it again from the tokens.
+    """Caches token counts and grammar states of sequences until `forget`; they can be rebuilt from the tokens at any
+    time.
     """
 
     def __init__(self) -> None:
@@ -41,12 +42,10 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
-        """The next token of each row; -1 for a row without a finite maximum, which means the model broke on it, and for
-        one whose `error` says why it has none.
-
-        The logits are the sampler's to change.
+        """Returns the next token of each row; -1 for a row without a finite maximum, which means that the model failed
+        on it, and for one with an `error`. Changes the logits.
         """
-        if seqs != self._batch.seqs:  # by identity: while the batch stays, nothing is asked of its sequences again
+        if seqs != self._batch.seqs:  # by identity: an unchanged batch is not inspected again
             self._batch = _Batch(seqs, logits_RV.device)
         batch = self._batch
         if batch.is_plain:
@@ -79,7 +78,7 @@ class Sampler:
         return self._copy_RV, list(range(rows))
 
     def _shape(self, logits_RV: Tensor, batch: _Batch) -> dict[int, RaytideError]:
-        """Change the logits as the parameters ask; the rows for which that fails."""
+        """Applies bias, penalties, masks and bans in place. Returns the errors by row."""
         seqs = batch.seqs
         if batch.bias is not None:
             rows, tokens, values = batch.bias
@@ -103,7 +102,7 @@ class Sampler:
 
 
 class _Batch:
-    """Which rows ask for what, found out once for as long as the same sequences run."""
+    """The rows by requested option, computed once for as long as the same sequences run."""
 
     def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
         self.seqs = list(seqs)
@@ -125,7 +124,7 @@ class _Batch:
 
 
 def _bias(seqs: Items[Sequence], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Rows, tokens and values of every logit bias."""
+    """Returns rows, tokens and values of all logit biases."""
     biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
     if not biased:
         return None
@@ -148,7 +147,7 @@ def banned_tokens(seq: Sequence) -> list[int]:
 
 
 def _ban(logits_RV: Tensor, bans: dict[int, list[int]], structured: Items[int]) -> None:
-    """Rule tokens out. Where a grammar leaves nothing else, it wins: an output cannot go on behind its end."""
+    """Bans tokens. Where a grammar allows nothing else, the grammar wins: an output cannot continue after its end."""
     ruled = [row for row in bans if row in structured]
     before_RV = logits_RV[ruled] if ruled else None
     rows = [row for row, banned in bans.items() for _ in banned]
@@ -170,7 +169,7 @@ def _choose(logits_RV: Tensor, batch: _Batch) -> Tensor:
 
 
 def _greedy(logits_RV: Tensor) -> list[Sampled]:
-    """A not-a-number counts as the largest, and infinity is it: the chosen logit tells whether the row is sound."""
+    """NaN and infinity count as the largest: the chosen logit shows whether the row is sound."""
     tokens_R = _argmax(logits_RV)
     is_sound_R = logits_RV.gather(-1, tokens_R[:, None]).isfinite().squeeze(1)
     return list(map(Sampled, torch.where(is_sound_R, tokens_R, -1).tolist()))

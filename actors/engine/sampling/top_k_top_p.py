@@ -1,8 +1,8 @@
 """One random token for each row of logits, filtered by top-k, top-p and min-p.
 
 A token takes one uniform number, hashed from (seed, position), through the inverse of the row's cumulative
-distribution: no random state lives anywhere, a sequence that is computed again draws the same again, and a row's token
-does not depend on the other rows. Shape suffixes: R rows, V vocabulary, C candidates, B blocks of the vocabulary.
+distribution: there is no random state, a recomputed sequence draws the same again, and a row's token does not depend on
+the other rows. Shape suffixes: R rows, V vocabulary, C candidates, B blocks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SORTED = 4096
 
 
 class RandomSampler:
-    """The parameters of some rows, as columns."""
+    """Draws tokens for a fixed set of rows, with their parameters as columns."""
 
     def __init__(self, params: Items[SamplingParams], seeds: Items[int], device: torch.device) -> None:
         self._seeds = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], np.uint64)
@@ -61,9 +61,9 @@ class RandomSampler:
 
 
 def _invert(probs_RV: Tensor, point_R1: Tensor) -> Tensor:
-    """The first token of each row at which the cumulative probability is above the point's share of the whole.
+    """Returns the first token of each row whose cumulative probability exceeds the point's share of the total.
 
-    Block by block first: a running sum of the whole vocabulary in 64 bits takes ten times as long.
+    Searches blocks first: a running sum of the whole vocabulary in 64 bits takes ten times as long.
     """
     rows, vocab = probs_RV.shape
     padded_RBW = F.pad(probs_RV, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
@@ -76,8 +76,8 @@ def _invert(probs_RV: Tensor, point_R1: Tensor) -> Tensor:
 
 
 def _first_above(upto_RC: Tensor, point_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each running sum first exceeds the point, and the sum before that. Rounding may put the point past the end;
-    it still finds the last step, never one of zero height.
+    """Returns the index at which each running sum first exceeds the point, and the sum before it. A point that rounding
+    puts past the end finds the last step of nonzero height.
     """
     end_R1 = upto_RC[:, -1:]
     point_R1 = torch.minimum(point_R1, torch.nextafter(end_R1, torch.zeros_like(end_R1)))
@@ -153,7 +153,7 @@ def _nucleus_floor(probs: Row, mass: float) -> np.float32:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: Items[int]) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) that (seed, position) determines: two rounds of splitmix64's finalizer."""
+    """Returns a number in [0, 1) for each (seed, position): two rounds of splitmix64's finalizer."""
     mixed = _mix(_mix(seeds) ^ np.array(positions, np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

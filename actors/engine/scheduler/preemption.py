@@ -1,4 +1,4 @@
-"""Whom to evict, and how: what a sequence loses with its blocks, in tokens that would have to be computed again."""
+"""Chooses the sequences to evict by the cost of evicting them: the tokens that would have to be computed again."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["PreemptionCost", "SwapCost", "choose_victims", "preemption_cost"]
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:
-    """What moving one block out to the host and back takes, as the number of prompt tokens computed in that time."""
+    """The cost of moving one block to the host and back, as the number of prompt tokens computed in that time."""
 
     tokens_per_block: float
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCost:
-    """Of an eviction. `swap`: it is cheaper to save the blocks on the host than to compute them again."""
+    """The cost of an eviction. `swap`: saving the blocks on the host is cheaper than computing them again."""
 
     tokens: float
     swap: bool
 
 
 def preemption_cost(seq: Sequence, pool: BlockPool, hashes: Items[bytes | None], cost: SwapCost) -> PreemptionCost:
-    """The cheaper of computing again and swapping. `hashes` are of the blocks that hold computed tokens.
+    """Returns the cheaper of recomputing and swapping. `hashes` are those of the blocks that hold computed tokens.
 
-    What others hold too, or the host already holds, need not be computed again; the rest of the device's cache is
-    taken for lost, since an eviction means that blocks are wanted.
+    Blocks that other sequences or the host hold need not be recomputed. The rest of the device's cache counts as lost,
+    since an eviction means that blocks are needed.
     """
     one_way, size = cost.tokens_per_block / 2, pool.block_size
     kept, recompute, swap = seq.reads_cache, float(seq.num_computed), 0.0
@@ -54,8 +54,8 @@ def choose_victims(
     wanted: Collection[int],
     tokens_lost: Callable[[Sequence], float],
 ) -> list[Sequence]:
-    """The sequences to evict so that at least `missing` blocks beside the `wanted` ones come free, and at least one;
-    none when that cannot be. Lower classes first, in a class those that lose least, then the latest.
+    """Returns the sequences to evict so that at least one, and at least `missing` blocks beside the `wanted` ones, come
+    free; none if that is impossible. Higher levels go first, then the lowest cost, then the latest arrival.
     """
     lost = {seq.seq_id: tokens_lost(seq) for seq in candidates}
     chosen: list[Sequence] = []
@@ -68,7 +68,7 @@ def choose_victims(
             break
     else:
         return []
-    # Small ones that were taken before a large one that would have done alone are spared.
+    # Small ones chosen before a large one that suffices alone are spared.
     for seq in sorted(chosen[:-1], key=lambda seq: (seq.level, -lost[seq.seq_id])):
         rest, held, freed = [each for each in chosen if each is not seq], Counter(), 0
         for each in rest:
@@ -79,7 +79,7 @@ def choose_victims(
 
 
 def _freed(seq: Sequence, held: Counter[int], pool: BlockPool, wanted: Collection[int]) -> int:
-    """How many more blocks come free with this sequence, after those whose blocks `held` counts."""
+    """Returns the number of further blocks that this sequence frees, after those counted in `held`."""
     held.update(seq.block_ids)
     refs = pool.device.refs
     return sum(held[block] == refs[block] and block not in wanted for block in seq.block_ids)

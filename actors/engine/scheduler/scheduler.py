@@ -1,4 +1,4 @@
-"""Decides, before each step, which tokens of which sequences are computed; and after it, what that means.
+"""Plans each step: which tokens of which sequences are computed; and records its result.
 
 One rule covers prefill, chunked prefill, decode, prefix hits and resumption: a sequence has `tokens`, of which
 `num_computed` have their KV, and each step brings some sequences closer to being up to date (as in vLLM v1). Pure
@@ -27,12 +27,12 @@ __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Running sequences are advanced in the order of their ranks; each may evict those after it for a block it needs. A
+    """Advances running sequences in the order of their ranks; each may evict those after it for a block it needs. A
     waiting one goes before the running ones of higher levels, and may evict those of lower priority.
 
-    Progress: the first in rank can take every other one's blocks, and a sequence that could not fit into the whole
-    pool is refused by `add`; so each step advances the first, and every sequence becomes the first. Without a
-    `swap_cost` the host's memory is not used.
+    Progress: the first in rank can take every other one's blocks, and `add` refuses a sequence that does not fit into
+    the whole pool; so each step advances the first, and every sequence becomes the first. Without a `swap_cost` host
+    memory is not used.
     """
 
     def __init__(
@@ -57,24 +57,24 @@ class Scheduler:
         self._budget, self._logprob_rows = max_batch_tokens, max_logprob_rows
         self._prefixes = PrefixCache(pool, prefix_cache)
         self._swap_cost = swap_cost or SwapCost(math.inf)
-        # A block that takes longer to move than to compute is not worth keeping.
+        # A block that takes longer to move than to compute is not kept.
         pool.keeps_cold = pool.host.num_blocks > 0 and self._swap_cost.tokens_per_block < pool.block_size
         self._arrivals = 0
         self._now_s = 0.0  # of the last plan
-        self._dropped: list[Sequence] = []  # lost their blocks outside a step
+        self._dropped: list[Sequence] = []  # evicted outside of a step
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence, or raise UsageError if it could never run to its `max_len`."""
+        """Queues a sequence. Raises UsageError if it could never run to its `max_len`."""
         self._validate(seq)
         self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Queue another sample of the parent's prompt. It starts once that is computed, sharing its full blocks and
-        with a copy of the last one, since both write on into it.
+        """Queues another sample of the parent's prompt. It starts once that is computed, shares its full blocks and
+        gets a copy of the last one, since both continue in it.
         """
         assert child.tokens == parent.tokens[: parent.prompt_len]
         self.add(child)
@@ -83,8 +83,8 @@ class Scheduler:
             self.waiting.park(child, parent.seq_id)
 
     def adopt(self, seq: Sequence, num_computed: int) -> bool:
-        """Run a sequence whose KV for the first `num_computed` tokens comes from elsewhere: the caller writes it to
-        `seq.block_ids` before the next step. False, and nothing done, when there is no room now.
+        """Runs a sequence whose KV for the first `num_computed` tokens comes from elsewhere: the caller writes it to
+        `seq.block_ids` before the next step. Returns False, without any effect, when there is no room now.
         """
         assert 0 <= num_computed < len(seq.tokens)
         needed = self.pool.blocks_for(len(seq.tokens))
@@ -97,7 +97,7 @@ class Scheduler:
         return True
 
     def invalidate(self) -> None:
-        """The weights have changed: nothing that was computed counts any more, cached prefixes neither."""
+        """Discards all computed KV, cached prefixes included, after a change of weights."""
         for seq in self.running:
             self._withdraw_promises(seq)
             seq.waiting_since_s = self._now_s
@@ -110,7 +110,7 @@ class Scheduler:
         self.pool.reset()
 
     def plan(self, now_s: float = 0.0) -> StepPlan:
-        """The next step. Blocks for its tokens are allocated; nothing counts as computed before `commit`."""
+        """Plans the next step. Blocks for its tokens are allocated; nothing counts as computed before `commit`."""
         self._now_s = now_s
         size = self.pool.block_size
         # Decodes first: a long prefill never delays them, it gets what they leave.
@@ -137,10 +137,10 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> None:
-        """Take the step's result: KV of every chunk is written, and `sampled` has the next token of those that are up
-        to date.
+        """Records a step's result: KV of every chunk is written, and `sampled` has the next tokens of sequences that
+        are up to date.
 
-        Sequences that finished since `plan` are skipped. Those whose token ends them are finished here.
+        Sequences that finished since `plan` are skipped. Those that their token ends are finished here.
         """
         for chunk in plan.chunks:
             seq = chunk.seq
@@ -161,7 +161,7 @@ class Scheduler:
                 self.finish(seq, "length")
 
     def finish(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence, wherever it is, and free its blocks. Ending it twice changes only the reason."""
+        """Ends a sequence in any state and frees its blocks. A second call changes only the reason."""
         if seq.finish_reason is None:
             if seq in self.waiting:
                 self.waiting.remove(seq)
@@ -185,15 +185,15 @@ class Scheduler:
         seq.waiting_since_s = seq.arrival_s
 
     def _next_level(self, step: StepBuilder) -> float:
-        """Of the waiting sequence that is served next; infinite if none is to be in this step."""
+        """Returns the level of the next waiting sequence; infinity if none can join this step."""
         seq = self.waiting.head(self._now_s) if self.waiting else None
         if seq is None or seq.seq_id in step.evicted:
             return math.inf
         return self.policy.level(seq, self._now_s)
 
     def _advance(self, seq: Sequence, step: StepBuilder) -> None:
-        """Plan a running sequence's next tokens. If it cannot have a block for them it waits and keeps its own: one is
-        kept free for it, and its betters take those it has when they need them.
+        """Plans a running sequence's next tokens. If no block is available it stalls and keeps its blocks: one is kept
+        free for it, and sequences of a better rank may take its blocks.
         """
         is_decode = seq.num_pending == 1
         length = 1 if is_decode else min(seq.num_pending, step.left)
@@ -215,8 +215,8 @@ class Scheduler:
             step.fill(seq)
 
     def _admit(self, step: StepBuilder, rest: list[Sequence]) -> bool:
-        """Start the sequence that is served next, or set it aside, and True; False if it has to wait, and all with
-        it. It may evict from the `rest`, the running ones that have no part in the step yet.
+        """Starts or parks the next waiting sequence and returns True; False if it has to wait, and all others with it.
+        It may evict from `rest`, the running sequences that are not in the step yet.
         """
         seq = self.waiting.head(self._now_s)
         assert seq is not None
@@ -252,8 +252,8 @@ class Scheduler:
         return True
 
     def _missing(self, seq: Sequence, source: KvSource, lower: list[Sequence]) -> int:
-        """Free blocks that a waiting sequence lacks for its tokens and one more, beside one for the growth of each
-        running sequence that it may not evict.
+        """Returns the number of free blocks that a waiting sequence lacks for its tokens and one more, beside one for
+        the growth of each running sequence that it may not evict.
         """
         size = self.pool.block_size
         growing = sum(len(each.block_ids) * size < each.max_len for each in self.running)
@@ -262,7 +262,7 @@ class Scheduler:
         return own + growing - self.pool.num_free
 
     def _may_run_to_its_end(self, seq: Sequence) -> bool:
-        """Whether all protected sequences fit into the pool together, so that none of them is ever evicted again."""
+        """Returns whether all protected sequences fit into the pool together, so that none of them is evicted again."""
         if not is_protected(seq):
             return True
         protected = [each for each in self.running if is_protected(each)]
@@ -288,7 +288,7 @@ class Scheduler:
         return choose_victims(lower, missing, self.pool, set(wanted), tokens_lost)
 
     def _evict(self, seq: Sequence, step: StepBuilder) -> None:
-        """Take a running sequence's blocks. Without a swap they stay cached, so that a quick resume is a prefix hit."""
+        """Evicts a running sequence. Without a swap its blocks stay cached, so that a quick resume is a prefix hit."""
         step.evict(seq)
         self.running.remove(seq)
         self._withdraw_promises(seq)
@@ -305,7 +305,7 @@ class Scheduler:
         self.waiting.push(seq)
 
     def _withdraw_promises(self, seq: Sequence) -> None:
-        """A sequence runs no more: nobody waits for what it would have computed."""
+        """Wakes the sequences that wait for what this one would have computed."""
         for block_hash in self._prefixes.withdraw(seq):
             self.waiting.wake(block_hash)
         self.waiting.wake(seq.seq_id)

@@ -1,4 +1,4 @@
-"""What a sequence starts from when it begins to run, and the step that is put together of running ones."""
+"""Finds the KV that a starting sequence can reuse, and collects the chunks of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ __all__ = ["KvSource", "StepBuilder", "find_source"]
 
 @dataclass(slots=True)
 class KvSource:
-    """Where the KV of the first `num_tokens` tokens is: whole blocks at `places`, the rest in the parent's `tail`."""
+    """The places of the KV of the first `num_tokens` tokens: whole blocks at `places`, the rest in the
+    parent's `tail`.
+    """
 
     num_tokens: int
     places: list[Place]
@@ -27,7 +29,7 @@ class KvSource:
         return tuple(block for on_host, block in self.places if not on_host)
 
     def load(self, seq: Sequence, pool: BlockPool) -> None:
-        """Make it the sequence's own. The places are shared already."""
+        """Gives the KV to a sequence. The caller has added references to the places."""
         seq.block_ids = pool.load(self.places, self.hashes)
         if self.tail is not None:
             seq.block_ids.append(pool.copy(self.tail))
@@ -36,7 +38,7 @@ class KvSource:
 
 
 def find_source(seq: Sequence, pool: BlockPool, prefixes: PrefixCache) -> KvSource:
-    """Its own blocks if it was swapped out, else its parent's while that runs, else the cache."""
+    """Returns a sequence's swapped out blocks, else those of its running parent, else the cached prefix."""
     if seq.host_ids:
         hashes = prefixes.computed(seq)
         return KvSource(seq.num_computed, pool.saved(seq.host_ids, hashes), hashes)
@@ -51,8 +53,8 @@ def find_source(seq: Sequence, pool: BlockPool, prefixes: PrefixCache) -> KvSour
 
 
 class StepBuilder:
-    """A step's chunks. Each decode of `running` has its token of the budget from the start; `left` is for the rest.
-    `logprob_rows`: prompt positions whose log probabilities may be computed.
+    """The chunks of a step. Each decode of `running` has a token of the budget reserved; `left` is for the rest.
+    `logprob_rows` bounds the prompt positions whose log probabilities are computed.
     """
 
     def __init__(self, budget: int, running: Items[Sequence], dropped: list[Sequence], logprob_rows: int) -> None:
@@ -67,8 +69,8 @@ class StepBuilder:
         self._decodes.append(ScheduledChunk(seq, seq.num_computed, 1))
 
     def fill(self, seq: Sequence) -> None:
-        """Compute as much of a sequence as the budget has room for, perhaps nothing. Where every position's logits are
-        wanted, each takes the memory of the whole vocabulary.
+        """Adds as much of a sequence as the budget allows, perhaps nothing. Positions whose logits are all wanted are
+        bounded, since each takes the memory of the whole vocabulary.
         """
         length = min(seq.num_pending, self.left)
         if seq.params.prompt_logprobs is not None and seq.num_computed < seq.prompt_len:
@@ -80,7 +82,7 @@ class StepBuilder:
         self.left -= length
 
     def stall(self, seq: Sequence) -> None:
-        """A running sequence gets nothing in this step."""
+        """Leaves a running sequence out of this step."""
         self.left += seq.num_pending == 1
 
     def evict(self, seq: Sequence) -> None:

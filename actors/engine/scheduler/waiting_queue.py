@@ -1,4 +1,4 @@
-"""The queue of sequences that do not run: in order of service, or parked until something happens that they wait for."""
+"""The queue of sequences that do not run: in order of service, or parked until an event."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from raytide.actors.engine.sequence import Sequence
 __all__ = ["WaitingQueue"]
 
 _Entry = tuple[bool, float, int, Sequence]
-"""A newcomer?, due, arrival: the order within a priority, which time does not change."""
+"""Whether it is new, due time, arrival: the order within a priority, which does not change with time."""
 
 
 class WaitingQueue:
-    """One heap for each priority; finding who is next costs one look at each priority that waits."""
+    """One heap for each priority; finding the next sequence looks at the head of each."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
@@ -32,7 +32,7 @@ class WaitingQueue:
         return seq.seq_id in self._entries or seq.seq_id in self._parked_on
 
     def __iter__(self) -> Iterator[Sequence]:
-        """All, by priority and in order of service within it; parked ones last."""
+        """Yields all sequences by priority and order of service; parked ones last."""
         queued = sorted(self._entries.values(), key=lambda entry: (self._policy.priority(entry[3]), *entry[:3]))
         yield from [entry[3] for entry in queued]
         for parked in list(self._parked.values()):
@@ -44,7 +44,7 @@ class WaitingQueue:
         heappush(self._heaps.setdefault(self._policy.priority(seq), []), entry)
 
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out, parked or not."""
+        """Removes a sequence, parked or not."""
         key = self._parked_on.pop(seq.seq_id, None)
         if key is not None:
             del self._parked[key][seq.seq_id]
@@ -57,7 +57,7 @@ class WaitingQueue:
             self._sweep()
 
     def head(self, now_s: float) -> Sequence | None:
-        """Who is served next."""
+        """Returns the sequence that is served next."""
         best = None
         for priority, heap in list(self._heaps.items()):
             while heap and self._entries.get(heap[0][3].seq_id) is not heap[0]:
@@ -72,7 +72,7 @@ class WaitingQueue:
         return best[4] if best is not None else None
 
     def park(self, seq: Sequence, key: str | bytes) -> None:
-        """Set a queued sequence aside until `wake(key)`."""
+        """Sets a queued sequence aside until `wake(key)`."""
         self.remove(seq)
         self._parked_on[seq.seq_id] = key
         self._parked.setdefault(key, {})[seq.seq_id] = seq

@@ -9,8 +9,8 @@ __all__ = ["BadWords", "bad_word_tokens"]
 
 
 class BadWords:
-    """Token sequences that an output must not contain, by the token before their last one: a step looks only at those
-    that can end now. All samples of a request share one.
+    """Bad words as token sequences, indexed by their last token but one, so that a step looks only at those that can
+    end now. All samples of a request share one.
     """
 
     def __init__(self, words: Iterable[tuple[int, ...]] = ()) -> None:
@@ -31,7 +31,7 @@ class BadWords:
         return len(self._words)
 
     def next_banned(self, tokens: list[int], output_len: int) -> list[int]:
-        """The tokens that would complete a word, behind the last `output_len` of `tokens`."""
+        """Returns the tokens that would complete a word after the last `output_len` of `tokens`."""
         banned = list(self._always)
         if output_len and (by_length := self._after.get(tokens[-1])):
             for length, by_start in by_length.items():
@@ -46,11 +46,11 @@ def bad_word_tokens(
     spell: Callable[[str], list[int] | None],
     token_of: Callable[[str], int | None],
 ) -> BadWords:
-    """The token sequences that spell each word as the tokenizer would: alone and after a space, at a word's start and
-    inside one. `encode` takes all texts at once. A special token's name bans that token and, since an output can spell
-    it in letters, what `spell` says; it returns None for texts without such a name.
+    """Returns the token sequences of each word as the tokenizer writes it: alone and after a space. `encode` takes all
+    texts at once. A special token's name bans that token and, since an output can also spell it, the tokens that
+    `spell` returns (None for texts without such a name).
 
-    Other ways to spell it, which the tokenizer never writes, stay possible.
+    Spellings that the tokenizer never writes stay possible.
     """
     texts = [text for word in words for text in (word, f" {word.lstrip()}")]
     found: dict[tuple[int, ...], None] = dict.fromkeys(map(tuple, encode(texts)) if texts else ())

@@ -1,5 +1,5 @@
-"""Token by token back to text, exactly: what comes out adds up to the tokenizer's decode of all tokens, and half a
-character is held back until it is whole.
+"""Incremental detokenization: the pieces add up to the tokenizer's decode of all tokens, and half a character is held
+back until it is whole.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class Detokenizer(Protocol):
     """The text stream of one sequence."""
 
     def push(self, token: int) -> str:
-        """The text that this token completes, perhaps none."""
+        """Returns the text that this token completes, perhaps none."""
         ...
 
     def flush(self) -> str:
-        """What is left when no more tokens come: half a character shows as U+FFFD, as the full decode has it."""
+        """Returns the remaining text at the end: half a character becomes U+FFFD, as in the full decode."""
         ...
 
 
 class Vocabulary:
-    """Makes the streams of one model, by how its decoder works: byte-level ones (GPT-2, Llama 3, Qwen) are streams of
-    bytes, all others (SentencePiece's, WordPiece) of pieces.
+    """A model's vocabulary, which makes text streams by the kind of its decoder: byte-level ones (GPT-2, Llama 3, Qwen)
+    are streams of bytes, all others (SentencePiece, WordPiece) of pieces.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -49,14 +49,14 @@ class Vocabulary:
         return self._tokenizer.decode(ids)
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a byte-level token stands for; a special or unknown one stands for none."""
+        """Returns the bytes of a byte-level token; none for a special or unknown one."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = _unmap(self._piece(token) or "")
         return known
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token of any kind stands for in mid-text; special ones for their own name."""
+        """Returns the bytes of any token in mid-text; a special token's are its name."""
         piece = self._tokenizer.rust.id_to_token(token) or ""
         if token in self._special:
             return piece.encode()
@@ -68,16 +68,16 @@ class Vocabulary:
 
     @cached_property
     def _before(self) -> list[int]:
-        """A token with text, so that what follows it is in mid-text."""
+        """A token with text, so that a token after it is in mid-text."""
         texts = ((token, self.decode([token])) for token in range(self._tokenizer.rust.get_vocab_size()))
         return [next(token for token, text in texts if text.strip().isalpha())]
 
     def has_text(self, token: int) -> bool:
-        """Not for special and unknown tokens: the decoder never sees them."""
+        """Returns False for special and unknown tokens, which the decoder ignores."""
         return self._piece(token) is not None
 
     def is_open(self, token: int, text: str) -> bool:
-        """Whether what comes next can change how the end of `text`, which ends with `token`, is read.
+        """Returns whether the next token can change how the end of `text`, which ends with `token`, is decoded.
 
         A run of byte tokens is text or, when it is not valid as a whole, one U+FFFD for each byte.
         """
@@ -91,7 +91,7 @@ class Vocabulary:
 
 
 class _ByteStream:
-    """UTF-8 decoding with replacement, incrementally; Python and Rust replace the same maximal subparts."""
+    """Incremental UTF-8 decoding with replacement; Python and Rust replace the same maximal subparts."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._bytes_of = vocabulary.bytes_of
@@ -105,13 +105,13 @@ class _ByteStream:
 
 
 class _PieceStream:
-    """Decodes what is new behind the piece before it, so that the decoder does with it what it does in mid-text; emits
-    it once nothing can change it. The work for a token does not grow with the text.
+    """Decodes new tokens after the piece before them, as in mid-text, and emits text once it is final. The work for a
+    token does not grow with the text.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._context: list[int] = []  # the last piece that is out
+        self._context: list[int] = []  # the last emitted piece
         self._new: list[int] = []
         self._begun = ""  # the context's text
 
@@ -131,14 +131,14 @@ class _PieceStream:
         text = self._vocabulary.decode(self._context + self._new)
         if not final and self._vocabulary.is_open(self._new[-1], text):
             return ""
-        said = text[len(self._begun) :]
+        emitted = text[len(self._begun) :]
         self._context, self._new = self._new[-1:], []
         self._begun = self._vocabulary.decode(self._context)
-        return said
+        return emitted
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's map from printable characters to bytes: printable Latin-1 stands for itself, the rest is shifted above
+    """Returns GPT-2's map from printable characters to bytes: printable Latin-1 is itself, the rest is shifted above
     255.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -152,7 +152,7 @@ _BYTE_OF = _alphabet()
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> list[str]:
-    """The steps of a decoder of tokenizer.json, by type."""
+    """Returns the types of a decoder's steps in tokenizer.json."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":
@@ -164,7 +164,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def _unmap(text: str) -> bytes:
-    """A token that is not wholly in the alphabet (an added one) stands for its own UTF-8."""
+    """Returns a token's bytes; one that is not entirely in the alphabet (an added token) is its own UTF-8."""
     if all(char in _BYTE_OF for char in text):
         return bytes(_BYTE_OF[char] for char in text)
     return text.encode()

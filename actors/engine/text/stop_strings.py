@@ -1,4 +1,4 @@
-"""Cut a stream of text at the first stop string, even one that straddles chunks, and never emit part of one."""
+"""Cuts a stream of text at the first stop string, even one that straddles chunks, and never emits part of one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["StopScanner", "prepare_stops"]
 
 
 class StopScanner:
-    """Holds back the shortest tail that could still grow into a stop string; everything before it is safe to emit.
+    """Holds back the shortest tail that could become a stop string, and emits all text before it.
 
-    The first is the one that is complete first, however the text is cut into chunks. The first `skip` chunks are not
-    looked at. With `include` the stop string itself is emitted. The work for a character does not depend on how many
-    stop strings there are, nor on how long they are.
+    The first stop string to be complete ends the stream, however the text is cut into chunks. The first `skip` chunks
+    are not scanned. With `include` the stop string itself is emitted. The work for a character does not depend on the
+    number or length of the stop strings.
     """
 
     def __init__(self, stop: Sequence[str], *, skip: int = 0, include: bool = False) -> None:
@@ -29,11 +29,13 @@ class StopScanner:
 
     @classmethod
     def of(cls, params: SamplingParams) -> StopScanner:
-        """For a stream with one chunk for each token."""
+        """Makes a scanner for a stream with one chunk for each token."""
         return cls(params.stop, skip=params.min_tokens, include=params.include_stop_str_in_output)
 
     def push(self, text: str) -> str:
-        """The text that is now safe to emit. After a stop string `stopped` is True and nothing more comes out."""
+        """Returns the text that is now safe to emit. After a stop string `stopped` is True and nothing more
+        is emitted.
+        """
         if self.stopped:
             return ""
         automaton = self._automaton
@@ -54,20 +56,20 @@ class StopScanner:
         return held[:cut]
 
     def flush(self) -> str:
-        """What was held back, once it is known that no more text comes."""
+        """Returns the held back text at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
 
 def prepare_stops(params: SamplingParams) -> None:
-    """Does the work for a request's stop strings ahead: its scanners then share it."""
+    """Builds the automaton of a request's stop strings ahead; its scanners share it."""
     if params.stop:
         _automaton(tuple(params.stop))
 
 
 class _Automaton:
-    """Aho and Corasick's, over the characters of all stop strings. A state is the longest end of the text that begins
-    one: `depth` is its length, `longest` that of the longest stop string that ends there, 0 for none.
+    """The Aho-Corasick automaton of all stop strings. A state is the longest suffix of the text that begins one:
+    `depth` is its length, `longest` that of the longest stop string that ends there, 0 for none.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Output that must match a JSON schema, a regular expression, a grammar or one of some choices, by llguidance: compiled
-in threads of its own, with limits on time and size, and kept.
+"""Compiles constraints on outputs (a JSON schema, a regular expression, a grammar, choices) with llguidance: in threads
+of its own, with limits on time and size, and with a cache.
 
-`constraint.py` follows a compiled grammar, token by token.
+`grammar_mask.py` follows a compiled grammar, token by token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Grammar", "GrammarCompiler", "GrammarState", "can_structure"]
 _THREADS = 2
 _KEPT = 256
 _LEAST_CHARS = 2048
-"""What a compiled grammar counts for at least: a short one grows to 1.7 MB while outputs follow it."""
+"""The least size of a compiled grammar: a short one grows to 1.7 MB while outputs follow it."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "max_grammar_size": 250_000,
@@ -39,7 +39,7 @@ _LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
 }
-"""The library's own limits, lowered: on the work for one token, and on what is kept of it."""
+"""The library's limits, lowered, on the work for one token and on what is kept of it."""
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MAX_REASON_CHARS = 300
@@ -47,21 +47,21 @@ _END = "<|raytide: end|>"
 
 
 def can_structure() -> bool:
-    """Whether the library is there."""
+    """Returns whether llguidance is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 
 class GrammarState:
-    """Where one output stands in its grammar. It follows the tokens: it can be dropped and made again at any time."""
+    """The state of one output in its grammar. It can be dropped and rebuilt from the tokens at any time."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
         self._taken: list[int] = []
 
     def follow(self, output: list[int]) -> None:
-        """Stand behind exactly these tokens. Raises UsageError when the grammar does not allow them."""
+        """Moves the state behind exactly these tokens. Raises UsageError when the grammar does not allow them."""
         known = len(self._taken)
-        if output[:known] != self._taken:  # a step that failed is tried again
+        if output[:known] != self._taken:  # a failed step is retried
             known = next(i for i in range(known) if output[i : i + 1] != self._taken[i : i + 1])
             self._matcher.rollback(len(self._taken) - known)
             del self._taken[known:]
@@ -72,14 +72,14 @@ class GrammarState:
         self._taken += new
 
     def fill(self, mask_W: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may come next, and no others. Raises UsageError when that fails."""
+        """Sets the bits of the tokens that may come next, and no others. Raises UsageError on failure."""
         self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
         if self._matcher.is_error():
             raise UsageError(f"the grammar broke: {_shortened(self._matcher.get_error())}.", hint="Make it simpler.")
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but the end can follow."""
+        """True if only the end can follow."""
         return bool(self._matcher.is_stopped())
 
 
@@ -118,29 +118,29 @@ class GrammarCompiler:
         self._kept_chars = 0
 
     def compile(self, structured: Structured) -> Grammar:
-        """Wait for a grammar. Raises UsageError when it is wrong, too large or not ready in time, and OverloadedError
-        when too many wait.
+        """Waits for a grammar. Raises UsageError when it is invalid, too large or not ready in time, and
+        OverloadedError when too many wait.
         """
         try:
             return self._submit(structured).result(self._timeout_s)
         except TimeoutError:
             raise self._too_slow(structured) from None
         except RaytideError as error:
-            raise copy(error) from None  # the kept one must not collect the tracebacks of all who ask
+            raise copy(error) from None  # the cached one must not collect the callers' tracebacks
 
     async def compile_async(self, structured: Structured) -> Grammar:
-        """The same without blocking the event loop."""
+        """Compiles without blocking the event loop."""
         compiling = asyncio.wrap_future(self._submit(structured))
         try:
             return await asyncio.wait_for(asyncio.shield(compiling), self._timeout_s)
         except TimeoutError:
-            compiling.add_done_callback(_heard)
+            compiling.add_done_callback(_ignore_result)
             raise self._too_slow(structured) from None
         except RaytideError as error:
             raise copy(error) from None
 
     def _submit(self, structured: Structured) -> Future[Grammar]:
-        """One compilation for each grammar, however many ask; what was refused is kept too, so that it costs once, by a
+        """Starts one compilation for each grammar, however many requests wait for it. Refusals are cached too, by a
         digest and a short reason alone.
         """
         if not can_structure():
@@ -192,10 +192,10 @@ class GrammarCompiler:
             matcher = llguidance.LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
             grammar = Grammar(matcher, self._vocabulary().vocab_size)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # the dearest, and the first to find out that a grammar is too complex
+                matcher.compute_bitmask()  # the slowest step, and the first to find that a grammar is too complex
         except RaytideError:
             raise
-        except BaseException as error:  # a panic in Rust is no Exception
+        except BaseException as error:  # a panic in Rust is a BaseException
             raise _refused(structured, str(error)) from None
         if matcher.is_error():
             raise _refused(structured, matcher.get_error())
@@ -215,7 +215,7 @@ class GrammarCompiler:
 
 
 def _vocabulary(tokenizer_json: str, vocab_size: int, eos: list[int]) -> Any:
-    """llguidance needs an end token: a model that has none gets one that stands for no text."""
+    """llguidance needs an end token: a model without one gets a token that has no text."""
     import llguidance
 
     if not eos:
@@ -227,9 +227,9 @@ def _vocabulary(tokenizer_json: str, vocab_size: int, eos: list[int]) -> Any:
 
 
 def _grammar_text(structured: Structured, any_whitespace: bool) -> str:
-    """The grammar in llguidance's own language, with its masks computed from bytes alone. Otherwise it tokenizes, for
-    each token, all of the text that is the only one possible from there, which takes as long as that is, and takes a
-    special token's name in it for the special token, which stands for no text.
+    """Returns the grammar in llguidance's language, with masks computed from bytes alone. By default llguidance
+    tokenizes, for each token, the longest forced text, which takes time, and reads a special token's name in it as that
+    token, which has no text.
     """
     import llguidance
 
@@ -262,7 +262,7 @@ def _refused(structured: Structured, why: str) -> UsageError:
 
 
 def _shortened(why: str) -> str:
-    """The library's reasons may hold the whole grammar."""
+    """The library's messages may contain the whole grammar."""
     return why if len(why) <= _MAX_REASON_CHARS else f"{why[:_MAX_REASON_CHARS]}..."
 
 
@@ -275,7 +275,7 @@ def _done(outcome: Grammar | UsageError) -> Future[Grammar]:
     return future
 
 
-def _heard(future: asyncio.Future[Grammar]) -> None:
-    """Nobody waits for it any more; asyncio would log an error that nobody asked for."""
+def _ignore_result(future: asyncio.Future[Grammar]) -> None:
+    """Retrieves the exception of an abandoned compilation, which asyncio would otherwise log."""
     if not future.cancelled():
         future.exception()

@@ -1,5 +1,5 @@
-"""Text to token ids and back: tokenizer.json by the `tokenizers` library, special ids and chat template from its
-companions.
+"""Converts text to token ids and back: tokenizer.json by the `tokenizers` library, special ids and the chat template
+from the files beside it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INLINE_CHARS = 2000
 _SLICE_CHARS = 1 << 16
 _MARKS = [chr(code) for code in range(0xFDD2, 0xFDF0)]
 _TORN_TOKENS = 16
-"""More than a slice has at its ends because a word of the text is cut there."""
+"""At least the tokens that a slice has more because a word was cut at its ends."""
 
 
 class Tokenizer:
@@ -46,23 +46,23 @@ class Tokenizer:
         self._template = template.read_text() if template.exists() else self._config.get("chat_template")
 
     def encode(self, text: str, *, enough: int | None = None) -> list[int]:
-        """Token ids with the special tokens that the tokenizer's own post-processor adds (a BOS, if it has one).
+        """Returns token ids with the special tokens that the tokenizer's post-processor adds (a BOS, if it has one).
 
-        Raises UsageError for a text with half a surrogate pair. When more than `enough` tokens are of no use, a long
-        text that has more is cut somewhere after them.
+        Raises UsageError for a text with half a surrogate pair. A long text with more than `enough` tokens is cut
+        somewhere after them.
         """
         return self.encode_all([self._cut(_checked(text), enough)])[0]
 
     def encode_all(self, texts: list[str], *, plain: bool = False) -> list[list[int]]:
-        """Token ids of each text, with the special tokens unless `plain`. The library computes without Python's lock,
-        other than for a single text.
+        """Returns token ids of each text, with special tokens unless `plain`. The library releases Python's lock for a
+        batch, not for a single text.
         """
         batch = self.rust.encode_batch_fast([_checked(text) for text in texts], add_special_tokens=not plain)
         return [encoding.ids for encoding in batch]
 
     def spell(self, text: str) -> list[int] | None:
-        """Token ids of a text with special tokens' names in it, as the model would write these in letters; None for a
-        text without any.
+        """Returns the token ids by which a model would spell a text with special tokens' names; None without such a
+        name.
         """
         if not any(name in text for name in self._special_names):
             return None
@@ -76,7 +76,7 @@ class Tokenizer:
         return [token.content for token in self.rust.get_added_tokens_decoder().values() if token.special]
 
     async def encode_off_loop(self, text: str, *, enough: int | None = None) -> list[int]:
-        """As `encode`; a long text in a thread, so that the event loop goes on."""
+        """Encodes without blocking the event loop: long texts in a thread."""
         if len(text) > _INLINE_CHARS:
             return await self.pool.run(lambda: self.encode(text, enough=enough))
         try:
@@ -87,8 +87,8 @@ class Tokenizer:
             raise EngineError(f"the tokenizer failed: {as_request_error(error)!r}.") from None
 
     def _cut(self, text: str, enough: int | None) -> str:
-        """Slices are counted until they have enough tokens, since the memory for a text's tokens is a hundred times
-        that of the text. A slice has at most a few tokens more than its share of the whole text.
+        """Cuts a text after `enough` tokens by counting the tokens of slices: a whole text's tokens take a hundred
+        times its memory. A slice has only a few tokens more than its share of the whole.
         """
         if enough is None or len(text) <= max(_SLICE_CHARS, 2 * enough):
             return text
@@ -103,7 +103,7 @@ class Tokenizer:
         return str(self.rust.decode(list(ids), skip_special_tokens=True))
 
     async def chat_prompt_off_loop(self, messages: Sequence[Message], *, enough: int | None = None) -> list[int]:
-        """As `chat_prompt`, in a thread."""
+        """Runs `chat_prompt` in a thread."""
         return await self.pool.run(lambda: self.chat_prompt(messages, enough=enough))
 
     def chat_prompt(self, messages: Sequence[Message], *, enough: int | None = None) -> list[int]:
@@ -158,13 +158,13 @@ class Tokenizer:
         return ChatTemplate(str(self._template), specials)
 
     def _special(self, key: str) -> str | None:
-        """A special token is a string in tokenizer_config.json, or an object that has it as its content."""
+        """Returns a special token, which tokenizer_config.json gives as a string or as an object with `content`."""
         value = self._config.get(key)
         return value.get("content") if isinstance(value, dict) else value
 
 
 def _checked(text: str) -> str:
-    """A text that UTF-8 can hold, or UsageError."""
+    """Returns the text if it is valid UTF-8. Raises UsageError otherwise."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

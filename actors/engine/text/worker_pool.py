@@ -1,4 +1,4 @@
-"""Threads for work on texts (tokenizing, chat templates), for which neither the event loop nor the engine waits."""
+"""Threads for tokenizing and chat templates, apart from the event loop and the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _THREADS = 2
 
 
 class TextPool:
-    """Use it from one event loop. Its threads begin with the first text."""
+    """A thread pool with a bounded queue. Use it from one event loop; its threads start with the first text."""
 
     def __init__(self, max_jobs: int = MAX_TEXT_JOBS) -> None:
         self._max_jobs = max_jobs
@@ -27,18 +27,18 @@ class TextPool:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-text")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Raises OverloadedError when too many wait, EngineError when the work panics."""
+        """Runs `work` in a thread. Raises OverloadedError when too many wait, EngineError when it panics."""
         if self._jobs >= self._max_jobs:
             raise OverloadedError(f"{self._jobs} texts wait for the tokenizer already.", hint="Retry later.")
         self._jobs += 1
         job = asyncio.wrap_future(self._threads.submit(_guarded, work))
         job.add_done_callback(self._ended)
-        return await asyncio.shield(job)  # a thread cannot be stopped: the place is taken until it is done
+        return await asyncio.shield(job)  # a thread cannot be stopped: the job counts until it is done
 
     def _ended(self, job: asyncio.Future[T]) -> None:
         self._jobs -= 1
         if not job.cancelled():
-            job.exception()  # nobody may be left to ask
+            job.exception()  # retrieved, since the caller may be gone
 
 
 def _guarded(work: Callable[[], T]) -> T:

@@ -1,5 +1,4 @@
-"""The vLLM backend's options, and what they are in vLLM's own words: engine arguments and environment. No vLLM
-in here."""
+"""The vLLM backend's options, translated into vLLM's engine arguments and environment. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ __all__ = ["VllmConfig", "engine_arguments", "environment"]
 
 _NOT_IN_VLLM = ("ageing_s", "deterministic", "host_memory_gb")
 
-# Not every vLLM knows these, and each does without.
+# Arguments that some versions of vLLM lack and do not need.
 _OPTIONAL = frozenset({"distributed_executor_backend", "generation_config", "worker_extension_cls"})
 
 
@@ -40,7 +39,7 @@ class VllmConfig(EngineConfig):
 
 
 def engine_arguments(config: VllmConfig, known: Collection[str], is_cpu: bool) -> dict[str, Any]:
-    """What AsyncEngineArgs is called with; `known` are the parameters that the installed one has."""
+    """Returns the arguments for AsyncEngineArgs; `known` are the parameters of the installed one."""
     unknown = sorted(config.vllm.keys() - set(known))
     if unknown:
         raise ConfigError(f"vLLM has no engine argument {', '.join(unknown)}.", hint="See vLLM's AsyncEngineArgs.")
@@ -57,7 +56,7 @@ def engine_arguments(config: VllmConfig, known: Collection[str], is_cpu: bool) -
         "scheduling_policy": config.policy,
         "seed": config.seed if config.seed is not None else int.from_bytes(os.urandom(4)),
         "disable_log_stats": True,  # the log lines; the counters come by a logger of our own
-        "generation_config": "vllm",  # what a request does not say is raytide's default, not the model's
+        "generation_config": "vllm",  # unset parameters are raytide's defaults, not the model's
         "worker_extension_cls": "raytide.actors.engine.backends.vllm.worker_extension.EndsWithParent",
     }
     if config.max_loras:
@@ -74,8 +73,9 @@ def engine_arguments(config: VllmConfig, known: Collection[str], is_cpu: bool) -
 
 
 def _on_cpu(config: VllmConfig) -> dict[str, Any]:
-    """vLLM's compiler gains nothing there and compiles while the first requests wait. A prompt in chunks with a seed
-    kills its core there ("CPU Generator does not use offset"), so a step must hold the longest prompt.
+    """Returns arguments for CPUs. vLLM's compiler gains nothing there and compiles while the first requests wait. A
+    prompt in chunks with a seed kills its core there ("CPU Generator does not use offset"), so a step must hold the
+    longest prompt.
     """
     budget = config.max_model_len and max(config.max_batch_tokens, config.max_model_len)
     arguments = {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": budget}
@@ -84,8 +84,8 @@ def _on_cpu(config: VllmConfig) -> dict[str, Any]:
 
 @contextmanager
 def environment(config: VllmConfig, threads: int) -> Iterator[None]:
-    """What vLLM reads from the environment while it starts, for this process and the one it starts; what the user has
-    set stays. Afterwards all is as before: vLLM itself sets LD_PRELOAD, which no other child of ours may inherit.
+    """Sets the environment that vLLM reads while it starts, except variables that the user has set. It is restored
+    afterwards: vLLM itself sets LD_PRELOAD, which no other child may inherit.
     """
     wanted = {
         "DO_NOT_TRACK": "1",

@@ -1,7 +1,7 @@
-"""vLLM behind the `Engine` protocol: token ids in and out, text by raytide's own tokenizer and stop strings.
+"""vLLM behind the `Engine` protocol: token ids in and out, with raytide's own tokenizer and stop strings.
 
-vLLM's core computes in a process of its own, since its AsyncLLM knows no other way; what is here admits, counts and
-streams. That process ends with `shutdown`, and with this one.
+vLLM's core runs in a process of its own, as its AsyncLLM requires; this module admits, counts and streams. That process
+ends with `shutdown`, and with this one.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class VllmEngine(BasicEngine):
         if live is None or core is None or core.is_dead:
             return False
         await core.llm.abort([sample_id(request_id, each.index) for each in live.samples])
-        await core.llm.is_paused()  # a round trip: its core has let go of the blocks
+        await core.llm.is_paused()  # a round trip: its core has freed the blocks
         return True
 
     async def tokenize(self, text: str) -> list[int]:
@@ -223,7 +223,9 @@ class VllmEngine(BasicEngine):
         return core
 
     async def _warm_up(self, core: VllmCore) -> None:
-        """One token, since what vLLM cannot compute (a head size, say) kills its core at the first request only."""
+        """Generates one token, since a model that vLLM cannot compute (an unsupported head size, say) kills its core
+        only at the first request.
+        """
         params = core.modules["sampling_params"].SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         try:
             async for _ in core.llm.generate(tokens_prompt(core, [1], ""), params, "warm up"):
@@ -232,7 +234,7 @@ class VllmEngine(BasicEngine):
                 await core.llm.collective_rpc("end_with_parent")
         except Exception as error:
             raise ConfigError(
-                f"vLLM loads this model and cannot compute it: {error}",
+                f"vLLM loads this model but cannot compute it: {error}",
                 hint="Its own log on stderr says why; the native engine may serve it.",
             ) from error
 
@@ -261,7 +263,7 @@ class VllmEngine(BasicEngine):
             async for output in outputs:
                 chunk = sample.take(output)
                 yield chunk
-                if chunk.finish_reason:  # perhaps of a stop string, of which vLLM knows nothing
+                if chunk.finish_reason:  # perhaps by a stop string, which vLLM does not see
                     return
 
     def _forget(self, live: _Live) -> None:
@@ -275,7 +277,9 @@ class VllmEngine(BasicEngine):
 
 
 def _last(chunk: GenChunk, live: _Live) -> GenChunk:
-    """The request's last chunk counts all its samples; the first one's prompt is what had to be computed."""
+    """Returns the request's last chunk with the usage of all its samples; cached tokens and times are the first
+    sample's.
+    """
     count = sum(each.num_tokens for each in live.samples)
     usage = TokenUsage(len(live.prompt), count, live.samples[0].num_cached)
     return replace(chunk, usage=usage, timing=live.samples[0].timing or Timing(0.0, 0.0, 0.0))
@@ -285,7 +289,9 @@ T = TypeVar("T")
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Ends when all have ended, or with the first one's error. Closing it closes them."""
+    """Merges streams in the order of their items. Ends when all have ended, or with the first error. Closing it closes
+    them.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for item in only:

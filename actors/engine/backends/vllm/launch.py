@@ -1,5 +1,5 @@
-"""Starts vLLM's AsyncLLM, whatever its version: what this one offers is read from its signatures, never from its
-version. Every failure to start has a message that says what to do.
+"""Starts vLLM's AsyncLLM. Features are detected from signatures, not from the version, and every failure has a message
+that says what to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALWAYS: frozenset[Feature] = frozenset(
 
 
 class StepRecorder:
-    """A vLLM stat logger that keeps the last figures. Its core sends some with every step."""
+    """A vLLM stat logger that keeps the last values. Its core sends some with every step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -41,7 +41,7 @@ class StepRecorder:
         self.preemptions += getattr(iteration_stats, "num_preempted_reqs", 0)
         if scheduler_stats is None:
             return
-        if self.running:  # else the time before it was idle
+        if self.running:  # otherwise it was idle until now
             self.step_ms += ((now - self._last_s) * 1e3 - self.step_ms) * (0.1 if self.step_ms else 1.0)
         self.steps += 1
         self.running = scheduler_stats.num_running_reqs
@@ -49,7 +49,7 @@ class StepRecorder:
         self._last_s = now
 
     def log_engine_initialized(self) -> None:
-        """Asked of every stat logger; nothing to say."""
+        """Required of every stat logger; does nothing."""
 
     def log(self) -> None:
         """The same."""
@@ -60,7 +60,7 @@ class StepRecorder:
 
 @dataclass(frozen=True, slots=True)
 class VllmCore:
-    """A running vLLM and what is needed to talk to it."""
+    """A running vLLM with its modules and properties."""
 
     llm: Any
     recorder: StepRecorder
@@ -76,7 +76,9 @@ class VllmCore:
         return bool(self.llm.errored)
 
     def shutdown(self) -> None:
-        """Blocks. Its process tidies its memory for many seconds before it ends; killed, it leaves nothing either."""
+        """Stops vLLM's process; blocks. Its own cleanup takes many seconds, and a killed process leaves
+        nothing either.
+        """
         if "timeout" in _parameters(self.llm, "shutdown"):
             self.llm.shutdown(timeout=_GRACE_S)
         else:
@@ -84,7 +86,7 @@ class VllmCore:
 
 
 def launch(config: VllmConfig) -> VllmCore:
-    """Blocks for as long as vLLM loads the model. Raises ConfigError for what the user can mend, else EngineError."""
+    """Starts vLLM; blocks while it loads the model. Raises ConfigError for what the user can fix, else EngineError."""
     import torch
 
     with environment(config, threads=torch.get_num_threads()):
@@ -166,7 +168,7 @@ def _import() -> dict[str, Any]:
             "platforms": import_module("vllm.platforms"),
             "sampling_params": import_module("vllm.sampling_params"),
         }
-    except Exception as error:  # what a broken library raises on import is anything
+    except Exception as error:  # a broken library may raise anything on import
         broken = broken_torch_packages()
         if broken:
             raise ConfigError(
@@ -185,6 +187,6 @@ def _check_device(device: str, actual: str) -> None:
 
 
 def _first(error: BaseException) -> str:
-    """One line of it: vLLM's messages can be pages."""
+    """Returns one line of an error: vLLM's messages can be pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])[:400]}"

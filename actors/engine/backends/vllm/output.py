@@ -1,6 +1,4 @@
-"""One sample of a request that vLLM computes: its token ids become text here, with raytide's detokenizer and stop
-strings.
-"""
+"""One sample of a request in vLLM: its token ids become text here, with raytide's detokenizer and stop strings."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class SampleOutput:
         self._stops = StopScanner.of(request.sampling)
 
     def take(self, output: Any) -> GenChunk:
-        """What one of vLLM's outputs, a delta of one or more tokens, adds to the answer."""
+        """Returns the chunk for one of vLLM's outputs, a delta of one or more tokens."""
         part = output.outputs[0]
         tokens, reason = list(part.token_ids), self._reason(part.finish_reason)
         text = ""
@@ -80,7 +78,9 @@ class SampleOutput:
 
 
 def _timing(metrics: Any) -> Timing | None:
-    """From the moments that vLLM's core noted, all of one clock; 0 where a request did not get that far."""
+    """Returns the times between the moments that vLLM's core recorded, all on one clock; 0 where a request did not get
+    that far.
+    """
     if metrics is None:
         return None
     moments = [metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]

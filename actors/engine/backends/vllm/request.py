@@ -1,4 +1,4 @@
-"""A raytide request as a call of vLLM's `generate`, and vLLM's errors as raytide's."""
+"""Translates requests, sampling parameters and log probabilities between raytide and vLLM, and vLLM's errors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = [
 
 
 def sample_id(request_id: str, index: int) -> str:
-    """vLLM cannot end one sample of several, so each is a request of its own."""
+    """Returns the id of a sample: vLLM cannot end one sample of several, so each is a request of its own."""
     return f"{request_id}#{index}"
 
 
 def call(
     core: VllmCore, request: GenRequest, prompt: list[int], index: int, end_ids: frozenset[int], lora: object
 ) -> dict[str, Any]:
-    """The arguments of `generate` for one sample. `lora` is vLLM's LoRARequest or None."""
+    """Returns the arguments of vLLM's `generate` for one sample. `lora` is vLLM's LoRARequest or None."""
     modules, params = core.modules["sampling_params"], request.sampling
     fields = sampling_fields(
         params, index=index, room=core.max_model_len - len(prompt), end_ids=end_ids, vocab_size=core.vocab_size
@@ -50,7 +50,7 @@ def call(
 
 
 def tokens_prompt(core: VllmCore, prompt: list[int], cache_salt: str) -> Any:
-    """Rendered where this vLLM has a form for that, which spares it a hop through a thread."""
+    """Returns a prompt, in rendered form where this vLLM has one, which saves a hop through a thread."""
     inputs = core.modules["inputs"]
     salt = {"cache_salt": cache_salt} if cache_salt else {}
     if hasattr(inputs, "tokens_input"):
@@ -59,7 +59,7 @@ def tokens_prompt(core: VllmCore, prompt: list[int], cache_salt: str) -> Any:
 
 
 def translated(core: VllmCore, request_id: str, error: Exception) -> RaytideError:
-    """What vLLM raised for one request, as the protocol has it."""
+    """Returns vLLM's error for a request as an error of the protocol."""
     if isinstance(error, RaytideError):
         return error
     if core.is_dead:
@@ -71,7 +71,7 @@ def translated(core: VllmCore, request_id: str, error: Exception) -> RaytideErro
 
 
 def died(consequence: str) -> EngineDeadError:
-    """vLLM's core cannot be started again inside a running engine."""
+    """Returns the error for a dead core, which cannot be restarted inside a running engine."""
     return EngineDeadError(
         f"the vLLM process has died: {consequence}.", hint="Retry on another replica; this one is to be replaced."
     )
@@ -80,9 +80,9 @@ def died(consequence: str) -> EngineDeadError:
 def sampling_fields(
     params: SamplingParams, *, index: int, room: int, end_ids: Collection[int], vocab_size: int
 ) -> dict[str, Any]:
-    """The fields of vLLM's SamplingParams for one sample of a request. `room`: tokens left in the context.
+    """Returns the fields of vLLM's SamplingParams for one sample of a request. `room`: tokens left in the context.
 
-    The model's end tokens go along as stop tokens, so that vLLM needs no tokenizer to know them. Text and stop strings
+    The model's end tokens are passed as stop tokens, so that vLLM needs no tokenizer for them. Text and stop strings
     are raytide's.
     """
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(end_ids))
@@ -111,7 +111,7 @@ def sampling_fields(
 
 
 def structured_fields(structured: Structured) -> dict[str, Any]:
-    """The fields of vLLM's StructuredOutputsParams."""
+    """Returns the fields of vLLM's StructuredOutputsParams."""
     if structured.kind == "choice":
         return {"choice": [structured.spec] if isinstance(structured.spec, str) else list(structured.spec)}
     if structured.kind == "json_schema":
@@ -120,7 +120,7 @@ def structured_fields(structured: Structured) -> dict[str, Any]:
 
 
 def token_logprobs(entry: Mapping[int, Any], token: int, count: int) -> TokenLogprobs:
-    """One position of vLLM's: token id -> log probability and rank, of the most likely ones and of the token itself."""
+    """Translates one position of vLLM's log probabilities: a map of the token itself and the most likely ones."""
     best = sorted((each.rank, token_id, each.logprob) for token_id, each in entry.items() if each.rank <= count)
     chosen = entry[token]
     return TokenLogprobs(

@@ -1,5 +1,5 @@
-"""What raytide adds to vLLM's worker: its process ends when the one that started it is killed. Runs inside vLLM's
-process, and imports nothing of raytide.
+"""raytide's extension of vLLM's worker: its process ends when its parent is killed. Runs inside vLLM's process, and
+imports nothing of raytide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class EndsWithParent:
     """Mixed into vLLM's worker by its `worker_extension_cls`."""
 
     def end_with_parent(self) -> None:
-        """vLLM's core outlives a parent that had no chance to say goodbye, with all its memory."""
+        """Kills this process when its parent ends: vLLM's core would outlive a killed parent, with all its memory."""
         parent = multiprocessing.parent_process()
         assert parent is not None
 

@@ -227,7 +227,7 @@ async def test_what_is_not_declared_is_refused_by_name(start: Start) -> None:
                 await call(engine)
     for feature, params in ASKING.items():
         if feature not in info.features:
-            with pytest.raises(UsageError, match=r"does not offer"):
+            with pytest.raises(UsageError, match=r"does not support"):
                 await collect(engine, ask(sampling=SamplingParams(temperature=0, **params)))  # type: ignore[arg-type]
     assert (await collect(engine, ask()))[-1].finish_reason == "length"
 
