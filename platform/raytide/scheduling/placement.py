@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raytide.core.objects.gang import Shape
+from raytide.core.objects.gang import Lease, Shape
+from raytide.core.objects.job import Job
 from raytide.core.objects.node import NodeType, Resources, round_up_gpu_share
-from raytide.core.objects.snapshot import NodeView, Snapshot, Throughputs
+from raytide.core.objects.snapshot import EndpointView, NodeView, Throughputs
 from raytide.scheduling.lookahead import PendingDemand
 from raytide.scheduling.node_table import GPU, Floats, NodeTable
 from raytide.scheduling.offerings import Offering, Offerings, Purchase
@@ -176,15 +177,17 @@ def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) ->
     return scale | {name: max(t.resources.get(name, 0.0) for t in node_types) for name in names}
 
 
-def usual_shapes(snapshot: Snapshot) -> list[tuple[Resources, float]]:
+def usual_shapes(
+    leases: Iterable[Lease], jobs: Iterable[Job], endpoints: Iterable[EndpointView]
+) -> list[tuple[Resources, float]]:
     """The GPU shapes that most members have, running or waiting, each with its share of members."""
     counted: Counter[tuple[tuple[str, float], ...]] = Counter()
-    for lease in snapshot.leases:
+    for lease in leases:
         counted[tuple(lease.shape.resources.items())] += len(lease.members)
-    for job in snapshot.jobs:
+    for job in jobs:
         shape = job.spec.gang.shapes[0]
         counted[tuple(shape.resources.items())] += shape.members
-    for view in snapshot.endpoints:
+    for view in endpoints:
         counted[tuple(replica_shape(view).resources.items())] += published_members(view)
     counts: Counter[tuple[tuple[str, float], ...]] = Counter()
     for key, count in counted.items():

@@ -110,7 +110,10 @@ class SchedulingState:
             snapshot=snapshot,
             offerings=Offerings.of(snapshot),
             next_node=snapshot.next_node,
-            node_table=NodeTable(resource_scale(snapshot.node_types, able), usual_shapes(snapshot)),
+            node_table=NodeTable(
+                resource_scale(snapshot.node_types, able),
+                usual_shapes(snapshot.leases, snapshot.jobs, snapshot.endpoints),
+            ),
         )
         promised, held = _promised(snapshot.leases), _held(snapshot.leases)
         able.sort(key=lambda view: _order(view.node.id))

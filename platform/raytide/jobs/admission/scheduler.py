@@ -7,6 +7,7 @@ be admitted to slots that are still being vacated: its members get them within `
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -61,17 +62,57 @@ def queued_jobs(snapshot: Snapshot) -> tuple[Job, ...]:
     return tuple(job for job in snapshot.jobs if job.state is JobState.QUEUED and not job.stop_requested)
 
 
+def within_member_cap(snapshot: Snapshot) -> tuple[Snapshot, tuple[Wait, ...]]:
+    """The snapshot without the queued jobs that exceed their team's limit of members, and a Wait for each of them.
+
+    Every tick visits each member, however small, so their number is limited. A team's jobs are counted in order of
+    submission, so a large one is not passed for ever by smaller ones behind it.
+    """
+    most = snapshot.team_members
+    if most is None:
+        return snapshot, ()
+    teams = {job.id: job.spec.team for job in snapshot.jobs}
+    held: Counter[str] = Counter()
+    for lease in snapshot.leases:
+        held[teams.get(lease.job_id, "")] += len(lease.members)
+    waits: list[Wait] = []
+    for job in snapshot.jobs:
+        if job.state is not JobState.QUEUED or job.stop_requested:
+            continue
+        team, members = job.spec.team, max(shape.members for shape in job.spec.gang.shapes)
+        if held[team] and held[team] + members > most:
+            waits.append(_over_cap(job, held[team], most))
+            held[team] = most
+        else:
+            held[team] += members
+    if not waits:
+        return snapshot, ()
+    over = {wait.subject for wait in waits}
+    return replace(snapshot, jobs=tuple(job for job in snapshot.jobs if job.id not in over)), tuple(waits)
+
+
+def _over_cap(job: Job, held: int, most: int) -> Wait:
+    return Wait(
+        job.id,
+        "cap",
+        f"the jobs of team {job.spec.team} that run or go before it have {held} members; {most} are allowed.",
+        "Use fewer, larger members, or wait: metadata.raytide.limits.team_members sets the limit.",
+    )
+
+
 def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> AdmissionState:
     """The state before the cycle: resources of yielding members are free, those nominated for members are taken."""
-    room, types = room or SchedulingState.of(snapshot), usage.node_types_by_id(snapshot)
+    room, types = room or SchedulingState.of(snapshot), {node_type.name: node_type for node_type in snapshot.node_types}
+    views = [view for view in snapshot.nodes if view.node.type in types]
+    by_node = {view.node.id: types[view.node.type] for view in views}
+    by_ray_node = {view.node.ray_node_id: types[view.node.type] for view in views}
     for lease in snapshot.leases:
         for member in lease.members:
             if member.is_yielding:
                 room.release(member.node_id, lease.shape.resources)
     quotas = Quotas.of(snapshot.teams, usage.fleet_capacity(snapshot.node_types))
-    hosts = usage.node_types_by_ray_id(snapshot)
     for view in snapshot.endpoints:
-        quotas.reserve(view.endpoint.spec.team, usage.replica_quota(view, hosts), is_preemptible=False)
+        quotas.reserve(view.endpoint.spec.team, usage.replica_quota(view, by_ray_node), is_preemptible=False)
     is_preemptible = [attained_service.may_be_preempted(job) for job in snapshot.jobs]
     rows = {job.id: row for row, job in enumerate(snapshot.jobs)}
     nominated: dict[tuple[int, int], str] = {}
@@ -80,7 +121,7 @@ def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> 
         if (row := rows.get(lease.job_id)) is not None:
             waiting = [member.index for member in lease.members if member.state is MemberState.WAITING]
             nominated |= {(row, index): slot.node_id for index, slot in zip(waiting, slots, strict=False)}
-            quota = usage.lease_quota(lease, types)
+            quota = usage.lease_quota(lease, by_node)
             quotas.reserve(snapshot.jobs[row].spec.team, quota, is_preemptible=is_preemptible[row])
     return AdmissionState(
         snapshot=snapshot,
@@ -90,7 +131,7 @@ def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> 
         quotas=quotas,
         budgets=Budgets.of(snapshot.teams, snapshot.jobs, snapshot.spent, snapshot.spent_month),
         requests=ShapeRequests(snapshot.node_types, snapshot.stances, room.offerings, snapshot.paces),
-        node_types=types,
+        node_types=by_node,
         is_preemptible=is_preemptible,
         nominated=nominated,
     )

@@ -19,7 +19,7 @@ from statistics import fmean
 from raytide.core.objects.gang import Member, MemberState
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.plan import Rejected
-from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
+from raytide.core.objects.snapshot import EndpointView, NodeView
 from raytide.jobs.admission import usage
 from raytide.jobs.admission.preemption import Preemptor
 from raytide.jobs.admission.priority import QueueTable, ranked
@@ -40,7 +40,7 @@ _Key = tuple[bool, int, float, int, int]
 
 def reclaim_for_serving(preemptor: Preemptor, table: QueueTable) -> None:
     """Preempts spare members until every published replica has room; endpoints of the highest class go first."""
-    state, times = preemptor.state, _StartTimes.of(preemptor.state.snapshot)
+    state, times = preemptor.state, _StartTimes.of(preemptor.state.snapshot.nodes, preemptor.state.snapshot.at_s)
     rank = {row: place for place, row in enumerate(ranked(table).tolist())}
     for view in sorted(state.snapshot.endpoints, key=lambda view: -_priority_of(state, view)):
         reserved = state.snapshot.kept.get(view.endpoint.name, ())
@@ -104,13 +104,13 @@ class _StartTimes:
     """By node type: from the launch to ready."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> _StartTimes:
+    def of(cls, nodes: Sequence[NodeView], at_s: float) -> _StartTimes:
         seen: defaultdict[str, list[float]] = defaultdict(list)
-        for node in (view.node for view in snapshot.nodes):
+        for node in (view.node for view in nodes):
             if node.ready_at_s:
                 seen[node.type].append(node.ready_at_s - node.requested_at_s)
-        views = {view.node.id: view for view in snapshot.nodes}
-        return cls(snapshot.at_s, views, {name: fmean(times) for name, times in seen.items()})
+        views = {view.node.id: view for view in nodes}
+        return cls(at_s, views, {name: fmean(times) for name, times in seen.items()})
 
     def ready_in_s(self, slot: Slot) -> float:
         """When the slot's node will be ready, by the mean of its type; infinite if unknown or overdue."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from raytide.core.objects.gang import Lease, Member, MemberState, Shape
 from raytide.core.objects.node import ACCELERATOR_LABEL, NodeType, Resources, dominant_share, plus
-from raytide.core.objects.snapshot import EndpointView, Snapshot
+from raytide.core.objects.snapshot import EndpointView
 from raytide.scheduling.replicas import SERVING_STATES, published_members, replica_shape
 from raytide.scheduling.state import Placements
 
@@ -20,16 +20,6 @@ def retained_members(lease: Lease) -> tuple[Member, ...]:
     """
     members = [member for member in lease.members if not (member.is_parked or member.is_yielding)]
     return tuple(sorted(members, key=lambda member: _RETAINED.index(member.state)))
-
-
-def node_types_by_id(snapshot: Snapshot) -> dict[str, NodeType]:
-    types = {node_type.name: node_type for node_type in snapshot.node_types}
-    return {view.node.id: types[view.node.type] for view in snapshot.nodes if view.node.type in types}
-
-
-def node_types_by_ray_id(snapshot: Snapshot) -> dict[str, NodeType]:
-    types = {node_type.name: node_type for node_type in snapshot.node_types}
-    return {view.node.ray_node_id: types[view.node.type] for view in snapshot.nodes if view.node.type in types}
 
 
 def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
