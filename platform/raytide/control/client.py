@@ -40,7 +40,7 @@ from raytide.ledger.report import By
 _TIMEOUT_S = 15.0
 _UPLOAD_TIMEOUT_S = 300.0
 _AWAY_S = 10.0
-"""How long writes are retried, because an API that was killed is back within seconds."""
+"""The time for which writes are retried, in seconds, because an API that was killed is back soon."""
 
 
 class ApiClient:

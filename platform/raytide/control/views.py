@@ -58,7 +58,7 @@ class TeamUse:
     """A team's usage and spending at the last decision."""
 
     used: Mapping[str, float]
-    """By resource, of those that any team has a quota for."""
+    """Amounts by resource, for resources with a quota."""
     own: Mapping[str, float]
     available: Mapping[str, float]
     """The amounts that the team may still use, its own and borrowed."""
@@ -73,14 +73,14 @@ class Live:
 
     at_s: float
     waiting: Mapping[str, Waiting] = field(default_factory=dict)
-    """By id of the job or lease, or name of the endpoint."""
+    """Reasons by id of the job or lease, or name of the endpoint."""
     queue: tuple[str, ...] = ()
     """Waiting jobs in scheduling order."""
     teams: Mapping[str, TeamUse] = field(default_factory=dict)
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
-    """By id of the deadline job."""
+    """Market constraints by id of the deadline job."""
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
-    """By endpoint."""
+    """Loads by endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
     """The last measurements of each node."""
     errors: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class LogPart:
     after: str
     """The position of the next part."""
     has_more: bool
-    """Whether the next part exists already."""
+    """True if the next part exists already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class EndpointStatus:
     cold_start_s: float = 0.0
     """The expected time from requesting a replica until it answers."""
     cold_start_is_learned: bool = False
-    """Whether the time is learned from the endpoint's starts, not configured."""
+    """True if the time is learned from the endpoint's starts, not configured."""
     paces: Mapping[str, float] = field(default_factory=dict)
     """The throughput of a replica on each node type, relative to the lowest; empty if types count as equal."""
 

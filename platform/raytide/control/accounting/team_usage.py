@@ -16,7 +16,7 @@ from raytide.core.state.records import StoredTeam
 from raytide.jobs.admission.scheduler import admission_state
 
 _EVERY_S = 30.0
-"""How often the recent usage of a team is stored, in seconds."""
+"""The interval of storing a team's recent usage, in seconds."""
 
 
 def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, TeamSpec]:

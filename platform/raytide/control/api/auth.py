@@ -68,31 +68,32 @@ class Caller:
 
     def require_all(self) -> None:
         if self.team != ANY_TEAM:
-            what = f"the token of {self.user} is for team {self.team}; this takes one for every team."
-            raise DeniedError(what, hint="Ask whoever runs the cluster.")
+            what = f"the token of {self.user} is for team {self.team}; this needs one for all teams."
+            raise DeniedError(what, hint="Ask the cluster's operator.")
 
 
 @dataclass(frozen=True, slots=True)
 class JobTokens:
-    """Tokens that jobs have for as long as they are not over."""
+    """Authenticates the tokens of unfinished jobs."""
 
     key: bytes
     store: Store
 
     def caller(self, job_id: str) -> Caller:
-        """The job's user and team; AuthError when the job is over."""
+        """Returns the job's user and team. Raises AuthError if the job is over."""
         if (owner := self.store.census.job_owner(job_id)) is None:
-            raise AuthError(f"there is no {job_id}, whose token was sent.", hint="Submit the job again.")
+            raise AuthError(f"{job_id}, the job of this token, does not exist.", hint="Submit the job again.")
         user, team, state = owner
         if state in FINAL_STATES:
-            raise AuthError(f"{job_id} is {state}, and its token ended with it.", hint="Submit the job again.")
+            raise AuthError(f"{job_id} is {state}, so its token is no longer valid.", hint="Submit the job again.")
         return Caller(user, team, job=job_id)
 
 
 class Tokens:
-    """`tokens.json`: {token: {"user": ..., "team": ...}}, read again when it changes; and the tokens of jobs.
+    """The tokens of users, from `tokens.json` ({token: {"user": ..., "team": ...}}), and of jobs.
 
-    While the file is missing or broken, as when an editor is half-way through it, the tokens read last go on."""
+    The file is read again when it changes. While it is missing or invalid, the tokens read last stay valid.
+    """
 
     def __init__(self, path: Path, jobs: JobTokens | None = None) -> None:
         self._path, self._jobs = path, jobs

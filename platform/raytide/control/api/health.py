@@ -19,7 +19,7 @@ LOW_BYTES, LOW_FILES = 64 << 20, 100
 """Below this free space the run folder's disk counts as full, so that records and logs can still grow during a
 cleanup."""
 _FAILED_S = 60.0
-"""How long a failed write is reported if no other write was tried."""
+"""The age up to which a failed write is reported if no other write was tried."""
 _STILL_S = 30.0
 """A controller without a finished tick for this long counts as stalled; ticks of the largest clusters take seconds."""
 
@@ -79,13 +79,13 @@ class HealthMonitor:
         if found.f_bavail * found.f_frsize < LOW_BYTES:
             left = f"{found.f_bavail * found.f_frsize / 2**20:.1f} MiB"
         elif found.f_files and found.f_favail < LOW_FILES:
-            left = f"room for {found.f_favail} more files"
+            left = f"space for {found.f_favail} more files"
         else:
             return None
         return ControlPlaneHealth(
             "disk",
-            f"the disk of {folder} has {left} left: free space there; what was accepted is kept, and what cannot be "
-            "stored is refused until then.",
+            f"the disk of {folder} has {left} left: free space there; accepted records are kept, and writes that cannot be "
+            "stored are refused until then.",
         )
 
     def _writes(self) -> ControlPlaneHealth | None:
@@ -99,5 +99,5 @@ class HealthMonitor:
         if age_s is None or age_s <= _STILL_S:
             return None
         return ControlPlaneHealth(
-            "controller", f"the controller has decided nothing for {age_s:.0f} s: see logs/controller.log."
+            "controller", f"the controller has not ticked for {age_s:.0f} s: see logs/controller.log."
         )

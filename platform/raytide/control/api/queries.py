@@ -1,7 +1,7 @@
-"""The types of what requests carry in path, query and body, with their bounds.
+"""The types of request paths, queries and bodies, with their bounds.
 
-Every route takes its input through these, so that no number is infinite or beyond 64 bits, no text holds a control
-character, and no body nests deeper or holds more values than any spec does.
+Every route takes its input through these types, so that no number is infinite or beyond 64 bits, no text contains
+control characters, and no body has more depth or values than a spec.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_DEPTH = 64
 MOST_VALUES = 20_000
 _MOST_INT = 2**64
 _LATEST_S = 1e11
-"""Seconds since the epoch; some three thousand years from now."""
+"""In seconds since the epoch; some three thousand years from now."""
 _BAD_TEXT = re.compile("[\0\ud800-\udfff]")
 
 _NAME = r"^[^\x00-\x1f\x7f/]+$"
@@ -42,7 +42,7 @@ Usd = Annotated[float | None, Query(gt=0, le=1e12, allow_inf_nan=False)]
 
 
 class Poll(BaseModel):
-    """The query of who waits for a lease. It is asked for so often that its route does without FastAPI's."""
+    """The query of a lease poll. Its route avoids FastAPI's validation, because polls are frequent."""
 
     newer_than: int = Field(default=-1, ge=-1, le=2**63 - 1)
     timeout_s: float = Field(default=0.0, ge=0, le=86_400, allow_inf_nan=False)
@@ -59,12 +59,12 @@ class Poll(BaseModel):
 
 def checked_name(name: str) -> str:
     if len(name) > _MOST_NAME or not re.match(_NAME, name):
-        raise UsageError("malformed request: no job has such an id.", hint="`raytide ps` lists them.")
+        raise UsageError("malformed request: not a valid job id.", hint="`raytide ps` lists jobs.")
     return name
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body; UsageError when it is anything else, or holds what no spec may hold."""
+    """Returns the JSON object in a body. Raises UsageError if it is not one, or holds what no spec may hold."""
     try:
         found = json.loads(raw.decode(), parse_constant=_no_constant)
     except RecursionError:
@@ -72,7 +72,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     except ValueError as error:
         _refuse(f"is not JSON: {str(error)[:200]}")
     if not isinstance(found, dict):
-        _refuse("is no JSON object")
+        _refuse("is not a JSON object")
     _check(found)
     return found
 
@@ -85,7 +85,7 @@ Body = Annotated[dict[str, Any], Depends(json_object)]
 
 
 def _check(value: object) -> None:
-    """Without recursion: the depth is what is checked."""
+    """Checks the values level by level, without recursion, because the depth is one of the checks."""
     level: list[tuple[str, object]] = [("", value)]
     values = 0
     for _ in range(MOST_DEPTH):
@@ -118,10 +118,10 @@ def _check_text(text: str, where: str) -> None:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _refuse(why: str, where: str = "") -> NoReturn:
-    """`where`: the key at the top of the body."""
+    """`where` is the top-level key in the body."""
     named = f" in {where!r}" if where else ""
     raise UsageError(f"the request's body {why}{named}.", hint="Send one JSON object, as the client does.")

@@ -1,4 +1,4 @@
-"""The routes: each takes the caller and its input to the Desk and its answer to JSON."""
+"""The routes: each passes the caller and the input to the service, and its result to JSON."""
 
 import asyncio
 import time
@@ -25,15 +25,15 @@ from raytide.ledger.report import By
 
 _LONGEST_POLL_S = 120.0
 _UPLOADS = 3
-"""Packages of one team that arrive at a time; the next waits."""
+"""The packages of one team that may be uploaded at once; the next upload waits."""
 _METRICS_S = 1.0
-"""How long one reading of the metrics is good for: whoever asks, token or not, costs one reading a second at most."""
+"""The age up to which a reading of the metrics is reused, so that requests cause at most one reading a second."""
 
 T = TypeVar("T")
 
 
 class Pools:
-    """Threads for what may wait for something else than the store, apart from those of every other route."""
+    """Thread limits for requests that wait for something other than the store, separate from all other routes."""
 
     def __init__(self) -> None:
         self.health, self.metrics = CapacityLimiter(1), CapacityLimiter(1)
@@ -63,19 +63,19 @@ def create_app(desk: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=UsageError.http_status)  # nobody reads it
+        return Response(status_code=UsageError.http_status)  # the client is gone
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
-        problem = UsageError(f"malformed request: {where}: {first['msg']}.", hint="Correct it and ask again.")
+        problem = UsageError(f"malformed request: {where}: {first['msg']}.", hint="Correct it and try again.")
         return JSONResponse({"error": problem.to_json()}, status_code=problem.http_status)
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> JSONResponse:
         kind = NotFoundError if error.status_code == NotFoundError.http_status else UsageError
-        problem = kind(f"{error.detail}.", hint="Ask as the client does.")
+        problem = kind(f"{error.detail}.", hint="Use raytide's client.")
         return JSONResponse({"error": problem.to_json()}, status_code=error.status_code, headers=error.headers)
 
     async def lease(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""How the API listens: no connection that sends nothing, or sends without end, keeps room that others need."""
+"""The HTTP server of the API, which bounds the connections that send nothing or never finish a request."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_BYTES = 2**15
 """The largest head (request line and headers) of a request."""
 HEAD_S = 10.0
-"""How long a request's head may take to arrive."""
+"""The time within which a request's head must arrive, in seconds."""
 MOST_HEADLESS = 512
-"""Connections that have not sent the head of their first request; above that, the oldest is closed."""
+"""The most connections without the head of their first request; above it, the oldest is closed."""
 MOST_CONNECTIONS = 8192
-"""More are answered with 503. Every driver that waits for its lease has one."""
+"""The most connections, above which requests get 503. Every driver that waits for its lease holds one."""
 _END_S = 3.0
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 whose heads are bounded in size by h11, and here in time."""
+    """HTTP/1.1 with heads that are bounded in size by h11, and in time by this class."""
 
     _headless: ClassVar[OrderedDict[BoundedProtocol, None]] = OrderedDict()
     _late: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def _find_dead_peers(connection: socket.socket) -> None:
-    """Has the kernel ask silent clients: nothing else closes the connection of one whose machine was lost."""
+    """Makes the kernel probe silent clients: nothing else would close the connection of a machine that was lost."""
     with suppress(OSError, AttributeError):  # a system without these options finds out when the poll ends
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
@@ -74,7 +74,7 @@ def _find_dead_peers(connection: socket.socket) -> None:
 
 
 def server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
-    """The API's server, not yet started."""
+    """Returns the API's server, which is not started yet."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -94,7 +94,7 @@ def server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
 
 
 def allow_connections() -> None:
-    """Raises the soft limit of open files as far as the hard one allows, up to what all connections take."""
+    """Raises the soft limit of open files, within the hard limit, to what all connections need."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MOST_CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -18,7 +18,7 @@ from raytide.core.state import Store
 from raytide.ledger.cost import accrued
 
 SPEND_PERIOD_S = 60.0
-"""How often the month's spending is summed, in seconds."""
+"""The interval of summing the month's spending, in seconds."""
 _PAST_NODES = 1000
 """The number of newest nodes from which spot risk is learned; older ones say little about today's market."""
 

@@ -48,7 +48,7 @@ class _JobEntry(Config):
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What was learned of replicas (speeds, starts), of endpoints with an SLO (fleets) and of jobs (strides)."""
+    """The knowledge about replicas (speeds, starts), endpoints with an SLO (fleets) and jobs (strides)."""
 
     speeds: Speeds = field(default_factory=dict)
     starts: Starts = field(default_factory=dict)

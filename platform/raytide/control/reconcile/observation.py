@@ -37,7 +37,7 @@ class ClusterObservation:
     loads: Mapping[str, EndpointLoad]
     errors: tuple[str, ...] = ()
     api_answers: bool = False
-    """Whether drivers can reach the API."""
+    """True if drivers can reach the API."""
     silent_s: Mapping[str, float] | None = None
     """The silence of each gang's driver in seconds, by job; None while drivers cannot reach the API."""
     prices: Mapping[tuple[str, str], int] = field(default_factory=dict)

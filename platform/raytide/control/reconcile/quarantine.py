@@ -63,7 +63,7 @@ class Quarantine:
 
     limit_s: float = STAGE_LIMIT_S
     held: dict[str, Quarantined] = field(default_factory=dict)
-    """By job id or endpoint name."""
+    """Records by job id or endpoint name."""
     trying: set[str] = field(default_factory=set)
     """The records of `held` that this tick retries and that have not failed yet."""
     errors: list[str] = field(default_factory=list)

@@ -33,7 +33,7 @@ _LEAST_BYTES = 64 << 10
 _EVERY_S = 1.0
 _COPY_BYTES = 1 << 20
 _IN_FLIGHT_S = 0.02
-"""How long a write to the old file may last after the new one replaced it."""
+"""The time that a write to the old file may last after the new one replaced it."""
 _DRIVER_LOGS = "job-driver-raytide-*.log"
 
 _HEADER = "raytide dropped the first {:020d} bytes of this log, which were the oldest.\n"

@@ -35,7 +35,7 @@ _HEALTHY_S = 30.0
 """A child that ran this long is restarted with the first delay."""
 _STOP_GRACE_S = 8.0
 _CHORES_S = 5.0
-"""How often it checks conditions that send no events."""
+"""The interval of checking conditions that send no events."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ class ModelSpec(Config):
     kv_heads: int | None = Field(default=None, ge=1)
     """Equal to `heads` by default; fewer is grouped-query attention."""
     ffn_dim: int | None = Field(default=None, ge=1)
-    """By default 8/3 of `dim`, rounded up to a multiple of 64."""
+    """8/3 of `dim`, rounded up to a multiple of 64, by default."""
     max_seq_len: int = Field(default=1024, ge=1)
     rope_theta: float = Field(default=10000.0, gt=0)
     norm_eps: float = Field(default=1e-5, gt=0)

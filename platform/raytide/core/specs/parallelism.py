@@ -89,9 +89,9 @@ class Parallelism(Config):
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether weights are resharded between forward and backward.
+        """True if weights are resharded between forward and backward.
 
-        Not with a schedule that splits its backward, which would silently lose gradients (measured: a loss off by 0.2
+        False for a schedule that splits its backward, which would silently lose gradients (measured: a loss off by 0.2
         after 10 steps).
         """
         return self.zero == 3 and not (self.pipeline > 1 and self.schedule in SPLIT_BACKWARD)

@@ -73,7 +73,7 @@ class MemorySpec(Config):
     offload_max_bytes: int = Field(default=64 << 30, ge=1)
     """The most that one rank offloads at once; activations above it stay on the device."""
     optimizer: Place = "none"
-    """Where the optimizer state is kept. It is copied to the device one parameter at a time."""
+    """The place of the optimizer state, which is copied to the device one parameter at a time."""
     scratch: str | None = None
     """A fast local directory for what is offloaded to disk; the system's temporary directory by default."""
     loss_chunk: int = Field(default=0, ge=0)

@@ -27,7 +27,7 @@ class Records:
     endpoints: tuple[Endpoint, ...] = ()
     pools: tuple[Pool, ...] = ()
     intervals: Mapping[str, OpenInterval] = field(default_factory=dict)
-    """By node id; includes gone nodes whose last interval is not booked yet."""
+    """Open intervals by node id, including gone nodes whose last interval is not booked yet."""
     teams: tuple[StoredTeam, ...] = ()
     next_node: int = 1
     next_lease: int = 1

@@ -41,7 +41,7 @@ _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EIN
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The result of checking a path; empty if it is unknown or must not be told."""
+    """The result of checking a path; empty if it is unknown or must not be revealed."""
 
     content: bytes | None = None
     is_missing: bool = False

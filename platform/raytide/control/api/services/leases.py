@@ -33,7 +33,7 @@ BEAT_S = 1.0
 _BEATS = 5
 """Heartbeats written within a job's timeout, at most one every BEAT_S."""
 _KEPT_S = 10.0
-"""How long an unpolled lease stays in memory; drivers poll again at once."""
+"""The time that an unpolled lease stays in memory, in seconds; drivers poll again at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -162,13 +162,13 @@ class Leases:
             self._watcher = loop.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """For as long as somebody waits, or did a moment ago."""
+        """Runs while drivers wait, and for a moment after."""
         beat_s = 0.0
         while self._seen or self._polled or self._left:
             try:
                 await self._look()
             except RaytideError as error:
-                _log.warning("leases cannot be looked at: %s", error)
+                _log.warning("cannot read leases: %s", error)
             if time.monotonic() - beat_s >= BEAT_S:
                 beat_s = time.monotonic()
                 self._start_beats()
@@ -179,7 +179,7 @@ class Leases:
         version = await to_thread.run_sync(self._store.census.version, limiter=self._looks)
         if version == self._version and not self._is_grown:
             return
-        self._is_grown = False  # what comes while this reads is looked at the next time
+        self._is_grown = False  # leases added during the read are read next time
         before = dict(self._seen)
         changed = await to_thread.run_sync(self._read_changed, before, version, limiter=self._looks)
         self._version = version
@@ -201,7 +201,7 @@ class Leases:
         return self._read([job_id for job_id in touched if keys.get(job_id) != seen[job_id].key])
 
     def _read(self, job_ids: list[str]) -> dict[str, Seen]:
-        """Each as it was at its version, or later."""
+        """Reads jobs and leases, which may be newer than the version."""
         if not job_ids:
             return {}
         version = self._store.census.version()
@@ -210,7 +210,7 @@ class Leases:
         return {job.id: Seen(job, _lease(job, one := leases.get(job.id)), _key(job, one), version) for job in jobs}
 
     def _start_beats(self) -> None:
-        """In a task of their own: a write may wait for another process's, and who waits for a lease does not."""
+        """Starts a task that writes heartbeats, so that drivers do not wait for a write."""
         if self._beater is not None and not self._beater.done():
             return
         here = {job_id for job_id in self._waiting if job_id in self._seen and self._seen[job_id].is_gang}

@@ -19,7 +19,7 @@ from raytide.jobs.lifecycle.jobs import DriverKey
 
 PART_BYTES = 2**20
 TAIL_BYTES = 2**25
-"""How far before the end of a log its last lines are searched, because lines may have any length."""
+"""The bytes before the end of a log in which its last lines are searched, because lines may have any length."""
 _BLOCK_BYTES = 2**18
 _PLACE = re.compile(r"(\d{1,9}):(\d{1,18})")
 _DROPPED = "[{} bytes were dropped here: only the last megabytes of a log are kept]\n"

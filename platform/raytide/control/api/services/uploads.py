@@ -21,7 +21,7 @@ from raytide.core.io.working_dir import MOST_BYTES
 
 _TEAM = ".team"
 KEPT_S = 30 * 86_400.0
-"""How long a package is kept after its last use. Packages of unfinished jobs are always kept."""
+"""The time that a package is kept after its last use. Packages of unfinished jobs are always kept."""
 TOTAL_BYTES = 10 * 2**30
 """The limit of all packages; the least recently used are removed first."""
 TEAM_BYTES = 3 * 2**30
