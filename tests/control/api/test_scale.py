@@ -104,7 +104,7 @@ def counted(store: Store) -> Iterator[Reads]:
 
 def test_one_job_among_ten_thousand_is_shown_with_its_place_in_a_few_rows(desk: ApiService, store: Store) -> None:
     with counted(store) as reads:
-        view = desk.job(f"job-{DONE + 7}", ANA)
+        view = desk.jobs.job(f"job-{DONE + 7}", ANA)
     assert view.position == 7
     assert 0 < reads.rows <= 10
     assert 0 < reads.statements <= 6
@@ -114,9 +114,9 @@ def test_a_page_of_jobs_reads_as_often_as_one_job_and_no_more_rows_than_it_shows
     desk: ApiService, store: Store
 ) -> None:
     with counted(store) as one:
-        assert len(desk.jobs(ANA, 1, QUEUED)) == 1
+        assert len(desk.jobs.page(ANA, 1, QUEUED)) == 1
     with counted(store) as page:
-        views = desk.jobs(ANA, 100, QUEUED)
+        views = desk.jobs.page(ANA, 100, QUEUED)
     assert [view.cost_micro_usd for view in views] == [1] * 100
     assert all(view.lease is not None and len(view.lease.members) == 1 for view in views)
     assert page.statements == one.statements

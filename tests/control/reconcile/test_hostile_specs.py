@@ -57,7 +57,7 @@ class Attack:
             ray_url="http://127.0.9.1:8265",
             ray_environment={},
         )
-        desk._intake = SubmissionRate(count(0.0, 3600.0).__next__)  # an hour between any two submissions
+        desk.jobs._rate = SubmissionRate(count(0.0, 3600.0).__next__)  # an hour between any two submissions
         tokens = {"evil": {"user": "eve", "team": "evil"}, "root": {"user": "root", "team": "*"}}
         (folder / "tokens.json").write_text(json.dumps(tokens))
         self.http = TestClient(create_app(desk, Tokens(folder / "tokens.json")), raise_server_exceptions=False)

@@ -34,7 +34,7 @@ def main(run_dir: str) -> None:
         clock.go_on_from(last_pass_s(folder / "live.json"))
         config = load_cluster(cluster.config_path)
         restrict_to(config.settings.data_roots)
-        desk = ApiService(
+        service = ApiService(
             store=store,
             config=config.model_copy(update={"name": cluster.name}),
             bill=bill(cluster),
@@ -45,10 +45,10 @@ def main(run_dir: str) -> None:
             ray_url=cluster.dashboard_url,
             ray_environment=cluster.ray_access,
         )
-        desk.packages.sweep()
+        service.packages.sweep()
         address = urlsplit(cluster.api_url)
         allow_connections()
-        app = create_app(desk, Tokens(cluster.tokens_file, JobTokens(key_in(folder), store)))
+        app = create_app(service, Tokens(cluster.tokens_file, JobTokens(key_in(folder), store)))
         server(app, address.hostname or cluster.head_ip, address.port or 7400).run()
 
 

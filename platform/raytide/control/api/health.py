@@ -84,8 +84,8 @@ class HealthMonitor:
             return None
         return ControlPlaneHealth(
             "disk",
-            f"the disk of {folder} has {left} left: free space there; accepted records are kept, and writes that cannot be "
-            "stored are refused until then.",
+            f"the disk of {folder} has {left} left: free space there; accepted records are kept, and what cannot be "
+            "stored is refused until then.",
         )
 
     def _writes(self) -> ControlPlaneHealth | None:

@@ -44,7 +44,7 @@ async def _in(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwarg
     return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=pool)
 
 
-def create_app(desk: ApiService, tokens: Tokens) -> FastAPI:
+def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
     app = FastAPI(title="raytide", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, tokens=tokens)
     pools = Pools()
@@ -85,18 +85,18 @@ def create_app(desk: ApiService, tokens: Tokens) -> FastAPI:
             request.state.caller,
         )
         timeout_s = min(poll.timeout_s, _LONGEST_POLL_S)
-        found = await desk.leases.wait(job_id, who.acting_on, poll.newer_than, timeout_s, request.receive)
+        found = await service.jobs.leases.wait(job_id, who.acting_on, poll.newer_than, timeout_s, request.receive)
         return Response(found or b"{}", media_type="application/json")
 
     app.add_route("/v1/jobs/{job_id}/lease", lease, methods=["GET"])
 
     @app.get("/health")
     async def health() -> Any:
-        return await _in(pools.health, desk.health)
+        return await _in(pools.health, service.health)
 
     def measure() -> bytes:
         if time.monotonic() - measured["at_s"] >= _METRICS_S:
-            measured["text"] = desk.metrics()
+            measured["text"] = service.metrics()
             measured["at_s"] = time.monotonic()
         text: bytes = measured["text"]
         return text
@@ -107,102 +107,102 @@ def create_app(desk: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.get("/v1/status")
     def status(who: Who) -> Any:
-        return to_json(desk.status(who))
+        return to_json(service.status(who))
 
     @app.post("/v1/jobs")
     async def submit(who: Who, body: q.Body, key: q.Key = None) -> Any:
-        return to_json(await _in(pools.submissions, desk.submit, body, who, key))
+        return to_json(await _in(pools.submissions, service.jobs.submit, body, who, key))
 
     @app.put("/v1/packages/{digest}")
     async def upload(who: Who, digest: q.Digest, request: Request) -> Any:
         length = request.headers.get("content-length", "")
         async with uploads[who.home]:
-            await _in(pools.uploads, desk.make_room, who, int(length) if length else None)
-            with desk.packages.receive(digest, who.home) as part:
+            await _in(pools.uploads, service.jobs.make_room, who, int(length) if length else None)
+            with service.packages.receive(digest, who.home) as part:
                 async for chunk in request.stream():
                     await _in(pools.uploads, part.write, chunk)
         return {}
 
     @app.get("/v1/packages/{digest}")
     def package(who: Who, digest: q.Digest) -> Response:
-        return FileResponse(desk.package(digest, who))
+        return FileResponse(service.jobs.package(digest, who))
 
     @app.get("/v1/jobs")
     def jobs(who: Who, limit: q.Limit = 100, offset: q.Offset = 0, active: bool = False) -> Any:
-        return [to_json(view) for view in desk.jobs(who, min(limit, 1000), offset, active=active)]
+        return [to_json(view) for view in service.jobs.page(who, min(limit, 1000), offset, active=active)]
 
     @app.get("/v1/jobs/{job_id}")
     def job(who: Who, job_id: q.Name) -> Any:
-        return to_json(desk.job(job_id, who))
+        return to_json(service.jobs.job(job_id, who))
 
     @app.post("/v1/jobs/{job_id}/stop")
     def stop(who: Who, job_id: q.Name) -> Any:
-        return to_json(desk.stop(job_id, who))
+        return to_json(service.jobs.stop(job_id, who))
 
     @app.post("/v1/jobs/{job_id}/retry")
     async def retry(who: Who, job_id: q.Name, key: q.Key = None) -> Any:
-        return to_json(await _in(pools.submissions, desk.retry, job_id, who, key))
+        return to_json(await _in(pools.submissions, service.jobs.retry, job_id, who, key))
 
     @app.get("/v1/jobs/{job_id}/why")
     def why(who: Who, job_id: q.Name) -> Any:
-        return to_json(desk.why(job_id, who))
+        return to_json(service.jobs.why(job_id, who))
 
     @app.put("/v1/jobs/{job_id}/budget")
     def job_budget(who: Who, job_id: q.Name, usd: q.Usd = None, soft: bool = False, per: BudgetPer = "job") -> Any:
-        return to_json(desk.set_budget(job_id, who.require_person(), usd, soft=soft, per=per))
+        return to_json(service.jobs.set_budget(job_id, who.require_person(), usd, soft=soft, per=per))
 
     @app.get("/v1/jobs/{job_id}/logs")
     async def logs(who: Who, job_id: q.Name, after: q.Place = "", tail: q.Tail = None) -> Any:
-        return to_json(await _in(pools.slow, desk.logs, job_id, who, after, tail))
+        return to_json(await _in(pools.slow, service.jobs.logs, job_id, who, after, tail))
 
     @app.post("/v1/jobs/{job_id}/report")
     def report(who: Who, job_id: q.Name, body: q.Body) -> Any:
-        desk.report(job_id, who, body)
+        service.jobs.report(job_id, who, body)
         return {}
 
     @app.post("/v1/jobs/{job_id}/release")
     def release(who: Who, job_id: q.Name, body: q.Body) -> Any:
-        desk.release(job_id, who, str(body.get("error", "")))
+        service.jobs.release(job_id, who, str(body.get("error", "")))
         return {}
 
     @app.post("/v1/endpoints")
     async def serve(who: Who, body: q.Body) -> Any:
-        return to_json(await _in(pools.submissions, desk.serve, body, who))
+        return to_json(await _in(pools.submissions, service.endpoints.serve, body, who))
 
     @app.get("/v1/endpoints")
     def endpoints(who: Who) -> Any:
-        return [to_json(status) for status in desk.endpoints(who)]
+        return [to_json(status) for status in service.endpoints.all(who)]
 
     @app.get("/v1/endpoints/{name}")
     def endpoint(who: Who, name: q.Name) -> Any:
-        return to_json(desk.endpoint(name, who))
+        return to_json(service.endpoints.get(name, who))
 
     @app.delete("/v1/endpoints/{name}")
     def delete_endpoint(who: Who, name: q.Name) -> Any:
-        return to_json(desk.delete_endpoint(name, who))
+        return to_json(service.endpoints.delete(name, who))
 
     @app.get("/v1/plans")
     def plans(who: Who, limit: q.Limit = 50, until_s: q.Until = None) -> Any:
-        return desk.plans(who, min(limit, 1000), until_s)
+        return service.plans(who, min(limit, 1000), until_s)
 
     @app.get("/v1/snapshot")
     async def snapshot(who: Who) -> Response:
-        return Response(await _in(pools.slow, desk.snapshot, who), media_type="application/json")
+        return Response(await _in(pools.slow, service.snapshot, who), media_type="application/json")
 
     @app.get("/v1/cost")
     def cost(who: Who) -> Any:
-        return to_json(desk.cost(who))
+        return to_json(service.cost(who))
 
     @app.get("/v1/cost/{by}")
     def costs(who: Who, by: By, since_s: q.Since = 0.0) -> Any:
-        return to_json(desk.costs(by, who, since_s))
+        return to_json(service.costs(by, who, since_s))
 
     @app.get("/v1/teams")
     def teams(who: Who) -> Any:
-        return [to_json(team) for team in desk.teams(who)]
+        return [to_json(team) for team in service.teams(who)]
 
     @app.patch("/v1/teams/{name}")
     def change_team(who: Who, name: q.Name, body: q.Body) -> Any:
-        return to_json(desk.accounts.change(name, body, who))
+        return to_json(service.accounts.change(name, body, who))
 
     return app

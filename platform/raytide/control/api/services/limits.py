@@ -100,6 +100,14 @@ class Accounts:
                 hint=f"Teams are {', '.join(sorted(known))}; metadata.raytide.teams adds more.",
             )
 
+    def check_priority(self, priority: str) -> None:
+        classes = self._config.settings.priorities
+        if priority not in classes:
+            raise ConfigError(
+                f"priority class {priority} does not exist.",
+                hint=f"Classes are {', '.join(sorted(classes, key=lambda name: -classes[name]))}.",
+            )
+
     def _check_resources(self, changes: Mapping[str, object]) -> None:
         """Raises ConfigError for resources that no node has, because their quota would limit nothing."""
         known = fleet_capacity(self._config.node_types).keys()

@@ -1,0 +1,227 @@
+"""What the API does with jobs, without HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from raytide.control.api.auth import ANY_TEAM, Caller
+from raytide.control.api.services import logs
+from raytide.control.api.services.input_check import Inputs
+from raytide.control.api.services.leases import Leases
+from raytide.control.api.services.limits import Accounts
+from raytide.control.api.services.submission_rate import SubmissionRate
+from raytide.control.api.services.uploads import Packages
+from raytide.control.ray_jobs import RayJobs
+from raytide.control.views import JobView, Live, LogPart, Waiting, WhyView
+from raytide.core import bounds
+from raytide.core.clock import Clock
+from raytide.core.errors import ConflictError, DeniedError, UsageError
+from raytide.core.io.working_dir import MOST_BYTES
+from raytide.core.money import month_of, to_us
+from raytide.core.objects.cluster_config import ClusterConfig
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState
+from raytide.core.objects.job import BudgetPer, Job, JobKind, JobSpec, JobState
+from raytide.core.objects.ledger_entry import EntryKind
+from raytide.core.objects.plan import UNMANAGED
+from raytide.core.objects.resources import resolve_accelerator
+from raytide.core.specs.data import DataSpec
+from raytide.core.specs.script import ScriptSpec
+from raytide.core.specs.train import TrainSpec
+from raytide.core.state import Store
+from raytide.jobs.lifecycle.deadline_check import resolve_deadline
+from raytide.jobs.lifecycle.pending_reason import given_away_text
+from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
+from raytide.scheduling.state import check_possible
+
+_ALL = 2**31 - 1
+
+
+class JobService:
+    """Submits, shows and changes jobs, and serves their drivers. Each method is a few reads and at most one write."""
+
+    def __init__(
+        self,
+        store: Store,
+        config: ClusterConfig,
+        drivers: RayJobs,
+        clock: Clock,
+        live: Callable[[], Live],
+        inputs: Inputs,
+        accounts: Accounts,
+        packages: Packages,
+    ) -> None:
+        self._store, self._config, self._drivers, self._clock, self._live = store, config, drivers, clock, live
+        self._inputs, self._accounts, self._packages = inputs, accounts, packages
+        self.leases = Leases(store, clock)
+        self._rate = SubmissionRate()
+
+    def submit(self, body: Mapping[str, object], caller: Caller, key: str | None, digest: str | None = None) -> JobView:
+        """Queues a job. `digest` identifies the request, if its body alone does not."""
+        spec = JobSpec.parse({"team": caller.home, **body}, where="job")
+        caller.require_team(spec.team)
+        self._accounts.check_team(spec.team)
+        self._accounts.check_priority(spec.priority)
+        spec = spec.model_copy(update={"gang": self._with_accelerator_labels(spec.gang)})
+        check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
+        self._check_config(spec, caller)
+        now_s = self._clock.now_s()
+        digest = digest or hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
+        spec = resolve_deadline(spec, self._config.node_types, now_s)
+        self._rate.take(spec)
+        most = self._config.settings.max_live_jobs
+        job = self._store.submit_job(spec, caller.user, now_s, key=key, digest=digest, most_live=most)
+        return self.view(job)
+
+    def _with_accelerator_labels(self, gang: GangSpec) -> GangSpec:
+        types = self._config.node_types
+        shapes = [
+            shape.model_copy(update={"labels": resolve_accelerator(shape.labels, types)}) for shape in gang.shapes
+        ]
+        return gang.model_copy(update={"shapes": tuple(shapes)})
+
+    def page(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
+        """Returns jobs, newest first, fewer than `limit` if their specs are large; with `active`, unfinished jobs."""
+        team = caller.only_team
+        most_bytes = bounds.MOST_PAGE_BYTES
+        jobs = self._store.jobs(active=active, team=team, limit=limit, offset=offset, most_bytes=most_bytes)
+        return self._views(jobs)
+
+    def job(self, job_id: str, caller: Caller) -> JobView:
+        return self.view(self._owned(job_id, caller))
+
+    def stop(self, job_id: str, caller: Caller) -> JobView:
+        caller.acting_on(self._store.job(job_id))
+        return self.view(self._store.request_stop(job_id))
+
+    def retry(self, job_id: str, caller: Caller, key: str | None) -> JobView:
+        """Submits the job's spec again, without a deadline that has passed.
+
+        Training continues from the last checkpoint, because `out` is the same.
+        """
+        job = caller.acting_on(self._store.job(job_id))
+        if not job.is_final:
+            raise ConflictError(f"{job_id} is {job.state}.", hint=f"Stop it first: `raytide stop {job_id}`.")
+        is_late = job.spec.due_at_s is not None and job.spec.due_at_s <= self._clock.now_s()
+        body = job.spec.model_dump(mode="json") | ({"deadline": None} if is_late else {})
+        return self.submit(body, caller, key, digest=f"retry of {job_id}")
+
+    def why(self, job_id: str, caller: Caller) -> WhyView:
+        """Returns why a job waits; or `unmanaged`, all work in Ray without a lease."""
+        if job_id == UNMANAGED:
+            found = self._live().waiting.get(UNMANAGED, Waiting("", "no work without a lease is waiting."))
+            return WhyView(UNMANAGED, None, None, found.constraint, found.reason, found.remedy, None)
+        view = self.view(self._owned(job_id, caller))
+        job, waits = view.job, view.waiting
+        if waits is None or job.is_final:
+            given = "" if view.lease is None else given_away_text(view.lease)
+            reason = f"{job.reason}; {given}" if given else job.reason
+            return WhyView(job.id, job.state, view.position, "", reason, "", None, view.stance)
+        details = (waits.constraint, waits.reason, waits.remedy, waits.wait_s)
+        return WhyView(job.id, job.state, view.position, *details, view.stance)
+
+    def set_budget(self, job_id: str, caller: Caller, usd: float | None, *, soft: bool, per: BudgetPer) -> JobView:
+        """Sets the job's budget; None removes it."""
+        return self.view(self._accounts.set_job_budget(self._owned(job_id, caller), usd, soft=soft, per=per))
+
+    def logs(self, job_id: str, caller: Caller, after: str, tail: int | None) -> LogPart:
+        """Returns a part of the log from `after` on, or its last `tail` lines."""
+        job = self._owned(job_id, caller)
+        if job.spec.kind is JobKind.GANG:
+            raise UsageError(
+                f"{job_id} is a gang: its driver logs where it was started.",
+                hint="Use `ray job logs` for a driver under `ray job submit`.",
+            )
+        return logs.part(self._drivers, job, after if tail is None else logs.tail(self._drivers, job, tail))
+
+    def package(self, digest: str, caller: Caller) -> Path:
+        """Returns the file of a package, for drivers and for teams with an unfinished job that uses it."""
+        if caller.team != ANY_TEAM and digest not in self._digests_in_use(caller.team):
+            raise DeniedError(
+                f"no unfinished job of team {caller.team} uses package {digest[:12]}.",
+                hint="Submit the script again: `raytide run` uploads it.",
+            )
+        return self._packages.path(digest)
+
+    def make_room(self, caller: Caller, announced: int | None) -> None:
+        """Makes room for a package of the announced size, or of the largest size."""
+        size = MOST_BYTES if announced is None else min(announced, MOST_BYTES)
+        self._packages.make_room(self._digests_in_use(), caller.home, size)
+
+    def _digests_in_use(self, team: str | None = None) -> set[str]:
+        jobs = self._store.jobs(active=True, team=team, limit=_ALL)
+        return {str(job.spec.config["package"]) for job in jobs if job.spec.config.get("package")}
+
+    def report(self, job_id: str, caller: Caller, progress: Mapping[str, object]) -> None:
+        caller.acting_on(self._store.job(job_id))
+        known = {name: value for name, value in progress.items() if isinstance(value, int | float | str)}
+        if invalid := sorted(progress.keys() - known.keys()):
+            raise UsageError(
+                f"progress {invalid[0]!r} of {job_id} is neither a number nor text.", hint="Report a number or text."
+            )
+        if huge := [name for name, value in known.items() if isinstance(value, int) and value.bit_length() > 63]:
+            raise UsageError(f"progress {huge[0]!r} of {job_id} needs more than 64 bits.", hint="Report less.")
+        self._store.report(job_id, known, self._clock.now_s())
+
+    def release(self, job_id: str, caller: Caller, error: str) -> None:
+        caller.acting_on(self._store.job(job_id))
+        self._store.release(job_id, error=bounds.shortened(error))
+
+    def lease(self, job_id: str, caller: Caller) -> Lease:
+        """Returns the job's lease; before admission, a WAITING one with epoch -1. Raises LeaseLostError at its end."""
+        return self.leases.lease(caller.acting_on(self._store.job(job_id)))
+
+    def view(self, job: Job) -> JobView:
+        return self._views((job,))[0]
+
+    def _views(self, jobs: tuple[Job, ...]) -> list[JobView]:
+        """Returns the views of jobs, with a number of reads that is independent of their number and the queue's."""
+        ids = [job.id for job in jobs]
+        live = self._live()
+        positions = {job_id: place for place, job_id in enumerate(live.queue, start=1)}
+        leases = self._store.census.leases(ids)
+        intervals = self._store.books.intervals()
+        pending = accrued(intervals, to_us(self._clock.now_s()))
+        spent = costs(self._store.books.booked("job", only=ids), pending, "job")
+        monthly = [job.id for job in jobs if job.spec.budget_per == "month"]
+        in_month = self._store.books.spent(monthly, month_of(to_us(self._clock.now_s()))).jobs_month if monthly else {}
+        views = []
+        for job in jobs:
+            lease = leases.get(job.id) if job.state is not JobState.QUEUED else None
+            waiting = live.waiting.get(job.id) or (live.waiting.get(lease.id) if lease else None)
+            if waiting is not None and waiting.constraint == "starting" and lease is not None and _is_whole(lease):
+                waiting = None  # the controller observed before the last member was ready
+            views.append(
+                JobView(
+                    job=job,
+                    position=positions.get(job.id) if job.state is JobState.QUEUED else None,
+                    cost_micro_usd=spent.get(job.id, 0),
+                    price_micro_usd_h=round(rate_micro_usd_h(intervals, EntryKind.JOB, job.id)),
+                    lease=lease,
+                    waiting=waiting,
+                    stance=None if job.is_final else live.stances.get(job.id),
+                    month_micro_usd=in_month.get(job.id, 0) if job.spec.budget_per == "month" else None,
+                )
+            )
+        return views
+
+    def _owned(self, job_id: str, caller: Caller) -> Job:
+        job = self._store.job(job_id)
+        caller.require_team(job.spec.team)
+        return job
+
+    def _check_config(self, spec: JobSpec, caller: Caller) -> None:
+        """Rejects a job with an invalid configuration or a missing dataset before it is queued."""
+        if spec.kind is not JobKind.SCRIPT:
+            self._inputs.check_private(spec.config, spec.name, is_checked_later=True)
+        if spec.kind is JobKind.TRAIN:
+            self._inputs.check_training(TrainSpec.parse(spec.config, where=spec.name), caller)
+        elif spec.kind is JobKind.DATA:
+            self._inputs.check_build(DataSpec.parse(spec.config, where=spec.name))
+        elif spec.kind is JobKind.SCRIPT and (package := ScriptSpec.parse(spec.config, where=spec.name).package):
+            self._packages.path(package)
+
+
+def _is_whole(lease: Lease) -> bool:
+    return lease.state is LeaseState.ACTIVE and all(each.is_usable or each.is_parked for each in lease.members)
