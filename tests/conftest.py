@@ -93,6 +93,7 @@ SLOW = (
     "tests/actors/serving/ray_serve/test_serve_cluster.py",
     "tests/actors/serving/test_vllm_engine.py",
     "tests/actors/trainer/elastic/test_elastic.py",
+    "tests/actors/trainer/model/test_compiled_training.py",
     "tests/actors/trainer/test_gpu_benchmark.py",
     "tests/actors/trainer/parallel/test_layouts.py",
     "tests/actors/trainer/runners/test_ray_train.py",

@@ -120,7 +120,7 @@ class WorkerStatus:
     stack: str = ""
     """Innermost stack frames of the training thread, innermost first."""
     is_waiting: bool = False
-    """Whether the rank is waiting for other ranks."""
+    """True while the rank waits for other ranks."""
     steps: list[StepResult] = field(default_factory=list)
     skipped_checkpoints: list[str] = field(default_factory=list)
     """Checkpoints rejected while loading."""
@@ -134,7 +134,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """How a generation ended for one rank."""
+    """The result of a generation for one rank."""
 
     kind: Literal["done", "paused", "broken", "oom", "failed"]
     """broken: a collective failed, so a peer is gone. failed: the run itself cannot continue."""

@@ -109,7 +109,7 @@ class BackgroundTask:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last job failed and `wait` has not raised its error yet."""
+        """True if the last job failed and `wait` has not raised its error yet."""
         return self._error is not None and not self.is_running
 
     @property

@@ -64,12 +64,12 @@ class CheckpointManager:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a save has failed; `wait` raises its error."""
+        """True if a save has failed; `wait` raises its error."""
         return self._saver.task.has_failed
 
     @property
     def has_saved(self) -> bool:
-        """Whether a save was started and has completed."""
+        """True if a save was started and has completed."""
         return self._in_flight and not self.is_saving and not self.has_failed
 
     @property

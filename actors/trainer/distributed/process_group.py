@@ -85,7 +85,7 @@ class ProcessGroup:
 
     @property
     def is_data_first(self) -> bool:
-        """Whether this rank reports for its part of the global batch."""
+        """True on the rank that reports for its part of the global batch."""
         return self.tensor_rank == self.context_rank == self.pipeline_rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:

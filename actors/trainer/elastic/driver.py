@@ -151,8 +151,8 @@ class _Driver:
                 self.reporter.send(self._progress(0))
             time.sleep(TICK_S)
 
-    def _is_full(self, lease: Lease, seated: int) -> bool:
-        return self.worker_group.starting == 0 or seated == most_ranks(self.spec, lease.shape)
+    def _is_full(self, lease: Lease, ranks: int) -> bool:
+        return self.worker_group.starting == 0 or ranks == most_ranks(self.spec, lease.shape)
 
     def _report_membership(self) -> None:
         membership = {

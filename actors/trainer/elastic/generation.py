@@ -143,11 +143,11 @@ class GenerationRunner:
         leaving = [worker for worker in self.workers if worker.member.state is MemberState.LEAVING]
         if leaving:
             return self._stop_for_notice(leaving), f"{leaving[0].host} leaves soon"
-        if self.worker_group.starting == 0 and len(seats := self.worker_group.assign(lease.shape, self.workers)) > len(
-            self.workers
-        ):
-            new_steps = next(worker for worker in seats if worker not in self.workers)
-            return StopRequest.SAVE, f"{new_steps.host} joins"
+        if self.worker_group.starting == 0 and len(
+            assigned := self.worker_group.assign(lease.shape, self.workers)
+        ) > len(self.workers):
+            new = next(worker for worker in assigned if worker not in self.workers)
+            return StopRequest.SAVE, f"{new.host} joins"
         return None
 
     def _stop_for_notice(self, leaving: list[WorkerHandle]) -> StopRequest:

@@ -40,7 +40,7 @@ class Optimizer(ABC):
 
     @abstractmethod
     def first_state(self, parameter: nn.Parameter) -> State:
-        """What a parameter has before its first step: this rank's part."""
+        """Returns a parameter's state before its first step, for this rank's shard."""
 
     @abstractmethod
     def update(self, parameter: nn.Parameter, grad: Tensor, state: State, group: dict[str, Any]) -> None:

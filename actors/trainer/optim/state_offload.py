@@ -26,7 +26,7 @@ State = dict[str, Tensor]
 
 class StateStorage(Protocol):
     is_resident: bool
-    """Whether the state stays on the device, so that all parameters can be updated at once."""
+    """True if the state stays on the device, so that all parameters can be updated at once."""
 
     def store(self, state: State) -> State:
         """Store a parameter's initial state; returns the stored tensors."""

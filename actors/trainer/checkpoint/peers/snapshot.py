@@ -37,7 +37,7 @@ class _Slot:
     peer_rank: int = 0
     has_peer: bool = False
     is_in_use: bool = False
-    """Whether a thread of a broken generation may still read `own`."""
+    """True while a thread of a broken generation may still read `own`."""
 
 
 @dataclass(slots=True)

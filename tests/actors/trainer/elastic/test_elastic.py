@@ -129,7 +129,7 @@ def test_out_of_memory_halves_the_micro_batch_at_equal_global_batch(start: Start
 
 def test_a_model_that_does_not_fit_one_sequence_ends_the_run(start: Start) -> None:
     run = start(1, 1, {0: [HasRoomFor(0)]}, micro_batch=1, steps=2)
-    with pytest.raises(TrainError, match="does not fit into memory with one sequence"):
+    with pytest.raises(TrainError, match="runs out of memory even with a microbatch of one sequence"):
         run.result()
 
 
