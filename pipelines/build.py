@@ -190,10 +190,7 @@ def _write(
         tokens=report.tokens,
         shards=shards,
         source=Source(
-            digest=digest,
-            read=corpus.found.documents,
-            kept=corpus.found.kept,
-            dropped=corpus.found.dropped(),
+            digest=digest, read=corpus.found.documents, kept=corpus.found.kept, dropped=corpus.found.dropped()
         ),
     )
     write_bytes(join(spec.out, manifest.tokenizer), tokenizer)

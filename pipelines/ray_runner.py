@@ -128,8 +128,7 @@ def _unwrapped_errors() -> Iterator[None]:
             raise cause from None
         if isinstance(error, ray.exceptions.RayError) and not isinstance(error, ray.exceptions.RayTaskError):
             raise ClusterError(
-                f"the build's Ray tasks failed: {error}.",
-                hint="Build again: no partial output is left.",
+                f"the build's Ray tasks failed: {error}.", hint="Build again: no partial output is left."
             ) from error
         raise
 

@@ -13,8 +13,6 @@ from raytide.actors.models.rope import RopeSpec
 if TYPE_CHECKING:  # planning reads architectures without torch
     from raytide.kernels.core import Activation
 
-__all__ = ["Architecture", "Experts", "LayerSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class Experts:

@@ -11,8 +11,6 @@ from typing import Any
 
 from raytide.core.errors import ConfigError, UsageError
 
-__all__ = ["ChatTemplate", "Turn"]
-
 Turn = Mapping[str, object]
 """A message: `role`, `content`, and other fields that the template uses."""
 

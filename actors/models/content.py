@@ -8,8 +8,6 @@ from pathlib import Path
 
 from raytide.core.errors import DataError
 
-__all__ = ["content_digest"]
-
 _PIECES, _PIECE = 4, 4096  # bytes read of each tensor, spread evenly; smaller tensors are read whole
 
 

@@ -20,8 +20,6 @@ from raytide.core.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from raytide.kernels.core import Activation
 
-__all__ = ["SUPPORTED", "architecture_of", "read_architecture"]
-
 _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -72,10 +70,7 @@ def _mistral(fields: Fields) -> Architecture:
 
 def _phi3(fields: Fields) -> Architecture:
     window = fields.optional_whole("sliding_window")
-    return replace(
-        _base(fields, eps=1e-5, windows=[window] * fields.whole("num_hidden_layers")),
-        names="phi3",
-    )
+    return replace(_base(fields, eps=1e-5, windows=[window] * fields.whole("num_hidden_layers")), names="phi3")
 
 
 def _qwen2(fields: Fields) -> Architecture:

@@ -12,8 +12,6 @@ from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import check_links, check_opened
 
-__all__ = ["Weights"]
-
 
 class Weights:
     """Tensors by name, converted to a dtype and device."""

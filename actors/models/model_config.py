@@ -10,8 +10,6 @@ from typing import Any
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import safe_opener
 
-__all__ = ["Fields", "as_ids", "read_json"]
-
 _AGAIN = "Export or download the model again."
 
 

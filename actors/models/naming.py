@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from raytide.actors.models.architecture import Architecture
 
-__all__ = ["NAMES", "Names", "Projection", "projections"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:

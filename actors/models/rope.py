@@ -16,8 +16,6 @@ from raytide.core.errors import ConfigError, DataError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RopeSpec", "cos_sin", "read_rope"]
-
 _KINDS = ("default", "linear", "llama3", "longrope", "yarn")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["tokenizer_files"]
-
 _NAMES = (
     "added_tokens.json",
     "chat_template.jinja",

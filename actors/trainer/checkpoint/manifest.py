@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from pydantic import Field, field_validator
@@ -70,14 +70,6 @@ class Checkpoint:
     @property
     def size(self) -> int:
         return sum(file.size for file in self.manifest.files.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The newest intact checkpoint, if any, and the errors of newer ones."""
-
-    checkpoint: Checkpoint | None
-    rejected: list[CheckpointError] = field(default_factory=list)
 
 
 def folder_name(step: int, attempt: str) -> str:
@@ -166,17 +158,6 @@ def verify(store: CheckpointStorage, name: str) -> Checkpoint:
 
 def bad_checkpoint(problem: str) -> CheckpointError:
     return CheckpointError(problem, hint=_RESTORE)
-
-
-def latest(store: CheckpointStorage) -> Found:
-    """Returns the newest checkpoint that verifies, and the errors of bad ones."""
-    rejected: list[CheckpointError] = []
-    for name in folders_newest_first(store):
-        try:
-            return Found(verify(store, name), rejected)
-        except CheckpointError as error:
-            rejected.append(error)
-    return Found(None, rejected)
 
 
 def folders_newest_first(store: CheckpointStorage) -> list[str]:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from raytide.core.errors import CheckpointError
 
-__all__ = ["ALLOWED", "DTYPES", "MAX_BYTES", "GlobalName", "PickledObject", "read"]
-
 MAX_BYTES = 1 << 30
 """Size limit of `.metadata`: a million shards take 0.13 GiB."""
 

@@ -26,8 +26,6 @@ from raytide.core.io.private_paths import safe_opener
 from raytide.core.io.token_dataset import CONFIG
 from raytide.core.specs.model import ChatSpec
 
-__all__ = ["ChatDataset"]
-
 TEMPLATE = "chat_template.jinja"
 
 

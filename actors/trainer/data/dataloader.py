@@ -17,8 +17,6 @@ from raytide.actors.trainer.model.loss import IGNORE, Micro
 from raytide.core.errors import DataError
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["DataLoader"]
-
 T = TypeVar("T")
 _ANY: Ids = np.zeros(1, dtype=np.int64)
 """The sequence that pads a microbatch; its targets are ignored."""

@@ -21,8 +21,6 @@ from raytide.core.errors import StorageError, WaitTimeoutError
 from raytide.core.io.storage import full_disk_is_an_error, join, open_url, read_bytes
 from raytide.core.io.token_dataset import CONFIG, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest
 
-__all__ = ["local_copy", "local_file_copy", "lock", "private_folder", "require_free_space", "try_lock"]
-
 LOCK_TIMEOUT_S = 6 * 3600.0
 """Time limit for waiting on another process's copy. The lock is released when that process ends."""
 _POLL_S = 0.05

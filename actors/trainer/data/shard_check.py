@@ -21,8 +21,6 @@ from raytide.core.errors import DataError, RaytideError, StorageError
 from raytide.core.io.atomic_file import read_json, write_json
 from raytide.core.io.token_dataset import Shard, TokenDtype
 
-__all__ = ["ShardCheck"]
-
 WAIT_S = 60.0
 """Opening a dataset waits this long for the hashes. A larger dataset is hashed during training, which fails at the next
 step once a bad shard is found."""

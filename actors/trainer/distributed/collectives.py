@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor, Partial
 
 from raytide.actors.trainer.distributed import torch_compat
 
-__all__ = ["gather", "gathered", "local", "scatter", "summed"]
-
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the ranks' parts of `dim`. Gradients of all ranks are summed, so all must use the result."""

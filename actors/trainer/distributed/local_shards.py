@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-__all__ = ["like", "local", "part", "square_sum", "sum_over", "whole", "without_dim"]
-
 
 def local(tensor: Tensor) -> Tensor:
     """Returns this rank's values, sharing their memory."""

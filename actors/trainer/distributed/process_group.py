@@ -137,13 +137,7 @@ def connect_store(address: str, port: int, world: int) -> TCPStore:
 
 
 def join(
-    store: Store,
-    rank: int,
-    sizes: Sizes,
-    *,
-    timeout_s: float,
-    address: str = "127.0.0.1",
-    generation: int = 0,
+    store: Store, rank: int, sizes: Sizes, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
 ) -> ProcessGroup:
     """Join the other ranks at `store`. `address` is this rank's own: loopback nodes must not resolve a host name."""
     if address.startswith("127."):
@@ -162,8 +156,7 @@ def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
     sizes = layout.sizes(world)
     if sizes.world != world:
         raise ConfigError(
-            f"{world} workers do not fit a layout of {sizes}.",
-            hint=f"Start {sizes.world} workers, or change layout.",
+            f"{world} workers do not fit a layout of {sizes}.", hint=f"Start {sizes.world} workers, or change layout."
         )
     return _joined(sizes, timeout_s, generation=0)
 

@@ -14,8 +14,6 @@ from safetensors import SafetensorError
 from raytide.core.errors import RaytideError, StorageError
 from raytide.core.io.storage import full_disk_is_an_error, is_local
 
-__all__ = ["AtomicDirectory"]
-
 _CONFIGS = ("config.json", "adapter_config.json")
 
 

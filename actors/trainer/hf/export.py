@@ -14,14 +14,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from raytide.actors.models.tokenizer_files import tokenizer_files
 from raytide.actors.trainer.checkpoint.async_save import Commit
 from raytide.actors.trainer.data.token_dataset import TokenDataset
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.hf.atomic_directory import AtomicDirectory
-from raytide.actors.trainer.hf.full_parameters import FullParameters
 from raytide.actors.trainer.hf.model_source import ModelSource
 from raytide.actors.trainer.hf.peft_adapter import adapter_config, file_adapters
 from raytide.actors.trainer.hf.safetensors_writer import ShardedSafetensorsWriter, save
@@ -32,8 +33,6 @@ from raytide.core.io.private_paths import safe_opener
 from raytide.core.io.storage import join
 from raytide.core.specs.model import LoraSpec
 from raytide.core.specs.train import TrainSpec
-
-__all__ = ["export"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 _GB = 1e9
@@ -163,3 +162,34 @@ def _dtype(spec: TrainSpec) -> torch.dtype:
 
 def _json(path: Path, body: Mapping[str, object]) -> None:
     path.write_text(json.dumps(body, indent=2) + "\n")
+
+
+class FullParameters:
+    """All ranks gather the same parameters in the same order; only rank 0 receives them."""
+
+    def __init__(self, parts: Sequence[Transformer], group: ProcessGroup) -> None:
+        self._group, self.is_first = group, group.is_first
+        self._local = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+        held: list[dict[str, torch.Size]] = [{} for _ in range(group.world)]
+        dist.all_gather_object(held, {name: each.shape for name, each in self._local.items()}, group=group.io)
+        self._owner = {name: rank for rank in reversed(range(group.world)) for name in held[rank]}
+        self._shape = {name: shape for shapes in held for name, shape in shapes.items()}
+
+    @torch.no_grad()
+    def gather(self, name: str) -> Tensor | None:
+        """Returns the parameter in float32 on the CPU, on rank 0. The ranks that hold its shards combine them, and the
+        lowest sends it."""
+        dist.barrier(group=self._group.io)  # rank 0 may write a file for longer than the collective timeout
+        parameter, owner = self._local.get(name), self._owner[name]
+        full: Tensor | None = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if self._group.rank == owner:
+            assert full is not None
+            full = full.detach().float().cpu().contiguous()
+            if owner != 0:
+                dist.send(full, 0, group=self._group.io)
+        if self._group.rank != 0:
+            return None
+        if owner != 0:
+            full = torch.empty(self._shape[name])
+            dist.recv(full, owner, group=self._group.io)
+        return full

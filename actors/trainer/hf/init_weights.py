@@ -18,8 +18,6 @@ from raytide.actors.trainer.hf.model_source import ModelSource
 from raytide.actors.trainer.hf.weight_mapping import Block, HfWeights
 from raytide.actors.trainer.model.transformer import Transformer
 
-__all__ = ["INIT_STD", "cut_block", "initialise", "load_or_initialise", "local_block", "place"]
-
 INIT_STD = 0.02
 
 

@@ -16,8 +16,6 @@ from raytide.actors.trainer.data.token_dataset import TokenData, TokenDataset
 from raytide.core.errors import ConfigError, DataError
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["ModelSource", "open_data", "resolve_model"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:

@@ -18,8 +18,6 @@ from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, FileTensor, f
 from raytide.actors.trainer.model.lora import LORA_A, LORA_B, adapted
 from raytide.core.specs.model import LoraSpec
 
-__all__ = ["FileAdapter", "adapter_config", "file_adapters"]
-
 
 @dataclass(frozen=True, slots=True)
 class FileAdapter:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from raytide.actors.trainer.hf.weight_mapping import FileTensor
 
-__all__ = ["ShardedSafetensorsWriter"]
-
 
 class ShardedSafetensorsWriter:
     """Holds at most one file's tensors. They must arrive in the announced order."""

@@ -19,8 +19,6 @@ from raytide.actors.models.loader import Weights
 from raytide.actors.models.naming import NAMES, Names, projections
 from raytide.core.errors import DataError
 
-__all__ = ["Block", "FamilyFormat", "FileTensor", "HfWeights", "ParameterSlice", "file_tensors", "to_hf_tensor"]
-
 Block = tuple[slice, ...]
 """A block of a parameter: a range of each dimension."""
 

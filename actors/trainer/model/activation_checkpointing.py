@@ -16,8 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from raytide.core.specs.train import MemorySpec
 
-__all__ = ["checkpoint_layer", "compile_layer", "wrap"]
-
 aten = torch.ops.aten
 _KEPT = {
     aten.mm.default,

@@ -23,8 +23,6 @@ from raytide.actors.trainer.model.activation_checkpointing import wrap
 from raytide.core.errors import StorageError
 from raytide.core.specs.train import MemorySpec
 
-__all__ = ["ActivationPool", "create_pool", "offload"]
-
 
 class StoredTensor(Protocol):
     """An offloaded tensor. Its space is free once nothing refers to it."""

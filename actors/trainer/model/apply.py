@@ -12,8 +12,6 @@ from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.errors import ConfigError
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["apply_memory_options", "check_supported"]
-
 
 def check_supported(spec: TrainSpec, device: torch.device) -> None:
     """Raise ConfigError for an option that fails on the device or has no effect there."""

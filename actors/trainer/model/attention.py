@@ -17,8 +17,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from raytide.kernels.core import AttentionSpec
 
-__all__ = ["attend", "flex"]
-
 
 def attend(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec) -> Tensor:
     """out_BHTC. The queries are the last T of the keys' S positions."""

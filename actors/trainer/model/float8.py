@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from raytide.core.errors import ConfigError
 
-__all__ = ["check_device", "convert"]
-
 MULTIPLE = 16
 """The hardware requires each side of an FP8 product to be a multiple of this."""
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2

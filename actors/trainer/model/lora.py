@@ -15,8 +15,6 @@ from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.errors import ConfigError
 from raytide.core.specs.model import FinetuneSpec, LoraSpec
 
-__all__ = ["LORA_A", "LORA_B", "LoraLinear", "adapt", "adapted", "merged"]
-
 LORA_A, LORA_B = "lora_a.weight", "lora_b.weight"
 
 

@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["IGNORE", "Micro", "loss_sum"]
-
 Micro = tuple[Tensor, Tensor]
 """The inputs and targets of a microbatch, [B, T] each."""
 IGNORE = -100

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from raytide.actors.trainer.model.loss import IGNORE
 
-__all__ = ["Routing", "load_balancing_loss"]
-
 
 @dataclass(frozen=True, slots=True)
 class Routing:

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from raytide.core.errors import TrainError
 from raytide.core.specs.train import Precision
 
-__all__ = ["GradScaler", "policy"]
-
 FIRST, SMALLEST, LARGEST = 2.0**16, 1.0, 2.0**24
 GROW_AFTER = 2000
 """Successful steps in a row before the scale doubles."""

@@ -23,8 +23,6 @@ from raytide.actors.trainer.model.loss import loss_sum
 from raytide.actors.trainer.model.moe_balance_loss import Routing, load_balancing_loss
 from raytide.kernels.core import Activation, AttentionSpec
 
-__all__ = ["Attend", "Attention", "Loss", "SparseFeedForward", "Transformer", "TransformerBlock"]
-
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 Rotation = tuple[Tensor, Tensor]

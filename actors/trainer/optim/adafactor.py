@@ -15,8 +15,6 @@ from raytide.actors.trainer.distributed.local_shards import local, square_sum, s
 from raytide.actors.trainer.optim.base import STEP, Optimizer, first_step, zeros
 from raytide.actors.trainer.optim.state_offload import State
 
-__all__ = ["Adafactor"]
-
 ROW, COLUMN, SECOND = "row", "column", "exp_avg_sq"
 DECAY = -0.8
 MIN_SCALE = 1e-3

@@ -11,8 +11,6 @@ from raytide.actors.trainer.distributed.local_shards import local
 from raytide.actors.trainer.optim.base import STEP, Optimizer, first_step, grad_of, zeros
 from raytide.actors.trainer.optim.state_offload import State
 
-__all__ = ["FIRST", "SECOND", "AdamW"]
-
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 
 

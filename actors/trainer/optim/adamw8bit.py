@@ -18,8 +18,6 @@ from raytide.actors.trainer.optim.adamw import FIRST, SECOND, AdamW
 from raytide.actors.trainer.optim.base import STEP, Optimizer, first_step, zeros
 from raytide.actors.trainer.optim.state_offload import State
 
-__all__ = ["AdamW8bit", "dequantize", "quantize"]
-
 BLOCK = 256
 MIN_SIZE = 4096
 """Smallest tensor, in weights, that is quantized; below, the saving is not worth the error."""

@@ -17,8 +17,6 @@ from raytide.actors.trainer.distributed.local_shards import like, local
 from raytide.actors.trainer.optim.state_offload import State, StateStorage
 from raytide.core.specs.train import OptimSpec
 
-__all__ = ["STEP", "Optimizer", "first_step", "grad_of", "zeros"]
-
 STEP = "step"
 
 

@@ -15,8 +15,6 @@ from raytide.actors.trainer.optim.adamw import FIRST, SECOND
 from raytide.actors.trainer.optim.base import STEP, Optimizer, first_step, zeros
 from raytide.actors.trainer.optim.state_offload import State
 
-__all__ = ["Lamb"]
-
 
 class Lamb(Optimizer):
     def first_state(self, parameter: nn.Parameter) -> State:

@@ -6,8 +6,6 @@ import math
 
 from raytide.core.specs.train import OptimSpec
 
-__all__ = ["lr_at"]
-
 
 def lr_at(step: int, steps: int, spec: OptimSpec) -> float:
     """Returns the rate of a step, counted from 0, in a run of `steps`."""

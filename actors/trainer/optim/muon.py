@@ -22,8 +22,6 @@ from raytide.actors.trainer.optim.base import grad_of, zeros
 from raytide.actors.trainer.optim.state_offload import State, StateStorage
 from raytide.core.specs.train import OptimSpec
 
-__all__ = ["Muon", "is_hidden", "orthogonal"]
-
 MOMENTUM = "momentum"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5

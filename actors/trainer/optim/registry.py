@@ -15,8 +15,6 @@ from raytide.actors.trainer.optim.muon import Muon
 from raytide.actors.trainer.optim.state_offload import create_storage
 from raytide.core.specs.train import MemorySpec, OptimSpec
 
-__all__ = ["OPTIMIZERS", "build"]
-
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
     "adamw8bit": AdamW8bit,

@@ -19,8 +19,6 @@ from torch import Tensor
 from raytide.core.errors import StorageError
 from raytide.core.specs.train import Place
 
-__all__ = ["State", "StateStorage", "create_storage"]
-
 State = dict[str, Tensor]
 
 

@@ -17,8 +17,6 @@ from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.transformer import Attend, Attention, Transformer
 from raytide.kernels.core import AttentionSpec
 
-__all__ = ["divide", "positions", "shard_sequence"]
-
 
 def divide(part: Transformer, group: ProcessGroup, length: int) -> None:
     """Make `part` compute this rank's part of sequences of `length` tokens."""

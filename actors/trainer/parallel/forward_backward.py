@@ -16,8 +16,6 @@ from raytide.actors.trainer.parallel.tensor_parallel import reports_loss
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["ForwardBackward", "build"]
-
 
 class ForwardBackward(Protocol):
     def accumulate(self, micros: list[Micro], factor: float) -> float:

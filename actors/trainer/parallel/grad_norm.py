@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from raytide.actors.trainer.model.transformer import Transformer
 
-__all__ = ["clip", "counted", "square_sum"]
-
 
 def square_sum(parts: Sequence[Transformer]) -> float:
     """Returns this rank's share of the squared norm. The sum over all ranks counts every element once."""

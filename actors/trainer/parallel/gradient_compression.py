@@ -18,8 +18,6 @@ from torch import Tensor
 from raytide.actors.trainer.optim.muon import is_hidden
 from raytide.core.specs.train import MemorySpec
 
-__all__ = ["CompressedAllReduce", "create_all_reduce"]
-
 BUCKET = 1 << 24
 """Elements in one exchange."""
 BLOCK = 256

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from raytide.actors.trainer.distributed.local_shards import local
 from raytide.actors.trainer.optim.base import Optimizer
 
-__all__ = ["is_out_of_memory", "offload_state", "restore_state"]
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether the error is running out of device or host memory; torch has a class for the device only."""

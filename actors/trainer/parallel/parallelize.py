@@ -16,8 +16,6 @@ from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.parallel import context_parallel, tensor_parallel
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["build_model_parts", "shard"]
-
 
 def build_model_parts(
     spec: TrainSpec, origin: ModelSource, group: ProcessGroup, pool: ActivationPool | None = None

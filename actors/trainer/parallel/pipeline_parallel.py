@@ -29,8 +29,6 @@ from raytide.actors.trainer.parallel.tensor_parallel import reports_loss
 from raytide.core.specs.parallelism import Parallelism, Schedule
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["Pipeline"]
-
 _SINGLE: dict[Schedule, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _MULTI: dict[Schedule, type[PipelineScheduleMulti]] = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,

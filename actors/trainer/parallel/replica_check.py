@@ -18,8 +18,6 @@ from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.core.errors import TrainError
 from raytide.core.specs.parallelism import Sizes
 
-__all__ = ["check", "find_outliers", "replica_groups", "weight_digest"]
-
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -26,8 +26,6 @@ from raytide.actors.trainer.model.lora import LoraLinear
 from raytide.actors.trainer.model.loss import IGNORE, loss_sum
 from raytide.actors.trainer.model.transformer import SparseFeedForward, Transformer, TransformerBlock
 
-__all__ = ["divide", "divides_vocabulary", "placement_of", "reports_loss"]
-
 _ROWS = ("q_proj", "gate_proj", "up_proj")
 _COLUMNS = ("o_proj", "down_proj")
 

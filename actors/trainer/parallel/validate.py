@@ -10,8 +10,6 @@ from raytide.core.errors import ConfigError
 from raytide.core.specs.parallelism import LOOPED, SPLIT_BACKWARD, Parallelism
 from raytide.core.specs.train import MemorySpec, TrainSpec
 
-__all__ = ["validate"]
-
 
 def validate(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> None:
     """Raise ConfigError for the first problem, with a hint."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from raytide.core.io.private_paths import safe_opener
 
-__all__ = ["LineFile"]
-
 MOST_KEPT = 100_000
 """Lines kept while the disk is full; the oldest are dropped first. A step's line has half a KiB."""
 

@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.metadata import (
 from raytide.actors.trainer.checkpoint.safe_unpickler import DTYPES, GlobalName, PickledObject, read
 from raytide.core.errors import CheckpointError
 
-__all__ = ["metadata_of"]
-
 _MAX_DIMS = 64
 
 

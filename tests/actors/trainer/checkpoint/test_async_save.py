@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import pytest
 from tests.actors.trainer import checkpoint_ranks, trainer_ranks
+from tests.actors.trainer.checkpoints import latest
 
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.storage import LocalStore, open_store
@@ -107,11 +108,11 @@ def test_a_straggler_of_a_generation_that_is_over_harms_no_newer_checkpoint(trai
     again.step()
     again.save()
     again.checkpoints.wait()
-    newest = manifest.latest(open_store(trainer.spec.checkpoint_url)).checkpoint
+    newest = latest(open_store(trainer.spec.checkpoint_url)).checkpoint
     gate.opened.set()
     with pytest.raises(RuntimeError, match="cancelled writing"):
         old.wait()
-    found = manifest.latest(open_store(trainer.spec.checkpoint_url))
+    found = latest(open_store(trainer.spec.checkpoint_url))
     assert newest is not None
     assert found.checkpoint == newest
     again.close()
@@ -129,7 +130,7 @@ def test_a_failed_save_is_told_on_all_ranks_with_its_reason_and_tried_again(
         assert unsaved
     store = open_store(spec.checkpoint_url)
     assert [manifest.step_of(name) for name in manifest.folders_newest_first(store)] == [8, 6]
-    assert manifest.latest(store).rejected == []
+    assert latest(store).rejected == []
 
 
 def test_a_run_that_is_killed_again_and_again_in_its_saves_ends_like_one_that_is_not(
@@ -149,12 +150,12 @@ def test_a_run_that_is_killed_again_and_again_in_its_saves_ends_like_one_that_is
         process = context.Process(target=checkpoint_ranks.train_until_killed, args=(spec, draw.randrange(3_000_000)))
         process.start()
         process.join(60.0)
-        found = manifest.latest(store)
+        found = latest(store)
         exits.add(process.exitcode)
         assert not [bad for bad in found.rejected if "is unfinished" not in str(bad)], f"seed {seed}, kill {kill}"
     assert -9 in exits <= {-9, 0}, f"seed {seed}"
     train_local(spec)
-    ended, expected = (manifest.latest(each).checkpoint for each in (store, open_store(whole.checkpoint_url)))
+    ended, expected = (latest(each).checkpoint for each in (store, open_store(whole.checkpoint_url)))
     assert ended is not None and expected is not None
     tensors = "__0_0.distcp"
     assert ended.manifest.files[tensors] == expected.manifest.files[tensors], f"seed {seed}"

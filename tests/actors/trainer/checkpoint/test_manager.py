@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.actors.trainer.checkpoints import latest
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from raytide.actors.trainer.checkpoint import manifest
@@ -101,7 +102,7 @@ def test_a_write_that_was_cut_off_is_never_seen_and_later_removed(trained: Train
     torn = root(trained).root / manifest.folder_name(8, "0123abcd")
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half")
-    found = manifest.latest(root(trained)).checkpoint
+    found = latest(root(trained)).checkpoint
     assert found is not None
     assert found.manifest.step == 6
     train_local(trained.model_copy(update={"steps": 7}))
@@ -109,7 +110,7 @@ def test_a_write_that_was_cut_off_is_never_seen_and_later_removed(trained: Train
 
 
 def test_a_full_disk_is_a_storage_error_and_loses_nothing(trained: TrainSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = manifest.latest(root(trained)).checkpoint
+    before = latest(root(trained)).checkpoint
     longer = trained.model_copy(update={"steps": 8})
 
     def full(*args: object, **kwargs: object) -> None:
@@ -120,7 +121,7 @@ def test_a_full_disk_is_a_storage_error_and_loses_nothing(trained: TrainSpec, mo
         with pytest.raises(StorageError, match=r"no space left while writing .*step-00000008") as caught:
             train_local(longer)
     assert "earlier files are complete" in caught.value.hint
-    assert manifest.latest(root(trained)).checkpoint == before
+    assert latest(root(trained)).checkpoint == before
     assert steps(trained) == [4, 6]
     assert train_local(longer).steps == 8
 

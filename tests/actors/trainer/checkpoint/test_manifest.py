@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Literal, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.actors.trainer.checkpoints import latest
 
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.manifest import MANIFEST, Checkpoint, FileRecord, Manifest
@@ -89,7 +90,7 @@ def meet(store: CheckpointStorage, checkpoint: Checkpoint, fate: Fate) -> None:
 
 
 def newest(store: CheckpointStorage) -> int | None:
-    found = manifest.latest(store).checkpoint
+    found = latest(store).checkpoint
     return found.manifest.step if found else None
 
 
@@ -103,7 +104,7 @@ def test_a_write_killed_at_any_byte_is_never_found_and_the_one_before_is(tmp_pat
         store.left = at
         with pytest.raises(Killed):
             save(store, 20, attempt="0" * 8)
-        found = manifest.latest(LocalStore(store.root))
+        found = latest(LocalStore(store.root))
         assert found.checkpoint is not None
         assert found.checkpoint.manifest.step == 10
         assert "it has no manifest.json" in str(found.rejected[0]) or at == 0
@@ -125,7 +126,7 @@ def test_a_file_cut_or_changed_at_any_byte_is_named_and_passed_over(
         path.write_bytes(body[:at])
     else:
         path.write_bytes(body[:at] + bytes([body[at] ^ (1 << data.draw(st.integers(0, 7)))]) + body[at + 1 :])
-    found = manifest.latest(store)
+    found = latest(store)
     assert newest(store) == 10
     assert file in str(found.rejected[0])
     assert "Delete the folder" in found.rejected[0].hint
@@ -144,7 +145,7 @@ def test_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
     for name in ("step-00000020", "step-20-0123abcd", "step-00000020-0123abcd.part", "else"):
         (tmp_path / name).mkdir()
     assert manifest.folders_newest_first(store) == []
-    assert manifest.latest(LocalStore(tmp_path / "nowhere")).checkpoint is None
+    assert latest(LocalStore(tmp_path / "nowhere")).checkpoint is None
 
 
 Lying = st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["whole", "unfinished", "altered", "short"])), max_size=7)

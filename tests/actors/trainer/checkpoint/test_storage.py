@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.actors.trainer.checkpoints import latest
 
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, open_store
@@ -61,7 +62,7 @@ def test_a_write_that_ends_before_its_manifest_is_never_found(bucket: str) -> No
         stream.write(b"half a fi")
         raise KeyboardInterrupt
     assert store.sizes(name) == {"__0_0.distcp": 10}
-    found = manifest.latest(store)
+    found = latest(store)
     assert found.checkpoint is None
     assert "unfinished" in str(found.rejected[0])
     assert manifest.unfinished_folders(store) == [name]
@@ -75,11 +76,11 @@ def test_a_store_that_fails_at_reading_is_not_taken_for_a_bad_checkpoint(
     store = open_store(str(tmp_path))
     name = manifest.folder_name(7, "0123abcd")
     store.publish(f"{name}/manifest.json", b"{}")
-    assert "is not a manifest" in str(manifest.latest(store).rejected[0])
+    assert "is not a manifest" in str(latest(store).rejected[0])
 
     def broken(path: str) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(store, "read", broken)
     with pytest.raises(StorageError, match="Permission denied"):
-        manifest.latest(store)
+        latest(store)
