@@ -197,7 +197,7 @@ def test_what_a_killed_build_left_is_no_dataset_and_is_built_over(corpus: Path, 
     (Path(spec.out) / "manifest.json").unlink()
     (Path(spec.out) / "shards" / "00000.bin").write_bytes(b"half")
     (Path(spec.out) / "shards" / "00077.bin").write_bytes(b"of another life")
-    with pytest.raises(DataError, match="no token dataset"):
+    with pytest.raises(DataError, match="not a token dataset"):
         load_manifest(spec.out)
     build(spec)
     assert files_in(spec.out) == whole
@@ -234,7 +234,7 @@ def test_a_build_on_a_disk_that_is_full_says_what_it_needs_and_goes_on_when_ther
     with pytest.raises(StorageError, match=r"no space left while writing .*tokens.* needs about 0\.\d+ GB"):
         build(spec, on_progress=fill)
     assert files_in(spec.out) == {}
-    with pytest.raises(DataError, match="no token dataset"):
+    with pytest.raises(DataError, match="not a token dataset"):
         load_manifest(spec.out)
     disk.free()
     assert build(spec) == verify(spec.out)

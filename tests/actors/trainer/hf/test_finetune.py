@@ -273,7 +273,7 @@ def test_a_checkpoint_belongs_to_its_first_weights_and_its_adapters(start: Start
         ({"dataset": "d", "finetune": {"lora": {}}}, "finetune needs init_from"),
         ({"dataset": "d", "init_from": "m", "model": {"dim": 64}}, "init_from brings its own model config"),
         ({"dataset": "d", "init_from": "m", "model": {"config": "c"}}, "init_from brings its own model config"),
-        ({"dataset": "d", "model": {"config": "c", "layers": 3}}, "a config says what layers would"),
+        ({"dataset": "d", "model": {"config": "c", "layers": 3}}, "layers cannot be combined with config"),
         ({"dataset": "d", "init_from": "m", "finetune": {"lora": {"targets": ["lm_head"]}}}, "q_proj"),
     ],
 )
