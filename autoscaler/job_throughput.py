@@ -70,7 +70,7 @@ class JobThroughput:
             AcceleratorClasses.of(node_types, {"CPU": 1.0}),
             AcceleratorClasses.of(node_types, {"GPU": 1.0}),
         )
-        self._on = (on_cpus, on_cpus.paces({})), (on_gpus, on_gpus.paces({}))
+        self._on = (on_cpus, on_cpus.relative({})), (on_gpus, on_gpus.relative({}))
         """For jobs without and with GPUs: accelerator classes, and throughputs by the configured `speed`."""
         self._kinds = len(on_cpus.declared)
         self._meters = {job_id: _Meter(dict(by_type)) for job_id, by_type in (known or {}).items()}
@@ -105,7 +105,7 @@ class JobThroughput:
         if (meter := self._meters.get(job.id)) is None or not meter.learned:
             return said
         if meter.paces is None:
-            meter.paces = kinds.paces(meter.learned)
+            meter.paces = kinds.relative(meter.learned)
         return meter.paces
 
 

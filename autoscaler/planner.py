@@ -36,7 +36,7 @@ def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Actio
     ends = tuple(termination.overdue_actions(snapshot))
     snapshot = _ended(snapshot, {end.node_id for end in ends if isinstance(end, Terminate)})
     if room is None or any(end.node_id in room.rows for end in ends):
-        room = SchedulingState.of(snapshot)
+        room = SchedulingState.from_snapshot(snapshot)
     draft = PlanBuilder(snapshot, replace(room, snapshot=snapshot), NodeOccupancy.from_snapshot(snapshot), list(ends))
     consolidation.reserve_replacements(draft)
     provision_replicas(draft)
@@ -73,7 +73,7 @@ def _keep_minimum(draft: PlanBuilder) -> None:
 def _keep_warm(draft: PlanBuilder) -> None:
     """Keeps, or buys, up to `warm_nodes` nodes of each type that are empty and not nominated."""
     room = draft.state
-    totals = {view.node.id: view.countable for view in draft.snapshot.nodes}  # a joined node has what Ray reports
+    totals = {view.node.id: view.stable_total for view in draft.snapshot.nodes}  # a joined node has what Ray reports
     for node_type in draft.snapshot.node_types:
         if not node_type.warm_nodes:
             continue

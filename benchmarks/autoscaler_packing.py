@@ -164,7 +164,7 @@ def by_raytide(types: Sequence[NodeType], work: Work) -> Fleet:
 def unseated(seen: Snapshot, types: Sequence[NodeType], nodes: Counter[str]) -> int:
     """Tasks and bundles to which the plan gave no seat; those that it seated on each node are checked to fit there."""
     draft, of = (
-        PlanBuilder(seen, SchedulingState.of(seen), NodeOccupancy.from_snapshot(seen), []),
+        PlanBuilder(seen, SchedulingState.from_snapshot(seen), NodeOccupancy.from_snapshot(seen), []),
         {t.name: t for t in types},
     )
     provision_unmanaged(draft)

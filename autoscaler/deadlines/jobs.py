@@ -53,7 +53,7 @@ def with_market_constraints(snapshot: Snapshot) -> Snapshot:
 
 def spot_forecasts(availability: PoolAvailability, snapshot: Snapshot) -> tuple[SpotForecast, ...]:
     """Returns a forecast for each set of spot pools that some job with a deadline can use."""
-    offerings = Offerings.of(snapshot)
+    offerings = Offerings.from_snapshot(snapshot)
     shapes = {_shapes_key(job): job.spec.gang.shapes for job in snapshot.jobs if job.spec.deadline is not None}
     sets = dict.fromkeys(tuple(_spot_pools(_offerings_for(offerings, each))) for each in shapes.values())
     return tuple(availability.forecast(pools, snapshot.at_s) for pools in sets if pools)
@@ -103,7 +103,9 @@ class _Fleet:
             if node.ready_at_s is not None:
                 slowest[node.type] = max(slowest.get(node.type, 0.0), node.ready_at_s - node.requested_at_s)
         leases = {lease.job_id: lease for lease in snapshot.leases}
-        return cls(snapshot, Offerings.of(snapshot), NodeOccupancy.from_snapshot(snapshot), leases, slowest, ready)
+        return cls(
+            snapshot, Offerings.from_snapshot(snapshot), NodeOccupancy.from_snapshot(snapshot), leases, slowest, ready
+        )
 
     def options(self, job: Job) -> _Options:
         key = _shapes_key(job)

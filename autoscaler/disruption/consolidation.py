@@ -74,7 +74,7 @@ def _replacements(builder: PlanBuilder) -> dict[str, NodeView]:
         old = views.get(new.node.subject.removeprefix(MOVE)) if new.node.subject.startswith(MOVE) else None
         if old is None or old.node.state is not NodeState.READY or (row := rows.get(new.node.id)) is None:
             continue
-        is_whole = builder.state.node_table.has_free(row, new.countable)
+        is_whole = builder.state.node_table.has_free(row, new.stable_total)
         if is_whole or builder.state.node_table.has_free(row, builder.occupancy.tenants_of(old).resources):
             found[old.node.id] = new
     return found

@@ -179,7 +179,7 @@ class ConsolidationPlanner:
     def _purchase(self, old: Tenants, other_nodes: int, disruption: DisruptionCost) -> _Purchase | None:
         """Returns the best offering for one node's tenants. `other_nodes`: bought at about its price."""
         table, rows = self.builder.state.offerings.table, self._offers_for(old)
-        if not len(rows := rows[self.builder.state.offerings.can_have()[rows] > 0]):
+        if not len(rows := rows[self.builder.state.offerings.purchasable()[rows] > 0]):
             return None
         at_risk = disruption.staying_micro_usd_h + other_nodes * table.price[rows]
         costs = table.cost[rows] + table.reclaims_per_h[rows] * disruption.lost_h * at_risk
@@ -193,7 +193,7 @@ class ConsolidationPlanner:
         """Returns the rows of available offerings that hold all tenants; none if no offering pays back the overlap."""
         if old.shape_key not in self._offers:
             offerings = self.builder.state.offerings
-            able = (offerings.table.members(Shape.computed(old.resources, {})) > 0) & (offerings.can_have() > 0)
+            able = (offerings.table.members(Shape.computed(old.resources, {})) > 0) & (offerings.purchasable() > 0)
             for labels in {tuple(shape.labels.items()) for shape in old.shapes}:
                 able &= offerings.table.matching(dict(labels))
             has_pace = offerings.launches_left is None or offerings.launches_left > 0

@@ -32,7 +32,7 @@ class ReschedulingSimulator:
         views = {view.node.id: view for view in state.snapshot.nodes}
         there = [views[slot.node_id] for slot in state.slots if slot.node_id in views]  # bought ones come last
         self._is_ready = np.array([view.node.state is NodeState.READY for view in there], dtype=np.bool_)
-        self._is_used = ~state.node_table.have_free([view.countable for view in there])
+        self._is_used = ~state.node_table.have_free([view.stable_total for view in there])
         self._price = np.array([view.node.price_micro_usd_h for view in there], dtype=np.int64)
         self._members: dict[_Key, Rows] = {}
         self._sums: dict[tuple[_Key, int], int] = {}

@@ -132,7 +132,7 @@ class SloController:
                 del self._monitors[key]
             elif not _has_slo(served[key]) or seen.at_s < monitor.learned_at_s:  # SLO removed, or clock set back
                 self._known[key] = self._monitors.pop(key).model.saved
-        indexes = cache(lambda: (Offerings.of(seen), EndpointHosts.of(seen)))
+        indexes = cache(lambda: (Offerings.from_snapshot(seen), EndpointHosts.of(seen)))
         for key, view in served.items():
             if view.load is not None and _has_slo(view):
                 self._update(key, view, view.load, seen.at_s, indexes, hazard)

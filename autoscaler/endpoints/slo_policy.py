@@ -171,7 +171,7 @@ def replica_slots(view: EndpointView, hosts: EndpointHosts, spot_micro_usd_h: fl
     busy: Counter[str] = Counter()
     for replica in load.replicas if load else ():
         busy[replica.node] += round(replica.running + replica.waiting)
-    starting = hosts.unattributed.starting(view, max(0, view.endpoint.target_replicas - sum(present.values())))
+    starting = hosts.unattributed.starting_replicas(view, max(0, view.endpoint.target_replicas - sum(present.values())))
     for node_view in hosts.hosting(view):
         node, ray_id = node_view.node, node_view.node.ray_node_id
         existing = present.pop(ray_id, 0) if ray_id else 0
@@ -184,7 +184,7 @@ def replica_slots(view: EndpointView, hosts: EndpointHosts, spot_micro_usd_h: fl
         for at in range(existing):
             yield FleetNode(f"{node.id}#{at}", pool, is_spot, at < ready[ray_id], busy[ray_id], work)
         started = (
-            min(starting, hosts.unattributed.room_on(node_view, view))
+            min(starting, hosts.unattributed.replicas_on(node_view, view))
             if starting and ray_id not in hosts.leaving
             else 0
         )
@@ -252,7 +252,7 @@ def _pools(
     for node in (node_view.node for node_view in hosts.hosting(view)):
         name, usd_h = pool_name(node.type, node.zone), cost_per_work(node.price_micro_usd_h / 1e6, node.type, paces)
         pools[name] = ReplicaPool(name, usd_h, node.market is CapacityType.SPOT, most=0)
-    available = offerings.can_have()
+    available = offerings.purchasable()
     for name, (offering, fit) in by_pool.items():
         known = offerings.pools.get((offering.node_type.name, offering.zone))
         most = min(int(available[offering.row]) * fit, view.endpoint.spec.replicas.most)
@@ -275,13 +275,13 @@ def _affordable(state: FleetState, offerings: Offerings, by_pool: _Offers) -> Fl
         for name in plan.launch:
             offering, fit = by_pool[name]
             if found[name] % fit == 0:
-                if not offerings.can_have(purchase)[offering.row]:
+                if not offerings.purchasable(purchase)[offering.row]:
                     continue
                 purchase.add(offering, 1)
             found[name] += 1
         if found.total() == len(plan.launch):
             return plan
-        more = offerings.can_have(purchase)
+        more = offerings.purchasable(purchase)
         left = {n: (-(-found[n] // fit) + int(more[offering.row])) * fit for n, (offering, fit) in by_pool.items()}
         short = {
             name: replace(state.pools[name], most=min(state.pools[name].most or 0, left[name])) for name in by_pool
@@ -312,7 +312,7 @@ def _is_alone(view: NodeView, shape: Shape, count: int) -> bool:
     """Tells whether only `count` replicas run there."""
     each = round_up_gpu_share(shape.resources)
     theirs = {name: count * amount for name, amount in each.items()}
-    return fits({name: total - view.available.get(name, 0.0) for name, total in view.countable.items()}, theirs)
+    return fits({name: total - view.available.get(name, 0.0) for name, total in view.stable_total.items()}, theirs)
 
 
 def drains(snapshot: Snapshot) -> Iterator[Drain]:

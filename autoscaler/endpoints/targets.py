@@ -27,7 +27,7 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
         return snapshot, ()
     views, scales = [], []
     has_worth = any(view.worth is not None for view in snapshot.endpoints)
-    fleet = (Offerings.of(snapshot), EndpointHosts.of(snapshot)) if has_worth else None
+    fleet = (Offerings.from_snapshot(snapshot), EndpointHosts.of(snapshot)) if has_worth else None
     for view in snapshot.endpoints:
         if fleet is None or (found := _planned(view, snapshot, *fleet)) is None:
             scale = decide(view, snapshot.at_s)

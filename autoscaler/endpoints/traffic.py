@@ -142,7 +142,9 @@ class TrafficMeter:
         }
         kinds = {self.accelerators.types[name] for name in late}
         too_slow = tuple(name for name, kind in self.accelerators.types.items() if kind in kinds)
-        paces = self.accelerators.paces({name: 1.0 / request_s(*mean_tokens, speed) for name, speed in known.items()})
+        paces = self.accelerators.relative(
+            {name: 1.0 / request_s(*mean_tokens, speed) for name, speed in known.items()}
+        )
         return too_slow if len(too_slow) < len(self.node_types) else (), paces
 
     @property

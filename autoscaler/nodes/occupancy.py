@@ -12,7 +12,7 @@ from raytide.core.objects.job import Job
 from raytide.core.objects.node import ACCELERATOR_LABEL, TYPE_LABEL, Resources, dominant_share, plus, round_up_gpu_share
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot, Throughputs
 from raytide.scheduling.replicas import replica_shape, replica_throughputs
-from raytide.scheduling.throughput import no_slower
+from raytide.scheduling.throughput import at_least_as_fast_as
 
 _EPS = 1e-6
 
@@ -80,7 +80,7 @@ class Tenants:
         free = self.view.available
         return all(
             total - free.get(name, 0.0) <= explained.get(name, 0.0) + _EPS
-            for name, total in self.view.countable.items()
+            for name, total in self.view.stable_total.items()
         )
 
     def hosts_only(self, lease: Lease) -> bool:
@@ -92,7 +92,7 @@ class Tenants:
         hourly prices compare."""
         if not paces:
             return shape
-        types = no_slower(self.view.node.type, paces)
+        types = at_least_as_fast_as(self.view.node.type, paces)
         return shape.model_copy(update={"labels": {TYPE_LABEL: types, **shape.labels}})
 
     @property

@@ -116,7 +116,7 @@ def _unmanaged_use(builder: PlanBuilder, placement: UnmanagedPlacement) -> dict[
     unattributed, work = UnattributedUsage(builder.snapshot), dict[str, Resources]()
     for view in builder.snapshot.nodes:
         if view.node.id in builder.state.rows:
-            work[view.node.id] = {name: amount for name, amount in unattributed.unknown(view).items() if amount > 0}
+            work[view.node.id] = {name: amount for name, amount in unattributed.amount(view).items() if amount > 0}
     for node_id, resources in placement.slots:
         work[node_id] = plus(work.get(node_id, {}), resources)
     return {node_id: resources for node_id, resources in work.items() if resources}

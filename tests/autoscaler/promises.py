@@ -110,7 +110,7 @@ def check_capacity(seen: Snapshot, actions: Sequence[Action]) -> None:
         for v in seen.nodes
         if v.node.state is NodeState.READY
     )
-    room = SchedulingState.of(replace(seen, nodes=nodes, endpoints=tuple(endpoints)))
+    room = SchedulingState.from_snapshot(replace(seen, nodes=nodes, endpoints=tuple(endpoints)))
     for name, missing in room.missing.items():
         seats = room.replicas[name]
         assert len(seats) == missing and not any(seat.is_new for seat in seats), "I7"

@@ -161,7 +161,7 @@ class Cluster:
             if lease.state is LeaseState.RELEASED or not waiting:
                 continue
             needed = max(0, lease.shape.at_least - lease.member_count)
-            room = SchedulingState.of(replace(self.snapshot, node_types=()))
+            room = SchedulingState.from_snapshot(replace(self.snapshot, node_types=()))
             placed = room.place(lease.shape, len(waiting), at_least=needed, subject=lease.job_id, menu=())
             if isinstance(placed, Unschedulable):
                 continue

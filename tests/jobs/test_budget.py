@@ -24,9 +24,9 @@ def test_what_is_reserved_counts_before_it_is_spent_and_no_longer_after() -> Non
     first = replace(job(1), reserved_micro_usd=micro_usd(50), state=JobState.RUNNING)
     purse = Budgets.of([blue], [first], {"job-1": micro_usd(20)})
     assert purse.committed["blue"] == micro_usd(10 + 30)
-    assert purse.refuses(job(2), micro_usd(60)) is None
+    assert purse.refusal(job(2), micro_usd(60)) is None
     assert purse.reserve(job(2), micro_usd(60)) == micro_usd(60)
-    short = purse.refuses(job(3), 1.0)
+    short = purse.refusal(job(3), 1.0)
     assert short is not None
     assert short.constraint == "budget"
     assert Budgets.of([blue], [replace(first, reserved_micro_usd=0)], {}).committed["blue"] == micro_usd(10)
@@ -39,7 +39,7 @@ def test_a_parents_budget_holds_for_all_its_teams() -> None:
         team("red", parent="org"),
     ]
     purse = Budgets.of(teams, [], {})
-    short = purse.refuses(job(1, team="red"), micro_usd(40))
+    short = purse.refusal(job(1, team="red"), micro_usd(40))
     assert short is not None
     assert "team org has spent or reserved $70.00 of $100" in short.reason
 

@@ -30,7 +30,7 @@ def view(n: int, node_type: NodeType = SOLID, zone: str = "us-1a", *, age_s: flo
 
 
 def room(*types: NodeType, **snapshot: object) -> SchedulingState:
-    return SchedulingState.of(Snapshot(at_s=0.0, node_types=types, next_node=50, **snapshot))  # type: ignore[arg-type]
+    return SchedulingState.from_snapshot(Snapshot(at_s=0.0, node_types=types, next_node=50, **snapshot))  # type: ignore[arg-type]
 
 
 def pools(placed: Placements | Unschedulable) -> Counter[tuple[str, str]]:

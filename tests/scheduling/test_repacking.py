@@ -24,7 +24,7 @@ def lease(number: int, gpus: float, members: int = 1) -> Lease:
 
 
 def room(*types: NodeType) -> SchedulingState:
-    return SchedulingState.of(Snapshot(at_s=0.0, node_types=types, next_node=1))
+    return SchedulingState.from_snapshot(Snapshot(at_s=0.0, node_types=types, next_node=1))
 
 
 def test_a_node_whose_members_fit_on_what_was_bought_later_is_not_bought() -> None:
@@ -53,7 +53,7 @@ def test_a_node_that_is_half_used_is_swapped_for_a_cheaper_one_that_holds_the_sa
     repaired = repack(here)
     assert {repaired.final_slot(seat).node_type for seat in placed[:4]} == {"gpu4"}
     assert here.offerings.burn_micro_usd_h == 4_500_000
-    assert (here.offerings.left_of("gpu8"), here.offerings.left_of("gpu4")) == (8, 7)
+    assert (here.offerings.nodes_left("gpu8"), here.offerings.nodes_left("gpu4")) == (8, 7)
 
 
 def test_what_may_not_be_bought_is_not_swapped_in() -> None:

@@ -67,37 +67,43 @@ def short(placed: Placements | Unschedulable) -> Unschedulable:
 
 def test_the_tightest_ready_node_is_taken_before_a_roomy_one_and_before_a_launching_one() -> None:
     nodes = (view(1, CPU4), view(2, CPU4, CPU=2), view(3, CPU4, NodeState.LAUNCHING, CPU=2))
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=FLEET, nodes=nodes))
+    room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=FLEET, nodes=nodes))
     assert ids(room.place(cpus(2), 4, subject="g")) == ["node-2", "node-1", "node-1", "node-3"]
 
 
 def test_cpu_work_keeps_off_accelerators_while_another_node_is_ready() -> None:
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=FLEET, nodes=(view(1, SPOT, CPU=4), view(2, CPU4))))
+    room = SchedulingState.from_snapshot(
+        Snapshot(at_s=0, node_types=FLEET, nodes=(view(1, SPOT, CPU=4), view(2, CPU4)))
+    )
     assert ids(room.place(cpus(4), 1, subject="g")) == ["node-2"]
 
 
 @pytest.mark.parametrize("state", [NodeState.DRAINING, NodeState.TERMINATING])
 def test_a_node_that_leaves_holds_nothing_new(state: NodeState) -> None:
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, state),), next_node=2))
+    room = SchedulingState.from_snapshot(
+        Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, state),), next_node=2)
+    )
     assert ids(room.place(cpus(4), 1, subject="g")) == ["node-2"]
 
 
 @pytest.mark.parametrize("state", [NodeState.DRAINING, NodeState.TERMINATING])
 def test_i2_a_node_that_leaves_counts_against_the_maximum_until_it_is_gone(state: NodeState) -> None:
     one = CPU4.model_copy(update={"max_nodes": 1})
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(one,), nodes=(view(1, one, state),), next_node=2))
+    room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(one,), nodes=(view(1, one, state),), next_node=2))
     assert short(room.place(cpus(4), 1, subject="g")).constraint == "capacity"
     assert room.buy(one) is None
 
 
 def test_without_ray_s_word_a_node_that_runs_holds_nothing_new() -> None:
     snapshot = Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), next_node=2, ray_answers=False)
-    assert ids(SchedulingState.of(snapshot).place(cpus(4), 1, subject="g")) == ["node-2"]
+    assert ids(SchedulingState.from_snapshot(snapshot).place(cpus(4), 1, subject="g")) == ["node-2"]
 
 
 def test_an_assigned_member_has_its_room_before_ray_knows_of_it() -> None:
     held = lease(cpus(3), Member(0, MemberState.ASSIGNED, "node-1"))
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), leases=(held,), next_node=2))
+    room = SchedulingState.from_snapshot(
+        Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), leases=(held,), next_node=2)
+    )
     assert ids(room.place(cpus(2), 1, subject="g")) == ["node-2"]
 
 
@@ -105,25 +111,31 @@ def test_a_forming_member_is_taken_out_until_ray_must_have_counted_it() -> None:
     held = lease(cpus(3), Member(0, MemberState.FORMING, "node-1"))
     before, after = view(1, CPU4), view(1, CPU4, CPU=1)
     for node in (before, after):
-        room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(node,), leases=(held,), next_node=2))
+        room = SchedulingState.from_snapshot(
+            Snapshot(at_s=0, node_types=(CPU4,), nodes=(node,), leases=(held,), next_node=2)
+        )
         assert ids(room.place(cpus(1), 2, subject="g")) == ["node-1", "node-2"]
 
 
 def test_a_ready_member_is_not_taken_out_twice() -> None:
     held = lease(cpus(2), Member(0, MemberState.READY, "node-1"))
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=2),), leases=(held,)))
+    room = SchedulingState.from_snapshot(
+        Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=2),), leases=(held,))
+    )
     assert ids(room.place(cpus(2), 1, subject="g")) == ["node-1"]
 
 
 def test_the_seat_of_a_ready_member_is_not_free_although_ray_has_not_counted_it_yet() -> None:
     gang = lease(cpus(3), Member(0, MemberState.READY, "node-1"))
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), leases=(gang,), next_node=2))
+    room = SchedulingState.from_snapshot(
+        Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), leases=(gang,), next_node=2)
+    )
     assert ids(room.place(cpus(1), 2, subject="g")) == ["node-1", "node-2"]
     worked_on = Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=0.5),), leases=(gang,))
-    assert SchedulingState.of(worked_on).node_table.has_free(0, {"CPU": 0.5}), "others use half a CPU there"
+    assert SchedulingState.from_snapshot(worked_on).node_table.has_free(0, {"CPU": 0.5}), "others use half a CPU there"
 
     other = lease(cpus(1), Member(0, MemberState.ASSIGNED, "node-1"), id="lease-2")
-    both = SchedulingState.of(
+    both = SchedulingState.from_snapshot(
         Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), leases=(gang, other), next_node=2)
     )
     assert ids(both.place(cpus(1), 1, subject="g")) == ["node-2"], "one is there, the other has the rest"
@@ -131,7 +143,7 @@ def test_the_seat_of_a_ready_member_is_not_free_although_ray_has_not_counted_it_
 
 def test_new_nodes_are_the_cheapest_for_each_member_they_would_hold() -> None:
     small = NodeType(name="small", resources={"CPU": 2}, price_micro_usd_h=60_000)
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4, small), next_node=7))
+    room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(CPU4, small), next_node=7))
     placed = room.place(cpus(2), 3, subject="g")
     assert not isinstance(placed, Unschedulable)
     assert [(seat.node_id, seat.node_type, seat.is_new) for seat in placed] == [
@@ -144,34 +156,44 @@ def test_new_nodes_are_the_cheapest_for_each_member_they_would_hold() -> None:
 def test_zones_are_tried_in_order_and_a_pool_that_backs_off_is_passed_over() -> None:
     shape = Shape(resources={"GPU": 4})
     tired: tuple[Pool, ...] = (Pool("h100x4.spot", "a", 1, retry_at_s=50),)
-    placed = SchedulingState.of(Snapshot(at_s=10, node_types=FLEET, pools=tired)).place(shape, 1, subject="g")
+    placed = SchedulingState.from_snapshot(Snapshot(at_s=10, node_types=FLEET, pools=tired)).place(
+        shape, 1, subject="g"
+    )
     assert not isinstance(placed, Unschedulable)
     assert (placed[0].node_type, placed[0].zone) == ("h100x4.spot", "b")
     tired += (Pool("h100x4.spot", "b", 1, retry_at_s=60),)
-    placed = SchedulingState.of(Snapshot(at_s=10, node_types=FLEET, pools=tired)).place(shape, 1, subject="g")
+    placed = SchedulingState.from_snapshot(Snapshot(at_s=10, node_types=FLEET, pools=tired)).place(
+        shape, 1, subject="g"
+    )
     assert not isinstance(placed, Unschedulable)
     assert placed[0].node_type == "h100x4"
 
 
 def test_nothing_is_taken_when_not_all_fit() -> None:
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=1),), next_node=2))
+    room = SchedulingState.from_snapshot(
+        Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=1),), next_node=2)
+    )
     assert short(room.place(cpus(4), 3, subject="g")).constraint == "capacity"
     assert ids(room.place(cpus(4), 2, subject="g")) == ["node-2", "node-3"]
 
 
 def test_who_asks_for_nobody_takes_no_room_from_those_who_ask_later() -> None:
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=4),), next_node=2))
+    room = SchedulingState.from_snapshot(
+        Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=4),), next_node=2)
+    )
     assert room.place(cpus(4), 0, subject="g") == ()
     assert ids(room.place(cpus(4), 1, subject="g")) == ["node-1"]
 
 
 def test_an_elastic_gang_gets_what_there_is_above_its_minimum() -> None:
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,)))
+    room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(CPU4,)))
     assert len(ids(room.place(cpus(4), 8, at_least=2, subject="g"))) == 3
 
 
 def test_who_could_do_with_nobody_more_is_told_so_where_nothing_is_shared() -> None:
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=0),), next_node=2))
+    room = SchedulingState.from_snapshot(
+        Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=0),), next_node=2)
+    )
     apart = cpus(4).model_copy(update={"together": "rack"})
     assert room.place(apart, 2, at_least=0, subject="g") == ()
 
@@ -181,7 +203,9 @@ def test_a_published_replica_without_a_node_has_its_room_before_any_gang() -> No
     endpoint = Endpoint(spec, "me", EndpointState.RUNNING, 0.0, target_replicas=2)
     views = (EndpointView(endpoint, EndpointLoad(at_s=0, ongoing=0, ready=1, replica_nodes=("ray-1",))),)
     nodes = (view(1, CPU4, CPU=2),)
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=nodes, endpoints=views, next_node=2))
+    room = SchedulingState.from_snapshot(
+        Snapshot(at_s=0, node_types=(CPU4,), nodes=nodes, endpoints=views, next_node=2)
+    )
     assert ids(room.replicas["m"]) == ["node-1"]
     assert ids(room.place(cpus(2), 1, subject="g")) == ["node-2"]
 
@@ -192,12 +216,12 @@ def test_without_fresh_word_only_the_replicas_that_ray_cannot_place_are_missing(
     asked = (Demand({"CPU": 2.0}, replica_selector(spec)), Demand({"CPU": 2.0}, count=9))
     silent = Snapshot(at_s=99, node_types=(CPU4,), endpoints=(endpoint,))
     pending = Snapshot(at_s=99, node_types=(CPU4,), endpoints=(endpoint,), demand=asked)
-    assert SchedulingState.of(silent).replicas == {}
-    assert len(SchedulingState.of(pending).replicas["m"]) == 1
+    assert SchedulingState.from_snapshot(silent).replicas == {}
+    assert len(SchedulingState.from_snapshot(pending).replicas["m"]) == 1
 
 
 def test_a_look_at_what_could_be_leaves_the_others_worth_as_it_was() -> None:
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,)))
+    room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(CPU4,)))
     room.pending = PendingDemand(room.offerings, [PendingShape(cpus(3), 1), PendingShape(cpus(1), 1)])
     room.pending.advance()
     assert len(ids(room.copy().place(cpus(3), 1, subject="g"))) == 1
@@ -206,7 +230,9 @@ def test_a_look_at_what_could_be_leaves_the_others_worth_as_it_was() -> None:
 
 def test_too_big_for_every_node_is_said_as_in_the_design() -> None:
     shape = Shape(resources={"GPU": 8}, labels={"ray.io/accelerator-type": "H100"})
-    no = short(SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4, SPOT))).place(shape, 1, subject="gang job-7"))
+    no = short(
+        SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(CPU4, SPOT))).place(shape, 1, subject="gang job-7")
+    )
     assert no.constraint == "impossible"
     assert f"{no.reason} {no.remedy}" == (
         "no node type fits gang job-7: needs 8 x H100 on one node; the largest is 4 x H100 (h100x4.spot). "
@@ -216,7 +242,7 @@ def test_too_big_for_every_node_is_said_as_in_the_design() -> None:
 
 def test_resources_that_no_one_node_has_together_name_the_nearest_node() -> None:
     many = CPU4.model_copy(update={"resources": {"CPU": 64}})
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(SPOT, many)))
+    room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(SPOT, many)))
     no = short(room.place(Shape(resources={"GPU": 2, "CPU": 48}), 1, subject="gang job-7"))
     assert no.constraint == "impossible"
     assert "needs 2 GPU + 48 CPU on one node; the nearest is" in no.reason
@@ -238,12 +264,12 @@ def test_more_members_than_the_whole_fleet_holds_is_impossible_and_another_shape
 def test_capacity_says_who_holds_it_and_stock_says_until_when() -> None:
     held = lease(cpus(4), *(Member(n - 1, MemberState.READY, f"node-{n}") for n in (1, 2, 3)))
     full = Snapshot(at_s=0, node_types=(CPU4,), nodes=tuple(view(n, CPU4, CPU=0) for n in (1, 2, 3)), leases=(held,))
-    no = short(SchedulingState.of(full).place(cpus(4), 1, subject="gang job-2"))
+    no = short(SchedulingState.from_snapshot(full).place(cpus(4), 1, subject="gang job-2"))
     assert no.constraint == "capacity"
     assert "held by job-1" in no.reason
     assert "max_nodes of cpu4" in no.remedy
     dry = Snapshot(at_s=10, node_types=(CPU4,), pools=(Pool("cpu4", "local", 2, retry_at_s=52),))
-    no = short(SchedulingState.of(dry).place(cpus(4), 1, subject="gang job-2"))
+    no = short(SchedulingState.from_snapshot(dry).place(cpus(4), 1, subject="gang job-2"))
     assert no.constraint == "stock"
     assert f"the next attempt is at {utc(52)}" in no.reason
     assert "the next attempt is at 00:00:52 UTC" in no.reason
@@ -259,7 +285,9 @@ def test_no_room_is_promised_twice_and_no_maximum_is_passed(
 ) -> None:
     small = NodeType(name="small", resources={"CPU": 2}, price_micro_usd_h=60_000, max_nodes=2)
     nodes = tuple(view(n, CPU4, CPU=cpu) for n, cpu in enumerate(free, start=1))
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4, small), nodes=nodes, next_node=len(nodes) + 1))
+    room = SchedulingState.from_snapshot(
+        Snapshot(at_s=0, node_types=(CPU4, small), nodes=nodes, next_node=len(nodes) + 1)
+    )
     capacity = {v.node.id: v.available["CPU"] for v in nodes}
     bought: dict[str, str] = {}
     for cpu, count, least in asks:
@@ -281,7 +309,7 @@ def test_no_room_is_promised_twice_and_no_maximum_is_passed(
 def test_an_endpoint_on_its_way_out_asks_for_no_gpu_and_stops_nobody() -> None:
     spec = ServeSpec(name="m", model="/m", resources={"GPU": 8})
     gone = EndpointView(Endpoint(spec, "me", EndpointState.DELETED, 0.0, target_replicas=0), None)
-    assert SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), endpoints=(gone,))).replicas == {}
+    assert SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(CPU4,), endpoints=(gone,))).replicas == {}
 
 
 def test_a_replica_of_several_members_is_seated_whole_or_not_at_all() -> None:
@@ -290,7 +318,9 @@ def test_a_replica_of_several_members_is_seated_whole_or_not_at_all() -> None:
 
     def seen(*nodes: str, moving: tuple[str, ...] = ()) -> SchedulingState:
         load = EndpointLoad(at_s=0.0, ongoing=0.0, ready=1, replica_nodes=nodes, moving=moving)
-        return SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), endpoints=(EndpointView(endpoint, load),)))
+        return SchedulingState.from_snapshot(
+            Snapshot(at_s=0, node_types=(CPU4,), endpoints=(EndpointView(endpoint, load),))
+        )
 
     empty = seen()
     assert (empty.missing["m"], len(empty.replicas["m"]), len(empty.bought)) == (4, 2, 2), (
@@ -308,7 +338,7 @@ ONE = Shape(resources={"GPU": 1})
 
 
 def test_new_nodes_are_those_on_which_what_a_member_does_costs_least() -> None:
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(L4, H100)))
+    room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(L4, H100)))
     hourly = room.copy().place(ONE, 4, subject="g")
     assert not isinstance(hourly, Unschedulable) and [s.node_type for s in hourly] == ["l4", "l4", "l4", "h100"]
     for_work = room.place(ONE, 4, subject="g", paces={"l4": 1.0, "h100": 3.0})
@@ -317,7 +347,7 @@ def test_new_nodes_are_those_on_which_what_a_member_does_costs_least() -> None:
 
 def test_a_fast_node_is_not_swapped_for_a_slow_one_that_holds_who_sits_there() -> None:
     for paces, kept in (({"l4": 1.0, "h100": 6.0}, "h100"), ({"l4": 1.0, "h100": 1.5}, "l4")):
-        room = SchedulingState.of(Snapshot(at_s=0, node_types=(L4, H100)))
+        room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(L4, H100)))
         placed = room.place(ONE, 1, subject="g", paces=paces)
         assert not isinstance(placed, Unschedulable)
         done = repack(room)
@@ -329,6 +359,6 @@ def test_replicas_go_where_their_work_costs_least_and_stay_there() -> None:
     load = EndpointLoad(0.0, 0.0, 0, traffic=traffic)
     spec = ServeSpec(name="m", model="/m", resources={"GPU": 1}, replicas=Replicas(max=4))
     served = EndpointView(Endpoint(spec, "me", EndpointState.RUNNING, 0.0, 1), load)
-    room = SchedulingState.of(Snapshot(at_s=0, node_types=(L4, H100), endpoints=(served,)))
+    room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(L4, H100), endpoints=(served,)))
     repack(room)
     assert [offer.node_type.name for offer in room.bought.values()] == ["h100"]

@@ -57,38 +57,38 @@ class Budgets:
     def outstanding(self, job: Job) -> int:
         return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
 
-    def beyond_soft(self, job: Job) -> str:
+    def over_soft_limit(self, job: Job) -> str:
         """The job, or the nearest team above it, that is beyond its soft limit; "" if none is."""
         own_usd = job.spec.soft_budget_usd
-        if own_usd is not None and _reached(self._counted(job), own_usd):
+        if own_usd is not None and _reached(self._cost(job), own_usd):
             return job.id
         if not self.has_soft:
             return ""
-        ancestors = self._line(job.spec.team)
+        ancestors = self._ancestors(job.spec.team)
         reached = (name for name in ancestors if _reached(self.committed[name], self.specs[name].budget.soft_usd))
         return next((f"team {name}" for name in reached), "")
 
-    def is_limited(self, job: Job) -> bool:
+    def has_limit(self, job: Job) -> bool:
         """True if the job may ever be preempted because of a budget."""
         limited = self.has_hard and any(
-            self.specs[name].budget.hard_usd is not None for name in self._line(job.spec.team)
+            self.specs[name].budget.hard_usd is not None for name in self._ancestors(job.spec.team)
         )
         return limited or job.spec.budget_usd is not None
 
-    def refuses(self, job: Job, micro_usd_h: float) -> Unschedulable | None:
+    def refusal(self, job: Job, micro_usd_h: float) -> Unschedulable | None:
         """Why the job may not reserve its next hour at this price; None if it may."""
         if job.spec.budget_usd is None and not self.has_hard:
             return None
         need = self._reservation(job, micro_usd_h)
         if job.spec.budget_usd is not None and need <= 0 and micro_usd_h > 0:
-            spent = self._counted(job)
+            spent = self._cost(job)
             remaining = "" if _reached(spent, job.spec.budget_usd) else "; less than three minutes of it are left"
-            limit = f"{job.id} has cost {format_usd(spent)} of its budget of {_words(job)}{remaining}."
+            limit = f"{job.id} has cost {format_usd(spent)} of its budget of {_describe_budget(job)}{remaining}."
             is_monthly = job.spec.budget_per == "month"
             remedy = f"`raytide budget set {job.id} USD{'/month' if is_monthly else ''}`."
             wait = "Wait for the next month, or give" if is_monthly else "Give"
             return Unschedulable("budget", limit, f"{wait} it more: {remedy}")
-        for name in self._line(job.spec.team):
+        for name in self._ancestors(job.spec.team):
             hard = self.specs[name].budget.hard_usd
             if hard is not None and self.committed[name] + need > micro_usd(hard):
                 reason = (
@@ -106,7 +106,7 @@ class Budgets:
             return True
         whole = held_micro_usd_h + more_micro_usd_h
         hour = whole * RESERVE_S / 3600.0
-        return self._counted(job) + hour + _lead(whole) <= micro_usd(job.spec.budget_usd)
+        return self._cost(job) + hour + _lead(whole) <= micro_usd(job.spec.budget_usd)
 
     def reserve(self, job: Job, micro_usd_h: float) -> int:
         """Commits the job's next hour; returns what the job may have cost in total by then."""
@@ -120,17 +120,17 @@ class Budgets:
         burn: defaultdict[str, float] = defaultdict(float)
         spent: defaultdict[str, int] = defaultdict(int)
         for team in teams:
-            for name in self._line(team.name):
+            for name in self._ancestors(team.name):
                 spent[name] += team.spent_micro_usd
         for job, micro_usd_h in jobs.values():
-            for name in self._line(job.spec.team):
+            for name in self._ancestors(job.spec.team):
                 burn[name] += micro_usd_h
         found = {}
         for job, micro_usd_h in jobs.values():
-            if job.spec.budget_usd is not None and _is_out(self._counted(job), micro_usd_h, job.spec.budget_usd):
-                found[job.id] = f"its budget of {_words(job)} is spent"
-            for name in self._line(job.spec.team):
-                if _is_out(spent[name], burn[name], hard := self.specs[name].budget.hard_usd):
+            if job.spec.budget_usd is not None and _is_nearly_spent(self._cost(job), micro_usd_h, job.spec.budget_usd):
+                found[job.id] = f"its budget of {_describe_budget(job)} is spent"
+            for name in self._ancestors(job.spec.team):
+                if _is_nearly_spent(spent[name], burn[name], hard := self.specs[name].budget.hard_usd):
                     found[job.id] = f"the budget of team {name}, ${hard:g} this month, is spent"
         return found
 
@@ -138,18 +138,18 @@ class Budgets:
         hour = round(micro_usd_h * RESERVE_S / 3600.0)
         if job.spec.budget_usd is None:
             return hour
-        return min(hour, micro_usd(job.spec.budget_usd) - self._counted(job) - round(_lead(micro_usd_h)))
+        return min(hour, micro_usd(job.spec.budget_usd) - self._cost(job) - round(_lead(micro_usd_h)))
 
-    def _counted(self, job: Job) -> int:
+    def _cost(self, job: Job) -> int:
         """The job's cost that its own budgets limit."""
         return (self.spent if job.spec.budget_per == "job" else self.spent_month).get(job.id, 0)
 
     def _commit(self, team: str, amount: int) -> None:
-        for name in self._line(team) if amount else ():
+        for name in self._ancestors(team) if amount else ():
             self.committed[name] += amount
         self.version += self.has_soft or self.has_hard
 
-    def _line(self, team: str) -> list[str]:
+    def _ancestors(self, team: str) -> list[str]:
         """The team and its ancestors."""
         ancestors = []
         while team in self.specs:
@@ -158,7 +158,7 @@ class Budgets:
         return ancestors
 
 
-def _words(job: Job) -> str:
+def _describe_budget(job: Job) -> str:
     return f"${job.spec.budget_usd:g}{' this month' if job.spec.budget_per == 'month' else ''}"
 
 
@@ -166,7 +166,7 @@ def _reached(amount: int, limit_usd: float | None) -> bool:
     return limit_usd is not None and amount >= micro_usd(limit_usd)
 
 
-def _is_out(spent: int, micro_usd_h: float, limit_usd: float | None) -> bool:
+def _is_nearly_spent(spent: int, micro_usd_h: float, limit_usd: float | None) -> bool:
     return limit_usd is not None and spent + _lead(micro_usd_h) >= micro_usd(limit_usd)
 
 

@@ -26,7 +26,7 @@ class ResourceNode:
 
     number: int
     team: str
-    name: str
+    resource: str
     """The resource."""
     subtree_quota: float
     """Its quota, and what its children lend."""
@@ -36,7 +36,7 @@ class ResourceNode:
     """The most that it may borrow; None for no limit."""
     is_named: bool
     """True if the team or an ancestor has a quota; else it uses the root's."""
-    above: ResourceNode | None
+    parent: ResourceNode | None
     """The parent team's node; None at the root."""
 
 
@@ -68,7 +68,7 @@ class Quotas:
         limited = frozenset(name for spec in specs.values() for name in spec.quota)
         quotas = cls(specs, supply, limited, tuple(sorted(limited)))
         for name in quotas.names:
-            quotas._open_all(name)
+            quotas._add_nodes(name)
         return quotas
 
     def copy(self) -> Quotas:
@@ -100,7 +100,7 @@ class Quotas:
 
     def available(self, team: str, name: str) -> float:
         """The amount that the team may still reserve, borrowing included."""
-        return self._left(self._node(team, name)) if name in self.limited else math.inf
+        return self._available(self._node(team, name)) if name in self.limited else math.inf
 
     def lacking(
         self, team: str, need: Resources, *, is_preemptible: bool = True, may_borrow: bool = True
@@ -109,7 +109,7 @@ class Quotas:
         for name in self.names:
             if name not in need:
                 continue
-            if need[name] > self._left(self._node(team, name)) + _SLACK:
+            if need[name] > self._available(self._node(team, name)) + _SLACK:
                 return name
             if not is_preemptible and need[name] > self.nonpreemptible_left(team, name) + _SLACK:
                 return name
@@ -162,11 +162,11 @@ class Quotas:
             yield team
             team = spec.parent
 
-    def _left(self, node: ResourceNode) -> float:
+    def _available(self, node: ResourceNode) -> float:
         used, local = self._used[node.number], node.local_quota
-        if node.above is None:
+        if node.parent is None:
             return node.subtree_quota - used
-        more = self._left(node.above)
+        more = self._available(node.parent)
         if node.borrow is not None:
             more = min(more, node.subtree_quota - local - max(0.0, used - local) + node.borrow)
         return (local - used if local > used else 0.0) + more
@@ -177,21 +177,21 @@ class Quotas:
             number, local, most = node.number, node.local_quota, node.subtree_quota + _SLACK
             before = used[number]
             after = used[number] = before + amount
-            if node.above is None:
+            if node.parent is None:
                 return
             if (after > most) != (before > most):
-                self.borrowers[node.name].symmetric_difference_update((node.team,))
+                self.borrowers[node.resource].symmetric_difference_update((node.team,))
                 self._borrowing.clear()
             amount = (after - local if after > local else 0.0) - (before - local if before > local else 0.0)
-            node = node.above
+            node = node.parent
 
     def _node(self, team: str, name: str) -> ResourceNode:
         """The node for a team; created with zero quota for a team that has none."""
         if (found := self._nodes[name].get(team)) is None:
-            found = self._open(team, name, (0.0, 0.0))
+            found = self._add_node(team, name, (0.0, 0.0))
         return found
 
-    def _open_all(self, name: str) -> None:
+    def _add_nodes(self, name: str) -> None:
         """Creates the root's node first; a team's quota is known once those of its children are."""
         children, shares = defaultdict[str, list[str]](list), dict[str, tuple[float, float]]()
         for team, spec in self.specs.items():
@@ -209,21 +209,21 @@ class Quotas:
         assigned = sum(spec.quota.get(name, 0.0) for spec in self.specs.values())
         self.unassigned[name] = max(0.0, self.supply.get(name, 0.0) - assigned)
         self.borrowers[name], self._nodes[name] = set(), {}
-        self._open(_ROOT, name, (sum(lent(team) for team in children[_ROOT]) + self.unassigned[name], 0.0))
+        self._add_node(_ROOT, name, (sum(lent(team) for team in children[_ROOT]) + self.unassigned[name], 0.0))
         for team, share in reversed(shares.items()):  # who is above before who is below
-            self._open(team, name, share)
+            self._add_node(team, name, share)
 
-    def _open(self, team: str, name: str, share: tuple[float, float]) -> ResourceNode:
+    def _add_node(self, team: str, name: str, share: tuple[float, float]) -> ResourceNode:
         spec = self.specs.get(team, _ANY)
         node = self._nodes[name][team] = ResourceNode(
             number=len(self._used),
             team=team,
-            name=name,
+            resource=name,
             subtree_quota=share[0],
             local_quota=share[1],
             borrow=spec.borrow.get(name),
             is_named=any(name in self.specs[above].quota for above in self.ancestors(team)),
-            above=None if team == _ROOT else self._node(spec.parent, name),
+            parent=None if team == _ROOT else self._node(spec.parent, name),
         )
         self._used.append(0.0)
         self._nonpreemptible.append(0.0)

@@ -147,7 +147,7 @@ def why_not(
     types = {offering.node_type.name: (offering.node_type, fit) for offering, fit in holding}
     backed_off = [offering for offering, _ in holding if offerings.retry_at_s(offering) > offerings.at_s]
     available = {offering.node_type.name for offering, _ in holding if offering not in backed_off}
-    buyable = {name: max(0, offerings.left_of(name)) * fit for name, (_, fit) in types.items()}
+    buyable = {name: max(0, offerings.nodes_left(name)) * fit for name, (_, fit) in types.items()}
     now = existing + sum(members for name, members in buyable.items() if name in available)
     needs = f"needs {count} x ({describe_amounts(shape)}), {min(now, count)} fit now"
     if now < count and now + sum(members for name, members in buyable.items() if name not in available) >= count:
@@ -165,7 +165,7 @@ def why_not(
         return Unschedulable(
             "rate", f"{subject} waits: it {needs}; {rate}.", "No action needed: it continues within a minute."
         )
-    if now >= count and not shape.together and (limits := offerings.limits_in_words()):
+    if now >= count and not shape.together and (limits := offerings.describe_limits()):
         remedy = "It starts when something else ends. To start now, raise metadata.raytide.limits."
         return Unschedulable("budget", f"{subject} waits: it {needs.partition(',')[0]}; {limits}.", remedy)
     names = " or ".join(types)

@@ -37,31 +37,33 @@ class PendingDemand:
         self.remaining = np.array(
             [pending.count if self._is_known(pending.shape) else 0 for pending in shapes], dtype=np.float64
         )
-        self._worth = np.array([self._alone(pending.shape) for pending in shapes])
-        self._able = [table.matching(pending.shape.labels) & table.allowed(pending.allowed_types) for pending in shapes]
-        self._dearest_first = sorted(range(len(shapes)), key=lambda at: (-self._worth[at], at))
+        self._prices = np.array([self._standalone_price(pending.shape) for pending in shapes])
+        self._eligible = [
+            table.matching(pending.shape.labels) & table.allowed(pending.allowed_types) for pending in shapes
+        ]
+        self._by_price = sorted(range(len(shapes)), key=lambda at: (-self._prices[at], at))
         self._turn = 0
 
     def advance(self) -> None:
         self.remaining[self._turn] = 0.0
         self._turn += 1
 
-    def worth(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
+    def value(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
         """For each of these offerings with `members` of this need on a node: the value of its remaining room for other
         shapes, and how many of each shape it would hold. `left`: how many of each shape remain."""
         need_R = self._shelf.vector(round_up_gpu_share(need))
         free_PR = self._shelf.totals_PR[rows] - members[:, None] * need_R
         worth, fits = np.zeros(len(rows)), np.zeros((len(rows), len(left)))
-        for at in [at for at in self._dearest_first if left[at] > 0][:MOST]:
+        for at in [at for at in self._by_price if left[at] > 0][:MOST]:
             used = self._needs[at] > 0
             fit = np.floor((free_PR[:, used] + _EPS) / self._needs[at][used]).min(axis=1)
-            fit = np.clip(fit, 0.0, left[at]) * self._able[at][rows]
+            fit = np.clip(fit, 0.0, left[at]) * self._eligible[at][rows]
             free_PR -= fit[:, None] * self._needs[at]
-            worth += fit * self._worth[at]
+            worth += fit * self._prices[at]
             fits[:, at] = fit
         return worth, fits
 
-    def _alone(self, shape: Shape) -> float:
+    def _standalone_price(self, shape: Shape) -> float:
         """The lowest price of a member of this shape on nodes of its own."""
         members = self._shelf.members(shape)
         able = members > 0

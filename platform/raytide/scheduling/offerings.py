@@ -155,7 +155,7 @@ class Offerings:
     """By offering: the fleet price up to which it may be bought; None without limits."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> Offerings:
+    def from_snapshot(cls, snapshot: Snapshot) -> Offerings:
         existing = Counter(view.node.type for view in snapshot.nodes)
         rate = snapshot.limits.launches_per_min
         recent = sum(snapshot.at_s - view.node.requested_at_s < RATE_WINDOW_S for view in snapshot.nodes)
@@ -195,7 +195,7 @@ class Offerings:
         max_nodes = {o.node_type.name: o.node_type.max_nodes * fit for o, fit in self.offerings_for(shape)}
         return sum(max_nodes.values()) >= count
 
-    def can_have(self, purchase: Purchase = _NOTHING) -> Ints:
+    def purchasable(self, purchase: Purchase = _NOTHING) -> Ints:
         """By offering: the nodes that can be bought beside this purchase."""
         left = self.left[self.table.type_of]
         if purchase.size:
@@ -212,10 +212,10 @@ class Offerings:
     def members_to_buy(self, shape: Shape) -> int:
         """The members of this shape that purchasable nodes would hold, of each type in its best zone."""
         best = np.zeros_like(self.left)
-        np.maximum.at(best, self.table.type_of, self.can_have() * self.table.members(shape))
+        np.maximum.at(best, self.table.type_of, self.purchasable() * self.table.members(shape))
         return int(best.sum())
 
-    def left_of(self, node_type: str) -> int:
+    def nodes_left(self, node_type: str) -> int:
         return int(self.left[self.table.types[node_type]])
 
     def refusal(self, offering: Offering) -> Refusal | None:
@@ -223,7 +223,7 @@ class Offerings:
         if (retry_at_s := self.retry_at_s(offering)) > self.at_s:
             why = self.pools[(offering.node_type.name, offering.zone)].reason
             return "stock", f"backs off until {utc(retry_at_s)}" + (f": {why}" if why else "")
-        if self.left_of(offering.node_type.name) <= 0:
+        if self.nodes_left(offering.node_type.name) <= 0:
             return "capacity", f"all {offering.node_type.max_nodes} that max_nodes allows exist"
         if self.caps is not None and self.burn_micro_usd_h + offering.price_micro_usd_h > (
             cap := int(self.caps[offering.row])
@@ -252,7 +252,7 @@ class Offerings:
         pool = self.pools.get((offering.node_type.name, offering.zone))
         return pool.retry_at_s if pool else 0.0
 
-    def limits_in_words(self) -> str:
+    def describe_limits(self) -> str:
         """What the fleet costs, and its limits; empty without limits."""
         soft, hard = self.limits.soft_micro_usd_h, self.limits.hard_micro_usd_h
         words = [f"above {format_usd(soft)}/h only spot is bought"] if soft is not None else []

@@ -33,7 +33,7 @@ Option = tuple[float, float, int]
 class PlacementRequest:
     shape: Shape
     count: int
-    menu: frozenset[str] | None = None
+    allowed_types: frozenset[str] | None = None
     max_new: int | None = None
     spread_from: Counter[str] | None = None
     paces: Throughputs = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Candidate:
     purchase: Purchase = field(default_factory=Purchase)
     count: int = 0
     paces: Throughputs = field(default_factory=dict)
-    left: Floats | None = None
+    remaining: Floats | None = None
     """How many of each pending shape are not yet counted on to fill the nodes that this buys."""
 
     @property
@@ -71,7 +71,7 @@ class Candidate:
         costs = ((offering.cost_micro_usd_h * nodes, offering.node_type.name) for offering, nodes, _ in self.new)
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
-    def would_break(self, pace: int, needed: int) -> bool:
+    def would_split(self, pace: int, needed: int) -> bool:
         """True if fewer members than needed would be placed with so few new nodes."""
         members = sum(members for _, members in self.existing)
         sizes = [members // nodes for _, nodes, members in self.new for _ in range(nodes)]
@@ -86,7 +86,7 @@ def best_candidate(
     request: PlacementRequest,
 ) -> Candidate:
     """Places as many of the requested members as possible. `slots`: by row of the node table."""
-    candidate = Candidate(request.shape, paces=request.paces, left=None if pending is None else pending.remaining)
+    candidate = Candidate(request.shape, paces=request.paces, remaining=None if pending is None else pending.remaining)
     enough = (
         request.count if request.apart is None else sys.maxsize
     )  # apart, many rows hold one each, whatever else fits
@@ -137,14 +137,14 @@ def _cheapest(
     """The best offering, the members that one of its nodes holds, and how many nodes to take at once. `zones`: members
     by zone if they are spread."""
     table, lacking = offerings.table, request.count - candidate.count
-    fits, purchasable = table.members(request.shape), offerings.can_have(candidate.purchase)
+    fits, purchasable = table.members(request.shape), offerings.purchasable(candidate.purchase)
     fits = fits if request.apart is None else np.minimum(1, fits)
-    rows = np.flatnonzero((fits > 0) & (purchasable > 0) & table.allowed(request.menu))
+    rows = np.flatnonzero((fits > 0) & (purchasable > 0) & table.allowed(request.allowed_types))
     if not len(rows):
         return None
     members = np.minimum(fits, lacking)
-    if pending is not None and candidate.left is not None:
-        value, shared = pending.worth(request.shape.resources, rows, members[rows], candidate.left)
+    if pending is not None and candidate.remaining is not None:
+        value, shared = pending.value(request.shape.resources, rows, members[rows], candidate.remaining)
     else:
         value, shared = np.zeros(len(rows)), np.zeros((len(rows), 0))
     each = np.maximum(0.0, table.cost[rows] - value) / members[rows]
@@ -162,10 +162,10 @@ def _cheapest(
     nodes = min(max(1, lacking // int(fits[row])), int(purchasable[row]))
     if request.max_new is not None:
         nodes = min(nodes, request.max_new - candidate.purchase.size)
-    if candidate.left is not None and (filled := shared[at] > 0).any():
-        full = candidate.left[filled] // shared[at][filled]
+    if candidate.remaining is not None and (filled := shared[at] > 0).any():
+        full = candidate.remaining[filled] // shared[at][filled]
         nodes = int(min(nodes, max(1.0, full.min())))
-        candidate.left = np.maximum(0.0, candidate.left - nodes * shared[at])
+        candidate.remaining = np.maximum(0.0, candidate.remaining - nodes * shared[at])
     return table.offerings[row], int(fits[row]), nodes
 
 

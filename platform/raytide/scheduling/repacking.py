@@ -49,17 +49,17 @@ def repack(room: SchedulingState) -> Repacking:
         ):
             continue
         is_free = node_id not in receivers and not any(tenant.is_apart for tenant in tenants)
-        if is_free and (slots := _elsewhere(room, row, tenants)):
+        if is_free and (slots := _slots_elsewhere(room, row, tenants)):
             repacking.moved[node_id] = slots
             receivers.update(slot.node_id for slot in slots)
-            _forget(room, node_id)
-        elif cheaper := _cheaper(room, offering, tenants):
+            _remove(room, node_id)
+        elif cheaper := _cheaper_offering(room, offering, tenants):
             repacking.swapped[node_id] = _swap(room, node_id, cheaper, tenants)
     room.full.clear()
     return repacking
 
 
-def _elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> list[Slot]:
+def _slots_elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> list[Slot]:
     """Reserves slots for all tenants of this row on other nodes; empty if they do not all fit."""
     restore = room.node_table.checkpoint()
     slots: list[Slot] = []
@@ -76,10 +76,10 @@ def _elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> list[S
     return slots
 
 
-def _cheaper(room: SchedulingState, offering: Offering, tenants: list[Tenant]) -> Offering | None:
+def _cheaper_offering(room: SchedulingState, offering: Offering, tenants: list[Tenant]) -> Offering | None:
     """The cheapest offering that holds all of them, if it is cheaper than this one."""
     offerings, table = room.offerings, room.offerings.table
-    able = (table.cost < offering.cost_micro_usd_h) & table.could_hold(_sum(tenants)) & (offerings.can_have() > 0)
+    able = (table.cost < offering.cost_micro_usd_h) & table.could_hold(_total(tenants)) & (offerings.purchasable() > 0)
     for labels, types in {(tuple(tenant.labels.items()), tenant.allowed_types) for tenant in tenants}:
         able &= table.matching(dict(labels)) & table.allowed(types)
     rows = np.flatnonzero(able)
@@ -91,24 +91,24 @@ def _swap(room: SchedulingState, node_id: str, offering: Offering, tenants: list
     room.offerings.cancel(room.bought[node_id])
     room.offerings.buy(offering)
     room.bought[node_id] = offering
-    room.node_table.set_free(row, _less(offering.node_type.resources, _sum(tenants)), offering.labels)
+    room.node_table.set_free(row, _without(offering.node_type.resources, _total(tenants)), offering.labels)
     room.slots[row] = room.slots[row]._replace(node_type=offering.node_type.name, zone=offering.zone)
     return room.slots[row]
 
 
-def _forget(room: SchedulingState, node_id: str) -> None:
+def _remove(room: SchedulingState, node_id: str) -> None:
     """Removes a node that is not bought after all."""
     room.offerings.cancel(room.bought.pop(node_id))
     del room.tenants[node_id]
     room.node_table.set_free(room.rows.pop(node_id), {}, {})
 
 
-def _sum(tenants: list[Tenant]) -> Resources:
+def _total(tenants: list[Tenant]) -> Resources:
     total: Resources = {}
     for tenant in tenants:
         total = plus(total, round_up_gpu_share(tenant.shape.resources))
     return total
 
 
-def _less(total: Resources, taken: Resources) -> Mapping[str, float]:
+def _without(total: Resources, taken: Resources) -> Mapping[str, float]:
     return {name: amount - taken.get(name, 0.0) for name, amount in total.items()}

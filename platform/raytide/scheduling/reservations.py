@@ -33,12 +33,12 @@ def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
     if not lacking:
         return snapshot
     fleet, reserved = (
-        _Fleet.of(snapshot, room, {name for view in lacking for name in _need(view)}),
+        _Fleet.from_snapshot(snapshot, room, {name for view in lacking for name in _need(view)}),
         dict[str, Reservation](),
     )
     for view in lacking:
         shape, count = replica_shape(view), members_at_once(view, missing_members(room, view))
-        if found := fleet.keep(shape, count, room.offerings.members_to_buy(shape)):
+        if found := fleet.reserve(shape, count, room.offerings.members_to_buy(shape)):
             reserved[view.endpoint.name] = found
     return replace(snapshot, kept=reserved)
 
@@ -59,11 +59,6 @@ def reserve(room: SchedulingState, reserved: Reservation) -> None:
         room.reserve(node_id, resources)
 
 
-def release(room: SchedulingState, reserved: Reservation) -> None:
-    for node_id, resources in reserved:
-        room.release(node_id, resources)
-
-
 @dataclass(slots=True, eq=False)
 class _Fleet:
     """The existing and starting nodes, in order."""
@@ -78,20 +73,20 @@ class _Fleet:
     """By resource: free amounts by node once all jobs have ended; replicas do not end."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot, room: SchedulingState, names: Iterable[str]) -> _Fleet:
+    def from_snapshot(cls, snapshot: Snapshot, room: SchedulingState, names: Iterable[str]) -> _Fleet:
         views = [view for view in snapshot.nodes if view.node.id in room.rows]
         views.sort(key=lambda view: (len(view.node.id), view.node.id))
         rows = np.array([room.rows[view.node.id] for view in views], dtype=np.int64)
         free_NR = np.array([room.node_table.free_at(row) for row in rows.tolist()])
-        used, free, most = _used_for_good(snapshot, room), dict[str, Floats](), dict[str, Floats]()
+        used, free, most = _used_by_replicas(snapshot, room), dict[str, Floats](), dict[str, Floats]()
         for name in sorted(names):
             columns = room.node_table.columns({name: 1.0})
             free[name] = free_NR[:, columns[0][0]] if columns and views else np.zeros(len(views))
-            future = [view.countable.get(name, 0.0) - used[view.node.id][name] for view in views]
+            future = [view.stable_total.get(name, 0.0) - used[view.node.id][name] for view in views]
             most[name] = np.array(future, dtype=np.float64)
         return cls([view.node.id for view in views], room.node_table, rows, free, most)
 
-    def keep(self, shape: Shape, count: int, to_buy: int) -> Reservation:
+    def reserve(self, shape: Shape, count: int, to_buy: int) -> Reservation:
         """Reserves the nodes that lack the least for `count` members, `to_buy` of which fit on new nodes. Empty if not
         all of them would ever fit."""
         need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
@@ -124,7 +119,7 @@ def _need(view: EndpointView) -> Resources:
     return {name: amount for name, amount in view.endpoint.spec.resources.items() if amount > 0}
 
 
-def _used_for_good(snapshot: Snapshot, room: SchedulingState) -> Mapping[str, Mapping[str, float]]:
+def _used_by_replicas(snapshot: Snapshot, room: SchedulingState) -> Mapping[str, Mapping[str, float]]:
     """Resources of each node that replicas use or are about to use."""
     used: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     ids = {view.node.ray_node_id: view.node.id for view in snapshot.nodes if view.node.ray_node_id}

@@ -33,7 +33,7 @@ from raytide.scheduling.replicas import (
     replica_shape,
     replica_throughputs,
 )
-from raytide.scheduling.throughput import no_slower
+from raytide.scheduling.throughput import at_least_as_fast_as
 from raytide.scheduling.unattributed import UnattributedUsage
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
@@ -104,23 +104,26 @@ class SchedulingState:
     """Shapes for which there was no slot at all: valid until something is released or bought."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> SchedulingState:
+    def from_snapshot(cls, snapshot: Snapshot) -> SchedulingState:
         able = [view for view in snapshot.nodes if _takes_work(view.node) and _is_known(view, snapshot)]
         room = cls(
             snapshot=snapshot,
-            offerings=Offerings.of(snapshot),
+            offerings=Offerings.from_snapshot(snapshot),
             next_node=snapshot.next_node,
             node_table=NodeTable(
                 resource_scale(snapshot.node_types, able),
                 usual_shapes(snapshot.leases, snapshot.jobs, snapshot.endpoints),
             ),
         )
-        promised, held = _promised(snapshot.leases), _held(snapshot.leases)
+        promised, held = _uncounted_members(snapshot.leases), _usable_resources(snapshot.leases)
         able.sort(key=lambda view: _order(view.node.id))
         room.slots = [Slot(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
         room.rows = {slot.node_id: row for row, slot in enumerate(room.slots)}
         room.node_table.extend(
-            [_unpromised(_within(view, held.get(view.node.id)), promised.get(view.node.id, ())) for view in able],
+            [
+                _without_uncounted(_at_most_unused(view, held.get(view.node.id)), promised.get(view.node.id, ()))
+                for view in able
+            ],
             [_RANK[view.node.state] for view in able],
             [view.labels for view in able],
         )
@@ -129,9 +132,9 @@ class SchedulingState:
         unattributed = UnattributedUsage(snapshot)
         for view in snapshot.endpoints:
             missing = missing_replicas(view, snapshot, leaving)
-            starting = unattributed.starting(view, missing) if missing else 0
+            starting = unattributed.starting_replicas(view, missing) if missing else 0
             if missing := missing - starting:
-                vacated = unattributed.vacated(view, starting)
+                vacated = unattributed.yielded_slots(view, starting)
                 name, hosts = view.endpoint.name, view.load.replica_nodes if view.load else ()
                 zone_counts = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
                 for node_id, resources in vacated:
@@ -170,14 +173,14 @@ class SchedulingState:
             return () if needed <= 0 else self.why_not(shape, needed, subject)
         best: Candidate | None = None
         most = 0
-        for bound in self._bound(shape):
+        for bound in self._per_domain(shape):
             request = PlacementRequest(bound, count, types, max_new, spread_from, paces or {}, apart)
             candidate = best_candidate(self.offerings, self.node_table, self.slots, self.pending, request)
             rate = self.offerings.launches_left
             if (
                 rate is not None
                 and candidate.purchase.size > rate
-                and not (rate and candidate.would_break(rate, needed))
+                and not (rate and candidate.would_split(rate, needed))
             ):
                 candidate = best_candidate(
                     self.offerings, self.node_table, self.slots, self.pending, replace(request, max_new=rate)
@@ -207,7 +210,8 @@ class SchedulingState:
             assert never is not None
             return never
         existing = max(
-            (int(self.node_table.rows_with_room(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0
+            (int(self.node_table.rows_with_room(b.resources, b.labels)[1].sum()) for b in self._per_domain(shape)),
+            default=0,
         )
         if self._holders is None:
             self._holders = Holders(self.snapshot)
@@ -244,16 +248,16 @@ class SchedulingState:
         cheapest."""
         shape, name = replica_shape(view), view.endpoint.name
         if (members := view.endpoint.spec.members) > 1:
-            return self._whole(shape, missing, members, name)
+            return self._place_whole(shape, missing, members, name)
         if view.pools is None:
-            return self._placed(shape, missing, name, spread_from=zone_counts, paces=replica_throughputs(view))
-        slots = self._placed(shape, missing, name, max_new=0)
+            return self._place_some(shape, missing, name, spread_from=zone_counts, paces=replica_throughputs(view))
+        slots = self._place_some(shape, missing, name, max_new=0)
         for (node_type, zone), count in Counter(view.pools[: missing - len(slots)]).items():
             labels = {**shape.labels, TYPE_LABEL: node_type, ZONE_LABEL: zone}
-            slots += self._placed(shape.model_copy(update={"labels": labels}), count, name)
+            slots += self._place_some(shape.model_copy(update={"labels": labels}), count, name)
         return slots
 
-    def _whole(self, shape: Shape, missing: int, members: int, subject: str) -> Placements:
+    def _place_whole(self, shape: Shape, missing: int, members: int, subject: str) -> Placements:
         """Reserves slots for replicas of several members, each whole or not at all; first what a broken replica
         lacks."""
         slots: Placements = ()
@@ -264,7 +268,7 @@ class SchedulingState:
             slots, missing = slots + found, missing - count
         return slots
 
-    def _placed(
+    def _place_some(
         self,
         shape: Shape,
         count: int,
@@ -280,7 +284,7 @@ class SchedulingState:
         )
         return () if isinstance(slots, Unschedulable) else slots
 
-    def _bound(self, shape: Shape) -> list[Shape]:
+    def _per_domain(self, shape: Shape) -> list[Shape]:
         """The shape once for each value of the label that its members share; the shape itself if they share none."""
         if not shape.together:
             return [shape]
@@ -297,11 +301,11 @@ class SchedulingState:
         slots: list[Slot] = []
 
         def tenant(slot: Slot) -> Tenant:
-            types = no_slower(slot.node_type, candidate.paces)
+            types = at_least_as_fast_as(slot.node_type, candidate.paces)
             return Tenant(candidate.shape, menu, slot.zone if is_spread else "", types, is_apart)
 
-        if self.pending is not None and candidate.left is not None:
-            self.pending.remaining = candidate.left
+        if self.pending is not None and candidate.remaining is not None:
+            self.pending.remaining = candidate.remaining
         self.node_table.reserve_each(
             [row for row, _ in candidate.existing], candidate.shape.resources, [n for _, n in candidate.existing]
         )
@@ -350,7 +354,7 @@ def _is_known(view: NodeView, snapshot: Snapshot) -> bool:
     return snapshot.ray_answers or view.node.state is not NodeState.READY
 
 
-def _promised(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, Shape]]]:
+def _uncounted_members(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, Shape]]]:
     """Members by node whose placement groups Ray may not count yet."""
     found: dict[str, list[tuple[Member, Shape]]] = {}
     for lease in leases:
@@ -360,7 +364,7 @@ def _promised(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, Shape]]]:
     return found
 
 
-def _held(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
+def _usable_resources(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
     """Resources of usable members by node. Ray shows them a second or two after their placement groups are ready."""
     found: dict[str, dict[str, float]] = {}
     for lease in leases:
@@ -373,7 +377,7 @@ def _held(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _within(view: NodeView, taken: Resources | None) -> Resources:
+def _at_most_unused(view: NodeView, taken: Resources | None) -> Resources:
     """The free resources of a node, at most what its members leave."""
     free = view.available
     if not taken or fits(taken, minus(view.total, free)):
@@ -381,7 +385,7 @@ def _within(view: NodeView, taken: Resources | None) -> Resources:
     return {name: min(amount, view.total.get(name, 0.0) - taken.get(name, 0.0)) for name, amount in free.items()}
 
 
-def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> Resources:
+def _without_uncounted(available: Resources, here: Sequence[tuple[Member, Shape]]) -> Resources:
     """The free resources without those of members whose placement group Ray does not count yet.
 
     ASSIGNED members have no group and are subtracted. FORMING members have one that Ray may count or not. They are

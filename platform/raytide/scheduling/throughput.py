@@ -34,7 +34,7 @@ class AcceleratorClasses:
             declared={kind: fmean(_said(node_type, need) for node_type in types) for kind, types in by_kind.items()},
         )
 
-    def paces(self, measured: Mapping[str, float]) -> Throughputs:
+    def relative(self, measured: Mapping[str, float]) -> Throughputs:
         """The throughput on each node type relative to the slowest. `measured`: throughput on node types, in any
         unit."""
         found: dict[str, list[float]] = defaultdict(list)
@@ -54,7 +54,7 @@ def cost_per_work(cost: float, node_type: str, paces: Throughputs) -> float:
     return cost / paces.get(node_type, 1.0)
 
 
-def no_slower(node_type: str, paces: Throughputs) -> str:
+def at_least_as_fast_as(node_type: str, paces: Throughputs) -> str:
     """A label selector's value for the node types that are at least as fast as this one; empty for all."""
     least = paces.get(node_type, 1.0)
     return f"in({','.join(sorted(name for name, pace in paces.items() if pace >= least))})" if paces else ""

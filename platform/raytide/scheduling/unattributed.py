@@ -24,12 +24,12 @@ class UnattributedUsage:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
-    def vacated(self, endpoint_view: EndpointView, starting: int) -> list[tuple[str, Resources]]:
+    def yielded_slots(self, endpoint_view: EndpointView, starting: int) -> list[tuple[str, Resources]]:
         """The slots that members yield to the endpoint's replicas, or just left: node ids with resources. Those that
         starting replicas may have taken are left out."""
         need, found = endpoint_view.endpoint.spec.resources, []
         gone: Resources = {}
-        for node_id, resources, is_hidden in self._given.get(endpoint_view.endpoint.name, ()):
+        for node_id, resources, is_hidden in self._yielded.get(endpoint_view.endpoint.name, ()):
             if is_hidden and copies_that_fit(need, gone) < starting:
                 gone = plus(gone, resources)
             else:
@@ -37,7 +37,7 @@ class UnattributedUsage:
         return found
 
     @cached_property
-    def _given(self) -> dict[str, list[tuple[str, Resources, bool]]]:
+    def _yielded(self) -> dict[str, list[tuple[str, Resources, bool]]]:
         """By endpoint: node id, resources, and whether the member has left but still counts in Ray."""
         nodes = {view.node.id: view for view in self._snapshot.nodes}
         unknown_left: dict[str, Resources] = {}
@@ -49,7 +49,7 @@ class UnattributedUsage:
                 if not member.given_to or node_id not in nodes:
                     continue
                 if member.is_parked:
-                    unknown = unknown_left[node_id] if node_id in unknown_left else self.unknown(nodes[node_id])
+                    unknown = unknown_left[node_id] if node_id in unknown_left else self.amount(nodes[node_id])
                     is_hidden = fits(need, unknown)
                     unknown_left[node_id] = minus(unknown, need) if is_hidden else unknown
                     if not is_hidden:
@@ -57,7 +57,7 @@ class UnattributedUsage:
                 found.setdefault(member.given_to, []).append((node_id, need, member.is_parked))
         return found
 
-    def starting(self, endpoint_view: EndpointView, missing: int) -> int:
+    def starting_replicas(self, endpoint_view: EndpointView, missing: int) -> int:
         """The replicas without a known node that have room all the same: their process starts, and until then no node
         is reported. A replica that Ray still queues has no room."""
         spec = endpoint_view.endpoint.spec
@@ -65,32 +65,34 @@ class UnattributedUsage:
         if missing <= queued:
             return 0
         found = 0
-        for view in self._strange:
+        for view in self._with_unattributed:
             if found >= missing - queued:
                 break
-            found += self.room_on(view, endpoint_view)
+            found += self.replicas_on(view, endpoint_view)
         return min(missing - queued, found)
 
-    def room_on(self, view: NodeView, endpoint_view: EndpointView) -> int:
+    def replicas_on(self, view: NodeView, endpoint_view: EndpointView) -> int:
         """The endpoint's replicas that could account for unattributed usage on this node."""
         spec = endpoint_view.endpoint.spec
         is_taken = view.node.state is NodeState.READY and fits(spec.resources, minus(view.total, view.available))
         return (
-            copies_that_fit(spec.resources, self.unknown(view))
+            copies_that_fit(spec.resources, self.amount(view))
             if is_taken and labels_match(spec.labels, view.labels)
             else 0
         )
 
     @cached_property
-    def _strange(self) -> list[NodeView]:
+    def _with_unattributed(self) -> list[NodeView]:
         """Ready nodes with unattributed usage."""
-        return [view for view in self._snapshot.nodes if view.node.state is NodeState.READY and self._is_strange(view)]
+        return [
+            view for view in self._snapshot.nodes if view.node.state is NodeState.READY and self._has_unattributed(view)
+        ]
 
-    def _is_strange(self, view: NodeView) -> bool:
+    def _has_unattributed(self, view: NodeView) -> bool:
         known, free = self._known[view.node.id], view.available
         return any(amount - known.get(name, 0.0) - free.get(name, 0.0) > 0 for name, amount in view.total.items())
 
-    def unknown(self, view: NodeView) -> Resources:
+    def amount(self, view: NodeView) -> Resources:
         """Used resources beyond those accounted for; negative where Ray does not show known usage yet."""
         return minus(minus(view.total, self._known[view.node.id]), view.available)
 

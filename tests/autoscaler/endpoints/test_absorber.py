@@ -240,12 +240,12 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
     shrunk = w.lease()
     seen = replace(seen, leases=(shrunk,))
     (view,) = seen.endpoints
-    assert UnattributedUsage(seen).vacated(view, 0) == [(shrunk.members[3].node_id, {"GPU": 1.0})]
+    assert UnattributedUsage(seen).yielded_slots(view, 0) == [(shrunk.members[3].node_id, {"GPU": 1.0})]
     w.after(1)
     parked = w.lease()
     assert parked.members[3].is_parked
     still_taken = replace(seen, at_s=w.c.clock.now_s(), leases=(parked,))
-    assert len(UnattributedUsage(still_taken).vacated(view, 0)) == 1, (
+    assert len(UnattributedUsage(still_taken).yielded_slots(view, 0)) == 1, (
         "Ray counts the seat although nobody that is known sits there"
     )
     asked, _ = set_targets(still_taken)
@@ -258,7 +258,7 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
     freed = tuple(
         replace(view, available={"GPU": 1.0}) if view.node.type == "gpu4" else view for view in still_taken.nodes
     )
-    assert UnattributedUsage(replace(still_taken, nodes=freed)).vacated(view, 0) == []
+    assert UnattributedUsage(replace(still_taken, nodes=freed)).yielded_slots(view, 0) == []
     w.after(int(LAG_S) + 1)
     assert w.lease().members[3].node_id == ""
 

@@ -76,7 +76,7 @@ def kept(c: Cluster) -> float:
     seen, _ = set_targets(c.seen)
     return sum(
         free["GPU"]
-        for nodes in with_reservations(seen, SchedulingState.of(seen)).kept.values()
+        for nodes in with_reservations(seen, SchedulingState.from_snapshot(seen)).kept.values()
         for _, free in nodes
         if free
     )
@@ -164,7 +164,7 @@ def test_what_a_node_will_have_for_one_endpoint_it_will_not_have_for_another() -
     seen, _ = set_targets(c.seen)
     kept = {
         name: [node for node, _ in nodes]
-        for name, nodes in with_reservations(seen, SchedulingState.of(seen)).kept.items()
+        for name, nodes in with_reservations(seen, SchedulingState.from_snapshot(seen)).kept.items()
     }
     assert kept == {"first": ["node-1", "node-2"]}
 

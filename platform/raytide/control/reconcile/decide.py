@@ -32,7 +32,7 @@ def decide_constrained(seen: Snapshot) -> Plan:
     shed = enforce_cost_limit(seen)
     seen = with_leases(without(seen, shed), shed) if shed else seen
     published, scales = set_targets(seen)
-    room = SchedulingState.of(published)
+    room = SchedulingState.from_snapshot(published)
     published = with_reservations(published, room)
     admissions = schedule(published, consolidation.with_reserved(published, room))
     is_room_valid = all(isinstance(action, Admit | Wait) for action in admissions)  # no member yields or comes back

@@ -158,7 +158,7 @@ class Job:
         if (told := self.progress_number("left_s")) is not None:
             return told
         step = self.progress_number("step")
-        steps = self.progress_number("steps") or _number(self.spec.config, "steps")
+        steps = self.progress_number("steps") or _plausible_number(self.spec.config, "steps")
         if step is not None and steps is not None and 0 < step <= steps:
             return self.held_for_s(now_s) / step * (steps - step)
         if self.spec.estimate_h is None:
@@ -173,10 +173,10 @@ class Job:
 
     def progress_number(self, name: str) -> float | None:
         """A number of its progress; None if it reported none, or an implausible one."""
-        return _number(self.progress, name)
+        return _plausible_number(self.progress, name)
 
 
-def _number(values: Mapping[str, object], name: str) -> float | None:
+def _plausible_number(values: Mapping[str, object], name: str) -> float | None:
     value = values.get(name)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= _MOST else None  # type: ignore[arg-type]

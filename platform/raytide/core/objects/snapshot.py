@@ -35,7 +35,7 @@ class NodeView:
     """Why it does not count as idle although Ray calls it so; empty if there is no reason."""
 
     @property
-    def countable(self) -> Resources:
+    def stable_total(self) -> Resources:
         """`total` without the object store: Ray subtracts from it what objects fill."""
         return {name: amount for name, amount in self.total.items() if name != "object_store_memory"}
 

@@ -102,7 +102,10 @@ def _over_cap(job: Job, held: int, most: int) -> Wait:
 
 def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> AdmissionState:
     """The state before the cycle: resources of yielding members are free, those nominated for members are taken."""
-    room, types = room or SchedulingState.of(snapshot), {node_type.name: node_type for node_type in snapshot.node_types}
+    room, types = (
+        room or SchedulingState.from_snapshot(snapshot),
+        {node_type.name: node_type for node_type in snapshot.node_types},
+    )
     views = [view for view in snapshot.nodes if view.node.type in types]
     by_node = {view.node.id: types[view.node.type] for view in views}
     by_ray_node = {view.node.ray_node_id: types[view.node.type] for view in views}
@@ -224,7 +227,7 @@ def _leases_by_row(snapshot: Snapshot) -> dict[int, Lease]:
 def _enforce_budgets(state: AdmissionState, table: QueueTable) -> list[Preempt]:
     """Preempts the jobs whose budget is about to run out; those that cannot be preempted run on."""
     leases = ((state.jobs[row], lease) for row, lease in state.leases.items())
-    prices = {job.id: (job, state.micro_usd_h(lease)) for job, lease in leases if state.budgets.is_limited(job)}
+    prices = {job.id: (job, state.micro_usd_h(lease)) for job, lease in leases if state.budgets.has_limit(job)}
     over = state.budgets.jobs_over_budget(prices, state.snapshot.teams)
     rows = [row for row in state.leases if state.jobs[row].id in over and table.is_preemptible[row]]
     return [_preempt_whole(state, table, row, over[state.jobs[row].id]) for row in rows]

@@ -116,7 +116,7 @@ class AffordableShapes:
 
     @classmethod
     def of(cls, job: Job, requests: ShapeRequests, budgets: Budgets) -> AffordableShapes:
-        over = budgets.beyond_soft(job)
+        over = budgets.over_soft_limit(job)
         allowed = requests.on_spot(job) if over else requests.for_job(job)
         refused = tuple([_unaffordable(job, each, budgets, over) for each in allowed])
         affordable = [each for each, why in zip(allowed, refused, strict=True) if why is None]
@@ -129,7 +129,7 @@ class AffordableShapes:
 
 
 def _unaffordable(job: Job, request: ShapeRequest, budgets: Budgets, over_soft_limit: str) -> Unschedulable | None:
-    if (refused := budgets.refuses(job, request.micro_usd_h * request.at_least)) is not None:
+    if (refused := budgets.refusal(job, request.micro_usd_h * request.at_least)) is not None:
         return refused
     if over_soft_limit and request.shape.labels.get(MARKET_LABEL) != CapacityType.SPOT:
         reason = f"{over_soft_limit} is beyond its soft budget and may use spot nodes only; {job.id} asks for others"

@@ -170,7 +170,7 @@ class AdmissionState:
         price = self.micro_usd_h(self.leases[row])
         more = {count: usage.price_per_hour(shape, types[:count]) for count in range(len(placed), 0, -1)}
         count = next((count for count, extra in more.items() if self.budgets.may_grow(job, price, extra)), 0)
-        if count and self.budgets.refuses(job, more[count]) is not None:
+        if count and self.budgets.refusal(job, more[count]) is not None:
             count = 0
         self._release_slots(shape, placed[count:])
         quota = usage.quota_usage(shape, types[:count])
@@ -235,7 +235,7 @@ class AdmissionState:
 
         def refuse(slots: Placements) -> Unschedulable | None:
             types = usage.placed_types(slots, self.snapshot.node_types)
-            return self.budgets.refuses(job, usage.price_per_hour(shape, types))
+            return self.budgets.refusal(job, usage.price_per_hour(shape, types))
 
         if refuse(placed) is None:
             return placed

@@ -34,9 +34,13 @@ def advance(
     members = [_follow_node(member, nodes.get(member.node_id), now_s) for member in lease.members]
     if groups:
         members = [_follow_group(member, groups.get(_key(lease, member)), now_s) for member in members]
-    settled = _settle(_form(_seated(lease, members), nodes, now_s), groups)
-    after = _time_out(_say(lease, settled), now_s)
-    return after if after is lease or _seen(after) == _seen(lease) else replace(after, epoch=lease.epoch + 1)
+    settled = _activate(_request_groups(_with_members(lease, members), nodes, now_s), groups)
+    after = _time_out(_with_reason(lease, settled), now_s)
+    return (
+        after
+        if after is lease or _visible_state(after) == _visible_state(lease)
+        else replace(after, epoch=lease.epoch + 1)
+    )
 
 
 def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
@@ -59,9 +63,9 @@ def apply_action(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) ->
     """Applies a decision of the queue: members yield and are then parked, or come back."""
     match action:
         case Shrink(members=members):
-            return _give_way(lease, frozenset(members), action, now_s)
+            return _yield_members(lease, frozenset(members), action, now_s)
         case Preempt():
-            return _give_way(lease, frozenset(range(len(lease.members))), action, now_s)
+            return _yield_members(lease, frozenset(range(len(lease.members))), action, now_s)
         case Grow(members=members):
             back = tuple(_vacate(m) if m.index in members and m.is_parked else m for m in lease.members)
             return replace(lease, members=back)
@@ -72,12 +76,12 @@ def acknowledge_release(lease: Lease, settled: str, now_s: float) -> Lease:
     members are parked; those whose node leaves look for another."""
     if settled != lease.version or not any(member.state is MemberState.LEAVING for member in lease.members):
         return lease
-    members = tuple(_let_go(m, now_s) if m.state is MemberState.LEAVING else m for m in lease.members)
-    return _say(lease, replace(lease, members=members, epoch=lease.epoch + 1))
+    members = tuple(_leave_node(m, now_s) if m.state is MemberState.LEAVING else m for m in lease.members)
+    return _with_reason(lease, replace(lease, members=members, epoch=lease.epoch + 1))
 
 
-def _give_way(lease: Lease, yielding: frozenset[int], action: Shrink | Preempt, now_s: float) -> Lease:
-    changed = tuple(_leaving(m, action, now_s) if m.index in yielding else m for m in lease.members)
+def _yield_members(lease: Lease, yielding: frozenset[int], action: Shrink | Preempt, now_s: float) -> Lease:
+    changed = tuple(_yielding(m, action, now_s) if m.index in yielding else m for m in lease.members)
     return lease if changed == lease.members else replace(lease, members=changed, epoch=lease.epoch + 1)
 
 
@@ -105,7 +109,7 @@ def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
     }
 
 
-def _seated(lease: Lease, members: Iterable[Member]) -> Lease:
+def _with_members(lease: Lease, members: Iterable[Member]) -> Lease:
     """The lease with these members; the same object if they are unchanged, as at most ticks."""
     changed = tuple(members)
     return lease if changed == lease.members else replace(lease, members=changed)
@@ -126,7 +130,7 @@ def _park(member: Member, now_s: float) -> Member:
     return replace(parked, given_to=member.given_to, node_id=member.node_id if member.given_to else "")
 
 
-def _leaving(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
+def _yielding(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
     """The member usable for a while longer; parked at once if it is not usable yet."""
     if member.is_parked or member.is_yielding:
         return member
@@ -144,9 +148,9 @@ def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
     if member.is_yielding and member.leaves_at_s is not None and now_s >= member.leaves_at_s:
         return _park(member, now_s)
     if node is None or node.state in (NodeState.TERMINATING, NodeState.GONE):
-        return _let_go(member, now_s)
+        return _leave_node(member, now_s)
     if member.state in _WITH_GROUP and node.ray_node_id != member.ray_node_id:
-        return _let_go(member, now_s)  # its raylet is another one than that of the group
+        return _leave_node(member, now_s)  # its raylet is another one than that of the group
     if member.is_yielding:
         return member
     if node.state is NodeState.DRAINING:
@@ -159,7 +163,7 @@ def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
     return member
 
 
-def _let_go(member: Member, now_s: float) -> Member:
+def _leave_node(member: Member, now_s: float) -> Member:
     return _park(member, now_s) if member.is_yielding else _vacate(member)
 
 
@@ -170,10 +174,10 @@ def _follow_group(member: Member, group: PlacementGroupInfo | None, now_s: float
     is_lost = group.state == "removed"
     if member.is_usable:
         is_lost = group.state != "ready" or group.placement_group_id != member.placement_group_id
-    return _let_go(member, now_s) if is_lost else member
+    return _leave_node(member, now_s) if is_lost else member
 
 
-def _form(lease: Lease, nodes: Mapping[str, Node], now_s: float) -> Lease:
+def _request_groups(lease: Lease, nodes: Mapping[str, Node], now_s: float) -> Lease:
     """Requests groups once enough members have a ready node."""
     able = {m.index for m in lease.members if _is_on_ready_node(m, nodes)}
     holding = sum(m.state in _WITH_GROUP for m in lease.members)
@@ -193,11 +197,11 @@ def _start(member: Member, node: Node) -> Member:
     return replace(member, state=MemberState.FORMING, ray_node_id=node.ray_node_id, address=node.address)
 
 
-def _settle(lease: Lease, groups: Mapping[GroupKey, PlacementGroupInfo]) -> Lease:
+def _activate(lease: Lease, groups: Mapping[GroupKey, PlacementGroupInfo]) -> Lease:
     """Makes members usable, all at once the first time, and sets the state of the lease."""
     is_enough = sum(m.is_usable or _is_ready(lease, m, groups) for m in lease.members) >= lease.shape.at_least
     if is_enough:
-        lease = _seated(lease, (_finish(lease, m, groups) for m in lease.members))
+        lease = _with_members(lease, (_finish(lease, m, groups) for m in lease.members))
     is_forming = any(m.state is MemberState.FORMING for m in lease.members)
     state = LeaseState.ACTIVE if is_enough else LeaseState.FORMING if is_forming else LeaseState.WAITING
     forming_since_s = lease.forming_since_s if is_forming else None
@@ -234,7 +238,7 @@ def _is_ready(lease: Lease, member: Member, groups: Mapping[GroupKey, PlacementG
     return group is not None and group.state == "ready"
 
 
-def _say(before: Lease, after: Lease) -> Lease:
+def _with_reason(before: Lease, after: Lease) -> Lease:
     """The lease with its reason set if the state or the number of usable members changed."""
     if after is before:
         return after
@@ -246,7 +250,7 @@ def _say(before: Lease, after: Lease) -> Lease:
     return replace(after, reason=f"{usable} of {total} members are usable{needed}{making}")
 
 
-def _seen(lease: Lease) -> tuple[object, ...]:
+def _visible_state(lease: Lease) -> tuple[object, ...]:
     """The parts of a lease to which its holder reacts."""
     usable = tuple((m.index, m.incarnation, m.state, m.leaves_at_s) for m in lease.usable)
     return lease.state is LeaseState.ACTIVE, usable

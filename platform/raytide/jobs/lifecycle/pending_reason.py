@@ -31,7 +31,7 @@ def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
     waiting = [member for member in lease.members if member.state is MemberState.WAITING]
     needed = lease.shape.at_least - lease.member_count
     if needed > 0 and waiting:
-        room = SchedulingState.of(snapshot)
+        room = SchedulingState.from_snapshot(snapshot)
         found = room.place(lease.shape, needed, subject=job.id)
         if isinstance(found, Unschedulable):
             return _vacated(snapshot) or PendingReason(found.constraint, found.reason, found.remedy)
