@@ -11,8 +11,6 @@ import torch
 from raytide.kernels import compiled, cpu
 from raytide.kernels.registry import register
 
-__all__ = ["linear"]
-
 Tensor = torch.Tensor
 
 _ROWS, _WIDTH = 64, 1024  # of the product that is measured

@@ -17,19 +17,6 @@ from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeigh
 from raytide.kernels.library import Library, library
 from raytide.kernels.registry import register
 
-__all__ = [
-    "activate",
-    "activate_mul",
-    "add_norm",
-    "attention",
-    "can_run",
-    "experts",
-    "invariant_attention",
-    "linear",
-    "norm",
-    "rope_write",
-]
-
 Tensor = torch.Tensor
 
 _DTYPES = (torch.float32, torch.bfloat16)

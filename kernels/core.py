@@ -12,8 +12,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Activation", "AttentionSpec", "HeadNorms", "NormWeights", "PagedBatch", "Rope"]
-
 Tensor = torch.Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -21,9 +19,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """The weights of an RMSNorm (`kind` "rms") or a LayerNorm ("layer"). Gemma's 1 + weight is folded into `weight` at
-    load.
-    """
+    """An RMSNorm (`kind` "rms") or LayerNorm ("layer"). Gemma's 1 + weight is folded into `weight` at load."""
 
     weight: Tensor
     bias: Tensor | None
@@ -54,8 +50,8 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """`window` is how many positions a token sees, itself included; `softcap` c bounds scores by
-    c * tanh(score / c).
+    """`window` is the number of positions a token sees, itself included; scores become c * tanh(score / c) with
+    `softcap` c.
     """
 
     scale: float

@@ -17,8 +17,6 @@ from raytide.kernels import ref
 from raytide.kernels.core import AttentionSpec, NormWeights, PagedBatch
 from raytide.kernels.registry import register
 
-__all__ = ["add_norm", "attention", "can_pack", "linear", "norm"]
-
 Tensor = torch.Tensor
 
 _GROUP_SLOTS = 4096  # padded context slots gathered at once
@@ -48,9 +46,7 @@ def can_pack() -> bool:
 
 @register("linear", "cpu", probe=can_pack)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Packs the weight once. For one row in float32 the plain product is faster, so the plain weight is kept
-    as well.
-    """
+    """Packs the weight once, and keeps the plain one for single rows in float32, for which it is faster."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
     plain = weight if weight.dtype == torch.float32 else None
 
@@ -65,9 +61,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 @dataclass(slots=True)
 class _DecodeGroup:
-    """Sequences that each add one token, padded to one length. `rows` is None when they are the whole batch
-    in order.
-    """
+    """Sequences that each add one token, padded to one length. `rows` None: the whole batch in order."""
 
     rows: Tensor | None
     blocks: Tensor  # flattened [B, M]

@@ -8,8 +8,6 @@ import torch
 
 from raytide.core.errors import ConfigError
 
-__all__ = ["DTYPES", "Device", "resolve_device"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -16,8 +16,6 @@ from raytide.kernels import ref
 from raytide.kernels.core import Activation, AttentionSpec, NormWeights, PagedBatch
 from raytide.kernels.registry import register
 
-__all__ = ["add_norm", "attention", "experts", "linear", "norm"]
-
 Tensor = torch.Tensor
 
 _PRIORITY = -10  # below the references, which are not invariant

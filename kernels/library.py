@@ -21,8 +21,6 @@ import torch
 
 from raytide.core.config import environment
 
-__all__ = ["Library", "build", "compiler", "library"]
-
 _log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "c"

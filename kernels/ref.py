@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeights, PagedBatch, Rope
 from raytide.kernels.registry import register
 
-__all__ = ["activate", "activate_mul", "add_norm", "attention", "experts", "linear", "norm", "rope_write"]
-
 Tensor = torch.Tensor
 
 

@@ -20,8 +20,6 @@ from raytide.core.config import environment
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeights, PagedBatch, Rope
 
-__all__ = ["Ops", "ops_for", "register"]
-
 Tensor = torch.Tensor
 Impl = TypeVar("Impl", bound=Callable[..., object])
 
@@ -67,9 +65,7 @@ def register(
     probe: Callable[[], bool] = lambda: True,
     invariant: bool = False,
 ) -> Callable[[Impl], Impl]:
-    """Registers an implementation of `op` on a device kind. `probe` is called before it is chosen and returns whether
-    it works here.
-    """
+    """Registers an implementation of `op` on a device kind. `probe` says whether it works on this machine."""
 
     def remember(impl: Impl) -> Impl:
         _variants.setdefault(op, []).append(_Variant(device, priority, probe, invariant, impl))

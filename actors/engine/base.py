@@ -14,8 +14,6 @@ from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.types import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message
 from raytide.core.errors import UsageError
 
-__all__ = ["BasicEngine", "Engine", "Prompt", "check_features", "check_prompt", "refuse", "required_features"]
-
 Prompt = str | Sequence[int]
 
 
@@ -93,9 +91,7 @@ class Engine(Protocol):
         ...
 
     async def load_lora(self, name: str, path: str) -> None:
-        """Feature "lora". Serve an adapter under `name`. Raises ConflictError for a name in use, DataError for a bad
-        adapter.
-        """
+        """Feature "lora". Serve an adapter. Raises ConflictError for a name in use, DataError for a bad adapter."""
         ...
 
     async def unload_lora(self, name: str) -> None:
@@ -179,9 +175,7 @@ def check_features(request: GenRequest, features: Collection[Feature], backend: 
 
 
 def check_prompt(who: str, prompt: Sequence[int], *, max_len: int, vocab_size: int) -> None:
-    """Raises UsageError for a prompt that is empty, leaves no room for an answer, or has tokens that the
-    model lacks.
-    """
+    """Raises UsageError for a prompt that is empty, leaves no room for an answer, or has unknown tokens."""
     if not 0 < len(prompt) < max_len:
         raise UsageError(
             f"{who}: prompt of {len(prompt)} tokens; the engine takes 1 to {max_len - 1}.",

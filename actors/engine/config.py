@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from raytide.core.config import Config
 
-__all__ = ["EngineConfig"]
-
 
 class EngineConfig(Config):
     """`max_batch_tokens` is the token budget of one step: it bounds how long a prefill delays the running decodes."""

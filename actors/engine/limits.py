@@ -6,40 +6,6 @@ clients send, and low enough that no request delays others by more than millisec
 
 from __future__ import annotations
 
-__all__ = [
-    "BODY_TIMEOUT_S",
-    "MAX_BAD_WORDS",
-    "MAX_BODY_BYTES",
-    "MAX_CHOICES",
-    "MAX_COMPILING",
-    "MAX_COPIED_TOKENS",
-    "MAX_EMBEDDING_INPUTS",
-    "MAX_EMBEDDING_TOKENS",
-    "MAX_GRAMMAR_CHARS",
-    "MAX_HTTP_STOPS",
-    "MAX_JSON_CONTAINERS",
-    "MAX_JSON_DEPTH",
-    "MAX_JSON_TEXTS",
-    "MAX_JSON_VALUES",
-    "MAX_KEPT_GRAMMAR_CHARS",
-    "MAX_LOGIT_BIAS",
-    "MAX_LOGPROBS",
-    "MAX_LOGPROB_ENTRIES",
-    "MAX_MASK_MS",
-    "MAX_MESSAGES",
-    "MAX_NAME_CHARS",
-    "MAX_PENDING_ENTRIES",
-    "MAX_PRIORITY",
-    "MAX_PROMPTS",
-    "MAX_PROMPT_LOGITS",
-    "MAX_PROMPT_LOGPROB_ROWS",
-    "MAX_STOPS",
-    "MAX_STOP_TOKEN_IDS",
-    "MAX_TEXT_JOBS",
-    "MAX_WORD_CHARS",
-    "SEND_TIMEOUT_S",
-]
-
 MAX_BODY_BYTES = 4 << 20
 """For a request to any route."""
 MAX_JSON_VALUES = 1 << 18

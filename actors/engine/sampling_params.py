@@ -18,8 +18,6 @@ from raytide.actors.engine.limits import (
 )
 from raytide.core.errors import UsageError
 
-__all__ = ["SamplingParams", "Structured"]
-
 
 @dataclass(frozen=True, slots=True)
 class Structured:

@@ -14,17 +14,13 @@ if TYPE_CHECKING:
     from raytide.actors.engine.text.bad_words import BadWords
     from raytide.actors.engine.text.structured_output import Grammar
 
-__all__ = ["Rank", "Sampled", "ScheduledChunk", "Sequence", "StepPlan"]
-
 Rank = tuple[float, float, int]
 """Level, due time, arrival: the smallest goes first."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sample of a request inside the engine. `tokens` is the prompt followed by the output; KV exists for the first
-    `num_computed`.
-    """
+    """One sample of a request. `tokens` is the prompt and the output; KV exists for the first `num_computed`."""
 
     seq_id: str
     tokens: list[int]

@@ -12,23 +12,6 @@ from typing import Literal
 
 from raytide.actors.engine.sampling_params import SamplingParams
 
-__all__ = [
-    "CompletionOutput",
-    "EngineInfo",
-    "EngineState",
-    "EngineStats",
-    "Feature",
-    "FinishReason",
-    "GenChunk",
-    "GenRequest",
-    "Message",
-    "RequestOutput",
-    "Timing",
-    "TokenLogprobs",
-    "TokenUsage",
-    "as_request_error",
-]
-
 EngineState = Literal["serving", "paused", "asleep"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Feature = Literal[
@@ -101,9 +84,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token's log probability under the model's own distribution, its rank there (1 is the most likely), and the
-    most likely tokens, best first.
-    """
+    """A token's log probability under the model's own distribution, its rank (from 1), and the most likely tokens."""
 
     token_id: int
     logprob: float

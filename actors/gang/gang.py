@@ -1,6 +1,4 @@
-"""A gang in user code: holds a lease for the length of a `with` block, and runs any Ray actor or task on its
-members.
-"""
+"""A gang in user code: holds a lease for the length of a `with` block, for Ray actors and tasks on its members."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class Gang:
         return self.lease.usable
 
     def actor_options(self, index: int, **options: object) -> dict[str, object]:
-        """Returns `.options(...)` for an actor or task on member `index`: its placement, and by default all of its
-        resources.
-        """
+        """Returns `.options(...)` for an actor or task on a member: its placement, and by default all its resources."""
         from raytide.actors.gang.placement_groups import member_options
 
         lease = self.lease

@@ -1,6 +1,4 @@
-"""A driver's view of its lease. It is read and reported to on threads, so that an API restart does not hold up the
-work.
-"""
+"""A driver's view of its lease, on threads: an API restart does not hold up the work."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class LeaseWatch:
         self._thread.start()
 
     def latest(self) -> Lease | None:
-        """Returns the lease, or None before the first answer. Raises LeaseLostError (or the API's refusal) once it is
-        over.
-        """
+        """Returns the lease; None before the first answer. Raises LeaseLostError, or the API's refusal, at its end."""
         if self._error is not None:
             raise self._error
         return self._lease
@@ -70,9 +66,7 @@ class LeaseWatch:
 
 
 class ProgressReporter:
-    """Sends progress at most once a second, and at once when the settled members changed. It never waits; a failed
-    report is replaced by the next.
-    """
+    """Sends progress at most once a second, and at once when the settled members changed. It never waits."""
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id

@@ -123,8 +123,8 @@ def _reap(but: int) -> None:
 
 
 def _end_children() -> None:
-    """Kills all children, and their orphans, which become children, until none is left. A child that may not be killed,
-    as under sudo, is left.
+    """Kills all children and their orphans, which become children. One that may not be killed, as under sudo,
+    is left.
     """
     while killed := [pid for pid in _children() if _kill(pid, signal.SIGKILL)]:
         for pid in killed:

@@ -142,9 +142,7 @@ class Attempt:
         each: Callable[[int], object] | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> list[Any] | AttemptResult:
-        """Calls a method of all members. Returns their answers, or a result that names the members without one or the
-        first error.
-        """
+        """Calls a method of all members. Returns their answers, or the result of a lost or failed one."""
         more = [() if each is None else (each(number),) for number in range(len(runs))]
         calls = [run.actor.call(method, *args, *own) for run, own in zip(runs, more, strict=True)]
         wait_futures(calls, timeout=timeout_s)
@@ -181,9 +179,7 @@ class Attempt:
             self._exits[exited.rank] = exited
 
     def _failure_result(self) -> AttemptResult:
-        """Returns the result after a process failed: its own error, or `lost` if it failed because a peer's
-        node died.
-        """
+        """Returns the result after a process failed: `failed`, or `lost` if a peer's node died first."""
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline and len(self._exits) < self.world:
             if lost := self._collect_reports():

@@ -22,9 +22,7 @@ from raytide.core.specs.script import ScriptSpec
 
 TICK_S = 0.05
 LOST_WITHIN_S = 30.0
-"""The time in which the platform must report the node of vanished processes as lost; otherwise they failed by
-themselves.
-"""
+"""The time in which the platform must report the node of vanished processes as lost, or they failed themselves."""
 ORPHANS_S = ORPHAN_GRACE_S + 1.0
 """The wait when the last attempt's processes are not confirmed to have ended: the next attempt would share their GPUs.
 """

@@ -12,8 +12,6 @@ from raytide.core.errors import ConfigError
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import ServeSpec
 
-__all__ = ["ENGINES", "EngineChoice", "build_engine", "choose_engine"]
-
 log = logger(__name__)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from raytide.actors.engine.types import EngineStats
 
-__all__ = ["ProgressWatch"]
-
 
 class ProgressWatch:
     """Detects an engine that has had work for too long without making progress, from its counters over time."""
@@ -16,9 +14,7 @@ class ProgressWatch:
         self._commands = _Counter()
 
     def problem(self, stats: EngineStats, now_s: float) -> str | None:
-        """Returns why the replica should be replaced, or None. The limit must exceed the longest step (a long
-        prefill).
-        """
+        """Returns why to replace the replica, or None. The limit must exceed the longest step (a long prefill)."""
         is_idle = stats.running + stats.waiting == 0 or stats.state != "serving"  # paused and asleep on purpose
         stalled_s = self._steps.stalled_s(stats.steps, is_idle, now_s)
         if stalled_s > self._limit_s:

@@ -11,8 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from raytide.actors.engine.types import EngineStats
 
-__all__ = ["Outcome", "RequestTracker", "ServingMetrics"]
-
 Outcome = Literal["ok", "aborted", "invalid", "rejected", "error"]
 """`aborted`: the client went away; `invalid`: 4xx; `rejected`: the queue was full; `error`: the server's fault."""
 

@@ -24,8 +24,6 @@ from raytide.actors.engine.types import (
 )
 from raytide.core.errors import ConflictError, EngineDeadError, EngineError, NotFoundError, OverloadedError, UsageError
 
-__all__ = ["FakeEngine"]
-
 _FEATURES: frozenset[Feature] = frozenset(
     (
         "embeddings",

@@ -12,8 +12,6 @@ from collections import deque
 from raytide.actors.engine.text.stop_strings import StopScanner
 from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, TokenLogprobs
 
-__all__ = ["CannedGenerator", "PrioritySemaphore", "Prompts", "direction"]
-
 
 class CannedGenerator:
     """Generates one token at a time. Its distribution has a single token, so every log probability is 0."""
@@ -95,9 +93,7 @@ class Prompts:
         self._served.clear()
 
     def cached(self, lora: str | None, salt: str, prompt: bytes) -> int:
-        """Returns how many tokens a prompt shares with the start of a cached one, except its last, which is always
-        computed.
-        """
+        """Returns how many tokens a prompt shares with the start of a cached one; its last is always computed."""
         shared = [_shared(text, prompt) for *key, text in self._served if key == [lora, salt]]
         return max([0, *shared])
 

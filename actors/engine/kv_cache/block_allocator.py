@@ -10,8 +10,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-__all__ = ["BlockAllocator"]
-
 
 class BlockAllocator:
     """Every operation is O(1) per block."""
@@ -29,9 +27,7 @@ class BlockAllocator:
         return len(self._free)
 
     def take(self) -> tuple[int, bytes | None]:
-        """Returns a block with one reference, and the hash of what it cached until now. The caller has checked
-        `num_free`.
-        """
+        """Returns a block with one reference, and the hash of its cached content. The caller has checked `num_free`."""
         block, _ = self._free.popitem(last=False)
         stale = self._hash_of[block]
         if stale is not None:

@@ -15,23 +15,17 @@ from raytide.actors.engine.kv_cache.block_allocator import BlockAllocator
 from raytide.actors.engine.sequence import StepPlan
 from raytide.core.errors import ConfigError
 
-__all__ = ["BlockPool", "Place", "chain_hash"]
-
 Place = tuple[bool, int]
 """A block's location: whether it is on the host, and its number there."""
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns 128 bits for a block's tokens and all tokens before them. `parent` of the first block is the sequence's
-    salt.
-    """
+    """Returns 128 bits for a block's tokens and all before them. `parent` of the first is the sequence's salt."""
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class BlockPool:
-    """Allocates, shares and moves blocks. `keeps_cold`: cached blocks go to the host before they are reused, while it
-    has room.
-    """
+    """`keeps_cold`: cached blocks go to the host before they are reused, while it has room."""
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -82,9 +76,7 @@ class BlockPool:
         self.device.register(block, block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[Place]:
-        """Returns the places of the longest cached prefix of a chain, without a reference: `add_reference`
-        keeps them.
-        """
+        """Returns the places of a chain's longest cached prefix, without a reference (see `add_reference`)."""
         places: list[Place] = []
         for block_hash in hashes:
             place = self._find(block_hash)
@@ -112,9 +104,7 @@ class BlockPool:
             (self.host if on_host else self.device).add_reference(block)
 
     def load(self, places: Sequence[Place], hashes: Sequence[bytes | None]) -> list[int]:
-        """Returns device blocks for places that the caller has references on; those on the host are swapped in with the
-        next moves.
-        """
+        """Returns device blocks for places that the caller references; those on the host are swapped in."""
         blocks = []
         for (on_host, block), block_hash in zip(places, hashes, strict=True):
             if on_host:
@@ -165,9 +155,7 @@ class BlockPool:
             self._release_reads()
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Forgets the content of the blocks that only the caller references, and returns those: it is not to
-        be trusted.
-        """
+        """Forgets the content, which is not to be trusted, of blocks that only the caller references; returns those."""
         alone = [block for block in blocks if self.device.refs[block] == 1]
         for block in alone:
             kept = self.host.find(self.device.forget(block))

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from raytide.core.errors import ConflictError, DataError
 
-__all__ = ["Bytes", "KvHandle", "KvHeader"]
-
 Bytes = npt.NDArray[np.uint8]
 
 _MAGIC = b"raytide-kv-1\n"

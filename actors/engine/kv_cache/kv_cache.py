@@ -10,15 +10,11 @@ import torch
 from raytide.actors.engine.kv_cache.handle import Bytes
 from raytide.actors.engine.sequence import StepPlan
 
-__all__ = ["KvCache"]
-
 Tensor = torch.Tensor
 
 
 class KvCache:
-    """The KV memory. `layers` is what the model reads and writes: per layer [2, S, K, D], S slots in `num_blocks`
-    blocks.
-    """
+    """`layers` is what the model reads and writes: per layer [2, S, K, D], S slots in `num_blocks` blocks."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks

@@ -8,8 +8,6 @@ from __future__ import annotations
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, Place, chain_hash
 from raytide.actors.engine.sequence import Rank, Sequence
 
-__all__ = ["PrefixCache"]
-
 
 class PrefixCache:
     """Looks up prefixes by hashes chained over full blocks, starting from the sequence's salt."""

@@ -16,8 +16,6 @@ from raytide.actors.models.rope import cos_sin
 from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
 from raytide.kernels.registry import Ops
 
-__all__ = ["PagedDecoder"]
-
 Tensor = torch.Tensor
 
 
@@ -40,8 +38,8 @@ class PagedDecoder:
         self._attention_of = [self._attentions.index(spec) for spec in specs]
 
     def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
-        """Returns zeroed KV per layer, [2, S, K, D]. Padding is multiplied by 0, which gives NaN unless the memory is
-        finite.
+        """Returns KV per layer, [2, S, K, D], zeroed: padding is multiplied by 0, which gives NaN unless it
+        is finite.
         """
         shape = (2, num_blocks * block_size, self.arch.num_kv_heads, self.arch.head_dim)
         return [self._embedding.new_zeros(shape) for _ in self._layers]

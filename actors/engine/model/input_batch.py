@@ -15,8 +15,6 @@ import torch
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence
 from raytide.kernels.core import PagedBatch
 
-__all__ = ["InputBatch", "StepInputs"]
-
 Ints = npt.NDArray[np.int64]
 
 

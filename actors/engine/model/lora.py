@@ -22,8 +22,6 @@ from raytide.actors.models.naming import NAMES, projections
 from raytide.core.errors import CapacityError, ConfigError, ConflictError, DataError, NotFoundError
 from raytide.kernels.registry import Ops
 
-__all__ = ["Adapter", "LoraManager", "LoraRows", "read_adapter"]
-
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]
 _Place = tuple[int, str]  # the layer and the projection
@@ -78,9 +76,7 @@ class _Target:
 
 
 def read_adapter(path: Path, arch: Architecture, ops: Ops, dtype: torch.dtype, device: torch.device) -> Adapter:
-    """Reads an adapter. Raises DataError for a directory that is no adapter of this model, ConfigError for an
-    unsupported kind.
-    """
+    """Reads an adapter. Raises DataError for one of another model, ConfigError for an unsupported kind."""
     config_path = path / "adapter_config.json"
     config = Fields(read_json(config_path), str(config_path))
     _refuse_other_kinds(config)
@@ -221,9 +217,7 @@ class LoraManager:
         return sorted(chunks, key=lambda chunk: chunk.seq.lora or "")
 
     def rows(self, chunks: list[ScheduledChunk]) -> LoraRows | None:
-        """Returns the rows of each adapter, or None without adapters. Raises NotFoundError for one that is
-        not loaded.
-        """
+        """Returns the rows of each adapter; None without. Raises NotFoundError for one that is not loaded."""
         if all(chunk.seq.lora is None for chunk in chunks):
             return None
         adapters = [(None if chunk.seq.lora is None else self._get(chunk.seq.lora), chunk.length) for chunk in chunks]

@@ -1,6 +1,4 @@
-"""Computes one step: inputs from the persistent batch, the forward pass over the paged cache, and the sampled
-tokens.
-"""
+"""Computes a step: inputs from the persistent batch, the forward pass over the paged cache, sampled tokens."""
 
 from __future__ import annotations
 
@@ -30,15 +28,11 @@ from raytide.core.errors import ConfigError, EngineError
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import ops_for
 
-__all__ = ["ModelRunner"]
-
 _MEASURED_TOKENS = 256
 
 
 class ModelRunner:
-    """Owns the weights, the KV cache and all device memory. It takes the scheduler's plans, and the scheduler knows
-    nothing of it.
-    """
+    """Owns the weights, the KV cache and all device memory. The scheduler knows nothing of it."""
 
     def __init__(self, config: EngineConfig, arch: Architecture) -> None:
         self.arch, self._device = arch, resolve_device(config.device)

@@ -16,8 +16,6 @@ from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import PagedBatch
 
-__all__ = ["Pooling", "PromptRunner", "groups", "pooling_of"]
-
 Tensor = torch.Tensor
 Pooling = Literal["cls", "last", "mean"]
 

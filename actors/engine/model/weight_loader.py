@@ -16,17 +16,13 @@ from raytide.actors.models.naming import NAMES, Names, Projection, projections
 from raytide.kernels.core import HeadNorms, NormWeights
 from raytide.kernels.registry import Ops
 
-__all__ = ["LayerWeights", "Linear", "SparseFfn", "WeightLoader"]
-
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class SparseFfn:
-    """A sparse feed-forward: the router's logits [T, E], and the weighted sum of the chosen experts (operator
-    `experts`).
-    """
+    """The router's logits [T, E], and the weighted sum of the chosen experts (operator `experts`)."""
 
     router: Linear
     experts: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -13,8 +13,6 @@ from raytide.actors.engine.sequence import Sampled, Sequence
 from raytide.actors.engine.text.structured_output import GrammarState
 from raytide.core.errors import RaytideError, UsageError
 
-__all__ = ["GrammarMask", "apply_mask"]
-
 _STRIKES = 2
 
 
@@ -31,9 +29,7 @@ class GrammarMask:
         self._strikes.pop(seq.seq_id, None)
 
     def mask(self, logits_RV: torch.Tensor, seqs: Items[tuple[int, Sequence]]) -> dict[int, RaytideError]:
-        """Masks, in each of these rows, the tokens that its grammar does not allow. Returns the errors of failed
-        grammars by row.
-        """
+        """Masks these rows by their grammars. Returns the errors of failed grammars by row."""
         if not seqs:
             return {}
         grammars = [seq.grammar for _, seq in seqs if seq.grammar is not None]

@@ -15,8 +15,6 @@ from raytide.actors.engine.limits import MAX_LOGPROBS
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence
 from raytide.actors.engine.types import TokenLogprobs
 
-__all__ = ["PromptRows", "token_logprobs"]
-
 _ROWS_AT_ONCE = 8  # keeps intermediate results small: fresh memory takes longer than the computation
 
 

@@ -14,8 +14,6 @@ import torch
 
 from raytide.actors.engine.sequence import Sequence
 
-__all__ = ["Occurrences", "penalize"]
-
 
 class Occurrences:
     """The distinct tokens of one sequence and their counts in its output, updated incrementally."""

@@ -20,15 +20,11 @@ from raytide.actors.engine.sampling.top_k_top_p import RandomSampler
 from raytide.actors.engine.sequence import Sampled, Sequence
 from raytide.core.errors import RaytideError, UsageError
 
-__all__ = ["Sampler", "banned_tokens"]
-
 Tensor = torch.Tensor
 
 
 class Sampler:
-    """Caches token counts and grammar states of sequences until `forget`; they can be rebuilt from the tokens at any
-    time.
-    """
+    """Caches token counts and grammar states until `forget`; they can be rebuilt from the tokens at any time."""
 
     def __init__(self) -> None:
         self._occurrences: dict[str, Occurrences] = {}

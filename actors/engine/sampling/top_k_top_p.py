@@ -16,8 +16,6 @@ import torch.nn.functional as F
 
 from raytide.actors.engine.sampling_params import SamplingParams
 
-__all__ = ["RandomSampler", "keep_likely", "rank_floor", "uniforms"]
-
 Tensor = torch.Tensor
 Row = npt.NDArray[np.float32]
 
@@ -42,9 +40,7 @@ class RandomSampler:
         self._params = list(params)
 
     def draw(self, logits_RV: Tensor, positions: Items[int], rows: Items[int] | None = None) -> Tensor:
-        """Returns a token for each row of `logits_RV`, or for each of `rows`; `positions` are the lengths of the
-        sequences so far.
-        """
+        """Returns a token for each row, or each of `rows`; `positions` are the lengths of the sequences so far."""
         points_R1 = torch.from_numpy(uniforms(self._seeds, positions)).to(self._device)[:, None]
         size = len(self._params)
         if self._device.type == "cpu":

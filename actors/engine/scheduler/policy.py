@@ -13,8 +13,6 @@ from typing import Literal
 from raytide.actors.engine.limits import MAX_PRIORITY
 from raytide.actors.engine.sequence import Rank, Sequence
 
-__all__ = ["MOST_EVICTIONS", "SchedulingPolicy", "is_protected"]
-
 MOST_EVICTIONS = 3
 """A sequence that was evicted this often is not evicted again."""
 

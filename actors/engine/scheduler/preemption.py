@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.sequence import Sequence
 
-__all__ = ["PreemptionCost", "SwapCost", "choose_victims", "preemption_cost"]
-
 
 @dataclass(frozen=True, slots=True)
 class SwapCost:

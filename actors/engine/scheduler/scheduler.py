@@ -23,8 +23,6 @@ from raytide.actors.engine.sequence import Sequence, StepPlan
 from raytide.actors.engine.types import FinishReason
 from raytide.core.errors import UsageError
 
-__all__ = ["Scheduler"]
-
 
 class Scheduler:
     """Advances running sequences in the order of their ranks; each may evict those after it for a block it needs. A

@@ -9,14 +9,10 @@ from raytide.actors.engine.kv_cache.block_pool import BlockPool, Place
 from raytide.actors.engine.kv_cache.prefix_cache import PrefixCache
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
-__all__ = ["KvSource", "StepBuilder", "find_source"]
-
 
 @dataclass(slots=True)
 class KvSource:
-    """The places of the KV of the first `num_tokens` tokens: whole blocks at `places`, the rest in the
-    parent's `tail`.
-    """
+    """The KV of the first `num_tokens` tokens: whole blocks at `places`, the rest in the parent's `tail`."""
 
     num_tokens: int
     places: list[Place]

@@ -8,8 +8,6 @@ from heapq import heapify, heappop, heappush
 from raytide.actors.engine.scheduler.policy import SchedulingPolicy
 from raytide.actors.engine.sequence import Sequence
 
-__all__ = ["WaitingQueue"]
-
 _Entry = tuple[bool, float, int, Sequence]
 """Whether it is new, due time, arrival: the order within a priority, which does not change with time."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 
-__all__ = ["BadWords", "bad_word_tokens"]
-
 
 class BadWords:
     """Bad words as token sequences, indexed by their last token but one, so that a step looks only at those that can

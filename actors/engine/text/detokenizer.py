@@ -1,6 +1,4 @@
-"""Incremental detokenization: the pieces add up to the tokenizer's decode of all tokens, and half a character is held
-back until it is whole.
-"""
+"""Incremental detokenization: the pieces add up to the tokenizer's decode of all tokens, in whole characters."""
 
 from __future__ import annotations
 
@@ -11,8 +9,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from raytide.actors.engine.text.tokenizer import Tokenizer
-
-__all__ = ["Detokenizer", "Vocabulary"]
 
 
 class Detokenizer(Protocol):
@@ -138,9 +134,7 @@ class _PieceStream:
 
 
 def _alphabet() -> dict[str, int]:
-    """Returns GPT-2's map from printable characters to bytes: printable Latin-1 is itself, the rest is shifted above
-    255.
-    """
+    """Returns GPT-2's map from printable characters to bytes: printable Latin-1 is itself, the rest is shifted."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     for shift, byte in enumerate(sorted(set(range(256)) - set(printable))):

@@ -8,8 +8,6 @@ from functools import lru_cache
 
 from raytide.actors.engine.sampling_params import SamplingParams
 
-__all__ = ["StopScanner", "prepare_stops"]
-
 
 class StopScanner:
     """Holds back the shortest tail that could become a stop string, and emits all text before it.
@@ -33,9 +31,7 @@ class StopScanner:
         return cls(params.stop, skip=params.min_tokens, include=params.include_stop_str_in_output)
 
     def push(self, text: str) -> str:
-        """Returns the text that is now safe to emit. After a stop string `stopped` is True and nothing more
-        is emitted.
-        """
+        """Returns the text that is safe to emit. After a stop string `stopped` is True and nothing more is emitted."""
         if self.stopped:
             return ""
         automaton = self._automaton

@@ -26,8 +26,6 @@ from raytide.actors.engine.limits import MAX_COMPILING, MAX_GRAMMAR_CHARS, MAX_K
 from raytide.actors.engine.sampling_params import Structured
 from raytide.core.errors import ConfigError, OverloadedError, RaytideError, UsageError
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarState", "can_structure"]
-
 _THREADS = 2
 _KEPT = 256
 _LEAST_CHARS = 2048
@@ -118,9 +116,7 @@ class GrammarCompiler:
         self._kept_chars = 0
 
     def compile(self, structured: Structured) -> Grammar:
-        """Waits for a grammar. Raises UsageError when it is invalid, too large or not ready in time, and
-        OverloadedError when too many wait.
-        """
+        """Waits for a grammar. Raises UsageError for a bad or slow one, OverloadedError when too many wait."""
         try:
             return self._submit(structured).result(self._timeout_s)
         except TimeoutError:

@@ -1,6 +1,4 @@
-"""Converts text to token ids and back: tokenizer.json by the `tokenizers` library, special ids and the chat template
-from the files beside it.
-"""
+"""Text to token ids and back by the `tokenizers` library, with the special ids and chat template of the model."""
 
 from __future__ import annotations
 
@@ -16,8 +14,6 @@ from raytide.actors.engine.types import Message, as_request_error
 from raytide.actors.models.chat_template import ChatTemplate
 from raytide.actors.models.model_config import as_ids, read_json
 from raytide.core.errors import DataError, EngineError, RaytideError, UsageError
-
-__all__ = ["Tokenizer"]
 
 _INLINE_CHARS = 2000
 _SLICE_CHARS = 1 << 16
@@ -61,9 +57,7 @@ class Tokenizer:
         return [encoding.ids for encoding in batch]
 
     def spell(self, text: str) -> list[int] | None:
-        """Returns the token ids by which a model would spell a text with special tokens' names; None without such a
-        name.
-        """
+        """Returns token ids that spell a text with special tokens' names; None without such a name."""
         if not any(name in text for name in self._special_names):
             return None
         normalizer, splitter = self.rust.normalizer, self.rust.pre_tokenizer

@@ -11,8 +11,6 @@ from raytide.actors.engine.limits import MAX_TEXT_JOBS
 from raytide.actors.engine.types import as_request_error
 from raytide.core.errors import EngineError, OverloadedError, RaytideError
 
-__all__ = ["TextPool"]
-
 T = TypeVar("T")
 
 _THREADS = 2

@@ -27,8 +27,6 @@ from raytide.actors.serving.openai_api.wire import (
 )
 from raytide.core.errors import RaytideError
 
-__all__ = ["create_app"]
-
 
 def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
     """With `owns_server` the app starts and stops the server with its own lifespan; else the caller does."""

@@ -1,6 +1,4 @@
-"""Reads a request's JSON body within limits of size, time and structure, so that neither memory nor parsing time grows
-with what a client sends.
-"""
+"""Reads JSON bodies within limits of size, time and structure, so that clients cannot exhaust memory or time."""
 
 from __future__ import annotations
 
@@ -23,8 +21,6 @@ from raytide.actors.engine.limits import (
     MAX_JSON_VALUES,
 )
 from raytide.actors.serving.openai_api.errors import ApiError, invalid, too_large
-
-__all__ = ["JsonBody", "JsonRoute", "Outline", "parse_json"]
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("?)', re.DOTALL)
 _STRING_REST = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)

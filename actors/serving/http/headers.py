@@ -12,8 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raytide.actors.engine.limits import SEND_TIMEOUT_S
 
-__all__ = ["ResponseHeaders"]
-
 _MAX_ID_CHARS = 256
 
 

@@ -13,8 +13,6 @@ from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import Inputs
 
-__all__ = ["EmbeddingList", "EmbeddingRequest", "embed"]
-
 
 class EmbeddingRequest(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)

@@ -11,20 +11,6 @@ from pydantic import BaseModel
 
 from raytide.core.errors import EngineDeadError, OverloadedError, RaytideError
 
-__all__ = [
-    "RETRY_AFTER_S",
-    "RETRY_ELSEWHERE",
-    "ApiError",
-    "ErrorBody",
-    "ErrorDetail",
-    "invalid",
-    "overloaded",
-    "refused_by_the_dead",
-    "to_api_error",
-    "too_large",
-    "validation_error",
-]
-
 RETRY_AFTER_S = 1
 RETRY_ELSEWHERE = "x-raytide-retry-elsewhere"
 """The header by which a replica with a dead engine asks the proxy to try another replica."""
@@ -113,9 +99,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def validation_error(errors: Sequence[dict[str, object]]) -> ApiError:
-    """Returns FastAPI's validation errors as one 400 that names the first bad field; FastAPI's own 422 is unknown to
-    OpenAI's API.
-    """
+    """Returns FastAPI's validation errors as one 400, as at OpenAI, that names the first bad field."""
     first = errors[0]
     if first.get("type") == "json_invalid":
         return invalid("The body is not valid JSON.", param=None)

@@ -16,8 +16,6 @@ from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Toke
 from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes
 from raytide.core.errors import EngineError
 
-__all__ = ["ChoiceDelta", "GenerationStream"]
-
 
 @dataclass(slots=True)
 class ChoiceDelta:

@@ -8,8 +8,6 @@ from pydantic import BaseModel
 
 from raytide.actors.engine.types import TokenLogprobs
 
-__all__ = ["ChatLogprobs", "ScoredToken", "TextLogprobs", "TokenBytes", "chat_logprobs", "text_logprobs"]
-
 ScoredToken = tuple[int, TokenLogprobs | None]
 """A token and its log probabilities; None for the first token of a prompt."""
 

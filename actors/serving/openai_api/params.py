@@ -1,6 +1,4 @@
-"""Translates request bodies into the engine's messages and sampling parameters. Unsupported fields are refused, never
-dropped.
-"""
+"""Translates request bodies into messages and sampling parameters. Unsupported fields are refused, never dropped."""
 
 from __future__ import annotations
 
@@ -12,8 +10,6 @@ from raytide.actors.engine.types import Feature, GenRequest, Message
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.structure import structured_of
 from raytide.actors.serving.openai_api.wire import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
-
-__all__ = ["messages_of", "refuse_missing", "sampling_of"]
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for plain completions; a chat goes on until the model stops or the context is full."""

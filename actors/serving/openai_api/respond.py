@@ -1,6 +1,4 @@
-"""Turns a generation into its HTTP response, whole or streamed. When the client disconnects, the generation is
-cancelled.
-"""
+"""Turns a generation into its HTTP response, whole or streamed, and cancels it when the client disconnects."""
 
 from __future__ import annotations
 
@@ -23,8 +21,6 @@ from raytide.actors.serving.openai_api.logprobs import TokenBytes
 from raytide.actors.serving.openai_api.response_writer import DONE, ChoiceState, ResponseWriter, usage_of
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, sse
-
-__all__ = ["failed", "respond"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

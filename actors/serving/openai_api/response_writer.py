@@ -27,8 +27,6 @@ from raytide.actors.serving.openai_api.wire import (
     sse,
 )
 
-__all__ = ["DONE", "ChatWriter", "ChoiceState", "CompletionWriter", "ResponseWriter", "usage_of"]
-
 DONE = b"data: [DONE]\n\n"
 
 

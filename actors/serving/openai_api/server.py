@@ -20,8 +20,6 @@ from raytide.actors.serving.openai_api.params import messages_of, refuse_missing
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
 from raytide.core.errors import EngineDeadError
 
-__all__ = ["Server"]
-
 
 class Server:
     """One model's server. `replica` is its name in the `x-raytide-replica` header. Priorities below `min_priority`,

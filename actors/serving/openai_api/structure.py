@@ -11,8 +11,6 @@ from raytide.actors.engine.limits import MAX_GRAMMAR_CHARS
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.serving.openai_api.errors import invalid
 
-__all__ = ["Constraints", "ResponseFormat", "StructuredOutputs", "structured_of"]
-
 ANY_OBJECT = '{"type": "object"}'
 
 Schema = dict[str, Any] | str

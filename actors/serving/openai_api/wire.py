@@ -24,31 +24,6 @@ from raytide.actors.engine.limits import (
 from raytide.actors.serving.openai_api.logprobs import ChatLogprobs, TextLogprobs
 from raytide.actors.serving.openai_api.structure import Constraints
 
-__all__ = [
-    "ChatChoice",
-    "ChatCompletion",
-    "ChatCompletionChunk",
-    "ChatMessage",
-    "ChatRequest",
-    "ChunkChoice",
-    "Completion",
-    "CompletionChoice",
-    "CompletionRequest",
-    "ContentPart",
-    "Delta",
-    "FinishReason",
-    "GenerationRequest",
-    "Inputs",
-    "Model",
-    "ModelList",
-    "PromptDetails",
-    "Prompts",
-    "Reply",
-    "StreamOptions",
-    "Usage",
-    "sse",
-]
-
 FinishReason = Literal["stop", "length"]
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
@@ -106,9 +81,7 @@ def _not_too_many(bias: object) -> object:
 
 
 class GenerationRequest(_Request, Constraints):
-    """The fields that chat and plain completions share. Those from `top_k` on are extensions that vLLM's clients know
-    too.
-    """
+    """The fields of both chat and plain completions. From `top_k` on they are extensions that vLLM has too."""
 
     model: Name
     max_tokens: Count | None = None

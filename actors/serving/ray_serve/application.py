@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["DEPLOYMENT", "SPANNING", "Application"]
-
 DEPLOYMENT = "replica"
 """The name of the one deployment in each endpoint's Serve application."""
 SPANNING = "spanning-replica"
@@ -31,9 +29,7 @@ class Application:
     ready_on: Mapping[str, str] = field(default_factory=dict)
     """The node of each ready replica, by the replica's id."""
     failure: str = ""
-    """Serve's message when the deployment failed; empty otherwise, also for an UNHEALTHY one, which Serve
-    still repairs.
-    """
+    """Serve's message when the deployment failed; empty otherwise, also for an UNHEALTHY one, which it repairs."""
 
     @classmethod
     def of(

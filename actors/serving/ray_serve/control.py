@@ -18,8 +18,6 @@ from raytide.core import ray_internals
 from raytide.core.io.timeout import call_with_timeout
 from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, ReplicaLoad
 
-__all__ = ["LOOK_TIMEOUT_S", "ServeControl"]
-
 LOOK_TIMEOUT_S = 4.0
 """The timeout of one look at Serve, however many endpoints there are."""
 
@@ -178,7 +176,5 @@ def _replica(name: str, stats: Mapping[str, float], node: str) -> ReplicaLoad:
 
 
 def _spec_key(name: str) -> bytes:
-    """The key of the last deployed spec and its creation time, by which a restarted controller recognizes a new
-    endpoint.
-    """
+    """The key of the last deployed spec with its creation time, which tells a recreated endpoint from the old."""
     return f"{name}/spec".encode()

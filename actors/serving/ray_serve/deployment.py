@@ -22,8 +22,6 @@ from raytide.core.errors import EngineError
 from raytide.core.objects.endpoint import Endpoint, ServeSpec
 from raytide.scheduling.replicas import replica_selector
 
-__all__ = ["EngineReplica", "application"]
-
 _log = logging.getLogger(__name__)
 
 HEALTH_CHECK_PERIOD_S = 2.0

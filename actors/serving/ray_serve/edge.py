@@ -17,8 +17,6 @@ from raytide.actors.engine.limits import MAX_BODY_BYTES, SEND_TIMEOUT_S
 from raytide.actors.serving.openai_api.errors import RETRY_ELSEWHERE, ApiError, invalid, overloaded, too_large
 from raytide.actors.serving.openai_api.wire import sse
 
-__all__ = ["IMPORT_PATH", "OpenAIEdge", "middlewares"]
-
 IMPORT_PATH = f"{__name__}:middlewares"
 
 _PAUSES_S = (0.5, 1.0, 2.0)
@@ -181,9 +179,7 @@ class _Response:
         await self._send({"type": "http.response.body", "body": body})
 
     async def _send(self, message: Message) -> None:
-        """Sends to the client. Unread data stays in this process's memory, so a client that stops reading is given up
-        after the timeout.
-        """
+        """Sends to the client, and gives it up after the timeout: unread data stays in this process's memory."""
         if self._is_stuck:
             return
         try:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-__all__ = ["EXCHANGE_PERIOD_S", "KV_NAMESPACE", "load_key", "published_target", "target_key"]
-
 KV_NAMESPACE = b"raytide-serve"
 """The namespace in the GCS's internal key-value store."""
 
@@ -36,9 +34,7 @@ def load_key(endpoint: str) -> bytes:
 
 
 def published_target(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Returns the published replica count; the present target until one is published or when the GCS does not
-    answer.
-    """
+    """Returns the published replica count; the present target without one, or when the GCS does not answer."""
     state = dict(ctx.policy_state)
     now_s = float(ctx.current_time or 0.0)
     if now_s >= state.get("raytide_due_s", 0.0):

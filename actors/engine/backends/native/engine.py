@@ -1,6 +1,4 @@
-"""raytide's own engine behind the `Engine` protocol. The core runs in a thread of its own (`thread.py`); the event loop
-only hands requests over.
-"""
+"""raytide's own engine behind the `Engine` protocol. The core runs in a thread of its own (`thread.py`)."""
 
 from __future__ import annotations
 
@@ -22,8 +20,6 @@ from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.model.pooling import groups
 from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest, Message
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
-
-__all__ = ["NativeEngine"]
 
 T = TypeVar("T")
 
@@ -159,9 +155,7 @@ class NativeEngine(BasicEngine):
     async def _stream(
         self, request: GenRequest, enter: Callable[[EngineCore, Sequence[int], Prepared], None]
     ) -> AsyncIterator[GenChunk]:
-        """Adds a request to the core and yields its output. Its texts are prepared here, outside of the core's
-        thread.
-        """
+        """Adds a request to the core and yields its output. Its texts are prepared outside of the core's thread."""
         request_id = request.request_id
         prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
         if self._thread is not None and self._thread.death is not None:

@@ -34,8 +34,6 @@ from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, O
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EngineCore"]
-
 _log = logging.getLogger(__name__)
 
 _MOVES_MAY_FAIL = 3  # times in a row

@@ -20,8 +20,6 @@ from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.types import GenRequest
 from raytide.core.errors import UsageError
 
-__all__ = ["InputProcessor", "Prepared", "salt_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Prepared:

@@ -14,8 +14,6 @@ from raytide.actors.engine.sequence import Sequence
 from raytide.actors.engine.types import GenRequest
 from raytide.core.errors import ConflictError, UsageError
 
-__all__ = ["export_kv", "import_kv"]
-
 
 def export_kv(core: EngineCore, request_id: str) -> KvHandle:
     """Ends the request here and returns its handle. Raises NotFoundError or ConflictError."""
@@ -34,9 +32,7 @@ def export_kv(core: EngineCore, request_id: str) -> KvHandle:
 def import_kv(
     core: EngineCore, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
 ) -> None:
-    """Continues an exported request. Where there is no room for its KV now, the request queues and its KV is computed
-    again.
-    """
+    """Continues an exported request. Without room for its KV now, it queues and is computed again."""
     header, now_s = handle.header, time.monotonic()
     check_features(request, core.info.features, core.info.backend)
     seqs = core.input_processor.sequences(request, prompt, core.salt(request.lora, request.cache_salt), now_s, prepared)

@@ -23,8 +23,6 @@ from raytide.core.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LLM"]
-
 Sampling = SamplingParams | Items[SamplingParams] | None
 
 
@@ -167,9 +165,7 @@ _EVERY_S = 0.2
 
 @contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Update]:
-    """Shows progress on stderr: a bar by rich where that is installed, else one line. Yields the function to call with
-    it.
-    """
+    """Shows progress on stderr, by rich or else in one line. Yields the function to call with it."""
     if not shown:
         yield lambda done, tokens: None
         return

@@ -20,19 +20,6 @@ from raytide.actors.models.content import content_digest
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConflictError
 
-__all__ = [
-    "cached_prefix",
-    "embed",
-    "load_lora",
-    "pause",
-    "read_weights",
-    "resume",
-    "sleep",
-    "unload_lora",
-    "use_weights",
-    "wake",
-]
-
 
 def pause(core: EngineCore) -> None:
     """Take no steps until `resume`."""
@@ -54,9 +41,7 @@ def sleep(core: EngineCore, level: Literal[1, 2]) -> None:
 
 
 def wake(core: EngineCore) -> None:
-    """Allocates the memory again and resumes. After a failure the engine stays asleep, and `wake` can be tried
-    again.
-    """
+    """Allocates the memory again and resumes. After a failure the engine sleeps on, and `wake` can be tried again."""
     if core.state != "asleep":
         return
     if not core.runner.has_weights:
@@ -93,9 +78,7 @@ def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -
 
 
 def embed(core: EngineCore, prompts: list[list[int]]) -> list[list[float]]:
-    """Returns one vector for each prompt, pooled as the model directory says. The caller bounds the number of
-    tokens.
-    """
+    """Returns one vector for each prompt, pooled as the model directory says. The caller bounds the tokens."""
     return core.runner.embed(prompts, pooling_of(core.weights.model_dir))
 
 

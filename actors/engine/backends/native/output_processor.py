@@ -10,8 +10,6 @@ from raytide.actors.engine.text.stop_strings import StopScanner
 from raytide.actors.engine.types import GenChunk, GenRequest, Timing, TokenUsage
 from raytide.core.errors import EngineError, RaytideError
 
-__all__ = ["Output", "RequestFailure", "RequestState", "SampleState", "aborted_chunks"]
-
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:

@@ -19,8 +19,6 @@ from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.types import as_request_error
 from raytide.core.errors import EngineDeadError, EngineError, RaytideError
 
-__all__ = ["EngineThread"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -77,9 +75,7 @@ class EngineThread:
         return await asyncio.wrap_future(loaded)
 
     def call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
-        """Runs a command between two steps. Its outputs are delivered before the future is done; EngineError when the
-        thread has ended.
-        """
+        """Runs a command between two steps, and delivers its outputs first. EngineError when the thread has ended."""
         done: asyncio.Future[T] = self._events.create_future()
         ended = self._end_error or self.death
         if ended is not None:

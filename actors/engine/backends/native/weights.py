@@ -8,8 +8,6 @@ from pathlib import Path
 from raytide.actors.models.content import content_digest
 from raytide.core.errors import ConflictError
 
-__all__ = ["WeightsSource"]
-
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:

@@ -12,8 +12,6 @@ from pydantic import Field, model_validator
 from raytide.actors.engine.config import EngineConfig
 from raytide.core.errors import ConfigError
 
-__all__ = ["VllmConfig", "engine_arguments", "environment"]
-
 _NOT_IN_VLLM = ("ageing_s", "deterministic", "host_memory_gb")
 
 # Arguments that some versions of vLLM lack and do not need.

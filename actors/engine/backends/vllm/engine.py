@@ -41,8 +41,6 @@ from raytide.core.errors import (
     OverloadedError,
 )
 
-__all__ = ["VllmEngine"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Live:
@@ -277,9 +275,7 @@ class VllmEngine(BasicEngine):
 
 
 def _last(chunk: GenChunk, live: _Live) -> GenChunk:
-    """Returns the request's last chunk with the usage of all its samples; cached tokens and times are the first
-    sample's.
-    """
+    """Returns the request's last chunk with the usage of all samples, and the first one's cached tokens and times."""
     count = sum(each.num_tokens for each in live.samples)
     usage = TokenUsage(len(live.prompt), count, live.samples[0].num_cached)
     return replace(chunk, usage=usage, timing=live.samples[0].timing or Timing(0.0, 0.0, 0.0))
@@ -289,9 +285,7 @@ T = TypeVar("T")
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Merges streams in the order of their items. Ends when all have ended, or with the first error. Closing it closes
-    them.
-    """
+    """Merges streams in order of arrival. Ends when all have ended, or with the first error. Closing it closes them."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for item in only:

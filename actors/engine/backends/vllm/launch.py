@@ -17,8 +17,6 @@ from raytide.actors.engine.types import Feature
 from raytide.core.errors import ConfigError, EngineError, RaytideError
 from raytide.core.io.torch_packages import broken_torch_packages, removal
 
-__all__ = ["StepRecorder", "VllmCore", "launch"]
-
 _GRACE_S = 1.0
 _ALWAYS: frozenset[Feature] = frozenset(
     {"logit_bias", "logprobs", "min_tokens", "n", "penalties", "prompt_logprobs", "sampling", "stop_strings"}
@@ -76,9 +74,7 @@ class VllmCore:
         return bool(self.llm.errored)
 
     def shutdown(self) -> None:
-        """Stops vLLM's process; blocks. Its own cleanup takes many seconds, and a killed process leaves
-        nothing either.
-        """
+        """Stops vLLM's process; blocks. Its own cleanup would take many seconds."""
         if "timeout" in _parameters(self.llm, "shutdown"):
             self.llm.shutdown(timeout=_GRACE_S)
         else:

@@ -11,8 +11,6 @@ from raytide.actors.engine.text.stop_strings import StopScanner
 from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Timing
 from raytide.core.errors import EngineError
 
-__all__ = ["SampleOutput"]
-
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
 
@@ -78,9 +76,7 @@ class SampleOutput:
 
 
 def _timing(metrics: Any) -> Timing | None:
-    """Returns the times between the moments that vLLM's core recorded, all on one clock; 0 where a request did not get
-    that far.
-    """
+    """Returns the times between the moments that vLLM's core recorded; 0 for those not reached."""
     if metrics is None:
         return None
     moments = [metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]

@@ -10,17 +10,6 @@ from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.types import GenRequest, TokenLogprobs
 from raytide.core.errors import EngineDeadError, EngineError, RaytideError, UsageError
 
-__all__ = [
-    "call",
-    "died",
-    "sample_id",
-    "sampling_fields",
-    "structured_fields",
-    "token_logprobs",
-    "tokens_prompt",
-    "translated",
-]
-
 
 def sample_id(request_id: str, index: int) -> str:
     """Returns the id of a sample: vLLM cannot end one sample of several, so each is a request of its own."""

@@ -9,8 +9,6 @@ import os
 import signal
 import threading
 
-__all__ = ["EndsWithParent"]
-
 
 class EndsWithParent:
     """Mixed into vLLM's worker by its `worker_extension_cls`."""
