@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.objects.node import ACCELERATOR_LABEL, NodeType
-from raytide.scheduling.throughput import AcceleratorClasses, cost_per_work, at_least_as_fast_as
+from raytide.scheduling.throughput import AcceleratorClasses, at_least_as_fast_as, cost_per_work
 
 GPU = {"GPU": 1.0}
 
