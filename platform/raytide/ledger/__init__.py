@@ -1,1 +1,1 @@
-"""What every node cost and whose that was, to the micro-dollar; pure functions over core's entries and intervals."""
+"""The ledger: the cost of every node and its split over holders, to the micro-dollar, as pure functions."""

@@ -1,7 +1,7 @@
-"""From intervals to entries: each moment of each billed node is booked exactly once, whatever happens in between.
+"""Books intervals as entries: each moment of each billed node exactly once, whatever crashes happen.
 
-The amounts of one node telescope from the moment its bill began, so however often its life is cut, its entries sum to
-the provider's bill. Nobody knows what happened between two looks: the occupancy seen at the first holds to the second.
+The amounts of one node telescope from the start of its bill, so its entries sum to the provider's bill, however often
+its life is cut. Between two observations the occupancy of the first one counts.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from raytide.core.money import interval_cost, split
 from raytide.core.objects.ledger_entry import Entry, EntryKind, Occupancy, OpenInterval, Share
 
 MAX_OPEN_US = 60_000_000
-"""An interval is booked at the latest after this long, so that what a running job cost is never far behind."""
+"""The longest open interval, so that the booked cost of a running job is never far behind."""
 
 
 def open_interval(node_id: str, price_micro_usd_h: int, started_us: int, occupancy: Occupancy) -> OpenInterval:
-    """A node whose bill began at `started_us`, perhaps a while before it was first seen."""
+    """Opens the first interval of a node whose bill began at `started_us`, maybe before its first observation."""
     return OpenInterval(node_id, price_micro_usd_h, started_us, started_us, occupancy)
 
 
 def book(
     interval: OpenInterval, now_us: int, occupancy: Occupancy, *, at_once: bool = False
 ) -> tuple[tuple[Entry, ...], OpenInterval]:
-    """Book up to now if the occupancy changed, the interval is long, or it has to be `at_once`; else leave it open.
-    The clock may step back."""
+    """Books up to now if the occupancy changed, the interval is long, or `at_once` is set; else leaves it open. The
+    clock may step back."""
     is_due = at_once or occupancy != interval.occupancy or now_us - interval.from_us >= MAX_OPEN_US
     if not is_due:
         return (), interval
@@ -36,11 +36,10 @@ def book(
 def close(
     interval: OpenInterval, end_us: int, booked: Sequence[Entry] = (), origins: Sequence[int] = ()
 ) -> tuple[Entry, ...]:
-    """The last entries of a node whose bill ends at `end_us`.
+    """Returns the last entries of a node whose bill ends at `end_us`.
 
-    A provider may say afterwards that a node ended earlier than it was booked to. Then `booked`, this node's entries
-    that end after `end_us`, are taken back by reversals from `end_us` on. `origins`: when each of its earlier prices
-    began.
+    If the provider reports an end before the booked time, `booked` (the node's entries that end after `end_us`) are
+    reversed from `end_us` on. `origins`: the start times of its earlier prices.
     """
     if end_us >= interval.from_us:
         return cost_of(interval, end_us)
@@ -58,7 +57,7 @@ def close(
 
 
 def cost_of(interval: OpenInterval, until_us: int) -> tuple[Entry, ...]:
-    """What the open interval costs up to `until_us`: booked at a cut, shown as accrued in between."""
+    """Returns the entries of the open interval up to `until_us`: booked at a cut, shown as accrued before."""
     if until_us <= interval.from_us:
         return ()
     amount = interval_cost(interval.price_micro_usd_h, interval.origin_us, interval.from_us, until_us)
@@ -80,8 +79,8 @@ def cost_of(interval: OpenInterval, until_us: int) -> tuple[Entry, ...]:
 
 
 def _reverse(origin_us: int, from_us: int, together: Sequence[Entry]) -> list[Entry]:
-    """Take what is from a moment on back from whoever was charged for one span, at its price and in proportion: lost
-    work as what it is."""
+    """Reverses the entries of one span from a moment on, in proportion to what each subject was charged; moved lost
+    work is reversed as waste."""
     span = together[0]
     stays = interval_cost(span.price_micro_usd_h, origin_us, span.from_us, from_us)
     amount = max(0, sum(entry.amount_micro_usd for entry in together) - stays)

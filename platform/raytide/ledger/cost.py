@@ -1,4 +1,4 @@
-"""What things cost up to now: what is booked plus what is still open."""
+"""The cost of jobs, teams and nodes up to now: booked entries plus open intervals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from raytide.ledger.book import cost_of
 
 
 def accrued(intervals: Iterable[OpenInterval], now_us: int) -> tuple[Entry, ...]:
-    """The entries that would be booked if every open interval were cut now."""
+    """Returns the entries that a cut of all open intervals would book now."""
     return tuple(entry for interval in intervals for entry in cost_of(interval, now_us))
 
 
 def costs(booked: Mapping[str, int], open_entries: Iterable[Entry], by: CostBy) -> dict[str, int]:
-    """Add open entries to `Books.booked(by)`, micro-dollars by the same key."""
+    """Adds open entries to `Books.booked(by)`, micro-dollars by the same key."""
     total = dict(booked)
     for entry in open_entries:
         if (key := _key(entry, by)) is not None:
@@ -23,7 +23,7 @@ def costs(booked: Mapping[str, int], open_entries: Iterable[Entry], by: CostBy) 
 
 
 def rate_micro_usd_h(intervals: Iterable[OpenInterval], kind: EntryKind, subject: str) -> float:
-    """What a subject burns an hour as things are now."""
+    """Returns the present cost rate of a subject, in micro-dollars an hour."""
     return sum(
         interval.price_micro_usd_h * share.weight / sum(s.weight for s in interval.occupancy)
         for interval in intervals

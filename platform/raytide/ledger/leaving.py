@@ -1,7 +1,7 @@
-"""Who has let go of a node while Ray has not got the resources back yet: it is still theirs, not nobody's.
+"""Recently released resources: while Ray still reports them in use, their former holder pays for them.
 
-Between the end of a lease and the end of its placement group's workers, and while a replica that was taken away answers
-its last requests, Ray shows a use that no record explains. Kept in memory: a controller that starts anew knows of none.
+Between the end of a lease and the end of its placement group's workers, and while a removed replica answers its last
+requests, Ray reports usage that no record explains. Kept in memory: a new controller starts without any.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from raytide.core.objects.node import Resources, minus, plus
 from raytide.ledger.occupancy import Held, Holder
 
 GRACE_S = 30.0
-"""What is in use for longer after its holder let go is somebody else's."""
+"""Usage that lasts longer after a release belongs to something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class _Released:
 
 @dataclass(frozen=True, slots=True)
 class RecentlyReleased:
-    """`observe` at each look; `held` is what `occupancies` wants."""
+    """Call `observe` at each tick; `held` is an argument of `occupancies`."""
 
     before: Held = field(default_factory=dict)
     released: Mapping[tuple[str, Holder], _Released] = field(default_factory=dict)
@@ -32,16 +32,16 @@ class RecentlyReleased:
     @property
     def held(self) -> Held:
         held: dict[str, dict[Holder, Resources]] = {}
-        for (node_id, holder), gone in self.released.items():
-            held.setdefault(node_id, {})[holder] = gone.resources
+        for (node_id, holder), released in self.released.items():
+            held.setdefault(node_id, {})[holder] = released.resources
         return held
 
     def observe(self, now: Held, now_s: float) -> RecentlyReleased:
-        """Whoever holds less than at the last look has let go of the difference."""
-        left = {key: gone for key, gone in self.released.items() if now_s < gone.until_s}
+        """Adds what holders have released since the last call."""
+        left = {key: released for key, released in self.released.items() if now_s < released.until_s}
         for node_id, holders in self.before.items():
-            for holder, had in holders.items():
-                rest = minus(had, now.get(node_id, {}).get(holder, {}))
+            for holder, previous in holders.items():
+                rest = minus(previous, now.get(node_id, {}).get(holder, {}))
                 if less := {name: amount for name, amount in rest.items() if amount > 0}:
                     key = (node_id, holder)
                     earlier = left[key].resources if key in left else {}

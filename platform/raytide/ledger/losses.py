@@ -1,7 +1,7 @@
-"""Work that was paid for and has to be done again: moved from its job to waste, with what it was lost to. Pure.
+"""Lost work: its cost moves from the job to waste, with the cause of the loss.
 
-Entries are never changed: for each that bears a part of the loss two more are booked over its own span, one that takes
-the part off the job and one that puts it down as waste. Each pair sums to zero, so a node's entries stay its bill.
+Entries never change: for each entry with a part of the loss, a pair is booked over the same span, one that takes the
+part off the job and one that books it as waste. A pair sums to zero, so a node's entries still sum to its bill.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from raytide.core.objects.ledger_entry import Entry, EntryKind
 
 
 def lost(entries: Iterable[Entry], until_us: int, lost_us: int, cause: str) -> tuple[Entry, ...]:
-    """What a job was charged over the last `lost_us` before `until_us`, as waste.
+    """Returns the pairs that move the job's charges over the last `lost_us` before `until_us` to waste.
 
-    `entries`: all of the job that end within that time or after it. No entry bears two losses: what is done a third
-    time was moved when it was lost first.
+    `entries`: all of the job's that end within that time or after it. No entry is moved twice.
     """
     spans: defaultdict[tuple[str, int], list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -27,7 +26,7 @@ def lost(entries: Iterable[Entry], until_us: int, lost_us: int, cause: str) -> t
 
 
 def _moved(together: list[Entry], from_us: int, until_us: int, cause: str) -> tuple[Entry, ...]:
-    """`together`: an entry, the reversals that cut it short, and the loss that it bears, if any."""
+    """`together`: an entry, the reversals that cut it short, and the pair of an earlier loss, if any."""
     first = next((entry for entry in together if not (entry.is_reversal or entry.cause)), None)
     if first is None or any(entry.cause for entry in together):
         return ()

@@ -1,8 +1,8 @@
-"""Who holds which share of each node, from one Snapshot.
+"""The shares of each node by holder, from one Snapshot.
 
-A holder's weight is its share of the node's dominant resource: a job with 1 of 8 CPUs and 4 of 8 GPUs holds half. What
-nobody holds is a share of its own (idle, start-up or waste), so the weights of a node sum to one, or to more when
-holders lean on different resources; then each pays in proportion. A seat counts once it is assigned, used or not.
+A holder's weight is its dominant share of the node: a job with 1 of 8 CPUs and 4 of 8 GPUs holds half. The rest is a
+share of its own (idle, start-up or waste), so weights sum to one, or to more if holders dominate different resources;
+then each pays in proportion. A member counts from its assignment, used or not.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from raytide.core.objects.node import NodeState, Resources, minus, plus
 from raytide.core.objects.snapshot import NodeView, Snapshot
 
 UNMANAGED = "unmanaged"
-"""The implicit team of everything in Ray that holds no lease."""
+"""The implicit team of work in Ray without a lease."""
 
 Holder = tuple[EntryKind, str, str]
 """Kind, subject, team."""
 Held = Mapping[str, Mapping[Holder, Resources]]
-"""By node id: who holds what of it."""
+"""Resources by node id and holder."""
 
 _OBJECT_STORE = "object_store_memory"
-"""Objects lie where they were made, long after and whoever made them: their room says nothing of who uses a node."""
+"""Objects outlive the work that made them, so the memory they take does not count as use of a node."""
 _NOISE = 1e-6
 """Ray counts in ten-thousandths; smaller remainders are rounding."""
 
 
 def occupancies(snapshot: Snapshot, left: Held | None = None) -> dict[str, Occupancy]:
-    """By node id, for every node of the snapshot. `left`: what holders have let go of and Ray may still show in use."""
+    """Returns the occupancy of every node by id. `left`: released resources that Ray may still report in use."""
     held, left = holders(snapshot), left or {}
     return {
         view.node.id: _occupancy(view, held.get(view.node.id, {}), left.get(view.node.id, {}))
@@ -38,7 +38,7 @@ def occupancies(snapshot: Snapshot, left: Held | None = None) -> dict[str, Occup
 
 
 def holders(snapshot: Snapshot) -> Held:
-    """What each lease and each endpoint holds, in use or not."""
+    """Returns what each lease and endpoint holds, in use or not."""
     held: defaultdict[str, dict[Holder, Resources]] = defaultdict(dict)
     team_of = {job.id: job.spec.team for job in snapshot.jobs}
     for lease in snapshot.leases:
@@ -60,7 +60,7 @@ def holders(snapshot: Snapshot) -> Held:
 
 def _occupancy(view: NodeView, held: Mapping[Holder, Resources], left: Mapping[Holder, Resources]) -> Occupancy:
     if view.node.ready_at_s is None:
-        # For whom it starts pays for the start, on a line of its own.
+        # the future holders pay for the start, as a separate kind
         shares = [
             Share(EntryKind.STARTUP, subject, team, _weight(need, view.total))
             for (_, subject, team), need in held.items()
@@ -69,10 +69,10 @@ def _occupancy(view: NodeView, held: Mapping[Holder, Resources], left: Mapping[H
     used = minus(view.total, view.available)
     for need in held.values():
         used = minus(used, need)
-    still = _still_used(left, used)
-    for use in still.values():
+    still_used = _still_used(left, used)
+    for use in still_used.values():
         used = minus(used, use)
-    all_held = {holder: plus(held.get(holder, {}), still.get(holder, {})) for holder in {**held, **still}}
+    all_held = {holder: plus(held.get(holder, {}), still_used.get(holder, {})) for holder in {**held, **still_used}}
     shares = [Share(kind, subject, team, _weight(need, view.total)) for (kind, subject, team), need in all_held.items()]
     foreign = _weight({name: amount for name, amount in used.items() if name != _OBJECT_STORE}, view.total)
     if foreign > _NOISE:
@@ -82,17 +82,17 @@ def _occupancy(view: NodeView, held: Mapping[Holder, Resources], left: Mapping[H
 
 
 def _still_used(left: Mapping[Holder, Resources], used: Resources) -> dict[Holder, Resources]:
-    """How much of what they have let go of is in use: no more than Ray shows beside the present holders."""
+    """Returns how much of the released resources is in use, at most what present holders do not explain."""
     found: dict[Holder, Resources] = {}
-    for holder, had in left.items():
-        use = {name: amount for name, have in had.items() if (amount := min(have, used.get(name, 0.0))) > _NOISE}
+    for holder, resources in left.items():
+        use = {name: amount for name, have in resources.items() if (amount := min(have, used.get(name, 0.0))) > _NOISE}
         if use:
             found[holder], used = use, minus(used, use)
     return found
 
 
 def _whole(shares: list[Share], rest: EntryKind) -> Occupancy:
-    """Add what is left over; sorted."""
+    """Adds the rest as a share, and sorts."""
     left = round(1.0 - sum(share.weight for share in shares), 9)
     if left > _NOISE:
         shares = [*shares, Share(rest, "", "", left)]
@@ -100,6 +100,6 @@ def _whole(shares: list[Share], rest: EntryKind) -> Occupancy:
 
 
 def _weight(need: Resources, total: Resources) -> float:
-    """The dominant share of `need` in `total`, at most one; rounded so that equal occupancies compare equal."""
+    """Returns the dominant share of `need` in `total`, at most one; rounded so that equal occupancies compare equal."""
     shares = [amount / total[name] for name, amount in need.items() if total.get(name, 0.0) > 0]
     return round(min(1.0, max(shares, default=0.0)), 9)

@@ -1,4 +1,4 @@
-"""The check against the provider's bill: equal to the micro-dollar, with no moment booked twice or left out."""
+"""The check of the ledger against the provider's bill: equal to the micro-dollar, without gaps or overlaps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytide.core.objects.ledger_entry import Entry
 
 
 class Billed(Protocol):
-    """What a provider says of one machine."""
+    """The provider's record of one machine."""
 
     @property
     def node_id(self) -> str: ...
@@ -28,6 +28,8 @@ class Billed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
+    """A node whose entries differ from its bill."""
+
     node_id: str
     bill_micro_usd: int
     booked_micro_usd: int
@@ -35,7 +37,7 @@ class Difference:
 
 
 def reconcile(bill: Iterable[Billed], entries: Iterable[Entry]) -> tuple[Difference, ...]:
-    """Empty when every ended machine is booked to its end, and every running one without a gap up to its last entry."""
+    """Returns the differences; none if every ended machine is booked to its end, and every running one without gaps."""
     machines = {machine.node_id: machine for machine in bill}
     of_node: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -50,7 +52,7 @@ def reconcile(bill: Iterable[Billed], entries: Iterable[Entry]) -> tuple[Differe
 
 
 def bill(machine: Billed, end_us: int | None = None) -> int:
-    """What the provider charges for a machine up to a moment, or to its end, each time at its price."""
+    """Returns the provider's charge for a machine up to a moment, or to its end, at the price of each time."""
     if end_us is None:
         assert machine.ended_at_s is not None
         end_us = to_us(machine.ended_at_s)
@@ -76,8 +78,8 @@ def _compare(machine: Billed, booked: Sequence[Entry]) -> Difference | None:
 
 
 def _reach(booked: Sequence[Entry], start_us: int) -> int | None:
-    """How far the entries reach without gap or overlap from the start, reversals taken off; None if they do not fit.
-    What moves lost work to waste reaches nowhere: it sums to nothing over the span of another entry."""
+    """Returns the time to which entries less reversals reach without gap or overlap; None if they do not fit. The pairs
+    that move lost work to waste are left out."""
     reach = start_us
     for from_us, to_us_ in sorted({(e.from_us, e.to_us) for e in booked if not (e.is_reversal or e.cause)}):
         if from_us != reach:

@@ -1,4 +1,4 @@
-"""Whose money it was: every micro-dollar of the ledger on one line, whichever way it is grouped. Pure."""
+"""Cost reports: every micro-dollar of the ledger in exactly one row, for each grouping."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from raytide.core.objects.ledger_entry import DAY_US, Entry, EntryKind, Line, Op
 
 By = Literal["team", "project", "job", "model", "node", "day"]
 Tags = Mapping[str, Mapping[str, str]]
-"""By job or endpoint: its `project` and its `model`."""
+"""`project` and `model` by job or endpoint."""
 Rates = Mapping[tuple[EntryKind, str, str, str], float]
-"""Micro-dollars an hour by kind, subject, team and node, as things are now."""
+"""Present micro-dollars an hour by kind, subject, team and node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +22,20 @@ class CostRow:
     key: str
     amount_micro_usd: int
     micro_usd_h: int
-    """What it burns now."""
+    """The present cost rate."""
     forecast_micro_usd: int
-    """At the end of the month (UTC), if it went on like this."""
+    """The amount at the end of the month (UTC) at the present rate."""
     lost_micro_usd: int = 0
-    """Of the amount: for work that was lost, and done again."""
+    """The part of the amount for work that was lost."""
     lost_to: tuple[str, ...] = ()
-    """The jobs that it gave way to and the nodes that went, the costliest first."""
+    """The causes of the losses (preempting jobs, lost nodes), the costliest first."""
 
 
 def rows(
     lines: Iterable[Line], rates: Rates, by: By, tags: Tags, now_us: int, losses: Iterable[Line] = ()
 ) -> tuple[CostRow, ...]:
-    """The dearest first. What is nobody's (idle, start-up, waste) has rows of its own, so the sum is the whole.
-    `losses` are parts of `lines`, by what they were lost to."""
+    """Returns the rows, the most expensive first. Idle, start-up and waste have their own rows, so the rows sum to the
+    whole. `losses` are parts of `lines`, by cause."""
     amounts: defaultdict[str, int] = defaultdict(int)
     burn: defaultdict[str, float] = defaultdict(float)
     lost: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -46,7 +46,7 @@ def rows(
     for (kind, subject, team, node_id), micro_usd_h in rates.items():
         now = Line(kind, subject, team, node_id, now_us // DAY_US, 0)
         burn[_key(now, by, tags)] += micro_usd_h
-    # A day is over at its end; everything else goes on to the end of the month.
+    # a day ends at midnight; all other keys continue to the end of the month
     left_h = (DAY_US - now_us % DAY_US) / 3.6e9 if by == "day" else _left_h(now_us)
     found = [
         CostRow(

@@ -1,4 +1,4 @@
-"""Columns of a recorded trace's CSV file by their names; other columns and empty lines are left alone."""
+"""Reads named columns of a trace's CSV file; other columns and empty lines are ignored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Columns:
 
 
 def read(path: Path, numbers: Sequence[str], words: Sequence[str] = ()) -> Columns:
-    """Every row has all of them, and its numbers are finite; anything else is a DataError that says where."""
+    """Returns the columns. DataError names the line if a row lacks one or a number is not finite."""
     hint = f"It needs the columns {', '.join((*numbers, *words))}, separated by commas."
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:

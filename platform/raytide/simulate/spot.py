@@ -1,4 +1,4 @@
-"""Recorded spot markets: at each tick, how many nodes of one kind could be had in one zone.
+"""Recorded spot markets: the available nodes of one kind in one zone, by tick.
 
 A file is a JSON object from a trace's key to its fields, the counts run-length encoded as [count, ticks] pairs.
 """
@@ -18,11 +18,11 @@ from raytide.core.errors import DataError
 
 _MOST_NODES = 1_000_000
 USUAL = ("v100", 1)
-"""The GPU and GPUs of a node that are meant where traces of several match and none was named."""
+"""The default GPU and GPUs per node where traces of several match."""
 
 
 class _Recorded(BaseModel):
-    """One entry of the file; other fields are left alone, recorded prices too: simulations have one price a market."""
+    """One entry of the file. Other fields are ignored, recorded prices too: simulations use one price per market."""
 
     kind: str
     collection: str
@@ -35,22 +35,22 @@ class _Recorded(BaseModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpotTrace:
-    """One zone's market for one kind of node."""
+    """The market of one zone for one kind of node."""
 
     key: str
     kind: str
-    """`availability`: a node could be had; `preemption`: a node that was held lived."""
+    """`availability`: a node could be bought; `preemption`: a held node was alive."""
     collection: str
     zone: str
     gpu: str
     gpus_per_node: int
     gap_s: float
     nodes: NDArray[np.int64]
-    """How many could be had, one number for each tick of `gap_s`."""
+    """Available nodes at each tick of `gap_s`."""
 
 
 def read(path: Path) -> tuple[SpotTrace, ...]:
-    """Every trace of the file, in its order."""
+    """Returns all traces of the file, in order."""
     try:
         entries = TypeAdapter(dict[str, _Recorded]).validate_json(path.read_bytes())
     except OSError as error:
@@ -58,7 +58,7 @@ def read(path: Path) -> tuple[SpotTrace, ...]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "(top)"
-        raise DataError(f"{path}: {where}: {first['msg']}.", hint="It is no file of spot traces.") from None
+        raise DataError(f"{path}: {where}: {first['msg']}.", hint="This is not a file of spot traces.") from None
     return tuple(_trace(key, entry) for key, entry in entries.items())
 
 
@@ -71,9 +71,9 @@ def select(
     kind: str | None = None,
     zones: Sequence[str] = (),
 ) -> tuple[SpotTrace, ...]:
-    """Those whose key contains `collection`, one for each zone, with one gap; in the order of `zones`, when given.
+    """Returns the traces whose key contains `collection`, one per zone, of one gap, in the order of `zones` if given.
 
-    Raises DataError for a zone or a collection that is not there, and when what is left is ambiguous.
+    Raises DataError for a missing zone or collection, and if the choice is ambiguous.
     """
     found = [
         trace
@@ -99,11 +99,11 @@ def select(
         twice = [trace.key for trace in chosen if trace.zone == chosen[0].zone]
         raise DataError(
             f"several traces for zone {chosen[0].zone}: {', '.join(twice)}.",
-            hint=f"Name more of the key, such as {twice[0].rpartition('/')[0] or twice[0]}, or the GPU.",
+            hint=f"Give more of the key, such as {twice[0].rpartition('/')[0] or twice[0]}, or the GPU.",
         )
     if len({trace.gap_s for trace in chosen}) > 1:
         gaps = ", ".join(f"{trace.key} ({trace.gap_s:g} s)" for trace in chosen)
-        raise DataError(f"traces with different gaps: {gaps}.", hint="Name more of the key, so that one gap is left.")
+        raise DataError(f"traces with different gaps: {gaps}.", hint="Give more of the key, until one gap is left.")
     return tuple(chosen)
 
 
@@ -117,7 +117,7 @@ def _not_there(traces: Sequence[SpotTrace], collection: str) -> DataError:
 
 
 def stacked(traces: Sequence[SpotTrace]) -> NDArray[np.int64]:
-    """Nodes by [zone, tick], as long as the shortest trace."""
+    """Returns nodes by [zone, tick], as long as the shortest trace."""
     ticks = min(len(trace.nodes) for trace in traces)
     return np.stack([trace.nodes[:ticks] for trace in traces])
 

@@ -1,1 +1,1 @@
-"""Deadline policies on recorded spot prices, beside baselines and the optimum."""
+"""Deadline policies on recorded spot markets, with baselines and the optimum."""

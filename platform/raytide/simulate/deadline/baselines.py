@@ -1,7 +1,7 @@
-"""The deadline policies that raytide is measured against, as published: greedy, and Uniform Progress (NSDI'24).
+"""Published deadline policies as baselines: greedy, and Uniform Progress (NSDI'24).
 
-Uniform Progress keeps the work done in proportion to the time gone. Its three variants differ in when they give an
-on-demand node up: A when the job is ahead, B when it is ahead and there is spot, C as soon as there is spot.
+Uniform Progress keeps the work done in proportion to the time gone. Its three variants differ in when they release an
+on-demand node: A when the job is ahead, B when it is ahead and spot is up, C as soon as spot is up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Runs,
 
 
 def greedy(terms: Terms) -> TickPolicy:
-    """Spot when there is some, nothing otherwise; on demand to the end once time gets short."""
+    """Uses spot when it is up, else waits; switches to on demand for good when time gets short."""
 
     def choose(view: TickView) -> int:
         if view.held != NONE:
@@ -25,7 +25,7 @@ def greedy(terms: Terms) -> TickPolicy:
 
 
 def uniform_progress(leaves: Callable[[bool, bool], bool]) -> Callable[[Terms], TickPolicy]:
-    """`leaves(is_ahead, has_spot)` says when an on-demand node is given up."""
+    """`leaves(is_ahead, has_spot)` tells whether to release an on-demand node."""
 
     def policy(terms: Terms) -> TickPolicy:
         pace = terms.work / terms.deadline
@@ -52,7 +52,7 @@ uniform_progress_c = uniform_progress(lambda is_ahead, has_spot: has_spot)
 
 
 def replayed(policy: Callable[[Terms], TickPolicy]) -> Runs:
-    """Runs of a policy that knows nothing of the time before its start."""
+    """Returns runs of a policy that does not know the time before its start."""
 
     def runs(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
         return lambda start: replay(terms, up[:, start : start + terms.deadline], policy(terms))

@@ -1,7 +1,7 @@
 """One job with a deadline on a recorded spot market, in whole ticks of the trace.
 
-A start wastes `restart` ticks, all billed. A zone that is up at a tick can be held for the whole of it; a held one that
-is not up any more is lost at the tick's start, and nothing of the work done before.
+A start wastes `restart` ticks, all billed. A zone that is up at a tick can be held for the whole tick; a held zone that
+goes down is lost at the tick's start, without loss of work.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from raytide.simulate.spot import SpotTrace, stacked
 
 NONE = -1
 ON_DEMAND = -2
-"""What is held: one of these, or the index of a zone."""
+"""An allocation is one of these, or the index of a zone."""
 
 Up = NDArray[np.bool_]
-"""Whether a zone can be had, by zone and tick."""
+"""Whether a zone is up, by zone and tick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +55,21 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class TickView:
-    """What a policy sees at a tick. `held` is NONE when the held zone was just lost."""
+    """The input of a policy at a tick. `held` is NONE when the held zone was just lost."""
 
     tick: int
-    """Since the job's start."""
+    """Ticks since the job's start."""
     work: int
-    """Left."""
+    """Remaining work."""
     held: int
     starting: int
-    """Ticks that the start of `held` still takes."""
+    """Remaining start-up ticks of `held`."""
     up: NDArray[np.bool_]
     """By zone, now."""
 
 
 TickPolicy = Callable[[TickView], int]
-"""What to hold for this tick: NONE, ON_DEMAND or a zone that is up."""
+"""Returns what to hold for this tick: NONE, ON_DEMAND or a zone that is up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ class RunOutcome:
 
 
 Runs = Callable[[Terms, Up], Callable[[int], RunOutcome]]
-"""For a job on a market, what comes of it by the tick of its start. What lies before that tick may be known."""
+"""For a job on a market, returns the outcome by start tick. The market before that tick may be known."""
 
 
 def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:
-    """Run the job on `up`, from the job's start, until it is done; past the deadline on demand."""
+    """Runs the job on `up`, from its start, until it is done; past the deadline on demand."""
     held, starting, work, cost_usd, tick = NONE, 0, terms.work, 0.0, 0
     while work:
         if tick >= terms.deadline:
@@ -107,7 +107,7 @@ def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:
 
 
 def starts(ticks: int, terms: Terms, count: int) -> list[int]:
-    """First ticks of `count` runs, evenly over the trace, each with its whole deadline inside it."""
+    """Returns the first ticks of `count` runs, evenly over the trace, each with its whole deadline inside it."""
     room = ticks - terms.deadline
     if room < 0:
         raise DataError(
@@ -128,7 +128,7 @@ class DeadlineReport:
     tick_s: float
     starts: int
     cost_vs_ondemand: float
-    """Mean over the starts of what the run cost, in costs of the job on demand."""
+    """Mean cost over the starts, in costs of the job on demand."""
     cost_vs_ondemand_worst: float
     missed_deadlines: int
 
@@ -144,7 +144,7 @@ def run(
     restart_h: float,
     count: int,
 ) -> DeadlineReport:
-    """The policy on the pool of these zones, from each start."""
+    """Runs the policy on these zones from each start."""
     is_sane = count >= 1 and 0 < hours < math.inf and 0 <= slack < math.inf and 0 < restart_h < math.inf
     if not is_sane:
         raise UsageError("--starts, --hours and --restart-hours are above zero, and --slack is not below it.")

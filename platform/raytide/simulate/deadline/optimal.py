@@ -1,7 +1,7 @@
-"""The cheapest way to finish in time for who knows the whole trace: a lower bound for every policy.
+"""The lowest cost to finish in time with knowledge of the whole trace: a lower bound for every policy.
 
-Backward over the ticks, for all amounts of work left at once. A start is taken only when its zone lives through it:
-who knows that it does not would rather hold nothing.
+Dynamic programming backward over the ticks, for all amounts of remaining work at once. A start is only taken if its
+zone stays up through it; else holding nothing is better.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raytide.simulate.deadline.compare import ON_DEMAND, RunOutcome, Terms, Up
 
 
 def optimal(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
-    """On demand alone is in time, so the bound never misses."""
+    """Returns runs of the optimum, which never misses, because on demand alone is in time."""
     return lambda start: RunOutcome(cheapest_usd(terms, up[:, start : start + terms.deadline]))
 
 
@@ -25,7 +25,7 @@ def cheapest_usd(terms: Terms, up: Up) -> float:
     ticks = up.shape[1]
     free = np.full(terms.work + 1, np.inf)
     free[0] = 0
-    # By what is held and ready, from the next tick to the end of a restart; at the deadline nothing helps any more.
+    # by allocation, from the next tick to the end of a restart
     ahead = deque([np.tile(free, (len(holds), 1))], maxlen=terms.restart)
     for tick in range(ticks - 1, -1, -1):
         started = tick + terms.restart

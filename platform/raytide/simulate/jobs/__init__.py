@@ -1,1 +1,1 @@
-"""Queue policies on recorded jobs, beside baselines."""
+"""Queue policies on recorded jobs, with baselines."""

@@ -1,4 +1,4 @@
-"""The queue policies that raytide is measured against: FIFO, EASY, DRF, LAS, and SRPT, which knows durations."""
+"""Baseline queue policies: FIFO, EASY, DRF, LAS, and SRPT, which knows durations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LAS_LIMITS_GPU_S = np.array([3600.0, 36000.0])
 
 
 def fifo(queue: JobQueue) -> Ints:
-    """Nothing overtakes the head of the queue."""
+    """Starts jobs in order of submission; none overtakes the head."""
     waiting = queue.waiting
     fit = int(np.searchsorted(np.cumsum(queue.gpus[waiting]), queue.free, side="right"))
     return np.concatenate((queue.running, waiting[:fit]))
 
 
 def easy(queue: JobQueue) -> Ints:
-    """Overtakes the head only by what ends before it can start, or leaves it enough. Durations are known exactly."""
+    """Backfills jobs that end before the head can start, or leave it enough GPUs. Durations are known exactly."""
     started = fifo(queue)
     waiting = queue.waiting[len(started) - len(queue.running) :]
     free = queue.gpus_total - int(queue.gpus[started].sum())
@@ -54,7 +54,7 @@ def _backfilled(queue: JobQueue, behind: Ints, free: int, extra: int, shadow_s: 
 
 
 def drf(queue: JobQueue) -> Ints:
-    """To the team that holds least, the first of its jobs, again and again; first come, first served within a team."""
+    """Starts the next job of the team that holds least, repeatedly; first come, first served within a team."""
     waiting, free = queue.waiting, queue.free
     if not free or not len(waiting):
         return queue.running
@@ -89,7 +89,7 @@ def srpt(queue: JobQueue) -> Ints:
 
 
 def _filled(queue: JobQueue, order: Ints) -> Ints:
-    """Give GPUs away in this order, to each job all it needs or nothing."""
+    """Assigns GPUs in this order, to each job all or none."""
     free, rest, taken = queue.gpus_total, order, [order[:0]]
     while free and len(rest := rest[queue.gpus[rest] <= free]):
         sums = np.cumsum(queue.gpus[rest])
@@ -101,7 +101,7 @@ def _filled(queue: JobQueue, order: Ints) -> Ints:
 
 
 def next_band_s(queue: JobQueue, limits_gpu_s: Iterable[float] = tuple(LAS_LIMITS_GPU_S)) -> float:
-    """When some running job leaves its band of attained service."""
+    """Returns the next time at which a running job leaves its band of attained service."""
     running = queue.running
     found = np.inf
     for limit in limits_gpu_s:

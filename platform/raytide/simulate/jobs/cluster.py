@@ -1,7 +1,7 @@
-"""Recorded jobs on a cluster of so many GPUs under a queue policy, event by event.
+"""An event simulation of recorded jobs on a number of GPUs under a queue policy.
 
-GPUs are counted, not placed. A job holds all its GPUs or none; one that is preempted keeps its work and, when it starts
-again, holds its GPUs for `RESTART_S` before it goes on.
+GPUs are counted, not placed. A job holds all its GPUs or none; a preempted job keeps its work and, when it restarts,
+holds its GPUs for `RESTART_S` before it continues.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from raytide.simulate.jobs.trace import DAY_S, JobTrace
 
 RESTART_S = 60.0
 QUANTUM_S = 60.0
-"""A policy that preempts decides at whole multiples of this."""
+"""A preempting policy decides at whole multiples of this."""
 GANG = 8
-"""Gangs from here on are those whose longest wait is told."""
+"""The smallest gang that counts for the longest wait."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class JobQueue:
-    """What a policy sees, an array a column for all jobs of the trace; `active` are those submitted and not done."""
+    """The input of a policy: one array per column, with all jobs of the trace; `active` are submitted and not done."""
 
     now_s: float
     gpus_total: int
@@ -40,14 +40,14 @@ class JobQueue:
     attained_gpu_s: Floats
     """Work done, times GPUs."""
     left_s: Floats
-    """Until it would be done if it ran from now on. Only the clairvoyant look at it."""
+    """Remaining run time; only clairvoyant policies use it."""
     held_s: Floats
-    """How long it held its GPUs so far."""
+    """The time for which it has held its GPUs."""
     end_s: Floats
-    """When it was done; 0 until it is."""
+    """The end time; 0 until then."""
     is_running: NDArray[np.bool_]
     preempted_s: Floats
-    """When it was last; minus infinity when never."""
+    """The time of its last preemption; minus infinity without one."""
     preemptions: Ints
 
     @property
@@ -66,10 +66,10 @@ class JobQueue:
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
     pick: Callable[[JobQueue], Ints]
-    """Who shall hold GPUs now; who holds some and is not picked is preempted."""
+    """Returns the jobs that hold GPUs from now on; running jobs that are not picked are preempted."""
     preempts: bool = False
     wake_s: Callable[[JobQueue], float] | None = None
-    """When the order changes though no job comes or goes."""
+    """Returns when the order changes although no job arrives or ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +79,15 @@ class ReplayResult:
     p99_jct_s: float
     makespan_s: float
     utilisation: float
-    """GPU-seconds held in the window over those there were."""
+    """Held over existing GPU-seconds in the window."""
     lower_bound_mean_jct_s: float
     max_wait_s: float
-    """The longest time that a gang of 8 or more was queued, all its waits together."""
+    """The longest total wait of a gang of 8 or more."""
     restarts: int
 
 
 def replay(trace: JobTrace, gpus: int, policy: QueuePolicy, days: int) -> ReplayResult:
-    """Until the last job is done."""
+    """Simulates until the last job is done."""
     state = _State.of(trace, gpus)
     while state.arrived < len(trace) or len(state.queue.active):
         state.advance(policy, days * DAY_S)
@@ -107,7 +107,8 @@ def replay(trace: JobTrace, gpus: int, policy: QueuePolicy, days: int) -> Replay
 
 
 def lower_bound_s(trace: JobTrace, gpus: int) -> float:
-    """No mean JCT is less: no job is faster than alone, nor the cluster than one machine of its speed (SRPT)."""
+    """Returns a lower bound of the mean JCT: no job is faster than alone, no cluster faster than one machine of its
+    total speed (SRPT)."""
     work_s = trace.duration_s * trace.gpus / gpus
     heap: list[float] = []
     now_s = total_s = 0.0
@@ -129,11 +130,11 @@ class _State:
     trace: JobTrace
     queue: JobQueue
     overhead_s: Floats
-    """What the restart of a running job still takes."""
+    """Remaining restart time of running jobs."""
     arrived: int = 0
     restarts: int = 0
     held_gpu_s: float = 0.0
-    """In the window."""
+    """GPU-seconds held in the window."""
 
     @classmethod
     def of(cls, trace: JobTrace, gpus: int) -> _State:
@@ -156,7 +157,7 @@ class _State:
         return cls(trace, queue, zeros.copy())
 
     def advance(self, policy: QueuePolicy, window_s: float) -> None:
-        """On to the next thing that happens."""
+        """Advances to the next event."""
         queue = self.queue
         running = queue.running
         ends_in_s = self.overhead_s[running] + queue.left_s[running]

@@ -1,4 +1,4 @@
-"""Recorded jobs under a queue policy by name: the window, the cluster's size, and what came of it."""
+"""Runs recorded jobs under a queue policy by name, on a window and a cluster size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytide.simulate.jobs.cluster import QueuePolicy, replay
 from raytide.simulate.jobs.raytide import RAYTIDE
 
 LEAST_LOAD, MOST_LOAD = 1e-4, 1e4
-"""What a cluster is sized for; beyond them a number was mistyped."""
+"""Bounds of the load, against typing errors."""
 POLICIES: dict[str, QueuePolicy] = {"raytide": RAYTIDE, **BASELINES}
 
 
@@ -30,7 +30,7 @@ class Setting:
 
 
 def simulate(path: Path, setting: Setting) -> dict[str, object]:
-    """The setting and the outcome, as JSON."""
+    """Returns the setting and the outcome, as JSON."""
     _check(setting)
     trace = job_trace.window(job_trace.read(path), _first_day(setting.window), setting.days)
     mixed = job_trace.with_multi_gpu_share(trace, setting.multi_gpu_share, setting.seed)
@@ -42,7 +42,7 @@ def simulate(path: Path, setting: Setting) -> dict[str, object]:
         gpus = job_trace.gpus_for(mixed, load, setting.days)
     if (largest := int(mixed.gpus.max())) > gpus:
         raise UsageError(
-            f"a job asks for {largest} GPUs and the cluster has {gpus}.", hint="Give --gpus at least so many."
+            f"a job asks for {largest} GPUs and the cluster has {gpus}.", hint="Raise --gpus to at least that."
         )
     outcome = replay(mixed, gpus, POLICIES[setting.policy], setting.days)
     return {**asdict(setting), "jobs": len(mixed), "load": load, **asdict(outcome)}

@@ -1,4 +1,4 @@
-"""raytide's queue in the simulator: the production pass over a floor that counts GPUs."""
+"""raytide's queue in the simulator: the production scheduling cycle over a capacity that counts GPUs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def pick(queue: JobQueue) -> Ints:
 
 @dataclass(slots=True, eq=False)
 class GpuCapacity:
+    """A `Capacity` for the scheduling cycle that counts GPUs."""
+
     gpus: Floats
     holds: Bools
     free: float
@@ -31,7 +33,7 @@ class GpuCapacity:
     is_preemptible: Bools
     preempts: Bools
     need: Floats
-    """GPUs that must be free for each row besides those that lower ones hold, if it may take these."""
+    """Free GPUs that each row needs beside those of preemptible lower rows, if it may preempt."""
 
     @classmethod
     def of(cls, claims: QueueTable, gpus_total: int) -> GpuCapacity:
@@ -42,7 +44,7 @@ class GpuCapacity:
         return floor
 
     def first(self, waiting: Ints) -> int | None:
-        """Whose GPUs are free or held by lower ones."""
+        """Returns the first waiting row whose GPUs are free or held by preemptible lower rows."""
         able = self.need[waiting] <= self.free
         return int(able.argmax()) if able.any() else None
 
@@ -98,7 +100,7 @@ def _claims(queue: JobQueue) -> QueueTable:
 
 
 def _old_s(queue: JobQueue) -> float:
-    """Of the jobs that were submitted so far; 0 where it is `OLD_S` or less, which changes nothing."""
+    """Returns the ageing cutoff over all jobs submitted so far; 0 if it is at most `OLD_S`, which has no effect."""
     until = queue.active.max(initial=-1) + 1
     end_s = queue.end_s[:until]
     age_s = np.where(end_s > 0, end_s, queue.now_s) - queue.submit_s[:until]

@@ -1,4 +1,4 @@
-"""Recorded training jobs: when each was submitted, how long it ran on how many GPUs, and whose it was."""
+"""Recorded training jobs: submission time, duration, GPUs and team."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DAY_S = 86400.0
 SHORTEST_S, LONGEST_S = 30.0, 7 * DAY_S
 MOST_GPUS = 64
 _LATEST_S = 1e11
-"""Three thousand years: what is later counts in other units."""
+"""Three thousand years; later times are in other units."""
 COLUMNS = ("submit_s", "duration_s", "num_gpus", "vc")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobTrace:
-    """Jobs in order of submission, one array for each column."""
+    """Jobs in order of submission, one array per column."""
 
     submit_s: NDArray[np.float64]
     duration_s: NDArray[np.float64]
@@ -42,7 +42,7 @@ class JobTrace:
 
 
 def read(path: Path) -> JobTrace:
-    """The jobs of a CSV file, durations clipped to 30 s .. 7 days and sizes to 1 .. 64 GPUs."""
+    """Returns the jobs of a CSV file, durations clipped to 30 s .. 7 days and sizes to 1 .. 64 GPUs."""
     table = columns.read(path, COLUMNS[:3], COLUMNS[3:])
     submit_s, duration_s, gpus = (table.numbers[name] for name in COLUMNS[:3])
     if (submit_s < 0).any() or (submit_s > _LATEST_S).any():
@@ -60,7 +60,7 @@ def read(path: Path) -> JobTrace:
 
 
 def window(trace: JobTrace, first_day: int | None, days: int) -> JobTrace:
-    """The jobs submitted in those days, from time 0; the days with the most GPU-hours when no first one is given."""
+    """Returns the jobs of these days, shifted to time 0; without `first_day`, of the days with most GPU-hours."""
     day = (trace.submit_s // DAY_S).astype(np.int64)
     if first_day is None:
         by_day = np.bincount(day, weights=trace.duration_s * trace.gpus)
@@ -76,7 +76,7 @@ def window(trace: JobTrace, first_day: int | None, days: int) -> JobTrace:
 
 
 def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
-    """Jobs of one GPU redrawn from the sizes of the others until about this share has several."""
+    """Redraws one-GPU jobs from the sizes of the others until about this share has several GPUs."""
     several = trace.gpus > 1
     now = several.mean()
     if share <= now or not several.any():
@@ -89,5 +89,5 @@ def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
 
 
 def gpus_for(trace: JobTrace, load: float, days: int) -> int:
-    """The cluster on which the jobs' GPU-hours are `load` times what it has in those days, in whole nodes of 8."""
+    """Returns the GPUs, in whole nodes of 8, for which the jobs' GPU-hours are `load` times the cluster's."""
     return max(MOST_GPUS, 8 * math.ceil(trace.gpu_s / (load * days * DAY_S) / 8))

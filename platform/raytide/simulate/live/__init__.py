@@ -1,1 +1,1 @@
-"""A replay of a live cluster: what it would have decided under other settings."""
+"""A forward simulation of a live cluster."""

@@ -1,4 +1,4 @@
-"""A Ray that only counts: what of a live cluster runs on which of its nodes, and what waits for one."""
+"""A fake Ray that counts resources: which work of a live cluster runs on which node, and which waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytide.scheduling.replicas import SERVING_STATES, is_replica, replica_sele
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A replica's member, or a task without a lease. It stays where it is while its node does."""
+    """A replica's member, or a task without a lease. It stays on its node."""
 
     resources: Resources
     selector: Mapping[str, str]
@@ -27,7 +27,7 @@ class _Work:
 
 
 class LiveRay:
-    """`move` brings in what has changed and places what waits. Leases get the groups that they want at once."""
+    """`move` applies changes and places waiting work. Leases get their placement groups at once."""
 
     def __init__(self, seen: Snapshot) -> None:
         self._seen = seen
@@ -39,14 +39,14 @@ class LiveRay:
         self._size = {view.endpoint.name: view.endpoint.spec.members for view in seen.endpoints}
         """Members of each replica, by endpoint."""
         self._work = [*_replicas(seen), *_tasks(seen)]
-        for view in seen.nodes:  # what is taken there by none of these stays taken
+        for view in seen.nodes:  # other usage stays
             rest = minus(minus(view.total, view.available), self._used(view.node))
             self._others[view.node.id] = {name: amount for name, amount in rest.items() if amount > 0}
 
     def move(
         self, nodes: Iterable[Node], leases: Iterable[Lease], endpoints: Iterable[Endpoint], draining: Collection[str]
     ) -> None:
-        """These nodes are there now; on those that are draining nothing new starts."""
+        """Applies the present nodes, leases and endpoints; nothing new starts on draining nodes."""
         self._nodes, self._leases = {node.id: node for node in nodes}, tuple(leases)
         for work in self._work:
             work.node_id = work.node_id if work.node_id in self._nodes else ""
@@ -57,21 +57,21 @@ class LiveRay:
             self._place(together, open_nodes)
 
     def _waiting(self) -> Iterator[list[_Work]]:
-        """What waits for a node: each for itself, but members of a replica together, first those of a broken one."""
+        """Yields waiting work in units to place: one each, or all members of a replica, incomplete ones first."""
         members: defaultdict[str, list[_Work]] = defaultdict(list)
         for work in self._work:
             if not work.node_id and self._size.get(work.endpoint, 1) > 1:
                 members[work.endpoint].append(work)
             elif not work.node_id:
                 yield [work]
-        for name, theirs in members.items():
-            while theirs:
-                count = len(theirs) % self._size[name] or self._size[name]
-                yield theirs[:count]
-                theirs = theirs[count:]
+        for name, unplaced in members.items():
+            while unplaced:
+                count = len(unplaced) % self._size[name] or self._size[name]
+                yield unplaced[:count]
+                unplaced = unplaced[count:]
 
     def _place(self, together: Sequence[_Work], nodes: Sequence[Node]) -> None:
-        """All of them or none."""
+        """Places all of them or none."""
         for work in together:
             work.node_id = next((node.id for node in nodes if self._suits(work, node)), "")
         if not all(work.node_id for work in together):
@@ -88,18 +88,18 @@ class LiveRay:
         return not any(self._used(node).values())
 
     def groups(self) -> dict[GroupKey, PlacementGroupInfo]:
-        """By what is wanted: each is ready as soon as its node is there."""
+        """Returns the wanted placement groups whose node exists; each is ready at once."""
         known = {
             GroupKey(lease.id, member.index, member.incarnation): member.placement_group_id
             for lease in self._leases
             for member in lease.members
         }
-        there = {node.ray_node_id for node in self._nodes.values()}
+        ray_node_ids = {node.ray_node_id for node in self._nodes.values()}
         wanted = wanted_groups(self._leases).values()
         return {
             w.key: PlacementGroupInfo(w.key, "ready", known[w.key] or w.key.name)
             for w in wanted
-            if w.ray_node_id in there
+            if w.ray_node_id in ray_node_ids
         }
 
     def demand(self) -> tuple[Demand, ...]:
@@ -107,7 +107,7 @@ class LiveRay:
         return (*waiting, *(demand for demand in self._seen.demand if demand.is_standing))
 
     def loads(self, now_s: float) -> dict[str, EndpointLoad]:
-        """What was heard of each endpoint, as fresh as it was then, with the replicas that it has now."""
+        """Returns the last load of each endpoint, as fresh as in the snapshot, for its present replicas."""
         return {
             view.endpoint.name: self._load(view.endpoint.name, view.load, now_s - self._seen.at_s)
             for view in self._seen.endpoints
@@ -130,7 +130,7 @@ class LiveRay:
         )
 
     def _publish(self, endpoint: Endpoint, draining: Collection[str]) -> None:
-        """Serve starts what is missing, also for replicas that will leave, and ends what is too much, those first."""
+        """Starts missing replicas, also for leaving ones, and ends surplus ones, leaving ones first."""
         replicas = [work for work in self._work if work.endpoint == endpoint.name]
         staying = [work for work in replicas if work.node_id not in draining]
         spec = endpoint.spec
@@ -157,7 +157,7 @@ class LiveRay:
 
 
 def _spread(replicas: Sequence[ReplicaLoad], nodes: Sequence[str], later_s: float) -> tuple[ReplicaLoad, ...]:
-    """The same load on replicas on these nodes, evenly."""
+    """Spreads the same load evenly over replicas on these nodes."""
     if not replicas or not nodes:
         return ()
     count = len(nodes)

@@ -1,4 +1,4 @@
-"""What a live cluster does next if nothing new comes in: what it launches, when waiting jobs start, what it costs."""
+"""Forecasts a live cluster without new work: its launches, the starts of waiting jobs, and its cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raytide.simulate.live.world import LiveWorld
 
 USUAL_LAUNCH_S = 120.0
 _SHORTEST_S, _LONGEST_S = 1.0, 10.0
-"""Between two passes: the shorter after one that said something new, then twice as long each time."""
+"""Bounds of the time between two ticks: the shorter after one with news, then doubling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class JobStart:
     job_id: str
     name: str
     after_s: float | None
-    """None: not within the time that was looked at."""
+    """None if it does not start within the forecast."""
     waits_for: str
-    """In the words of the last decision that made it wait; "" when none did."""
+    """The reason of its last wait; "" if it never waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +32,26 @@ class Outlook:
     at_s: float
     hours: float
     launch_s: float
-    """What a new node was taken to need until it joins."""
+    """The assumed time from the launch of a node until it joins."""
     job_hours: float | None
     plans: tuple[Plan, ...]
-    """Those that do something, or name a new reason to wait."""
+    """Plans with an action, or with a new reason to wait."""
     jobs: tuple[JobStart, ...]
-    """Of every job that waits now."""
+    """The start of every waiting job."""
     price_now_micro_usd_h: int
     price_most_micro_usd_h: int
     price_end_micro_usd_h: int
     cost_micro_usd: int
-    """All nodes, over these hours."""
+    """The cost of all nodes over these hours."""
 
 
 def look_ahead(
     seen: Snapshot, *, hours: float = 1.0, launch_s: float | None = None, job_hours: float | None = None
 ) -> Outlook:
-    """Run the production decision forward from this Snapshot, on a virtual clock.
+    """Runs the production decision forward from this Snapshot, on a virtual clock.
 
-    New nodes join after `launch_s` (left out: as the cluster's own did); jobs end `job_hours` after their start (left
-    out: none does).
+    New nodes join after `launch_s` (default: as the cluster's own did); jobs end `job_hours` after their start
+    (default: never).
     """
     if hours <= 0 or (launch_s or 0.0) < 0 or (job_hours is not None and job_hours <= 0):
         raise UsageError("hours and job hours must be above zero, and the launch time not below it.")
@@ -88,7 +88,7 @@ def look_ahead(
 
 
 def usual_launch_s(seen: Snapshot) -> float:
-    """What the cluster's own nodes needed from the decision until they joined."""
+    """Returns the median time of the cluster's own nodes from the decision until they joined."""
     took_s = [
         view.node.ready_at_s - view.node.requested_at_s for view in seen.nodes if view.node.ready_at_s is not None
     ]

@@ -1,7 +1,7 @@
-"""A live cluster as it would go on, on a virtual clock: its records, a fake provider, and a Ray that only counts.
+"""A live cluster that continues on a virtual clock: its records, a fake provider, and a fake Ray.
 
-Records are moved and decided on by the controller's own functions. Load, tasks and prices stay as they are, every pool
-sells, and no node is lost.
+The controller's own functions advance the records and decide. Load, tasks and prices stay constant, every pool sells,
+and no node is lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from raytide.simulate.live.ray import LiveRay
 
 
 class LiveWorld:
-    """`step` is one pass of the controller, after some time has gone by."""
+    """`step` advances the clock and runs one tick of the controller."""
 
     def __init__(self, seen: Snapshot, *, launch_s: float, job_s: float | None) -> None:
         self._seen, self._job_s = seen, job_s
@@ -91,7 +91,7 @@ class LiveWorld:
         )
 
     def _snapshot(self, world: ClusterObservation) -> Snapshot:
-        """The live one, with all that has changed since."""
+        """Returns the live snapshot with all changes since."""
         book = self.book
         return replace(
             self._seen,
@@ -110,7 +110,7 @@ class LiveWorld:
         )
 
     def _held(self, view: NodeView) -> str:
-        """Why it would not go although Ray calls it idle: what works there beside Ray goes on, silence too."""
+        """Returns why it stays although it is idle in Ray: work outside Ray continues, and so do missing readings."""
         node_type = self._types.get(view.node.type)
         if node_type is None or not view.idle_s:
             return ""
@@ -137,19 +137,19 @@ class LiveWorld:
         )
 
     def _is_up(self, node: Node) -> bool:
-        """What had joined is there until it is ended; what is new joins when it has started."""
+        """Tells whether it is in Ray: joined nodes until they end, new nodes once they have started."""
         if node.id in self._left or node.state in (NodeState.REQUESTED, NodeState.TERMINATING, NodeState.GONE):
             return False
         return node.ready_at_s is not None or self.provider.is_up(node.id)
 
     def _leave_seats(self) -> None:
-        """Trainers have left by now what the last step took from them."""
+        """Marks the last step's preemptions as settled: trainers have left their nodes by now."""
         for lease in self.book.leases.values():
             if (job := self.book.jobs.get(lease.job_id)) is not None and job.spec.kind is JobKind.TRAIN:
                 self.book.jobs[job.id] = replace(job, progress={**job.progress, "settled": lease.version})
 
     def _ended_drivers(self) -> dict[DriverKey, DriverStatus]:
-        """Jobs that have run for as long as jobs are said to run are done; a gang's driver gives its lease back."""
+        """Ends jobs that have run for the assumed time; the driver of a gang releases its lease."""
         done = {}
         for job in tuple(self.book.jobs.values()):
             if self._job_s is None or job.state is not JobState.RUNNING or job.started_at_s is None:
@@ -173,7 +173,7 @@ class LiveWorld:
                 self._drain(action)
 
     def _drain(self, drain: Drain) -> None:
-        """Ray refuses an idle drain where something runs; else that raylet leaves at once."""
+        """Drains a node: Ray refuses an idle drain where something runs; else the raylet leaves at once."""
         node = self.book.nodes[drain.node_id]
         if drain.kind == "idle" and self._ray.is_empty(node):
             self.book.nodes[node.id] = lifecycle.drained(node, drain)

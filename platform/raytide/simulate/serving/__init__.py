@@ -1,1 +1,1 @@
-"""Serving policies on recorded requests and spot availability, beside baselines and the bound."""
+"""Serving policies on recorded requests and spot availability, with baselines and a lower bound."""

@@ -1,4 +1,4 @@
-"""What to compare with: a fixed fleet, Ray Serve's target on demand or on spot alone, and SkyServe's SpotHedge."""
+"""Baselines: a fixed fleet, Ray Serve's target on demand or on spot alone, and SkyServe's SpotHedge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytide.core.objects.node import CapacityType
 from raytide.simulate.serving.fleet import SimulatedFleet, SimulatedReplica
 
 TICK_S = 20.0
-"""Every policy decides this often."""
+"""The decision period of every policy."""
 
 TARGET_ONGOING = 5.0
 UPSCALE_DELAY_S = 30.0
@@ -20,8 +20,8 @@ DOWNSCALE_DELAY_S = 600.0
 
 @dataclass(slots=True)
 class ServeTarget:
-    """Ray Serve's rule: requests in flight over the target of a replica, up after 30 s, down after 600 s to the most
-    that was wanted meanwhile."""
+    """Ray Serve's rule: requests in flight over the target of a replica; up after 30 s, down after 600 s to the highest
+    target in that time."""
 
     most: int
     current: int = 1
@@ -67,7 +67,7 @@ class ServeOnDemand:
 
 @dataclass(slots=True)
 class SpotNaive:
-    """Spot alone, zones in turn; one that refuses is left out for the rest of the tick."""
+    """Spot alone, zones round-robin; a zone that refuses is skipped for the rest of the tick."""
 
     target: ServeTarget
     turn: int = 0
@@ -90,8 +90,8 @@ class SpotNaive:
 
 @dataclass(slots=True)
 class SpotHedge:
-    """SkyServe (EuroSys'25): spot spread over zones that last worked, `extra` of them beyond the target, and on-demand
-    for whatever spot is not ready."""
+    """SkyServe (EuroSys'25): spot spread over zones without a recent failure, `extra` nodes beyond the target, and on
+    demand in place of spot that is not ready."""
 
     target: ServeTarget
     extra: int
@@ -140,7 +140,7 @@ def match_ondemand(fleet: SimulatedFleet, target: int) -> None:
 
 
 def release(fleet: SimulatedFleet, replicas: Iterable[SimulatedReplica], count: int) -> None:
-    """End `count` of them: those that are not ready, then the least busy, the youngest first."""
+    """Ends `count` of them: unready ones first, then the least busy, the youngest first."""
     order = sorted(replicas, key=lambda r: (fleet.is_ready(r), fleet.busy(r), -r.number))
     for replica in order[: max(0, count)]:
         fleet.release(replica)

@@ -1,4 +1,4 @@
-"""What an omniscient buyer would pay at least: a linear programme over fractional nodes, starts billed."""
+"""A lower bound of the cost for an omniscient buyer: a linear programme over fractional nodes, with starts billed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOT_S = 300.0
 def lower_bound_usd(
     setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: Mapping[CapacityType, float]
 ) -> float:
-    """Cover the work of each slot. Nodes are o (on demand) and s_z (spot), their starts u and v_z; all are >= 0.
+    """Covers the work of each slot. Nodes are o (on demand) and s_z (spot), their starts u and v_z; all are >= 0.
 
     min sum dt (c_o o + c_s sum s_z) + cold (c_o u + c_s sum v_z)
     with o + sum s_z >= need; s_z <= capacity_z; u_t >= o_t - o_(t-1); v_zt >= s_zt - s_z(t-1)

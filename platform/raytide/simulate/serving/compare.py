@@ -1,4 +1,4 @@
-"""One policy on recorded days: requests, spot zones and fleet step through virtual time; out come money and SLO."""
+"""Runs one policy on recorded days in virtual time, and returns its cost and SLO attainment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raytide.simulate.serving.setup import USD_H, ServingSetup
 from raytide.simulate.serving.spot_zones import SpotZones, spot_zones
 
 STATIC_SLO = 0.99
-"""The fixed fleet is the smallest that attains it."""
+"""The SLO attainment of the fixed fleet, which is the smallest that reaches it."""
 
 
 class FleetPolicy(Protocol):
@@ -60,7 +60,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What every policy of one setup meets."""
+    """The inputs of one setup, the same for every policy."""
 
     setup: ServingSetup
     work: Workload
@@ -80,7 +80,7 @@ class Scenario:
         return self._run(name, policy(name, self))
 
     def _smallest_static(self) -> Result:
-        """By bisection: one more replica never misses more."""
+        """Bisects over the size: one more replica never misses more."""
         low, high = 1, self.setup.max_replicas
         best = self._run("static", Static(high))
         while low < high:
@@ -98,7 +98,7 @@ class Scenario:
         hours = fleet.node_hours()
         ttft = np.array(fleet.first_token_s) - self.work.arrival_s
         never_s = self.setup.horizon_s - self.work.arrival_s + self.setup.slo_ttft_s
-        ttft = np.where(np.isfinite(ttft), ttft, never_s)  # never served: longer than it was waited for
+        ttft = np.where(np.isfinite(ttft), ttft, never_s)  # never served: late
         met = ttft <= self.setup.slo_ttft_s + 1e-9
         p50, p99 = np.percentile(ttft, (50, 99))
         return Result(
@@ -115,7 +115,7 @@ class Scenario:
 
 
 def policy(name: str, stage: Scenario) -> FleetPolicy:
-    """A policy by its name, `static` excepted: that one is searched for."""
+    """Returns a policy by name, except `static`, whose size is searched."""
     target = ServeTarget(stage.setup.max_replicas)
     named: dict[str, Callable[[], FleetPolicy]] = {
         "serve-ondemand": lambda: ServeOnDemand(target),
@@ -129,7 +129,7 @@ def policy(name: str, stage: Scenario) -> FleetPolicy:
 
 
 def _live(fleet: SimulatedFleet, chosen: FleetPolicy) -> list[FleetSample]:
-    """Step from one thing that happens to the next: capacity that changes, notices, replicas that are ready, ticks."""
+    """Steps from event to event: capacity changes, notices, replicas that become ready, ticks."""
     setup, zones = fleet.setup, fleet.zones
     changes = deque(zones.times_s[1:])
     notices = deque(at - setup.notice_s for at in changes if at > setup.notice_s > 0)

@@ -1,7 +1,7 @@
 """The simulated fleet: replicas with a first-come prefill queue and decode slots, a router, spot zones and the bill.
 
-A request goes to the replica that can start it first, when it arrives. What a lost replica had not finished starts over
-elsewhere; its first token counts from the first arrival.
+A request goes to the replica that can start it first, on arrival. Unfinished requests of a lost replica start again
+elsewhere; their first token counts from the first arrival.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class SimulatedReplica:
     launched_s: float
     ready_s: float
     slots: list[float]
-    """When each becomes free, the first one first."""
+    """A heap of the times at which slots become free."""
     jobs: deque[int] = field(default_factory=deque)
-    """Requests that were sent to it, in order; those that are done leave at the next look."""
+    """Its requests, in order; finished ones are removed by `update_counts`."""
     is_leaving: bool = False
     """It takes no more requests."""
     ended_s: float = _NEVER_S
@@ -45,20 +45,20 @@ class SimulatedFleet:
         self.setup, self.zones = setup, zones
         self.now_s = 0.0
         self.launched: list[SimulatedReplica] = []
-        """Every one that was ever launched, in order."""
+        """All replicas ever launched, in order."""
         self.alive: list[SimulatedReplica] = []
         self.first_token_s = [_NEVER_S] * work.count
         self.arrived = 0
         """Requests that have arrived."""
         self.lost_nodes: list[SimulatedReplica] = []
-        """Spot nodes that were taken back, in order."""
+        """Reclaimed spot nodes, in order."""
         self._random = np.random.default_rng([setup.seed, 3])
         self._arrival_s, self._prefill_s = work.arrival_s.tolist(), work.prefill_s.tolist()
         self._decode_s = work.decode_s.tolist()
         self._done_s = [_NEVER_S] * work.count
         self._routed: list[SimulatedReplica] = []
         self._starts: list[float] = []
-        """When each routed replica can start one more request."""
+        """When each routed replica can start another request."""
         self._waiting: list[int] = []
         seconds = int(setup.horizon_s) + 2
         self._arrivals = np.bincount(np.ceil(work.arrival_s).astype(int), minlength=seconds)[:seconds].tolist()
@@ -67,7 +67,7 @@ class SimulatedFleet:
         self._counted_s = 0
 
     def of(self, market: CapacityType) -> list[SimulatedReplica]:
-        """Those that stay, launching ones included."""
+        """Returns staying replicas of a market, launching ones included."""
         is_spot = market is CapacityType.SPOT
         return [replica for replica in self.alive if not replica.is_leaving and (replica.zone is not None) == is_spot]
 
@@ -75,7 +75,7 @@ class SimulatedFleet:
         return replica.ready_s <= self.now_s and not replica.is_leaving
 
     def busy(self, replica: SimulatedReplica) -> int:
-        """Its requests in flight and waiting, and those done behind an older one that is not."""
+        """Returns its requests in flight and waiting, and finished ones behind an older unfinished one."""
         return len(replica.jobs)
 
     @property
@@ -84,28 +84,28 @@ class SimulatedFleet:
         return self._ongoing[-1]
 
     def mean_ongoing(self) -> float:
-        """The same, over the last 30 s."""
+        """Returns the mean of `ongoing` over the last 30 s."""
         return sum(self._ongoing) / len(self._ongoing)
 
     def launch_ondemand(self) -> SimulatedReplica:
         return self._launch(None)
 
     def launch_spot(self, zone: int) -> SimulatedReplica | None:
-        """None when the zone cannot hold one more."""
+        """Launches a replica in the zone; None if the zone is full."""
         soon = self.zones.at(self.now_s + self.setup.notice_s)[zone]
         room = min(self.zones.at(self.now_s)[zone], soon)
         there = sum(replica.zone == zone for replica in self.alive)
         return self._launch(zone) if there < room else None
 
     def release(self, replica: SimulatedReplica) -> None:
-        """End it: now if it has nothing to do or is not ready, else when it is done with what it was sent."""
+        """Ends it: now if it has no requests or is not ready, else after its last request."""
         last_s = max((self._done_s[job] for job in replica.jobs), default=self.now_s)
         replica.ended_s = min(replica.ended_s, max(self.now_s, last_s))
         self._cordon(replica)
         self._remove_ended()
 
     def advance(self, until_s: float) -> None:
-        """Requests that arrive before then find their replicas; the clock stands there afterwards."""
+        """Routes the requests that arrive before `until_s`, and sets the clock to it."""
         last = bisect_left(self._arrival_s, until_s, self.arrived)
         self._send(range(self.arrived, last), 0.0)
         self.arrived = last
@@ -113,7 +113,7 @@ class SimulatedFleet:
         self._remove_ended()
 
     def admit(self, replica: SimulatedReplica) -> None:
-        """It is ready: it takes requests from now on."""
+        """Adds a ready replica to the router."""
         if replica.ended_s <= self.now_s or replica.is_leaving:
             return
         self._routed.append(replica)
@@ -122,13 +122,13 @@ class SimulatedFleet:
         self._send(waiting, self.now_s)
 
     def reclaim(self) -> None:
-        """Nodes that their zone cannot hold any more are lost, chosen by chance."""
+        """Reclaims randomly chosen nodes above their zone's capacity."""
         for zone, room in enumerate(self.zones.at(self.now_s)):
             for replica in self._excess(zone, room, [r for r in self.alive if r.zone == zone]):
                 self._on_lost(replica)
 
     def warn(self, deadline_s: float) -> None:
-        """Nodes that will be lost then take nothing new, and hand over what they cannot finish."""
+        """Warns nodes that will be reclaimed: they take no new requests, and hand over those they cannot finish."""
         for zone, room in enumerate(self.zones.at(deadline_s)):
             staying = [r for r in self.alive if r.zone == zone and r.ended_s > deadline_s]
             for replica in self._excess(zone, room, staying):
@@ -140,7 +140,7 @@ class SimulatedFleet:
                 self._send_again(handed)
 
     def update_counts(self) -> None:
-        """Forget requests that are done and count those that are not, second by second."""
+        """Removes finished requests, and counts ongoing ones second by second."""
         for replica in self.alive:
             jobs = replica.jobs
             while jobs and self._done_s[jobs[0]] <= self.now_s:
@@ -152,7 +152,7 @@ class SimulatedFleet:
             self._ongoing.append(ongoing)
 
     def node_hours(self) -> dict[CapacityType, float]:
-        """Billed so far, from launch to end."""
+        """Returns the billed hours so far, from launch to end."""
         hours = dict.fromkeys(CapacityType, 0.0)
         for replica in self.launched:
             market = CapacityType.ON_DEMAND if replica.zone is None else CapacityType.SPOT
@@ -200,7 +200,7 @@ class SimulatedFleet:
             self.alive = [replica for replica in self.alive if replica.ended_s > self.now_s]
 
     def _send(self, jobs: Iterable[int], not_before_s: float) -> None:
-        """Each request to the replica that can start it first. The hot loop: hundreds of thousands a simulation."""
+        """Routes each request to the replica that can start it first. The hot loop."""
         starts, routed = self._starts, self._routed
         if not routed:
             self._waiting += jobs

@@ -1,4 +1,4 @@
-"""A page with two pictures: what each policy costs and attains, and one policy's nodes over time. SVG, no scripts."""
+"""A page with two charts: cost and SLO attainment of each policy, and one policy's nodes over time. SVG, no scripts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STYLE = (
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Values to pixels."""
+    """A mapping of values to pixels."""
 
     x_low: float
     x_high: float
@@ -63,7 +63,7 @@ class Frame:
 
 
 def write_page(path: Path, stage: Scenario, chosen: Result, bound_usd: float) -> None:
-    """Plays the other policies and raytide's targets too, so it takes many times as long as one run."""
+    """Runs the other policies and raytide's targets too, so it takes many times as long as one run."""
     others = [stage.run(name) for name in OTHERS]
     setups = [stage.setup.model_copy(update={"slo_target": target}) for target in CURVE]
     curve = [replace(stage, setup=setup).run("raytide") for setup in setups]

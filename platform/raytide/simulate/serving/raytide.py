@@ -1,4 +1,4 @@
-"""raytide's own policy in the simulator: the production plan, told what a live controller would be told."""
+"""raytide's serving policy in the simulator: the production plan, with the inputs of a live controller."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from raytide.simulate.serving.spot_zones import SpotZones
 from raytide.simulate.serving.zone_backoff import ZoneBackoff
 
 ONDEMAND = ""
-"""The name of the one pool that is never taken back and never empty."""
+"""The name of the on-demand pool, which is never reclaimed and never empty."""
 
 _ROUNDS = 12
-"""A launch that was refused, or given, is a reason to decide again at once, so many times."""
+"""The most decisions in a tick; a spot launch, refused or not, leads to another decision."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class RaytidePolicy:
                 break
 
     def state(self, fleet: SimulatedFleet) -> FleetState:
-        """What the production plan is asked."""
+        """Returns the inputs of the production plan."""
         goal = self.model.goal
         pools = {
             zone: ReplicaPool(
@@ -78,7 +78,7 @@ class RaytidePolicy:
         return FleetState(self.model.value(self.hazard), pools, self._nodes(fleet), goal.cold_start_s)
 
     def _act(self, fleet: SimulatedFleet) -> bool:
-        """Whether something was learned that is worth another decision."""
+        """Applies a plan, and tells whether another decision is needed."""
         decided = self.state(fleet).plan()
         by_id = {str(replica.number): replica for replica in fleet.alive}
         for node_id in decided.release:

@@ -1,4 +1,4 @@
-"""The requests of a simulation: recorded gaps and token counts, repeated, at a rate that follows an envelope."""
+"""The requests of a simulation: recorded gaps and token counts, repeated at a rate that follows an envelope."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_RATE = 0.05
 _MOST_HOURS = 100_000
 
 _STEP_S = 60.0
-"""The rate moves in a line from the middle of one hour to that of the next, in steps of this size."""
+"""The step of the rate, which is linear between the middles of hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Workload:
         return len(self.arrival_s)
 
     def work_s(self, slots: int) -> Floats:
-        """Replica-seconds that no schedule can avoid for each request."""
+        """Returns the replica-seconds that each request needs under any schedule."""
         return np.maximum(self.prefill_s, (self.prefill_s + self.decode_s) / slots)
 
 
 def workload(setup: ServingSetup) -> Workload:
-    """The seed chooses where in the recording the first request is taken from."""
+    """Returns the requests; the seed chooses where in the recording they start."""
     at_s, prompt, output = _recording(setup.requests)
     gaps = np.diff(at_s, prepend=0.0)
     gaps[0] = gaps[1:].mean()
@@ -69,7 +69,7 @@ def workload(setup: ServingSetup) -> Workload:
 
 
 def _recording(path: Path) -> tuple[Floats, Floats, Floats]:
-    """In order of time, whatever the order of the rows."""
+    """Returns times, prompt and output tokens in order of time."""
     table = columns.read(path, ("t_s", "prompt_tokens", "output_tokens")).numbers
     order = np.argsort(table["t_s"], kind="stable")
     at_s, prompt, output = (table[name][order] for name in ("t_s", "prompt_tokens", "output_tokens"))
@@ -83,7 +83,7 @@ def _recording(path: Path) -> tuple[Floats, Floats, Floats]:
 
 
 def _envelope(setup: ServingSetup) -> Floats:
-    """The rate of each hour as a share of the peak: the busiest whole days of the envelope, smoothed over 3 h."""
+    """Returns each hour's rate as a share of the peak: the busiest whole days of the envelope, smoothed over 3 h."""
     hours = math.ceil(setup.horizon_s / 3600.0)
     if setup.envelope is None:
         return np.ones(hours)
@@ -99,7 +99,7 @@ def _envelope(setup: ServingSetup) -> Floats:
 
 
 def _hourly(path: Path) -> Floats:
-    """From the first hour to the last; an hour without a row had no requests."""
+    """Returns requests by hour, from the first hour to the last; an hour without a row has none."""
     table = columns.read(path, ("hour", "requests")).numbers
     hour, requests = np.floor(table["hour"]), table["requests"]
     if len(np.unique(hour)) < len(hour):

@@ -1,4 +1,4 @@
-"""What one simulation of serving is given; every field is an option of `raytide simulate serving`."""
+"""The inputs of a serving simulation; every field is an option of `raytide simulate serving`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class ServingSetup(Config):
     """Columns hour and requests: the shape of the rate. Flat when left out."""
     spot: Path
     collection: str
-    """The traces are those whose key contains it."""
+    """Part of the traces' keys."""
     gpu: str = "v100"
     gpus_per_node: int = Field(default=1, ge=1)
     kind: Literal["availability", "preemption"] = "availability"
     depth: int = Field(default=4, ge=1)
-    """The nodes of each trace are multiplied by it."""
+    """A factor on the nodes of each trace."""
     policy: str = "raytide"
     slo_ttft_s: float = Field(default=5.0, gt=0)
     slo_target: float = Field(default=0.99, gt=0, lt=1)
-    """A knob of raytide's policy alone."""
+    """Used by raytide's policy only."""
     days: float = Field(default=7.0, gt=0, le=366)
     peak_rps: float = Field(default=6.0, gt=0)
     prefill_tps: float = Field(default=1500.0, gt=0)
@@ -40,7 +40,7 @@ class ServingSetup(Config):
     notice_s: float = Field(default=0.0, ge=0)
     seed: int = Field(default=0, ge=0)
     ondemand_usd_h: float | None = Field(default=None, gt=0)
-    """Of one node. Left out, the GPU's known price times its GPUs."""
+    """The price of a node; by default the GPU's known price times its GPUs."""
     spot_usd_h: float | None = Field(default=None, gt=0)
 
     @property

@@ -1,4 +1,4 @@
-"""Spot capacity of a simulation: how many nodes each zone could hold, as steps over the simulated time."""
+"""The spot capacity of a simulation: nodes that each zone can hold, as steps over the simulated time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raytide.simulate.spot import read, select, stacked
 
 @dataclass(frozen=True, slots=True)
 class SpotZones:
-    """Row i of `capacity` holds from `times_s[i]` on; one column a zone."""
+    """Row i of `capacity` is valid from `times_s[i]`; one column per zone."""
 
     names: tuple[str, ...]
     times_s: tuple[float, ...]
@@ -23,14 +23,14 @@ class SpotZones:
         return self.capacity[max(0, bisect_right(self.times_s, time_s) - 1)]
 
     def most_in(self, start_s: float, end_s: float) -> tuple[int, ...]:
-        """The most nodes that each zone could hold at any moment of [start, end)."""
+        """Returns the largest capacity of each zone in [start, end)."""
         first = max(0, bisect_right(self.times_s, start_s) - 1)
         rows = [row for row, at in zip(self.capacity[first:], self.times_s[first:], strict=True) if at < end_s]
         return tuple(max(column) for column in zip(*rows, strict=True))
 
 
 def spot_zones(setup: ServingSetup) -> SpotZones:
-    """The seed chooses the window, the same for all zones; a trace that is shorter than the days starts over."""
+    """Returns the capacity in a window chosen by the seed, the same for all zones; short traces repeat."""
     traces = select(
         read(setup.spot), setup.collection, gpu=setup.gpu, gpus_per_node=setup.gpus_per_node, kind=setup.kind
     )

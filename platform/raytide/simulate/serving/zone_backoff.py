@@ -1,8 +1,8 @@
-"""Which zones it is worth asking for spot nodes, as far as launches and losses have told.
+"""Back-off of spot zones in the serving simulation, after refusals and reclaims.
 
-One that refused a node or took one back rests, twice as long after each further refusal (pools.py), but never for long:
-asking is free, and each minute in which a zone is not known to be back is paid at the price of on demand. After the
-rest it is tried with one node, and with more once that was given.
+The back-off doubles with each further refusal (launch_backoff.py) up to a short maximum: a request is free, and each
+minute in which an available zone is unknown costs the on-demand price. Afterwards the zone is tried with one node, and
+with more once that was launched.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ LONGEST_BACKOFF_S = 300.0
 class ZoneBackoff:
     node_type: str = "spot"
     _zones: dict[str, Pool] = field(default_factory=dict)
-    """Those that did not give the last node."""
+    """Zones whose last launch or node failed."""
 
     def max_launches(self, zone: str, now_s: float) -> int | None:
-        """How many more it is worth asking for now; None when there is no limit."""
+        """Returns the number of nodes to request now; None for no limit."""
         known = self._zones.get(zone)
         if known is None:
             return None
