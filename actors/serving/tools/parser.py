@@ -1,0 +1,320 @@
+"""Splits a model's output into reasoning, text and tool calls while it is generated.
+
+Nothing is sent that might still turn out to be something else: text that may begin a marker is held back until it is
+clear. A call whose JSON is broken is returned as text, as the model wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+from uuid import uuid4
+
+from raytide.actors.serving.tools.json_scan import JsonScanner
+
+__all__ = ["CallPiece", "OutputParser", "Piece", "ToolSyntax", "syntax_of"]
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[^\s"])')
+"""The beginning of a call as an object, up to arguments that are no string."""
+_ARGUMENTS = ("arguments", "parameters")
+_THINK, _END_THINK = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSyntax:
+    """How a model writes calls: `begin`, the call, `end`.
+
+    The call is an object with name and arguments (`object`), an array of those (`array`), a name, `separator` and the
+    arguments (`named`), or the arguments alone of the tool `name` (`arguments`). `starts` are texts that begin a call
+    at the start of an output where `begin` is missing: a marker that is a special token does not appear in the text.
+    """
+
+    body: Literal["object", "array", "named", "arguments"]
+    begin: str = ""
+    end: str = ""
+    separator: str = ""
+    starts: tuple[str, ...] = ()
+    name: str = ""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Texts after a call that belong to it."""
+        fence = ("```", *_GROUP_MARKERS) if self.body == "named" else ()
+        return (*((self.end,) if self.end else ()), *fence)
+
+
+_SYNTAXES = {
+    "hermes": ToolSyntax("object", "<tool_call>", "</tool_call>"),
+    "llama3": ToolSyntax("object", "<|python_tag|>", ";", starts=("{",)),
+    "mistral": ToolSyntax("array", "[TOOL_CALLS]", starts=("[{",)),
+    "deepseek": ToolSyntax(
+        "named", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "\n```json\n"
+    ),
+}
+_GROUP_MARKERS = tuple(
+    f"<｜tool▁{what}▁{end}｜>" for what in ("calls", "outputs", "output") for end in ("begin", "end")
+)
+"""Markers around a group of calls, which are neither text nor calls."""
+
+
+def syntax_of(chat_format: str) -> ToolSyntax:
+    """Returns how models with such a chat template write calls; Hermes's way for those that have none of their own."""
+    return _SYNTAXES.get(chat_format, _SYNTAXES["hermes"])
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """A part of call number `index`: its first piece has `id` and `name`, later ones more of its arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    text: str = ""
+    reasoning: str = ""
+    call: CallPiece | None = None
+
+
+@dataclass(slots=True)
+class OutputParser:
+    """One output. `feed` takes its text as it comes and `finish` its end; both return the pieces that are certain."""
+
+    tools: ToolSyntax | None = None
+    """None where no tool may be called."""
+    reasoning: Literal["", "tagged", "open"] = ""
+    """`tagged` outputs may begin with reasoning between tags; `open` ones begin inside it."""
+    max_calls: int | None = None
+    calls: int = 0
+    _buffer: str = ""
+    _state: Literal["start", "think", "text", "call", "rest", "after"] = "start"
+    _scanner: JsonScanner | None = None
+    _rest: JsonScanner | None = None
+    _raw: str = ""
+    """The text of the call so far, for the case that it is no call."""
+    _in_array: bool = False
+    _has_thought: bool = False
+
+    def feed(self, text: str) -> list[Piece]:
+        self._buffer += text
+        return list(self._steps(at_end=False))
+
+    def finish(self) -> list[Piece]:
+        return list(self._steps(at_end=True))
+
+    def _steps(self, *, at_end: bool) -> Iterator[Piece]:
+        while True:
+            before = (self._state, len(self._buffer), self._scanner is None, self._in_array, self.calls)
+            match self._state:
+                case "start":
+                    yield from self._start(at_end)
+                case "think":
+                    yield from self._think(at_end)
+                case "text":
+                    yield from self._text(at_end)
+                case "call":
+                    yield from self._call(at_end)
+                case "rest":
+                    self._drop_rest()
+                case "after":
+                    self._after(at_end)
+            if (self._state, len(self._buffer), self._scanner is None, self._in_array, self.calls) == before:
+                return
+
+    def _start(self, at_end: bool) -> Iterator[Piece]:
+        yield from ()
+        if self.reasoning == "open":
+            self._state = "think"
+            return
+        if self._has_thought:
+            self._buffer = self._buffer.lstrip("\n")
+        held = self._buffer.lstrip()
+        openings = [_THINK] if self.reasoning == "tagged" else []
+        openings += self.tools.starts if self.tools is not None else ()
+        if not at_end and (
+            (self._has_thought and not held)
+            or any(opening.startswith(held) and opening != held for opening in openings)
+        ):
+            return  # also while nothing was said yet
+        if self.reasoning == "tagged" and held.startswith(_THINK):
+            self._buffer, self._state = held[len(_THINK) :], "think"
+        elif (self.tools is not None and self.tools.body == "arguments") or (self.tools is not None and any(held.startswith(start) for start in self.tools.starts)):
+            self._begin_call()
+        else:
+            self._state = "text"
+
+    def _think(self, at_end: bool) -> Iterator[Piece]:
+        inside, tag, rest = self._buffer.partition(_END_THINK)
+        if tag:
+            self._buffer, self._state, self.reasoning, self._has_thought = rest, "start", "", True
+            if inside:
+                yield Piece(reasoning=inside)
+            return
+        keep = 0 if at_end else _overlap(inside, _END_THINK)
+        self._buffer = inside[len(inside) - keep :]
+        if text := inside[: len(inside) - keep]:
+            yield Piece(reasoning=text)
+
+    def _text(self, at_end: bool) -> Iterator[Piece]:
+        if self.tools is None or not self.tools.begin:
+            text, self._buffer = self._buffer, ""
+        else:
+            text, marker, rest = self._buffer.partition(self.tools.begin)
+            if marker:
+                self._buffer = rest
+                self._begin_call()
+                text = _without_noise(text).rstrip() if self.calls == 0 else ""
+            else:
+                markers = (self.tools.begin, *(_GROUP_MARKERS if self.tools.body == "named" else ()))
+                keep = 0 if at_end else max(_overlap(text, marker) for marker in markers)
+                certain = text[: len(text) - keep]
+                keep += 0 if at_end else len(certain) - len(certain.rstrip())
+                text, self._buffer = text[: len(text) - keep], text[len(text) - keep :]
+                text = _without_noise(text)
+                if self.calls:
+                    text = text.strip() if at_end or not text.strip() else text
+        if text and self._may_say_more():
+            yield Piece(text=text)
+
+    def _may_say_more(self) -> bool:
+        """Text after the last call that is allowed would belong to calls that are dropped."""
+        return self.max_calls is None or self.calls < self.max_calls or self._state != "text"
+
+    def _begin_call(self) -> None:
+        assert self.tools is not None
+        self._state, self._raw, self._scanner = "call", "", None
+        self._in_array = self.tools.body == "array"
+        if self._in_array:
+            self._buffer = self._buffer.lstrip()
+            if self._buffer.startswith("["):
+                self._buffer = self._buffer[1:]
+
+    def _call(self, at_end: bool) -> Iterator[Piece]:
+        assert self.tools is not None
+        if self._scanner is not None:
+            yield from self._arguments(at_end)
+            return
+        if self._in_array:
+            self._buffer = self._buffer.lstrip(" \n\t,[")
+            if self._buffer.startswith("]"):
+                self._buffer, self._state = self._buffer[1:], "text"
+                return
+        if self.tools.body == "arguments":
+            yield self._open(self.tools.name)
+        elif self.tools.body == "named":
+            name, separator, rest = self._buffer.partition(self.tools.separator)
+            if separator:
+                self._raw, self._buffer = self._raw + name + separator, rest
+                yield self._open(name.strip())
+            elif at_end:
+                yield from self._give_up()
+        elif head := _HEAD.match(self._buffer):
+            self._raw, self._buffer = self._raw + head[0], self._buffer[head.end() :]
+            yield self._open(json.loads(head[1]))
+        else:
+            yield from self._whole_object(at_end)
+
+    def _open(self, name: str) -> Piece:
+        self._scanner = JsonScanner()
+        piece = Piece(call=CallPiece(self.calls, f"call_{uuid4().hex[:24]}", name))
+        self.calls += 1
+        return piece if self._is_allowed() else Piece()
+
+    def _is_allowed(self) -> bool:
+        return self.max_calls is None or self.calls <= self.max_calls
+
+    def _arguments(self, at_end: bool) -> Iterator[Piece]:
+        """The arguments go on as they come; what closes the call around them is dropped."""
+        assert self.tools is not None
+        assert self._scanner is not None
+        taken = self._scanner.feed(self._buffer)
+        arguments, self._buffer = self._buffer[:taken], self._buffer[taken:]
+        if arguments and self._is_allowed():
+            yield Piece(call=CallPiece(self.calls - 1, arguments=arguments))
+        if not self._scanner.is_complete:
+            return
+        self._scanner = None
+        if self.tools.body in ("object", "array"):
+            self._rest = JsonScanner.inside()
+            self._state = "rest"
+        else:
+            self._after_call()
+
+    def _drop_rest(self) -> None:
+        """Drops what an object has after its arguments."""
+        assert self._rest is not None
+        self._buffer = self._buffer[self._rest.feed(self._buffer) :]
+        if self._rest.is_complete:
+            self._state = "call"
+            self._after_call()
+
+    def _after_call(self) -> None:
+        if not self._in_array:
+            self._state = "after"
+
+    def _after(self, at_end: bool) -> None:
+        """Drops what closes the call, and sees whether another one follows."""
+        assert self.tools is not None
+        self._buffer = self._buffer.lstrip()
+        if end := next((each for each in self.tools.ends if self._buffer.startswith(each)), None):
+            self._buffer = self._buffer[len(end) :]
+        elif not at_end and any(each.startswith(self._buffer) for each in self.tools.ends):
+            return
+        elif self.tools.starts and self._buffer.startswith(self.tools.starts):
+            self._begin_call()
+        else:
+            self._state = "text"
+
+    def _whole_object(self, at_end: bool) -> Iterator[Piece]:
+        """A call whose head is not in the usual order, or is not complete yet: read when its object is."""
+        assert self.tools is not None
+        scanner = JsonScanner()
+        taken = scanner.feed(self._buffer)
+        if not scanner.is_complete:
+            if at_end:
+                yield from self._give_up()
+            return
+        text, self._buffer = self._buffer[:taken], self._buffer[taken:]
+        try:
+            found = json.loads(text)
+            name = str(found["name"])
+            arguments = next(found[key] for key in _ARGUMENTS if key in found)
+        except (ValueError, KeyError, TypeError, StopIteration):
+            self._raw += text
+            yield from self._give_up()
+            return
+        first = self._open(name)
+        self._scanner = None
+        if first.call is not None:
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            yield Piece(call=replace(first.call, arguments=written))
+        self._after_call()
+
+    def _give_up(self) -> Iterator[Piece]:
+        """What began like a call is text."""
+        assert self.tools is not None
+        begin = self.tools.begin if self.calls or not self.tools.starts else ""
+        text, self._buffer, self._raw = begin + self._raw + self._buffer, "", ""
+        self._state, self._in_array, self._scanner = "text", False, None
+        if text:
+            yield Piece(text=text)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """The length of the longest end of the text that begins the marker."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+def _without_noise(text: str) -> str:
+    for marker in _GROUP_MARKERS if "｜" in text else ():
+        text = text.replace(marker, "")
+    return text
