@@ -7,8 +7,8 @@ part.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
-from typing import Literal, NoReturn, Protocol
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from typing import Any, Literal, NoReturn, Protocol
 
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.types import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message
@@ -45,8 +45,9 @@ class Engine(Protocol):
         """The text of a token in mid-text, as UTF-8 that may begin or end with half a character."""
         ...
 
-    async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, by the model's chat template, ready for `generate`."""
+    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Returns a conversation's token ids, by the model's chat template, ready for `generate`. `tools` are those that
+        the model may call, in OpenAI's form."""
         ...
 
     async def stats(self) -> EngineStats: ...

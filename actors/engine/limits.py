@@ -27,6 +27,10 @@ MAX_CHOICES = 256
 """Prompts times n, or best_of, of one request."""
 MAX_MESSAGES = 4096
 """Messages, and parts of messages, in one chat request."""
+MAX_TOOLS = 128
+"""Tools of one request, and calls of one message."""
+MAX_ARGUMENT_CHARS = 1 << 18
+"""In the arguments of one call, and in the description of a tool."""
 MAX_EMBEDDING_INPUTS = 2048
 MAX_EMBEDDING_TOKENS = 300_000
 """Tokens of all inputs of an embedding request together, as at OpenAI."""

@@ -40,10 +40,31 @@ Feature = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat."""
+    """One turn of a chat. The assistant's turns may have tool calls, whose results are turns of the role `tool`."""
 
     role: str
     content: str
+    tool_calls: tuple[ToolCallTurn, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallTurn:
+    """A call in a chat's history; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """What a model's chat template shows of its outputs: how it writes tool calls ("" where the template has no tools),
+    and whether an output may begin with reasoning in tags (`tagged`) or begins inside it (`open`)."""
+
+    tools: Literal["", "hermes", "llama3", "mistral", "deepseek"] = ""
+    reasoning: Literal["", "tagged", "open"] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +195,7 @@ class EngineInfo:
     num_blocks: int
     features: frozenset[Feature]
     weights_version: str = ""
+    chat: ChatFormat = ChatFormat()
 
 
 @dataclass(slots=True)

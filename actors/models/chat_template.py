@@ -6,6 +6,7 @@ Supports `{% generation %}` blocks, with which a template marks the assistant's 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,16 @@ class ChatTemplate:
     def __init__(self, source: str, specials: Mapping[str, str]) -> None:
         """`specials` are the tokens that templates use: `bos_token`, `eos_token`."""
         self._compiled, self._specials = _compile(source), dict(specials)
+        self.source = source
 
-    def render(self, turns: Sequence[Turn], *, prompt: bool) -> str:
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template shows tools to the model and renders calls and their results."""
+        return re.search(r"\btools\b", self.source) is not None
+
+    def render(self, turns: Sequence[Turn], *, prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Returns the text; `prompt` ends it with the start of an answer. UsageError if the template refuses."""
-        return self._marked(turns, prompt).replace(_BEGIN, "").replace(_END, "")
+        return self._marked(turns, prompt, tools).replace(_BEGIN, "").replace(_END, "")
 
     def answers(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
         """Returns the whole conversation and the character ranges of the assistant's answers."""
@@ -49,11 +56,12 @@ class ChatTemplate:
             ranges.append((len(before), len(after)))
         return text, ranges
 
-    def _marked(self, turns: Sequence[Turn], prompt: bool) -> str:
+    def _marked(self, turns: Sequence[Turn], prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         from jinja2.exceptions import TemplateError
 
         try:
-            return str(self._compiled.render(messages=turns, add_generation_prompt=prompt, **self._specials))
+            shown = {"tools": list(tools) or None}
+            return str(self._compiled.render(messages=turns, add_generation_prompt=prompt, **shown, **self._specials))
         except TemplateError as error:
             raise UsageError(
                 f"the model's chat template refused the messages: {error}.", hint="Check the roles."

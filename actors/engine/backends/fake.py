@@ -5,9 +5,9 @@ prefix cache, pauses and KV transfers as the real one has them. Its text comes f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from raytide.actors.engine.backends.fake_generator import CannedGenerator, PrioritySemaphore, Prompts, direction
 from raytide.actors.engine.base import BasicEngine, Prompt, check_features
@@ -226,7 +226,7 @@ class FakeEngine(BasicEngine):
     def token_bytes(self, token: int) -> bytes:
         return bytes([token % 256])
 
-    async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         return list("\n".join(f"{message.role}: {message.content}" for message in messages).encode())
 
     def _check_alive(self) -> None:

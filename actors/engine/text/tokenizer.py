@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
+from raytide.actors.engine.text.tool_prompt import format_of, turns_of
 from raytide.actors.engine.text.worker_pool import TextPool
-from raytide.actors.engine.types import Message, as_request_error
+from raytide.actors.engine.types import ChatFormat, Message, as_request_error
 from raytide.actors.models.chat_template import ChatTemplate
 from raytide.actors.models.model_config import as_ids, read_json
 from raytide.core.errors import DataError, EngineError, RaytideError, UsageError
@@ -96,11 +98,20 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.rust.decode(list(ids), skip_special_tokens=True))
 
-    async def chat_prompt_off_loop(self, messages: Sequence[Message], *, enough: int | None = None) -> list[int]:
+    async def chat_prompt_off_loop(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, enough: int | None = None
+    ) -> list[int]:
         """Runs `chat_prompt` in a thread."""
-        return await self.pool.run(lambda: self.chat_prompt(messages, enough=enough))
+        return await self.pool.run(lambda: self.chat_prompt(messages, tools, enough=enough))
 
-    def chat_prompt(self, messages: Sequence[Message], *, enough: int | None = None) -> list[int]:
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the model's outputs are to be read, as far as its chat template shows."""
+        return format_of(self._chat) if self._template else ChatFormat()
+
+    def chat_prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, enough: int | None = None
+    ) -> list[int]:
         """Returns a conversation's token ids, cut as `encode` does. A model without a chat template (a base model) gets
         plain `role: content` lines.
 
@@ -110,9 +121,10 @@ class Tokenizer:
         if not messages:
             raise UsageError("the conversation is empty.", hint="Send at least one message.")
         contents, mark = self._break_names([message.content for message in messages])
-        turns = [{"role": m.role, "content": content} for m, content in zip(messages, contents, strict=True)]
+        messages = [replace(m, content=content) for m, content in zip(messages, contents, strict=True)]
+        turns = turns_of(messages, tools, knows_tools=bool(self._template) and self._chat.knows_tools)
         if self._template:
-            text = self._chat.render(turns, prompt=True)
+            text = self._chat.render(turns, prompt=True, tools=tools)
         else:
             text = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns) + "assistant:"
         text, plain = self._cut(_checked(text), enough), bool(self._template)

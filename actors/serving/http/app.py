@@ -63,7 +63,8 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return await respond(server, body, request, ChatWriter(server.model, includes_usage=body.includes_usage))
+        writer = ChatWriter(server.model, lambda: server.tool_use(body), includes_usage=body.includes_usage)
+        return await respond(server, body, request, writer)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest) -> EmbeddingList:

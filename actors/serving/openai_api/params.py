@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from raytide.actors.engine.base import required_features
-from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.types import Feature, GenRequest, Message
+from raytide.actors.engine.sampling_params import SamplingParams, Structured
+from raytide.actors.engine.types import Feature, GenRequest, Message, ToolCallTurn
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.structure import structured_of
 from raytide.actors.serving.openai_api.wire import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
@@ -17,7 +17,6 @@ COMPLETION_MAX_TOKENS = 16
 _NO_EFFECT = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "reasoning_effort",
@@ -38,8 +37,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "moderation": (),
     "prediction": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
 }
 """Known fields that this server does not implement, with their neutral values."""
@@ -48,7 +45,8 @@ _FIELD_OF: dict[Feature, str] = {"prompt_logprobs": "echo", "stop_strings": "sto
 """The request field of a feature that has another name."""
 
 
-def sampling_of(request: GenerationRequest) -> SamplingParams:
+def sampling_of(request: GenerationRequest, forced: Structured | None = None) -> SamplingParams:
+    """`forced` is the constraint of a tool call that the request requires."""
     _refuse_unknown(request)
     defaults = SamplingParams()
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
@@ -87,8 +85,17 @@ def sampling_of(request: GenerationRequest) -> SamplingParams:
         best_of=request.best_of,
         logprobs=logprobs,
         prompt_logprobs=logprobs if echoed else None,
-        structured=structured_of(request),
+        structured=_constraint(request, forced),
     )
+
+
+def _constraint(request: GenerationRequest, forced: Structured | None) -> Structured | None:
+    asked = structured_of(request)
+    if forced is not None and asked is not None:
+        raise invalid(
+            "a required tool call and another constraint of the output exclude each other.", param="tool_choice"
+        )
+    return forced or asked
 
 
 def refuse_missing(request: GenRequest, features: Collection[Feature]) -> None:
@@ -127,7 +134,15 @@ def _refuse_unknown(request: GenerationRequest) -> None:
 def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
     """Joins text parts, and refuses other parts by name. "developer" is OpenAI's newer name for "system"."""
     return [
-        Message("system" if message.role == "developer" else message.role, _text(message, index))
+        Message(
+            "system" if message.role == "developer" else message.role,
+            _text(message, index),
+            tool_calls=tuple(
+                ToolCallTurn(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
+            ),
+            tool_call_id=message.tool_call_id or "",
+            name=message.name or "",
+        )
         for index, message in enumerate(messages)
     ]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Protocol
 from uuid import uuid4
 
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 from raytide.actors.engine import types
 from raytide.actors.serving.openai_api.generation import ChoiceDelta
 from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes, chat_logprobs, text_logprobs
+from raytide.actors.serving.openai_api.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.wire import (
     ChatChoice,
     ChatCompletion,
@@ -21,11 +23,14 @@ from raytide.actors.serving.openai_api.wire import (
     CompletionChoice,
     Delta,
     FinishReason,
+    FunctionCall,
     PromptDetails,
     Reply,
+    ToolCall,
     Usage,
     sse,
 )
+from raytide.actors.serving.tools.parser import OutputParser, Piece
 
 DONE = b"data: [DONE]\n\n"
 
@@ -109,15 +114,18 @@ class CompletionWriter(_Writer):
 class ChatWriter(_Writer):
     api = "chat"
 
-    def __init__(self, model: str, *, includes_usage: bool = False) -> None:
+    def __init__(self, model: str, tool_use: Callable[[], ToolUse], *, includes_usage: bool = False) -> None:
+        """`tool_use` is asked once the request was accepted."""
         super().__init__(model, prefix="chatcmpl", includes_usage=includes_usage)
+        self._tool_use = tool_use
+        self._parsers: dict[int, OutputParser | None] = {}
 
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> ChatCompletion:
         written = [
             ChatChoice(
                 index=index,
-                message=Reply(content=choice.text),
-                finish_reason=choice.finish_reason,
+                message=(reply := self._reply(choice.text)),
+                finish_reason=self._finish_reason(choice.finish_reason, bool(reply.tool_calls)),
                 logprobs=chat_logprobs(choice.logprobs, bytes_of) if choice.logprobs else None,
             )
             for index, choice in enumerate(choices)
@@ -130,19 +138,65 @@ class ChatWriter(_Writer):
 
     def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
         """Sends the text first and the finish reason with an empty delta after it, as OpenAI does."""
+        if delta.index not in self._parsers:
+            self._parsers[delta.index] = self._use.parser()
+        parser = self._parsers[delta.index]
+        logprobs = chat_logprobs(delta.logprobs, bytes_of) if delta.logprobs else None
+        parts = [Delta(content=delta.text)] if delta.text or delta.logprobs else []
+        if parser is not None:
+            pieces = parser.feed(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
+            parts = [_delta(piece) for piece in pieces] or ([Delta(content="")] if delta.logprobs else [])
         events = b""
-        if delta.text or delta.logprobs:
-            logprobs = chat_logprobs(delta.logprobs, bytes_of) if delta.logprobs else None
-            events += self._choice(ChunkChoice(index=delta.index, delta=Delta(content=delta.text), logprobs=logprobs))
-        if delta.finish_reason is not None:
-            events += self._choice(ChunkChoice(index=delta.index, delta=Delta(), finish_reason=_finish(delta)))
+        for part in parts:
+            events += self._choice(ChunkChoice(index=delta.index, delta=part, logprobs=logprobs))
+            logprobs = None
+        if (reason := _finish(delta)) is not None:
+            reason = self._finish_reason(reason, parser is not None and parser.calls > 0)
+            events += self._choice(ChunkChoice(index=delta.index, delta=Delta(), finish_reason=reason))
         return events
 
     def closing(self, usage: Usage) -> bytes:
         return self._event(ChatCompletionChunk.model_validate({**self._head, "choices": [], "usage": usage}))
 
+    @cached_property
+    def _use(self) -> ToolUse:
+        return self._tool_use()
+
+    def _reply(self, text: str) -> Reply:
+        parser = self._use.parser()
+        if parser is None:
+            return Reply(content=text)
+        pieces = parser.feed(text) + parser.finish()
+        calls: dict[int, ToolCall] = {}
+        for part in (piece.call for piece in pieces if piece.call is not None):
+            before = calls.get(part.index)
+            name, id = (before.function.name, before.id) if before is not None else (part.name, part.id)
+            arguments = (before.function.arguments if before is not None else "") + part.arguments
+            calls[part.index] = ToolCall(id=id, function=FunctionCall(name=name, arguments=arguments))
+        content = "".join(piece.text for piece in pieces)
+        return Reply(
+            content=content or (None if calls else ""),
+            reasoning_content="".join(piece.reasoning for piece in pieces) or None,
+            tool_calls=list(calls.values()) or None,
+        )
+
+    def _finish_reason(self, reason: FinishReason, has_calls: bool) -> FinishReason:
+        """A call that the client forced by name ends with "stop", as OpenAI's do."""
+        return "tool_calls" if reason == "stop" and has_calls and not self._use.is_named else reason
+
     def _choice(self, choice: ChunkChoice) -> bytes:
         return self._event(ChatCompletionChunk.model_validate({**self._head, "choices": [choice]}))
+
+
+def _delta(piece: Piece) -> Delta:
+    call = piece.call
+    if call is None:
+        return Delta(content=piece.text) if piece.text else Delta(reasoning_content=piece.reasoning)
+    function = {"arguments": call.arguments}
+    if not call.id:
+        return Delta(tool_calls=[{"index": call.index, "function": function}])
+    function = {"name": call.name, **function}
+    return Delta(tool_calls=[{"index": call.index, "id": call.id, "type": "function", "function": function}])
 
 
 def usage_of(choices: Iterable[ChoiceState]) -> Usage:

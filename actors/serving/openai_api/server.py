@@ -17,6 +17,7 @@ from raytide.actors.serving.metrics import ServingMetrics
 from raytide.actors.serving.openai_api.errors import invalid, refused_by_the_dead
 from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
+from raytide.actors.serving.openai_api.tool_choice import NO_TOOLS, ToolUse, tool_use_of
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
 from raytide.core.errors import EngineDeadError
 
@@ -90,13 +91,18 @@ class Server:
         if feature not in self.info.features:
             raise invalid(f"{feature} is not supported by {self.model}.", param=param)
 
+    def tool_use(self, request: ChatRequest) -> ToolUse:
+        """Returns which tools the model sees and how their calls are told from text."""
+        return tool_use_of(request, self.info.chat)
+
     async def generate(self, request: CompletionRequest | ChatRequest) -> GenerationStream:
         """Starts a generation. The request is validated completely before the engine sees any of it."""
         await self.check_alive()
         self.card(request.model)
-        sampling, echoes = sampling_of(request), [""]
+        use = self.tool_use(request) if isinstance(request, ChatRequest) else NO_TOOLS
+        sampling, echoes = sampling_of(request, use.structured), [""]
         if isinstance(request, ChatRequest):
-            prompts = [await self.engine.chat_prompt(messages_of(request.messages))]
+            prompts = [await self.engine.chat_prompt(messages_of(request.messages), use.shown)]
             self._check_length(prompts[0], "messages")
         else:
             prompts = await self.prompts(request.prompt, field="prompt")

@@ -5,11 +5,22 @@ Requests keep unlisted fields (`model_extra`): `params` ignores or refuses them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_serializer
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 from raytide.actors.engine.limits import (
+    MAX_ARGUMENT_CHARS,
     MAX_BAD_WORDS,
     MAX_EMBEDDING_INPUTS,
     MAX_HTTP_STOPS,
@@ -19,12 +30,13 @@ from raytide.actors.engine.limits import (
     MAX_NAME_CHARS,
     MAX_PROMPTS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TOOLS,
     MAX_WORD_CHARS,
 )
 from raytide.actors.serving.openai_api.logprobs import ChatLogprobs, TextLogprobs
 from raytide.actors.serving.openai_api.structure import Constraints
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -120,6 +132,59 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
 
 
+class FunctionDefinition(_Request):
+    name: Name
+    description: Annotated[str, Field(max_length=MAX_ARGUMENT_CHARS)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Request):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(_Request):
+    name: Name
+
+
+class ToolName(_Request):
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class AllowedTools(_Request):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolName], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class ToolChoice(_Request):
+    """One function by its name, or some of the tools with a mode."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ToolChoice:
+        if (self.function if self.type == "function" else self.allowed_tools) is None:
+            raise ValueError(f"a choice of type {self.type} has a field {self.type}")
+        return self
+
+
+class FunctionCall(_Request):
+    name: Name
+    arguments: Annotated[str, Field(max_length=MAX_ARGUMENT_CHARS)]
+
+
+class ToolCall(_Request):
+    """A call that the assistant has made, in an answer or in the history."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ContentPart(_Request):
     type: Name
     text: str | None = None
@@ -128,6 +193,9 @@ class ContentPart(_Request):
 class ChatMessage(_Request):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Name | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -135,6 +203,9 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class PromptDetails(BaseModel):
@@ -171,9 +242,22 @@ class Completion(_Answer):
 
 
 class Reply(BaseModel):
+    """`tool_calls` and `reasoning_content` are left out on the wire where there are none."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _present(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not None or name not in ("reasoning_content", "tool_calls")
+        }
 
 
 class ChatChoice(BaseModel):
@@ -193,10 +277,12 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
     @model_serializer
-    def _present(self) -> dict[str, str]:
-        return {name: value for name, value in (("role", self.role), ("content", self.content)) if value is not None}
+    def _present(self) -> dict[str, Any]:
+        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
 class ChunkChoice(BaseModel):

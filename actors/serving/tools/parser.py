@@ -82,6 +82,9 @@ class Piece:
     call: CallPiece | None = None
 
 
+_NOTHING = Piece()
+
+
 @dataclass(slots=True)
 class OutputParser:
     """One output. `feed` takes its text as it comes and `finish` its end; both return the pieces that are certain."""
@@ -103,10 +106,10 @@ class OutputParser:
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text
-        return list(self._steps(at_end=False))
+        return [piece for piece in self._steps(at_end=False) if piece != _NOTHING]
 
     def finish(self) -> list[Piece]:
-        return list(self._steps(at_end=True))
+        return [piece for piece in self._steps(at_end=True) if piece != _NOTHING]
 
     def _steps(self, *, at_end: bool) -> Iterator[Piece]:
         while True:
@@ -144,7 +147,7 @@ class OutputParser:
             return  # also while nothing was said yet
         if self.reasoning == "tagged" and held.startswith(_THINK):
             self._buffer, self._state = held[len(_THINK) :], "think"
-        elif (self.tools is not None and self.tools.body == "arguments") or (self.tools is not None and any(held.startswith(start) for start in self.tools.starts)):
+        elif self.tools is not None and (self.tools.body == "arguments" or held.startswith(self.tools.starts)):
             self._begin_call()
         else:
             self._state = "text"
@@ -224,7 +227,7 @@ class OutputParser:
         self._scanner = JsonScanner()
         piece = Piece(call=CallPiece(self.calls, f"call_{uuid4().hex[:24]}", name))
         self.calls += 1
-        return piece if self._is_allowed() else Piece()
+        return piece if self._is_allowed() else _NOTHING
 
     def _is_allowed(self) -> bool:
         return self.max_calls is None or self.calls <= self.max_calls

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from raytide.actors.engine.backends.native import kv_transfer, operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
@@ -79,9 +79,9 @@ class NativeEngine(BasicEngine):
     def token_bytes(self, token: int) -> bytes:
         return self._started().vocabulary.token_bytes(token)
 
-    async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         core = self._started()
-        return await core.tokenizer.chat_prompt_off_loop(messages, enough=core.info.max_model_len)
+        return await core.tokenizer.chat_prompt_off_loop(messages, tools, enough=core.info.max_model_len)
 
     async def stats(self) -> EngineStats:
         """Raises EngineDeadError when the thread has died."""

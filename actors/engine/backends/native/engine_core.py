@@ -88,6 +88,7 @@ class EngineCore:
             num_blocks=self.pool.num_blocks,
             features=native_features(config),
             weights_version=self.weights.version,
+            chat=self.tokenizer.chat_format,
         )
 
     @property

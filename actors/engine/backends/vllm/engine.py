@@ -7,7 +7,7 @@ ends with `shutdown`, and with this one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,6 +97,7 @@ class VllmEngine(BasicEngine):
             block_size=core.block_size,
             num_blocks=core.num_blocks,
             features=core.features,
+            chat=self._tokenizer.chat_format,
         )
 
     async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
@@ -132,8 +133,8 @@ class VllmEngine(BasicEngine):
         self._running()
         return self._vocabulary.token_bytes(token)
 
-    async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        return await self._tokenizer.chat_prompt_off_loop(messages, enough=self._running().max_model_len)
+    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        return await self._tokenizer.chat_prompt_off_loop(messages, tools, enough=self._running().max_model_len)
 
     async def stats(self) -> EngineStats:
         core = self._running()

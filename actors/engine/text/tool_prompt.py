@@ -1,0 +1,100 @@
+"""Tools in a prompt: a chat's turns for templates that know tools and for those that do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raytide.actors.engine.types import ChatFormat, Message
+from raytide.actors.models.chat_template import ChatTemplate
+from raytide.core.errors import UsageError
+
+__all__ = ["format_of", "turns_of"]
+
+_MARKS: tuple[tuple[str, str], ...] = (
+    ("<｜tool▁call", "deepseek"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "hermes"),
+    ("<|python_tag|>", "llama3"),
+    ('"parameters": ', "llama3"),
+)
+"""What templates contain whose models write calls in a format; the first one decides."""
+
+_INSTRUCTIONS = """\
+You may call one or more functions. You are given their signatures within <tools></tools>:
+<tools>
+{tools}
+</tools>
+For each call answer with a JSON object of the function's name and its arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <name>, "arguments": <arguments>}}
+</tool_call>"""
+"""For models whose template knows no tools: the form that Hermes and Qwen were trained on."""
+
+
+def format_of(template: ChatTemplate) -> ChatFormat:
+    """Returns how the outputs of a model with this template are to be read."""
+    name = next((name for mark, name in _MARKS if mark in template.source), "") if template.knows_tools else ""
+    reasoning = ""
+    if "<think>" in template.source or "</think>" in template.source:
+        try:
+            prompt = template.render([{"role": "user", "content": "x"}], prompt=True)
+        except UsageError:
+            prompt = ""
+        reasoning = "open" if prompt.rstrip().endswith("<think>") else "tagged"
+    return ChatFormat(tools=name, reasoning=reasoning)  # type: ignore[arg-type]  # names of _MARKS
+
+
+def turns_of(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, knows_tools: bool
+) -> list[dict[str, object]]:
+    """Returns the turns for a template. Where it knows no tools, these, the calls and their results become text."""
+    if knows_tools:
+        return [_turn(message) for message in messages]
+    turns: list[dict[str, object]] = [_plain(message) for message in messages]
+    if not tools:
+        return turns
+    shown = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    told = _INSTRUCTIONS.format(tools=shown)
+    if turns[0]["role"] == "system":
+        return [{"role": "system", "content": f"{turns[0]['content']}\n\n{told}"}, *turns[1:]]
+    return [{"role": "system", "content": told}, *turns]
+
+
+def _turn(message: Message) -> dict[str, object]:
+    turn: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.name:
+        turn["name"] = message.name
+    return turn
+
+
+def _plain(message: Message) -> dict[str, object]:
+    if message.role == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message.content}\n</tool_response>"}
+    if not message.tool_calls:
+        return {"role": message.role, "content": message.content}
+    calls = "\n".join(
+        f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': _arguments(call.arguments)})}\n</tool_call>"
+        for call in message.tool_calls
+    )
+    return {"role": message.role, "content": "\n".join(part for part in (message.content, calls) if part)}
+
+
+def _arguments(text: str) -> object:
+    """Templates take the arguments as an object; what is no JSON stays a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,135 @@
+"""The tools of a chat request: what the prompt shows of them, and what the output must then be."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raytide.actors.engine.limits import MAX_GRAMMAR_CHARS
+from raytide.actors.engine.sampling_params import Structured
+from raytide.actors.engine.types import ChatFormat
+from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.wire import ChatRequest, Tool, ToolChoice
+from raytide.actors.serving.tools.parser import OutputParser, ToolSyntax, syntax_of
+
+__all__ = ["NO_TOOLS", "ToolUse", "tool_use_of"]
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_MOST_CALLS = 32
+"""Calls of one answer to a request with `tool_choice: required`, which would otherwise go on for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """`shown` are the tools as chat templates take them; `structured` is the constraint of a required call, None where
+    the model may answer in text. `is_named`: one tool is forced by its name."""
+
+    shown: tuple[dict[str, Any], ...]
+    syntax: ToolSyntax | None = None
+    structured: Structured | None = None
+    max_calls: int | None = None
+    is_named: bool = False
+    reasoning: Literal["", "tagged", "open"] = ""
+
+    def parser(self) -> OutputParser | None:
+        """Returns a parser for one output; None where an output is text and nothing else."""
+        if self.syntax is None and not self.reasoning:
+            return None
+        return OutputParser(self.syntax, self.reasoning, self.max_calls)
+
+
+NO_TOOLS = ToolUse(())
+
+
+def tool_use_of(request: ChatRequest, chat: ChatFormat) -> ToolUse:
+    """Raises ApiError (400) for tools or a choice that make no sense."""
+    tools, choice = list(request.tools or ()), request.tool_choice
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid("tool_choice is only allowed when tools are specified.", param="tool_choice")
+        return ToolUse((), reasoning=chat.reasoning)
+    _check(tools)
+    if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
+        assert choice.allowed_tools is not None
+        allowed = {each.function.name for each in choice.allowed_tools.tools}
+        if unknown := allowed - {tool.function.name for tool in tools}:
+            raise invalid(f"tool_choice allows {sorted(unknown)[0]!r}, which is not in tools.", param="tool_choice")
+        tools, choice = [tool for tool in tools if tool.function.name in allowed], choice.allowed_tools.mode
+    if choice == "none":
+        return ToolUse((), reasoning=chat.reasoning)
+    shown = tuple(tool.model_dump(mode="json", exclude_none=True) for tool in tools)
+    most = 1 if request.parallel_tool_calls is False else None
+    if choice in (None, "auto"):
+        if request.response_format is not None and request.response_format.type != "text":
+            raise invalid(
+                "response_format and tools that the model may call exclude each other: set tool_choice to none.",
+                param="response_format",
+            )
+        return ToolUse(shown, syntax_of(chat.tools), max_calls=most, reasoning=chat.reasoning)
+    if isinstance(choice, ToolChoice):
+        assert choice.function is not None
+        name = choice.function.name
+        named = next((tool for tool in tools if tool.function.name == name), None)
+        if named is None:
+            raise invalid(f"tool_choice names {name!r}, which is not in tools.", param="tool_choice")
+        schema = json.dumps(_parameters(named))
+        return ToolUse(shown, ToolSyntax("arguments", name=name), _constraint(schema), 1, is_named=True)
+    schema = json.dumps(_any_call(tools, most or _MOST_CALLS))
+    return ToolUse(shown, ToolSyntax("array", starts=("[",)), _constraint(schema), most)
+
+
+def _check(tools: Sequence[Tool]) -> None:
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        where, name = f"tools[{index}].function.name", tool.function.name
+        if not _NAME.fullmatch(name):
+            raise invalid(f"{where}: {name!r} is not made of 1 to 64 letters, digits, _ and -.", param=where)
+        if name in seen:
+            raise invalid(f"{where}: {name!r} is there twice.", param=where)
+        seen.add(name)
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are always an object."""
+    schema = tool.function.parameters or {}
+    return {"type": "object", **schema} if schema else {"type": "object", "maxProperties": 0}
+
+
+def _any_call(tools: Sequence[Tool], most: int) -> dict[str, Any]:
+    """The schema of an array of calls. Definitions that a tool's schema refers to stay with it."""
+    calls = []
+    definitions: dict[str, Any] = {}
+    for index, tool in enumerate(tools):
+        parameters = _parameters(tool)
+        for key in ("$defs", "definitions"):
+            for name, definition in parameters.pop(key, {}).items():
+                definitions[f"tool{index}_{name}"] = _renamed(definition, index)
+        properties = {"name": {"const": tool.function.name}, "arguments": _renamed(parameters, index)}
+        calls.append(
+            {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+        )
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": calls}}
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+def _renamed(schema: Any, index: int) -> Any:
+    """References to a tool's own definitions lead to those of the whole schema."""
+    if isinstance(schema, dict):
+        return {
+            key: re.sub(r"^#/(?:\$defs|definitions)/", f"#/$defs/tool{index}_", value)
+            if key == "$ref" and isinstance(value, str)
+            else _renamed(value, index)
+            for key, value in schema.items()
+        }
+    return [_renamed(each, index) for each in schema] if isinstance(schema, list) else schema
+
+
+def _constraint(schema: str) -> Structured:
+    if len(schema) > MAX_GRAMMAR_CHARS:
+        raise invalid(
+            f"the tools have schemas of {len(schema)} characters; at most {MAX_GRAMMAR_CHARS} are taken.", param="tools"
+        )
+    return Structured("json_schema", schema)

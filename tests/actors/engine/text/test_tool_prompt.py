@@ -1,0 +1,78 @@
+"""Tools in prompts, by templates that know tools and by others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from raytide.actors.engine.text.tool_prompt import format_of, turns_of
+from raytide.actors.engine.types import ChatFormat, Message, ToolCallTurn
+from raytide.actors.models.chat_template import ChatTemplate
+
+QWEN = """\
+{%- if tools %}<|im_start|>system
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+within <tool_call></tool_call><|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+HISTORY = [
+    Message("user", "?"),
+    Message("assistant", "", tool_calls=(ToolCallTurn("call_1", "f", '{"a": 1}'),)),
+    Message("tool", "rain", tool_call_id="call_1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (QWEN, ChatFormat("hermes")),
+        (PLAIN, ChatFormat()),
+        (f"{QWEN}{{# <think> #}}", ChatFormat("hermes", "tagged")),
+        (f"{QWEN}<think>\n", ChatFormat("hermes", "open")),
+        ("{{ tools }}[TOOL_CALLS]", ChatFormat("mistral")),
+        ("{{ tools }}<|python_tag|>", ChatFormat("llama3")),
+        ("{{ tools }}<｜tool▁call▁begin｜>", ChatFormat("deepseek")),
+        ("{% raw %}<tool_call>{% endraw %}", ChatFormat()),
+    ],
+)
+def test_the_template_shows_how_outputs_are_read(source: str, expected: ChatFormat) -> None:
+    assert format_of(ChatTemplate(source, {})) == expected
+
+
+def test_a_template_that_knows_tools_gets_them_and_calls_as_objects() -> None:
+    template = ChatTemplate(QWEN, {})
+    turns = turns_of(HISTORY, [TOOL], knows_tools=template.knows_tools)
+    text = template.render(turns, prompt=True, tools=[TOOL])
+    assert json.dumps(TOOL) in text
+    assert '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' in text
+    assert text.endswith("tool\nrain<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_another_template_gets_them_as_text() -> None:
+    template = ChatTemplate(PLAIN, {})
+    turns = turns_of([Message("system", "Be kind."), *HISTORY], [TOOL], knows_tools=template.knows_tools)
+    system, question, call, result = template.render(turns, prompt=True).split("\nuser: ")[0], *turns[1:]
+    assert system.startswith("system: Be kind.\n\nYou may call one or more functions.")
+    assert json.dumps(TOOL) in system
+    assert question == {"role": "user", "content": "?"}
+    assert call["content"] == '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert result == {"role": "user", "content": "<tool_response>\nrain\n</tool_response>"}
+
+
+def test_a_chat_without_tools_is_as_it_was() -> None:
+    messages = [Message("system", "s"), Message("user", "u")]
+    for knows in (True, False):
+        assert turns_of(messages, (), knows_tools=knows) == [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "u"},
+        ]
