@@ -74,7 +74,7 @@ class _Shedding:
     candidates: dict[DisruptionRank, list[Tenants]] = field(default_factory=dict)
     """Nodes that may leave, by rank; the cheapest first, and the newest last at one price."""
     ranks: dict[str, DisruptionRank] = field(default_factory=dict)
-    """By node id, of the candidates."""
+    """Keyed by node id, of the candidates."""
     leaving: dict[str, Action] = field(default_factory=dict)
     yielding: dict[str, set[int]] = field(default_factory=dict)
     """Members that yield, by lease."""
@@ -179,7 +179,7 @@ class _Shedding:
                 yield Shrink(lease.job_id, lease_id, tuple(sorted(members)), until_s, reason)
 
     def _would_stop(self, lease: Lease, tenants: Tenants) -> bool:
-        """Whether the gang would fall below its minimum without its members here."""
+        """True if the gang would fall below its minimum without its members here."""
         leaving = {m.index for held, m in tenants.members if held is lease} | self.yielding.get(lease.id, set())
         staying = sum(m.has_node and not m.is_yielding and m.index not in leaving for m in lease.members)
         return staying < lease.shape.at_least

@@ -18,7 +18,7 @@ from raytide.scheduling.diagnosis import Unschedulable
 
 RESERVE_S = 3600.0
 LEAD_S = 180.0
-"""How long before a limit is reached its jobs are preempted: time for checkpoints, and for costs that are not booked
+"""Jobs are preempted this long before a limit is reached: time for checkpoints, and for costs that are not booked
 yet."""
 
 
@@ -32,7 +32,7 @@ class Budgets:
     has_soft: bool = True
     has_hard: bool = True
     committed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """By team, its children included: spent this month, plus reserved and not spent yet."""
+    """Keyed by team, its children included: spent this month, plus reserved and not spent yet."""
     version: int = 0
     """Grows whenever a commitment may change an answer."""
 

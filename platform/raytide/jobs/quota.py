@@ -52,9 +52,9 @@ class Quotas:
     unassigned: dict[str, float] = field(default_factory=dict)
     """Capacity of the fleet beyond all quotas, by resource."""
     borrowers: dict[str, set[str]] = field(default_factory=dict)
-    """By limited resource: the teams above their subtree quota."""
+    """Keyed by limited resource: the teams above their subtree quota."""
     _nodes: dict[str, dict[str, ResourceNode]] = field(default_factory=dict)
-    """By limited resource and team."""
+    """Keyed by limited resource and team."""
     _used: list[float] = field(default_factory=list)
     """Usage of the team, and its children's beyond their local quota; by node number."""
     _nonpreemptible: list[float] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Quotas:
     def lacking(
         self, team: str, need: Resources, *, is_preemptible: bool = True, may_borrow: bool = True
     ) -> str | None:
-        """The first resource of which the team may not reserve `need`. What cannot be preempted may not be borrowed."""
+        """The first resource whose quota does not allow `need`. What cannot be preempted may not be borrowed."""
         for name in self.names:
             if name not in need:
                 continue
@@ -210,7 +210,7 @@ class Quotas:
         self.unassigned[name] = max(0.0, self.supply.get(name, 0.0) - assigned)
         self.borrowers[name], self._nodes[name] = set(), {}
         self._add_node(_ROOT, name, (sum(lent(team) for team in children[_ROOT]) + self.unassigned[name], 0.0))
-        for team, share in reversed(shares.items()):  # who is above before who is below
+        for team, share in reversed(shares.items()):  # parents before children
             self._add_node(team, name, share)
 
     def _add_node(self, team: str, name: str, share: tuple[float, float]) -> ResourceNode:

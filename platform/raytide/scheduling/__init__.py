@@ -1,1 +1,1 @@
-"""What fits where, at what cost, and if not, why not: the simulation that the queue and the planner share."""
+"""The placement simulation that the queue and the planner share: what fits where, at what cost, and why not."""

@@ -151,7 +151,7 @@ class NodeTable:
         return all(self._mask(key, want)[row] for key, want in selector.items())
 
     def matching(self, selector: Mapping[str, str]) -> Mask:
-        """By row: whether the labels match."""
+        """For each row: whether the labels match."""
         masks = [self._mask(key, want)[: len(self)] for key, want in selector.items()]
         return reduce(np.logical_and, masks, np.ones(len(self), dtype=np.bool_))
 
@@ -185,7 +185,7 @@ class NodeTable:
         return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
 
     def have_free(self, amounts: Sequence[Resources]) -> Mask:
-        """By row, from the first: whether these amounts are free."""
+        """For each row, from the first: whether these amounts are free."""
         have = np.ones(len(amounts), dtype=np.bool_)
         for name, at in self._column.items():
             have &= self._free_RN[at, : len(amounts)] + _EPS >= [each.get(name, 0.0) for each in amounts]

@@ -1,4 +1,4 @@
-"""What can be bought, at what price, and within which limits."""
+"""Offerings: the nodes that can be bought, their prices, and the limits of the fleet."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class OfferingTable:
         self._in_menu: dict[frozenset[str] | None, Mask] = {}
 
     def members(self, shape: Shape) -> Ints:
-        """By offering: the members of this shape that a node would hold; 0 where labels do not match."""
+        """For each offering: the members of this shape that a node would hold; 0 where labels do not match."""
         key = tuple(shape.resources.items()), tuple(shape.labels.items())
         if (found := self._members.get(key)) is None:
             need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
@@ -90,7 +90,7 @@ class OfferingTable:
         return found
 
     def matching(self, selector: Mapping[str, str]) -> Mask:
-        """By offering: whether its labels match the selector."""
+        """For each offering: whether its labels match the selector."""
         key = tuple(selector.items())
         if (found := self._carrying.get(key)) is None:
             found = np.array([labels_match(selector, offering.labels) for offering in self.offerings], dtype=np.bool_)
@@ -98,7 +98,7 @@ class OfferingTable:
         return found
 
     def allowed(self, types: frozenset[str] | None) -> Mask:
-        """By offering: whether its type is one of these; None allows all."""
+        """For each offering: whether its type is one of these; None allows all."""
         if (found := self._in_menu.get(types)) is None:
             found = np.array([types is None or o.node_type.name in types for o in self.offerings], dtype=np.bool_)
             self._in_menu[types] = found
@@ -113,7 +113,7 @@ class OfferingTable:
         return vector
 
     def could_hold(self, amounts: Resources) -> Mask:
-        """By offering: whether an empty node has these amounts."""
+        """For each offering: whether an empty node has these amounts."""
         if any(amount > 0 and name not in self.columns for name, amount in amounts.items()):
             return np.zeros(len(self.offerings), dtype=np.bool_)
         enough = self.totals_PR + _EPS >= self.vector(amounts)
@@ -146,13 +146,13 @@ class Offerings:
     burn_micro_usd_h: int
     """The price of all nodes that are not gone."""
     left: Ints
-    """By type: nodes that max_nodes still allows. A node counts until the provider has ended it."""
+    """For each type: nodes that max_nodes still allows. A node counts until the provider has ended it."""
     launches_left: int | None
     """Launches left in this minute; None without a limit."""
     backed_off: Mask
-    """By offering."""
+    """Indexed by offering."""
     caps: Ints | None
-    """By offering: the fleet price up to which it may be bought; None without limits."""
+    """For each offering: the fleet price up to which it may be bought; None without limits."""
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot) -> Offerings:
@@ -196,7 +196,7 @@ class Offerings:
         return sum(max_nodes.values()) >= count
 
     def purchasable(self, purchase: Purchase = _NOTHING) -> Ints:
-        """By offering: the nodes that can be bought beside this purchase."""
+        """For each offering: the nodes that can be bought beside this purchase."""
         left = self.left[self.table.type_of]
         if purchase.size:
             taken = np.zeros_like(self.left)
@@ -253,7 +253,7 @@ class Offerings:
         return pool.retry_at_s if pool else 0.0
 
     def describe_limits(self) -> str:
-        """What the fleet costs, and its limits; empty without limits."""
+        """The price of the fleet and its limits; empty without limits."""
         soft, hard = self.limits.soft_micro_usd_h, self.limits.hard_micro_usd_h
         words = [f"above {format_usd(soft)}/h only spot is bought"] if soft is not None else []
         words += [f"above {format_usd(hard)}/h nothing is bought"] if hard is not None else []

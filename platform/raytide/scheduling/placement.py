@@ -63,7 +63,7 @@ class Candidate:
     count: int = 0
     paces: Throughputs = field(default_factory=dict)
     remaining: Floats | None = None
-    """How many of each pending shape are not yet counted on to fill the nodes that this buys."""
+    """The members of each pending shape that are not yet counted on to fill the nodes that this buys."""
 
     @property
     def rating(self) -> tuple[int, float]:

@@ -24,9 +24,9 @@ MOST_TENANTS = 64
 @dataclass(slots=True)
 class Repacking:
     moved: dict[str, list[Slot]] = field(default_factory=dict)
-    """By node that is not bought after all: the new slots of its tenants, in their order."""
+    """Keyed by node that is not bought after all: the new slots of its tenants, in their order."""
     swapped: dict[str, Slot] = field(default_factory=dict)
-    """By node that is bought as another type: its new slot."""
+    """Keyed by node that is bought as another type: its new slot."""
 
     def final_slot(self, slot: Slot) -> Slot:
         """The tenant's final slot. Must be called for the tenants of a node in the order of their placement."""

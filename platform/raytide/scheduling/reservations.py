@@ -68,9 +68,9 @@ class _Fleet:
     rows: Rows
     """Rows of the node table."""
     free: Mapping[str, Floats]
-    """By resource: free amounts by node."""
+    """Keyed by resource: free amounts by node."""
     most: Mapping[str, Floats]
-    """By resource: free amounts by node once all jobs have ended; replicas do not end."""
+    """Keyed by resource: free amounts by node once all jobs have ended; replicas do not end."""
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot, room: SchedulingState, names: Iterable[str]) -> _Fleet:

@@ -87,18 +87,18 @@ class SchedulingState:
     next_node: int
     node_table: NodeTable
     slots: list[Slot] = field(default_factory=list)
-    """By row of the node table."""
+    """Indexed by row of the node table."""
     rows: dict[str, int] = field(default_factory=dict)
-    """By node id."""
+    """Keyed by node id."""
     bought: dict[str, Offering] = field(default_factory=dict)
     tenants: dict[str, list[Tenant]] = field(default_factory=dict)
-    """By new node, in the order of placement."""
+    """Keyed by new node, in the order of placement."""
     pending: PendingDemand | None = None
     """The demand that will be placed later in this decision, if known."""
     missing: dict[str, int] = field(default_factory=dict)
-    """By endpoint: members of published replicas without a node."""
+    """Keyed by endpoint: members of published replicas without a node."""
     replicas: dict[str, Placements] = field(default_factory=dict)
-    """By endpoint: the slots reserved for these, as far as there is room."""
+    """Keyed by endpoint: the slots reserved for these, as far as there is room."""
     _holders: Holders | None = None
     full: set[_PlacementKey] = field(default_factory=set)
     """Shapes for which there was no slot at all: valid until something is released or bought."""

@@ -38,7 +38,7 @@ class UnattributedUsage:
 
     @cached_property
     def _yielded(self) -> dict[str, list[tuple[str, Resources, bool]]]:
-        """By endpoint: node id, resources, and whether the member has left but still counts in Ray."""
+        """Keyed by endpoint: node id, resources, and whether the member has left but still counts in Ray."""
         nodes = {view.node.id: view for view in self._snapshot.nodes}
         unknown_left: dict[str, Resources] = {}
         found: dict[str, list[tuple[str, Resources, bool]]] = {}

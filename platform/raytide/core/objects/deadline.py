@@ -11,27 +11,27 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST = timedelta(days=36525)
 _FAR_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-_HOW = "say 2026-11-22T08:00:00+01:00, or a time from now: 8h, 1d12h, 5400 (seconds)"
+_HOW = "use 2026-11-22T08:00:00+01:00, or a time from now: 8h, 1d12h, 5400 (seconds)"
 
 
-def parse(said: object) -> Due:
+def parse(value: object) -> Due:
     """Parses a datetime with a time zone, or a time from now: a timedelta, seconds, or `1d12h`. Raises ValueError."""
     try:
-        due = _of_text(said.strip()) if isinstance(said, str) else said
+        due = _of_text(value.strip()) if isinstance(value, str) else value
         if isinstance(due, int | float) and not isinstance(due, bool):
             due = timedelta(seconds=due)
         if isinstance(due, datetime) and due.tzinfo is not None:
             due = due.astimezone(UTC)
     except (OverflowError, ValueError):  # NaN, the year 0
-        raise ValueError(f"{said!r} is no time; {_HOW}") from None
+        raise ValueError(f"{value!r} is not a time; {_HOW}") from None
     if isinstance(due, datetime):
         if due.tzinfo is None:
             raise ValueError(f"{due.isoformat()} has no time zone; {_HOW}")
         return due
     if not isinstance(due, timedelta):
-        raise ValueError(f"{said!r} is no time; {_HOW}")
+        raise ValueError(f"{value!r} is not a time; {_HOW}")
     if abs(due) > _LONGEST:
-        raise ValueError(f"{said!r} is more than a hundred years; {_HOW}")
+        raise ValueError(f"{value!r} is more than a hundred years; {_HOW}")
     return due
 
 
@@ -45,16 +45,16 @@ def moment(at_s: float) -> str:
     return datetime.fromtimestamp(min(max(0.0, at_s), _FAR_S), tz=UTC).strftime("%b %d %H:%M UTC")
 
 
-def _of_text(said: str) -> object:
-    if spans := _SPAN.findall(said):
-        if "".join(number + unit for number, unit in spans) == said:
+def _of_text(value: str) -> object:
+    if spans := _SPAN.findall(value):
+        if "".join(number + unit for number, unit in spans) == value:
             return timedelta(seconds=sum(float(number) * _UNITS_S[unit] for number, unit in spans))
-        return said
+        return value
     try:
-        return float(said)
+        return float(value)
     except ValueError:
         pass
     try:
-        return datetime.fromisoformat(said)
+        return datetime.fromisoformat(value)
     except ValueError:
-        return said
+        return value

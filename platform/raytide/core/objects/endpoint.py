@@ -41,7 +41,7 @@ class Replicas(Config):
     target_kv: float = Field(default=0.85, ge=1e-3, le=1)
     """The share of KV caches that should be in use."""
     speed: dict[bounds.Name, Speed] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
-    """By node type. By default it is learned from replicas on which requests waited for a while."""
+    """Keyed by node type. By default it is learned from replicas on which requests waited for a while."""
     slo_ttft_s: float | None = Field(default=None, ge=1e-3, le=86400)
     """Without `slo_target`: while first tokens take longer on average, the target is one above the ready replicas."""
     slo_target: float | None = Field(default=None, ge=1e-3, le=0.99999)
@@ -53,7 +53,7 @@ class Replicas(Config):
     seen."""
     upscale_delay_s: bounds.Seconds = 0.0
     downscale_delay_s: bounds.Seconds = 30.0
-    """How long the load must have been lower before a replica is removed."""
+    """The time for which the load must have been lower before a replica is removed."""
 
     @model_validator(mode="after")
     def _order(self) -> Replicas:
@@ -107,8 +107,8 @@ class ServeSpec(Config):
     @property
     def served(self) -> str:
         """A digest, equal for specs whose replicas do the same work on the same share of a node."""
-        told = self.model_dump(mode="json", include={"model", "resources", "members", "engine"})
-        return blake2s(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
+        work = self.model_dump(mode="json", include={"model", "resources", "members", "engine"})
+        return blake2s(json.dumps(work, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     @model_validator(mode="after")
     def _whole(self) -> ServeSpec:
@@ -248,7 +248,7 @@ class EndpointLoad:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaValue:
-    """How many replicas of an endpoint with an SLO are worth their price, learned by observation
+    """The numbers of replicas, of an endpoint with an SLO, that are worth their price; learned by observation
     (`autoscaler/endpoints/replica_value.py`)."""
 
     spot: int

@@ -120,7 +120,7 @@ class MemberState(StrEnum):
     ASSIGNED = "assigned"  # a node is chosen, perhaps still launching
     FORMING = "forming"  # its placement group exists, pinned to the node, not ready yet
     READY = "ready"  # usable
-    LEAVING = "leaving"  # usable until `leaves_at_s`: its node drains, or it gives way to another job
+    LEAVING = "leaving"  # usable until `leaves_at_s`: its node drains, or it is preempted
     PARKED = "parked"  # given away by the queue: it wants no node until the queue gives it back
 
 
@@ -183,7 +183,8 @@ class Lease:
 
     @property
     def version(self) -> str:
-        """What a holder reports as `settled` once nothing runs on the members that this epoch takes from it."""
+        """The value that a holder reports as `settled` once nothing runs on the members that this epoch takes from
+        it."""
         return f"{self.id}@{self.epoch}"
 
     @property

@@ -20,14 +20,14 @@ class JobKind(StrEnum):
     TRAIN = "train"  # raytide runs its driver: the elastic trainer
     DATA = "data"  # raytide runs its driver: a dataset build
     SCRIPT = "script"  # raytide runs its driver: a command on every member
-    GANG = "gang"  # somebody else's driver holds the lease and keeps it alive by asking for it
+    GANG = "gang"  # a driver outside raytide holds the lease and keeps it alive by asking for it
 
 
 class JobState(StrEnum):
     QUEUED = "queued"
     ADMITTED = "admitted"  # it has a lease; nodes are on their way
     RUNNING = "running"  # its lease was active at least once
-    STOPPING = "stopping"  # somebody asked; its driver is being ended
+    STOPPING = "stopping"  # a stop was requested; its driver is being ended
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -57,7 +57,7 @@ class JobSpec(Config):
     priority: bounds.Name = "normal"
     """A class of `metadata.raytide.priorities`."""
     preemptible: bool | None = None
-    """Whether it may be preempted, after a checkpoint; by default training jobs only."""
+    """It may be preempted, after a checkpoint; by default training jobs only."""
     budget_per: BudgetPer = "job"
     """The period of both budgets: the job's whole life, or each calendar month (UTC)."""
     budget_usd: bounds.Dollars | None = None
@@ -71,7 +71,7 @@ class JobSpec(Config):
     labels: bounds.Labels = Field(default_factory=dict)
     """Labels for the user's own purposes; `project` and `model` also group costs."""
     max_restarts: int = Field(default=3, ge=0, le=10_000)
-    """How often a driver that died (not one that failed) is restarted."""
+    """The most restarts of a driver that died (not of one that failed)."""
     heartbeat_timeout_s: bounds.Seconds = Field(default=10.0, gt=0)
     """A GANG job ends when its driver has not asked for its lease for this long."""
 
@@ -127,10 +127,10 @@ class Job:
     """Since when it has held the present number of GPUs."""
     spell_gpus: float = 0.0
     preemptions: int = 0
-    """How often the whole gang was preempted."""
+    """Preemptions of the whole gang."""
     preempted_at_s: float | None = None
     reserved_micro_usd: int = 0
-    """What it may have cost in total before its next reservation: see `raytide.jobs.budget`."""
+    """The total that it may have cost before its next reservation: see `raytide.jobs.budget`."""
     struck_at_s: float | None = None
     """When it last lost members, by preemption or with their node."""
     struck_by: str = ""
@@ -155,8 +155,8 @@ class Job:
         return None if left_s is None else min(max(0.0, left_s), _LONGEST_S)
 
     def _left_s(self, now_s: float) -> float | None:
-        if (told := self.progress_number("left_s")) is not None:
-            return told
+        if (left_s := self.progress_number("left_s")) is not None:
+            return left_s
         step = self.progress_number("step")
         steps = self.progress_number("steps") or _plausible_number(self.spec.config, "steps")
         if step is not None and steps is not None and 0 < step <= steps:

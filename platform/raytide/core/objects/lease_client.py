@@ -22,7 +22,7 @@ class LeaseClient(Protocol):
 
 
 class GangClient(LeaseClient, Protocol):
-    """What the holder of a GANG job can do in addition."""
+    """A client that can also release the lease, for the holder of a GANG job."""
 
     def release(self, job_id: str, *, error: str = "") -> None:
         """Releases the lease because the work is done, or has failed with `error`."""

@@ -12,12 +12,12 @@ CostBy = Literal["kind", "job", "endpoint", "team", "node"]
 
 
 class EntryKind(StrEnum):
-    JOB = "job"  # seats of a job's gang
+    JOB = "job"  # members of a job's gang
     ENDPOINT = "endpoint"  # replicas
-    UNMANAGED = "unmanaged"  # used in Ray by nobody that raytide knows
+    UNMANAGED = "unmanaged"  # used in Ray without a lease
     IDLE = "idle"  # ready, and free for anybody
     STARTUP = "startup"  # paid, and not ready yet
-    WASTE = "waste"  # paid for nothing: a job's work that was lost, or a node that drains and nobody may use
+    WASTE = "waste"  # a job's work that was lost, or the unused part of a node that drains
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class Node:
     ray_node_id: str = ""
     address: str = ""
     subject: str = ""
-    """What it was bought for: a lease, an endpoint, `unmanaged` or `minimum`."""
+    """The purpose it was bought for: a lease, an endpoint, `unmanaged` or `minimum`."""
     reason: str = ""
     """Why it is in this state."""
 

@@ -18,7 +18,7 @@ class Rejected:
     choice: str
     reason: str
     extra_micro_usd_h: int | None = None
-    """How much more an hour of it costs than what was taken; None if it was not available."""
+    """The extra cost of an hour of it over what was taken; None if it was not available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Admit:
     lease: Lease
     reason: str
     reserved_micro_usd: int = 0
-    """What the job may have cost in total before its next reservation."""
+    """The total that the job may have cost before its next reservation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Launch:
     node_type: str
     zone: str
     subject: str
-    """What it is for: a lease, an endpoint, `unmanaged`, `minimum`, `warm`, or `move node-7`, which it replaces."""
+    """The purpose: a lease, an endpoint, `unmanaged`, `minimum`, `warm`, or `move node-7`, which it replaces."""
     reason: str
     cost_micro_usd_h: int = 0
     """The change in the price of the fleet."""

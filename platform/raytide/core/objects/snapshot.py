@@ -116,7 +116,7 @@ class SpotForecast:
 
     pools: tuple[str, ...]
     is_up: tuple[bool, ...]
-    """Whether each was available, as last reported."""
+    """The last reported availability of each."""
     since_s: tuple[float, ...]
     lost: tuple[float, ...]
     switched: tuple[tuple[float, ...], ...]
@@ -164,7 +164,7 @@ class Snapshot:
     demand: tuple[Demand, ...] = ()
     pools: tuple[Pool, ...] = ()
     quotes: tuple[Quote, ...] = ()
-    """Of the pools that differ from their node type."""
+    """Quotes of the pools that differ from their node type."""
     spot: tuple[SpotForecast, ...] = ()
     """One for each set of spot pools that a deadline job could use."""
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Snapshot:
     team_members: int | None = None
     """The most members that the leases of one team have together, those of the jobs considered next included."""
     wall_ahead_s: float = 0.0
-    """How far the wall clock, which deadlines refer to, is ahead of `at_s`: nonzero for hours after it was set."""
+    """The lead of the wall clock, which deadlines refer to, over `at_s`: nonzero for hours after it was set."""
     next_node: int = 1
     """The number of the next node to buy."""
     next_lease: int = 1
@@ -190,7 +190,7 @@ class Snapshot:
     paces: Mapping[str, Throughputs] = field(default_factory=dict)
     """Relative throughput by job of `jobs` and node type, where it is known to differ."""
     kept: Mapping[str, tuple[tuple[str, Resources], ...]] = field(default_factory=dict)
-    """By endpoint with an unplaced replica: nodes, with the resources that are reserved on each. A decision finds
+    """Keyed by endpoint with an unplaced replica: nodes, with the resources that are reserved on each. A decision finds
     them: see `raytide.scheduling.reservations`."""
     ray_answers: bool = True
     """False if Ray did not answer: the free resources of its nodes are unknown, and nothing is released."""

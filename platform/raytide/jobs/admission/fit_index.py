@@ -1,4 +1,4 @@
-"""How many members of each kind fit: counted once, then updated for the nodes that changed."""
+"""Counts of the members that fit: computed once, then updated for the nodes that changed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FitCount:
     to_buy: int
     """Places on nodes that can be bought."""
     is_eligible: dict[int, bool]
-    """By row: whether the node has the labels (and is ready), where that was looked up."""
+    """For each row: whether the node has the labels (and is ready), where that was looked up."""
     bought: int
     """The number of bought nodes when `to_buy` was computed."""
     changes_seen: int

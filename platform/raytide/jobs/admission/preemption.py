@@ -70,7 +70,7 @@ class PreemptionCandidates:
         yield from lower[~borrowers[lower]].tolist()
 
     def _belongs_to(self, teams: frozenset[str]) -> Bools:
-        """By row: whether its team is one of these, which are mostly those of the previous call."""
+        """For each row: whether its team is one of these, which are mostly those of the previous call."""
         if self._last_lookup is None or (self._last_lookup[0] is not teams and self._last_lookup[0] != teams):
             among = np.zeros(len(self.team_numbers) + 1, dtype=bool)
             among[[self.team_numbers.get(team, -1) for team in teams]] = True
@@ -160,7 +160,7 @@ class Preemptor:
         return found
 
     def evict(self, victims: Sequence[Victim], by: str, place: Callable[[], bool]) -> list[int] | None:
-        """Preempts the victims for `by` and calls `place`. Returns the rows of which nothing is left; None, with
+        """Preempts the victims for `by` and calls `place`. Returns the rows that are preempted whole; None, with
         everything undone, if `place` fails: members may belong in one domain, or their accelerators exceed a quota."""
         for victim in victims:
             self.state.release(victim.row, victim.members, by)
@@ -176,7 +176,7 @@ class Preemptor:
         return gone
 
     def _preempt_for(self, row: int, victims: Victims, requests: Sequence[ShapeRequest]) -> list[int] | None:
-        """Admits the row in the place of lower ones; returns the rows of which nothing is left, None if it cannot."""
+        """Admits the row in the place of lower ones; returns the rows that are preempted whole, None if it cannot."""
         state, job, is_preemptible = self.state, self.state.jobs[row], self.state.is_preemptible[row]
         is_behind_head = state.head is not None and not is_preemptible
         if is_behind_head or attained_service.in_cooldown(job, state.snapshot.at_s):

@@ -33,7 +33,7 @@ from raytide.scheduling.market_constraint import alternatives, constrain, withou
 from raytide.scheduling.state import Placements, SchedulingState
 
 GRACE_S = 30.0
-"""How long yielding members stay usable at most: for a checkpoint, and for the rest to form again without them."""
+"""The longest that yielding members stay usable: for a checkpoint, and for the rest to form again without them."""
 SETTLE_S = 15.0
 """A parked member does not come back sooner."""
 
@@ -193,7 +193,7 @@ def queue_table(state: AdmissionState) -> QueueTable:
 
 
 def _within_nominal_quota(state: AdmissionState, table: QueueTable) -> Bools:
-    """By row: whether the job and those of its team before it fit into the team's nominal quota.
+    """For each row: whether the job and those of its team before it fit into the team's nominal quota.
 
     Once one of a team does not fit, no later one counts, so a job cannot overtake its own team by being small. Jobs
     that could not start on an empty fleet are left out.

@@ -101,7 +101,7 @@ class _StartTimes:
     at_s: float
     views: Mapping[str, NodeView]
     mean_s: Mapping[str, float]
-    """By node type: from the launch to ready."""
+    """Keyed by node type: from the launch to ready."""
 
     @classmethod
     def of(cls, nodes: Sequence[NodeView], at_s: float) -> _StartTimes:

@@ -40,21 +40,23 @@ class AdmissionState:
     budgets: Budgets
     requests: ShapeRequests
     node_types: Mapping[str, NodeType]
-    """By node id."""
+    """Keyed by node id."""
     is_preemptible: Sequence[bool]
-    """By row."""
+    """Indexed by row."""
     nominated: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """By row and index of a member that waits for a node: the node that it would get, which may have to be bought."""
+    """Keyed by row and index of a member that waits for a node: the node that it would get, which may have to be
+    bought."""
     admitted: dict[int, Admission] = field(default_factory=dict)
     refused: dict[int, Unschedulable] = field(default_factory=dict)
     yielded: dict[int, dict[int, str]] = field(default_factory=dict)
-    """By row: the members that yield in this cycle, each with the job or endpoint that takes its place."""
+    """For each row: the members that yield in this cycle, each with the job or endpoint that takes its place."""
     unplaced: list[Shape] = field(default_factory=list)
     """Shapes of replicas that found no room, not even by preemption."""
     alternatives: dict[str, tuple[Rejected, ...]] = field(default_factory=dict)
-    """By endpoint that preempts: the alternatives that were rejected."""
+    """Keyed by endpoint that preempts: the alternatives that were rejected."""
     quota_owners: dict[str, dict[str, set[int]]] = field(default_factory=dict)
-    """By resource, then by team: the rows that wait for their team's nominal quota. Other teams do not borrow it for
+    """Keyed by resource, then by team: the rows that wait for their team's nominal quota. Other teams do not borrow
+    it for
     members beyond a gang's minimum."""
     head: int | None = None
     """The first row in the order that found no room."""

@@ -135,7 +135,7 @@ class _Request:
     count: FitCount
     total: int
     by_row: dict[int, int]
-    """Where the simulation differs from `count`."""
+    """The rows in which the simulation differs from `count`."""
 
     def __init__(self, request: ShapeRequest, count: FitCount) -> None:
         self.request, self.count, self.total, self.by_row = request, count, count.total, {}
