@@ -98,8 +98,7 @@ def provision_requested(builder: PlanBuilder, placement: UnmanagedPlacement) -> 
         shape = Shape.computed(demand.resources, demand.labels)
         what = f"room for {demand.count} x ({describe_amounts(shape)}), which request_resources asks for,"
         left, first = max(0, placement.max_nodes - bought), state.next_node
-        found = state.place(shape, demand.count, at_least=0, menu=placement.node_types, max_new=left, subject=what)
-        assert not isinstance(found, Unschedulable)
+        found = state.place_some(shape, demand.count, menu=placement.node_types, max_new=left)
         for number in range(first, state.next_node):
             bought_here.add(builder.state.buy_offer(state.bought[f"node-{number}"]).node_id)
         bought += state.next_node - first

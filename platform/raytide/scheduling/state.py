@@ -78,8 +78,8 @@ class Tenant:
 class SchedulingState:
     """Free resources on existing and starting nodes, and the nodes that can be bought.
 
-    `SchedulingState.of` has already reserved what is promised: members with a node, and published replicas without one.
-    `place` reserves what it returns, so no room is promised twice within a decision.
+    What is promised is reserved from the start: members with a node, and published replicas without one. `place`
+    reserves what it returns, so no room is promised twice within a decision.
     """
 
     snapshot: Snapshot
@@ -115,15 +115,12 @@ class SchedulingState:
                 usual_shapes(snapshot.leases, snapshot.jobs, snapshot.endpoints),
             ),
         )
-        promised, held = _uncounted_members(snapshot.leases), _usable_resources(snapshot.leases)
+        uncounted, taken = _uncounted_members(snapshot.leases), _taken_by_usable(snapshot.leases)
         able.sort(key=lambda view: _order(view.node.id))
         room.slots = [Slot(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
         room.rows = {slot.node_id: row for row, slot in enumerate(room.slots)}
         room.node_table.extend(
-            [
-                _without_uncounted(_at_most_unused(view, held.get(view.node.id)), promised.get(view.node.id, ()))
-                for view in able
-            ],
+            [_free(view, taken.get(view.node.id), uncounted.get(view.node.id, ())) for view in able],
             [_RANK[view.node.state] for view in able],
             [view.labels for view in able],
         )
@@ -176,15 +173,11 @@ class SchedulingState:
         for bound in self._per_domain(shape):
             request = PlacementRequest(bound, count, types, max_new, spread_from, paces or {}, apart)
             candidate = best_candidate(self.offerings, self.node_table, self.slots, self.pending, request)
-            rate = self.offerings.launches_left
-            if (
-                rate is not None
-                and candidate.purchase.size > rate
-                and not (rate and candidate.would_split(rate, needed))
-            ):
-                candidate = best_candidate(
-                    self.offerings, self.node_table, self.slots, self.pending, replace(request, max_new=rate)
-                )
+            left = self.offerings.launches_left
+            is_too_many = left is not None and candidate.purchase.size > left
+            if left is not None and is_too_many and not (left and candidate.would_split(left, needed)):
+                request = replace(request, max_new=left)
+                candidate = best_candidate(self.offerings, self.node_table, self.slots, self.pending, request)
             most = max(most, candidate.count)
             if candidate.count >= needed and (best is None or candidate.rating < best.rating):
                 best = candidate
@@ -193,6 +186,23 @@ class SchedulingState:
         if best is None:
             return () if needed <= 0 else self.why_not(shape, needed, subject)
         return self._commit(best, types, is_spread=spread_from is not None, is_apart=apart is not None)
+
+    def place_some(
+        self,
+        shape: Shape,
+        count: int,
+        *,
+        menu: Iterable[NodeType] | None = None,
+        max_new: int | None = None,
+        spread_from: Counter[str] | None = None,
+        paces: Throughputs | None = None,
+    ) -> Placements:
+        """`place` for as many of `count` members as fit."""
+        slots = self.place(
+            shape, count, subject="", at_least=0, menu=menu, max_new=max_new, spread_from=spread_from, paces=paces
+        )
+        assert not isinstance(slots, Unschedulable)
+        return slots
 
     def buy(self, node_type: NodeType) -> Slot | None:
         """Buys one node of a type, for any use; None if that is not possible."""
@@ -250,11 +260,11 @@ class SchedulingState:
         if (members := view.endpoint.spec.members) > 1:
             return self._place_whole(shape, missing, members, name)
         if view.pools is None:
-            return self._place_some(shape, missing, name, spread_from=zone_counts, paces=replica_throughputs(view))
-        slots = self._place_some(shape, missing, name, max_new=0)
+            return self.place_some(shape, missing, spread_from=zone_counts, paces=replica_throughputs(view))
+        slots = self.place_some(shape, missing, max_new=0)
         for (node_type, zone), count in Counter(view.pools[: missing - len(slots)]).items():
             labels = {**shape.labels, TYPE_LABEL: node_type, ZONE_LABEL: zone}
-            slots += self._place_some(shape.model_copy(update={"labels": labels}), count, name)
+            slots += self.place_some(shape.model_copy(update={"labels": labels}), count)
         return slots
 
     def _place_whole(self, shape: Shape, missing: int, members: int, subject: str) -> Placements:
@@ -267,22 +277,6 @@ class SchedulingState:
                 break
             slots, missing = slots + found, missing - count
         return slots
-
-    def _place_some(
-        self,
-        shape: Shape,
-        count: int,
-        subject: str,
-        *,
-        max_new: int | None = None,
-        spread_from: Counter[str] | None = None,
-        paces: Throughputs | None = None,
-    ) -> Placements:
-        """Reserves as many slots as there is room for."""
-        slots = self.place(
-            shape, count, subject=subject, at_least=0, max_new=max_new, spread_from=spread_from, paces=paces
-        )
-        return () if isinstance(slots, Unschedulable) else slots
 
     def _per_domain(self, shape: Shape) -> list[Shape]:
         """The shape once for each value of the label that its members share; the shape itself if they share none."""
@@ -364,7 +358,7 @@ def _uncounted_members(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, 
     return found
 
 
-def _usable_resources(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
+def _taken_by_usable(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
     """Resources of usable members by node. Ray shows them a second or two after their placement groups are ready."""
     found: dict[str, dict[str, float]] = {}
     for lease in leases:
@@ -377,26 +371,21 @@ def _usable_resources(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _at_most_unused(view: NodeView, taken: Resources | None) -> Resources:
-    """The free resources of a node, at most what its members leave."""
-    free = view.available
-    if not taken or fits(taken, minus(view.total, free)):
-        return free
-    return {name: min(amount, view.total.get(name, 0.0) - taken.get(name, 0.0)) for name, amount in free.items()}
-
-
-def _without_uncounted(available: Resources, here: Sequence[tuple[Member, Shape]]) -> Resources:
-    """The free resources without those of members whose placement group Ray does not count yet.
+def _free(view: NodeView, taken: Resources | None, uncounted: Sequence[tuple[Member, Shape]]) -> Resources:
+    """The free resources of a node: at most what usable members leave (`taken`), and without those of members whose
+    placement group Ray does not count yet (`uncounted`).
 
     ASSIGNED members have no group and are subtracted. FORMING members have one that Ray may count or not. They are
     subtracted as long as the free resources cover them: at worst this hides their room for a second until they are
     READY, and it never promises it twice. If the free resources do not cover them, Ray must have counted them.
     """
-    free = available
-    for member, shape in here:
+    free = view.available
+    if taken and not fits(taken, minus(view.total, free)):
+        free = {name: min(amount, view.total.get(name, 0.0) - taken.get(name, 0.0)) for name, amount in free.items()}
+    for member, shape in uncounted:
         if member.state is MemberState.ASSIGNED:
             free = minus(free, round_up_gpu_share(shape.resources))
-    for member, shape in here:
+    for member, shape in uncounted:
         if member.state is MemberState.FORMING and fits(shape.resources, free):
             free = minus(free, round_up_gpu_share(shape.resources))
     return free

@@ -144,10 +144,7 @@ def _nominate(snapshot: Snapshot, room: SchedulingState, lease: Lease) -> Placem
     """Reserves slots for the members of a lease that need a node, as far as there are any."""
     count = sum(member.needs_node for member in lease.members)
     for shape in constrain([lease.shape], snapshot.stances.get(lease.job_id)) if count else ():
-        throughputs = snapshot.paces.get(lease.job_id)
-        slots = room.place(shape, count, subject=lease.job_id, at_least=0, paces=throughputs)
-        assert not isinstance(slots, Unschedulable)
-        if slots:
+        if slots := room.place_some(shape, count, paces=snapshot.paces.get(lease.job_id)):
             return slots
     return ()
 

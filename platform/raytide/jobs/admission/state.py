@@ -166,8 +166,7 @@ class AdmissionState:
         if shape is None or self.lacking_quota(row, (request := self.requests.request(shape)).one) is not None:
             return 0
         count, throughputs = min(most, self._allowed_members(row, request)), self.snapshot.paces.get(job.id)
-        placed = self.room.place(shape, count, at_least=0, subject="it", paces=throughputs)
-        assert not isinstance(placed, Unschedulable)
+        placed = self.room.place_some(shape, count, paces=throughputs)
         types = usage.placed_types(placed, self.snapshot.node_types)
         price = self.micro_usd_h(self.leases[row])
         more = {count: usage.price_per_hour(shape, types[:count]) for count in range(len(placed), 0, -1)}
