@@ -86,7 +86,7 @@ class Cluster:
         )
 
     def step(self, seconds: float = 0.0) -> tuple[Action, ...]:
-        """Let time pass, decide, apply; seats find nodes and become usable at once where there is room."""
+        """Advances the clock, decides and applies; members become usable at once where there is room."""
         self.now_s += seconds
         self._follow()
         seen = self.snapshot
@@ -177,14 +177,14 @@ def _ready(member: Member, node_id: str) -> Member:
 
 
 def told(job_id: str, snapshot: Snapshot) -> Waiting | None:
-    """What `raytide why` would say of it after the next decision; None when it waits for nothing."""
+    """The answer of `raytide why` after the next decision; None if the job waits for nothing."""
     from raytide.control.controller import _waiting
 
     return _waiting(snapshot, Plan(snapshot.at_s, schedule(snapshot)), forecast_starts(snapshot)).get(job_id)
 
 
 def brief(actions: Iterable[Action]) -> list[tuple[str, str]]:
-    """What is decided of each job."""
+    """The decision for each job."""
     found = []
     for action in actions:
         if isinstance(action, Wait):

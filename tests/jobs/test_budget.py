@@ -76,7 +76,7 @@ def test_a_job_beyond_its_own_budget_checkpoints_and_waits_until_it_gets_more() 
     assert brief(c.step(1.0)) == [(mine, "admit")]
 
 
-def test_who_has_no_budget_asks_nobody_to_give_way_and_keeps_nobody_from_it() -> None:
+def test_a_job_without_budget_preempts_no_other_and_does_not_block_preemption() -> None:
     c = Cluster(nodes=1)
     low = c.submit(gpus(8), priority="low")
     c.step()
@@ -86,7 +86,7 @@ def test_who_has_no_budget_asks_nobody_to_give_way_and_keeps_nobody_from_it() ->
     assert brief(c.step()) == [(low, "preempt"), (broke, "budget"), (high, "admit")]
 
 
-def test_what_is_reserved_is_what_the_budget_was_asked_for() -> None:
+def test_the_budget_reserves_the_price_of_the_placement() -> None:
     """Where the cheap type is taken the other one is all that is left."""
     cheap = H100.model_copy(update={"name": "cheap", "price_micro_usd_h": micro_usd(8), "max_nodes": 0})
     c = Cluster(nodes=1, teams=(team("blue", budget={"hard_usd": 20}),))

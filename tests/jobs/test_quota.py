@@ -1,4 +1,4 @@
-"""What a team may hold: its own, what others lend, and never more than there is."""
+"""A team may hold its own quota and what others lend, never more than exists."""
 
 from __future__ import annotations
 

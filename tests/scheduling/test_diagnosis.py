@@ -1,4 +1,4 @@
-"""The words for what no fleet could hold: the constraint, what there is instead, and what to change."""
+"""Reasons why no fleet could hold a shape: the constraint, what exists instead, and what to change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_fleet_that_may_hold_nothing_says_so(fleet: tuple[NodeType, ...], reas
     assert help == "Raise max_nodes, or add a node type."
 
 
-def test_memory_is_said_in_gib_and_an_accelerator_by_its_name() -> None:
+def test_memory_is_described_in_gib_and_an_accelerator_by_its_name() -> None:
     shape = Shape(resources={"GPU": 1, "memory": 48 * 2**30, "CPU": 0}, labels={KIND: "L4"})
     told, _ = said(shape, L4)
     assert "48 GiB memory" in told

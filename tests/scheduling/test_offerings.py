@@ -1,4 +1,4 @@
-"""What may be bought, at what price: limits, pace, risk, zones, racks and parts of GPUs."""
+"""Offerings: limits, launch rate, risk, zones, racks and shares of GPUs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_members_that_belong_together_share_one_zone_and_the_cheapest_that_holds
     assert "in one availability-zone" in no.reason
 
 
-def test_a_rack_is_one_of_those_that_nodes_carry_as_a_label() -> None:
+def test_a_rack_is_a_value_of_a_node_label() -> None:
     shape = Shape(members=2, resources={"GPU": 2}, together="raytide.io/rack")
     racks = {f"node-{n}": rack for n, rack in ((1, "r1"), (2, "r2"), (3, "r2"))}
     nodes = tuple(view(n, **{"raytide.io/rack": racks[f"node-{n}"]}) for n in (1, 2, 3))

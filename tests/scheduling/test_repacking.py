@@ -1,4 +1,4 @@
-"""Regret: what would be bought is given up, or swapped, when that is cheaper for everybody who sits there."""
+"""Nodes that would be bought are given up or swapped if that is cheaper for all of their tenants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_may_not_be_bought_is_not_swapped_in() -> None:
     assert launch.node_type == "gpu1"
 
 
-def test_who_was_spread_over_zones_stays_in_his() -> None:
+def test_a_tenant_that_was_spread_over_zones_stays_in_its_zone() -> None:
     pair = NodeType(
         name="gpu2",
         resources={"GPU": 2},
@@ -81,7 +81,7 @@ def test_who_was_spread_over_zones_stays_in_his() -> None:
     assert anywhere.is_new
 
 
-def test_who_found_no_room_finds_the_node_that_is_not_bought_after_all() -> None:
+def test_an_unplaced_member_gets_the_node_that_is_not_bought_after_all() -> None:
     pair = NodeType(name="gpu2", resources={"GPU": 2}, price_micro_usd_h=1_000_000, max_nodes=1)
     here = room(pair, LARGE)
     for gpus in (1, 7):

@@ -1,4 +1,4 @@
-"""What the fleet can still hold: never the same room twice, the tightest node first, and words that help."""
+"""The scheduling state: no room is promised twice, the tightest node comes first, and reasons help."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_ready_member_is_not_taken_out_twice() -> None:
     assert ids(room.place(cpus(2), 1, subject="g")) == ["node-1"]
 
 
-def test_the_seat_of_a_ready_member_is_not_free_although_ray_has_not_counted_it_yet() -> None:
+def test_resources_of_a_ready_member_are_not_free_although_ray_has_not_counted_it_yet() -> None:
     gang = lease(cpus(3), Member(0, MemberState.READY, "node-1"))
     room = SchedulingState.from_snapshot(
         Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), leases=(gang,), next_node=2)
@@ -177,7 +177,7 @@ def test_nothing_is_taken_when_not_all_fit() -> None:
     assert ids(room.place(cpus(4), 2, subject="g")) == ["node-2", "node-3"]
 
 
-def test_who_asks_for_nobody_takes_no_room_from_those_who_ask_later() -> None:
+def test_a_request_for_no_members_reserves_nothing() -> None:
     room = SchedulingState.from_snapshot(
         Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=4),), next_node=2)
     )
@@ -190,7 +190,7 @@ def test_an_elastic_gang_gets_what_there_is_above_its_minimum() -> None:
     assert len(ids(room.place(cpus(4), 8, at_least=2, subject="g"))) == 3
 
 
-def test_who_could_do_with_nobody_more_is_told_so_where_nothing_is_shared() -> None:
+def test_no_members_are_returned_if_none_are_needed_and_none_fit() -> None:
     room = SchedulingState.from_snapshot(
         Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=0),), next_node=2)
     )
@@ -228,7 +228,7 @@ def test_a_look_at_what_could_be_leaves_the_others_worth_as_it_was() -> None:
     assert room.pending.remaining.tolist() == [0.0, 1.0], "nobody sits on the rest of a node that is not bought"
 
 
-def test_too_big_for_every_node_is_said_as_in_the_design() -> None:
+def test_the_reason_of_a_member_that_is_too_big_for_every_node() -> None:
     shape = Shape(resources={"GPU": 8}, labels={"ray.io/accelerator-type": "H100"})
     no = short(
         SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(CPU4, SPOT))).place(shape, 1, subject="gang job-7")
@@ -261,7 +261,7 @@ def test_more_members_than_the_whole_fleet_holds_is_impossible_and_another_shape
     check_possible(GangSpec(shapes=(Shape(members=9, min_members=3, resources={"CPU": 4}),)), (CPU4,))
 
 
-def test_capacity_says_who_holds_it_and_stock_says_until_when() -> None:
+def test_capacity_names_the_holders_and_stock_the_next_attempt() -> None:
     held = lease(cpus(4), *(Member(n - 1, MemberState.READY, f"node-{n}") for n in (1, 2, 3)))
     full = Snapshot(at_s=0, node_types=(CPU4,), nodes=tuple(view(n, CPU4, CPU=0) for n in (1, 2, 3)), leases=(held,))
     no = short(SchedulingState.from_snapshot(full).place(cpus(4), 1, subject="gang job-2"))
@@ -306,7 +306,7 @@ def test_no_room_is_promised_twice_and_no_maximum_is_passed(
     assert sum(t == "small" for t in bought.values()) <= 2
 
 
-def test_an_endpoint_on_its_way_out_asks_for_no_gpu_and_stops_nobody() -> None:
+def test_a_deleted_endpoint_needs_no_gpu_and_blocks_no_job() -> None:
     spec = ServeSpec(name="m", model="/m", resources={"GPU": 8})
     gone = EndpointView(Endpoint(spec, "me", EndpointState.DELETED, 0.0, target_replicas=0), None)
     assert SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(CPU4,), endpoints=(gone,))).replicas == {}
@@ -345,7 +345,7 @@ def test_new_nodes_are_those_on_which_what_a_member_does_costs_least() -> None:
     assert not isinstance(for_work, Unschedulable) and {s.node_type for s in for_work} == {"h100"}
 
 
-def test_a_fast_node_is_not_swapped_for_a_slow_one_that_holds_who_sits_there() -> None:
+def test_a_fast_node_is_not_swapped_for_a_slow_one() -> None:
     for paces, kept in (({"l4": 1.0, "h100": 6.0}, "h100"), ({"l4": 1.0, "h100": 1.5}, "l4")):
         room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(L4, H100)))
         placed = room.place(ONE, 1, subject="g", paces=paces)

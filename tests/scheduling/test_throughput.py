@@ -1,4 +1,4 @@
-"""What a unit of work costs on each type of node."""
+"""The cost of a unit of work on each node type."""
 
 from __future__ import annotations
 

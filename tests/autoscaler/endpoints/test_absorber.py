@@ -1,4 +1,4 @@
-"""The shock absorber: replicas without room take seats that elastic trainers can spare, and the trainers grow back."""
+"""The shock absorber: replicas without room preempt spare members of elastic trainers, which grow back."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class World:
         return self.c.settle(ticks)
 
 
-def test_a_spike_takes_seats_that_can_be_spared_and_gives_them_back() -> None:
+def test_a_spike_preempts_spare_members_and_brings_them_back() -> None:
     w = World()
     assert (w.members(), w.seated()) == (4, 1)
     w.load(6.0)
@@ -90,7 +90,7 @@ def test_a_spike_takes_seats_that_can_be_spared_and_gives_them_back() -> None:
     assert given_away_text(w.lease()) == ""
 
 
-def test_seats_are_given_back_before_their_node_goes() -> None:
+def test_members_come_back_before_their_node_is_drained() -> None:
     w = World(at_least=1)
     w.load(8.0)
     w.after(6)
@@ -152,7 +152,7 @@ def test_the_limit_turns_it_off() -> None:
     assert (w.members(), w.seated()) == (4, 1)
 
 
-def test_a_replica_of_two_gpus_takes_two_seats_of_one_node() -> None:
+def test_a_replica_of_two_gpus_preempts_two_members_on_one_node() -> None:
     two = GPU4.model_copy(update={"name": "gpu2", "resources": {"GPU": 2.0}, "max_nodes": 2})
     lonely = ALONE.model_copy(update={"resources": {"GPU": 2.0}})
     c = Cluster((two, lonely), UnmanagedSection(max_nodes=0))
@@ -171,7 +171,7 @@ def test_a_replica_of_two_gpus_takes_two_seats_of_one_node() -> None:
 
 
 @pytest.mark.parametrize(("seat", "each", "asked", "seats"), [(4.0, 1.0, 8.0, 1), (1.0, 0.5, 12.0, 2)])
-def test_what_is_left_of_a_seat_serves_the_next_replica(seat: float, each: float, asked: float, seats: int) -> None:
+def test_room_left_over_by_a_member_serves_the_next_replica(seat: float, each: float, asked: float, seats: int) -> None:
     c = Cluster((GPU4.model_copy(update={"max_nodes": 4}), ALONE), UnmanagedSection(max_nodes=0))
     size = Shape(members=int(16 / seat), min_members=1, resources={"GPU": seat}, labels=SHARED)
     c.submit(size, preemptible=True)
@@ -183,7 +183,7 @@ def test_what_is_left_of_a_seat_serves_the_next_replica(seat: float, each: float
     assert taken == [seats]
 
 
-def test_a_replica_whose_node_can_be_bought_waits_for_it_unless_more_is_asked_than_can_be_carried() -> None:
+def test_a_replica_whose_node_can_be_bought_waits_for_it_unless_its_endpoint_is_overloaded() -> None:
     more = GPU4.model_copy(update={"max_nodes": 2})
     slow = World(more, ALONE, spec=chat().model_copy(update={"labels": SHARED}))
     assert (slow.members(), slow.seated()) == (4, 1), "nothing is asked of it yet: its first replica waited for a node"
@@ -232,7 +232,7 @@ def test_borrowers_and_lower_classes_give_first_and_as_few_gpus_stand_still_as_c
     assert {big, small, high} == set(taken)
 
 
-def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
+def test_room_that_ray_does_not_show_yet_is_not_vacated_twice() -> None:
     w = World()
     w.load(4.0)
     w.after(1)
@@ -269,7 +269,7 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
     crashes=st.lists(st.tuples(st.integers(0, 80), st.sampled_from(CRASH_POINTS), st.integers(0, 3)), max_size=4),
     nimble=st.booleans(),
 )
-def test_whatever_the_load_seats_are_taken_no_oftener_than_it_rises_and_all_come_back(
+def test_members_are_preempted_no_more_often_than_the_target_rises_and_all_come_back(
     loads: list[tuple[int, int]], crashes: list[tuple[int, str, int]], nimble: bool
 ) -> None:
     w = World(at_least=1)
@@ -295,7 +295,7 @@ def test_whatever_the_load_seats_are_taken_no_oftener_than_it_rises_and_all_come
 
 
 def _given(lease: Lease) -> set[tuple[int, int]]:
-    """Seats that are given away, by their filling: the same seat, given away again, is another one."""
+    """Yielded members with their incarnation, so that a member that yields again counts again."""
     return {
         (m.index, m.incarnation - m.is_parked) for m in lease.members if m.given_to and (m.is_yielding or m.is_parked)
     }
@@ -320,7 +320,7 @@ def test_a_gang_whose_deadline_leaves_no_time_gives_nothing() -> None:
     assert not [action for action in schedule(late) if isinstance(action, Shrink)]
 
 
-def test_a_replica_whose_process_starts_has_its_room_though_nobody_says_where() -> None:
+def test_a_starting_replica_has_room_although_its_node_is_not_reported() -> None:
     w = World(at_least=1)
     w.load(6.0)
     w.after(5)

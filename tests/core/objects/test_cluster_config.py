@@ -111,7 +111,7 @@ class TestRefusals:
         shipped["metadata"]["raytide"]["node_types"]["l4"]["price_usd"] = 1
         assert "did you mean price_usd_h" in refusal(shipped, tmp_path).message
 
-    def test_a_provider_that_nobody_has(self, shipped: dict[str, Any], tmp_path: Path) -> None:
+    def test_an_unknown_provider_is_refused(self, shipped: dict[str, Any], tmp_path: Path) -> None:
         shipped["provider"]["type"] = "gpc"
         assert "no provider of type 'gpc' (did you mean gcp?)" in refusal(shipped, tmp_path).message
 
@@ -170,7 +170,7 @@ class TestTrust:
     def settings(self, **more: object) -> RaytideSection:
         return RaytideSection.parse({"node_types": {}, "teams": {"a": {}, "b": {}}, **more}, where="file")
 
-    def test_scripts_run_as_raytides_own_user_where_nobody_is_named(self) -> None:
+    def test_scripts_run_as_raytides_own_user_by_default(self) -> None:
         assert self.settings().user_of("a") == ""
 
     def test_one_user_is_for_all_teams_or_each_has_its_own(self) -> None:

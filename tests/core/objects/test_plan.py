@@ -1,4 +1,4 @@
-"""What is kept of a plan."""
+"""The stored form of a plan."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def bought(s: Snapshot) -> list[str]:
 
 
 def said(s: Snapshot) -> list[tuple[str, str]]:
-    """What is decided of each job."""
+    """The decision for each job."""
     found: list[tuple[str, str]] = []
     for action in decide(s).actions:
         if isinstance(action, Admit | Preempt):
@@ -145,7 +145,7 @@ def test_a_hard_limit_drains_only_once_little_is_left() -> None:
     ]
 
 
-def test_a_job_beyond_its_own_limit_gives_way_alone_and_is_not_admitted_again() -> None:
+def test_a_job_beyond_its_own_limit_is_preempted_alone_and_not_admitted_again() -> None:
     held, other = running(1, budget_usd=10), running(2)
     s = with_running(held, other, teams=(team("blue"),))
     assert said(replace(s, spent={"job-1": micro_usd(9)})) == []
@@ -175,7 +175,7 @@ def test_a_new_month_begins_with_nothing_spent(tmp_path: Path, month: int, decid
 
 @pytest.mark.parametrize(("limit", "decided"), [("budget_usd", "preempt"), ("soft_budget_usd", "")])
 def test_a_jobs_budget_by_the_month_counts_this_month_alone(limit: str, decided: str) -> None:
-    """It reserves as everybody does: what it cost before this month is no part of what is outstanding."""
+    """It reserves like any other job: costs before this month are not outstanding."""
     monthly = {limit: 10, "budget_per": "month"}
     mine, *seats = running(1, **monthly)
     held = replace(mine, reserved_micro_usd=micro_usd(308)), *seats

@@ -1,4 +1,4 @@
-"""How the queue keeps what was decided for jobs with a deadline."""
+"""The queue enforces the market constraints of deadline jobs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_job_that_asks_for_the_same_in_both_markets_gets_a_lease_that_may_chan
     assert admit.lease.shape == gpus(8, **{MARKET_LABEL: "on-demand"})
 
 
-def test_a_job_without_time_to_lose_is_admitted_before_older_ones_and_pushes_those_of_its_class() -> None:
+def test_an_urgent_job_is_admitted_before_older_ones_and_preempts_those_of_its_class() -> None:
     c = Cluster(nodes=1)
     holder = c.submit(gpus(8))
     c.step()
@@ -61,7 +61,7 @@ def test_a_job_without_time_to_lose_is_admitted_before_older_ones_and_pushes_tho
     assert c.running() == {urgent: 1} and c.held(older) == 0
 
 
-def test_nobody_preempts_a_job_without_time_to_lose_but_who_lent_it_the_room() -> None:
+def test_only_the_owner_of_borrowed_quota_preempts_an_urgent_job() -> None:
     c = Cluster(nodes=1, teams=(team("red", quota={"GPU": 8}), team("blue", quota={"GPU": 0}, borrow={"GPU": 8})))
     late = c.submit(gpus(8), team="blue", priority="low")
     c.step()

@@ -1,4 +1,4 @@
-"""The queue under random work: gangs whole or not at all, no cycle, a bound for the head, quotas that are kept."""
+"""The queue under random work: whole gangs or none, no cycles, a bound for the head, quotas within limits."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Queue(RuleBasedStateMachine):
         assert self._held_by("blue") <= 8 + 6
 
     def _held_by(self, name: str) -> float:
-        """Seats that give way are the next one's already."""
+        """Usage without yielding members, which already belong to their preemptors."""
         return sum(
             len(usage.retained_members(lease)) * lease.shape.resources["GPU"]
             for lease in self.c.snapshot.leases
@@ -114,13 +114,13 @@ class Queue(RuleBasedStateMachine):
                 self.waited.add(job.id)
 
     def _no_cycle(self, action: Preempt | Shrink, before: dict) -> None:  # type: ignore[type-arg]
-        """Whoever pushes has not been pushed itself a short while ago, and nobody is pushed too often."""
+        """A preemptor is not in its cool-down, and no job is preempted too often."""
         assert before[action.job_id].preemptions < MAX_PREEMPTIONS
         for by in re.findall(r"job-\d+", action.reason):
             assert not attained_service.in_cooldown(before[by], self.c.now_s), f"{by} pushes {action.job_id}"
 
     def _watch_head(self, actions: tuple[Action, ...]) -> None:
-        """Who is first and finds no room is admitted when those that it cannot push have ended."""
+        """The head of the queue is admitted at the latest when the jobs that it cannot preempt have ended."""
         snapshot = self.c.snapshot
         state = admission_state(snapshot)
         table = queue_table(state)

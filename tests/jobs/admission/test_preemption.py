@@ -1,4 +1,4 @@
-"""Who gives way to whom: checkpoint first, seats that can be spared before gangs, borrowers before others."""
+"""Preemption: after a checkpoint, spare members before whole gangs, borrowers before others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_higher_class_shrinks_an_elastic_gang_in_place_and_it_grows_back() -> 
     assert c.running() == {low: 8}
 
 
-def test_nobody_grows_while_one_waits_for_the_fleets_own_limit() -> None:
+def test_no_gang_grows_while_a_job_waits_for_the_fleets_limit() -> None:
     c = Cluster()
     low = c.submit(gpus(8, members=2, at_least=1), priority="low")
     c.step()
@@ -59,7 +59,7 @@ def test_nobody_grows_while_one_waits_for_the_fleets_own_limit() -> None:
         assert list(_grow(state, order)) == []
 
 
-def test_a_gang_that_cannot_shrink_checkpoints_gives_way_and_is_queued_again() -> None:
+def test_a_gang_that_cannot_shrink_is_preempted_whole_and_queued_again() -> None:
     c = Cluster()
     low = c.submit(gpus(8, members=2), priority="low")
     c.step()
@@ -86,7 +86,7 @@ def test_what_cannot_be_preempted_is_left_alone() -> None:
     assert c.running() == {held: 2}
 
 
-def test_as_few_give_way_as_will_do_and_the_lowest_first() -> None:
+def test_the_fewest_victims_are_preempted_the_lowest_first() -> None:
     c = Cluster(nodes=1)
     small = [c.submit(gpus(2), priority="low") for _ in range(4)]
     c.step()
@@ -95,7 +95,7 @@ def test_as_few_give_way_as_will_do_and_the_lowest_first() -> None:
     assert decided == [(small[3], "preempt"), (small[2], "preempt"), (high, "admit")]
 
 
-def test_of_those_asked_only_who_helps_gives_way() -> None:
+def test_only_victims_that_help_are_preempted() -> None:
     c = Cluster()
     whole = c.submit(gpus(8), priority="low")
     parts = [c.submit(gpus(4), priority="low") for _ in range(2)]
@@ -117,7 +117,7 @@ def test_a_gang_that_has_to_give_its_rest_keeps_nothing_that_it_could_have_spare
     assert c.running() == {fixed: 1, high: 1}
 
 
-def test_who_was_preempted_preempts_nobody_until_it_has_cooled_down() -> None:
+def test_a_preempted_job_preempts_no_other_during_its_cool_down() -> None:
     c = Cluster(nodes=1)
     first = c.submit(gpus(8))
     c.step()
@@ -131,7 +131,7 @@ def test_who_was_preempted_preempts_nobody_until_it_has_cooled_down() -> None:
     assert brief(c.step(COOL_DOWN_S)) == [(second, "preempt"), (first, "admit")]
 
 
-def test_who_was_preempted_too_often_is_not_preempted_again() -> None:
+def test_a_job_is_not_preempted_more_than_max_preemptions_times() -> None:
     c = Cluster(nodes=1)
     low = c.submit(gpus(8), priority="low")
     c.jobs[low] = replace(c.jobs[low], preemptions=MAX_PREEMPTIONS)
@@ -155,7 +155,7 @@ def test_a_lender_takes_back_its_own_in_one_round_whatever_the_order() -> None:
     assert len(c.running()) == 3
 
 
-def test_who_asks_for_his_own_is_seated_before_who_would_borrow_it() -> None:
+def test_jobs_within_their_quota_are_placed_before_borrowers() -> None:
     c = Cluster(teams=(team("blue", quota={"GPU": 8}), team("red", quota={"GPU": 8})))
     much = c.submit(gpus(8, members=2, at_least=1), team="red", priority="high")
     mine = c.submit(gpus(1), team="blue", priority="low")
@@ -164,7 +164,7 @@ def test_who_asks_for_his_own_is_seated_before_who_would_borrow_it() -> None:
     assert brief(c.step(1.0)) == [], "nothing is given back that was just taken"
 
 
-def test_who_would_borrow_takes_nothing_from_who_keeps_within_his_own_whatever_the_classes() -> None:
+def test_a_borrower_does_not_preempt_a_team_within_its_quota_whatever_the_classes() -> None:
     c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 4}), team("red"), team("green", quota={"GPU": 1})))
     within, borrowed = c.submit(gpus(4), team="blue", priority="low"), c.submit(gpus(4), team="green", priority="low")
     c.step()
@@ -186,7 +186,7 @@ def test_small_jobs_of_a_team_do_not_pass_a_large_one_by_asking_for_less_than_it
     assert brief(c.step()) == [(large, "admit"), (small, "quota")]
 
 
-def test_seats_that_wait_for_a_node_are_given_back_to_the_lender_at_once() -> None:
+def test_members_that_wait_for_a_node_return_their_quota_to_the_lender_at_once() -> None:
     c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 8}), team("red")))
     first = c.submit(gpus(8), team="red", priority="low")
     c.step()
@@ -200,7 +200,7 @@ def test_seats_that_wait_for_a_node_are_given_back_to_the_lender_at_once() -> No
     assert c.running() == {mine: 1}
 
 
-def test_nobody_grows_into_what_its_owner_waits_for() -> None:
+def test_no_gang_grows_into_quota_that_its_owner_waits_for() -> None:
     c = Cluster(teams=(team("blue", quota={"GPU": 8}), team("red", quota={"GPU": 8})))
     red = c.submit(gpus(4, members=4, at_least=1), team="red")
     c.step()
@@ -218,7 +218,7 @@ def test_nobody_grows_into_what_its_owner_waits_for() -> None:
 
 
 @pytest.mark.parametrize("why", ["impossible", "it waits for spot", "no money"])
-def test_who_could_not_start_with_room_keeps_nobody_from_borrowing(why: str) -> None:
+def test_a_job_that_could_not_start_keeps_no_other_from_borrowing(why: str) -> None:
     red = team("red", spent_usd=100.0, quota={"GPU": 12}, budget={"hard_usd": 100} if why == "no money" else {})
     c = Cluster(teams=(team("blue", quota={"GPU": 4}), red))
     label = {"ray.io/accelerator-type": "B200"} if why == "impossible" else {}
@@ -238,7 +238,7 @@ def test_what_cannot_start_takes_nothing_of_its_teams_own_from_its_other_jobs() 
     assert brief(c.step()) == [(mine, "admit"), (much, "quota"), (never, "impossible")]
 
 
-def test_nobody_is_kept_from_borrowing_what_no_owner_waits_for() -> None:
+def test_quota_that_no_owner_waits_for_can_be_borrowed() -> None:
     c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 2}), team("red", quota={"GPU": 6, "CPU": 64})))
     c.submit(Shape(resources={"CPU": 64.0}))
     c.step()
@@ -250,7 +250,7 @@ def test_nobody_is_kept_from_borrowing_what_no_owner_waits_for() -> None:
 
 
 @pytest.mark.parametrize("less", [MemberState.ASSIGNED, MemberState.FORMING, MemberState.LEAVING])
-def test_a_gang_that_shrinks_goes_on_with_the_seats_that_it_works_on(less: MemberState) -> None:
+def test_a_gang_that_shrinks_keeps_its_ready_members(less: MemberState) -> None:
     c = Cluster()
     low = c.submit(gpus(8, members=2, at_least=1), priority="low")
     c.step()
@@ -263,7 +263,7 @@ def test_a_gang_that_shrinks_goes_on_with_the_seats_that_it_works_on(less: Membe
     assert shrink.members == (0,)
 
 
-def test_who_has_no_quota_holds_for_good_only_what_is_beyond_all_quotas() -> None:
+def test_a_team_without_quota_holds_nonpreemptible_jobs_only_beyond_all_quotas() -> None:
     c = Cluster(teams=(team("blue", quota={"GPU": 8}), team("free")))
     free = c.submit(gpus(4, members=4, at_least=2), team="free", preemptible=False)
     c.step()
@@ -273,7 +273,7 @@ def test_who_has_no_quota_holds_for_good_only_what_is_beyond_all_quotas() -> Non
     assert c.running() == {free: 2, mine: 2}
 
 
-def test_nobody_beyond_his_quota_takes_back_from_a_borrower() -> None:
+def test_a_team_beyond_its_quota_does_not_reclaim_from_borrowers() -> None:
     c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 4}), team("red", quota={"GPU": 4})))
     for _ in range(2):
         c.submit(gpus(4), team="red")

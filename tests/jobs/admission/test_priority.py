@@ -1,4 +1,4 @@
-"""Who goes first: the new, gangs that waited longer than others soon, long runs last, and no GPU wasted."""
+"""The order: new jobs first, overdue gangs soon, long runs last, and no GPU idle."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def holders(table: QueueTable, total: int) -> list[int]:
     return sorted(np.flatnonzero(state.holds).tolist())
 
 
-def test_who_has_no_time_to_lose_goes_first_in_its_class_and_gives_way_to_no_class() -> None:
+def test_an_urgent_job_goes_first_in_its_class_and_is_preempted_by_no_class() -> None:
     rows = queue_table((1, 20, 2, 0), (1, 0, 0, 0), (1, 5, 2, 0), urgent=[0], priority=[0, 0, 1])
     assert bands(rows).tolist() == [URGENT, NEW, SHORT]
     assert ranked(rows).tolist() == [2, 0, 1]
@@ -113,7 +113,7 @@ def test_a_gang_that_waited_longer_than_it_would_among_equals_is_overdue_however
     )
 
 
-def test_a_gang_is_patient_for_hours_even_where_nobody_else_waits() -> None:
+def test_a_gang_is_not_overdue_for_hours_even_if_no_other_job_waits() -> None:
     assert bands(queue_table((8, 20, 2, 3.9))).tolist() == [LONGER]
     assert bands(queue_table((8, 20, 2, 4.1))).tolist() == [OVERDUE]
 
@@ -122,7 +122,7 @@ def test_a_small_job_well_into_its_run_counts_as_short_until_it_ran_for_days() -
     assert bands(queue_table((2, 14, 7, 0), (2, 18, 9, 0), (2, 146, 73, 0))).tolist() == [LONGER, SHORT, LAST]
 
 
-def test_only_the_few_that_are_oldest_give_way_to_all_whether_they_ran_or_waited() -> None:
+def test_only_the_few_oldest_jobs_go_last_whether_they_ran_or_waited() -> None:
     rows = ((2, 146, 73, 0), (2, 100, 50, 150))
     assert bands(queue_table(*rows)).tolist() == [LAST, LAST]
     assert bands(queue_table(*rows, old_s=100 * HOUR_S)).tolist() == [SHORT, LAST]
@@ -132,7 +132,7 @@ def test_a_gang_that_ran_for_days_does_not_come_last() -> None:
     assert bands(queue_table((8, 800, 100, 0))).tolist() == [LONGER]
 
 
-def test_who_runs_for_days_is_not_what_a_gang_is_compared_with() -> None:
+def test_a_gang_is_not_compared_with_jobs_that_have_run_for_days() -> None:
     assert bands(queue_table((8, 20, 2, 5), (1, 80, 80, 200))).tolist() == [OVERDUE, LAST]
 
 
@@ -140,7 +140,7 @@ def test_a_gang_gets_all_or_nothing_and_smaller_ones_what_it_cannot_use() -> Non
     assert holders(queue_table((6, 0, 0, 0), (4, 0, 0, 0), (2, 0, 0, 0)), 8) == [0, 2]
 
 
-def test_the_lowest_give_way_and_no_more_of_them_than_must() -> None:
+def test_the_lowest_are_preempted_and_no_more_than_necessary() -> None:
     old, older = (4, 20, 5, 0), (2, 400, 80, 0)
     rows = (old, older, (2, 20, 5, 0), (4, 0, 0, 0))
     assert holders(queue_table(*rows, held=[0, 1, 2]), 8) == [0, 3], "the last two are enough"

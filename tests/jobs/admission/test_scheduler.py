@@ -103,7 +103,7 @@ def test_an_elastic_gang_that_cannot_be_stopped_takes_what_the_head_leaves() -> 
     assert [member.state for member in last.lease.members] == ["waiting"] * 2 + ["parked"] * 2
 
 
-def test_what_no_fleet_could_hold_blocks_nobody() -> None:
+def test_an_impossible_job_blocks_no_other() -> None:
     assert brief(snapshot(job(1, Shape(resources={"GPU": 8.0})), job(2))) == [
         ("job-1", "impossible"),
         ("job-2", "lease-4"),
@@ -127,7 +127,7 @@ def test_a_gang_starts_with_fewer_when_it_may() -> None:
     assert [member.state for member in action.lease.members] == ["waiting"] * 2 + ["parked"] * 7
 
 
-def test_seats_that_an_admitted_lease_still_lacks_are_taken() -> None:
+def test_room_for_waiting_members_of_an_admitted_lease_is_reserved() -> None:
     lease = Lease("lease-1", "job-1", cpus(2, members=2), LeaseState.WAITING, (Member(0), Member(1)))
     running = job(1, cpus(2, members=2), state=JobState.ADMITTED)
     s = snapshot(running, job(2, cpus(2)), types=(SMALL,), leases=(lease,))
@@ -193,7 +193,7 @@ def test_why_says_so_when_an_admitted_job_lost_its_room() -> None:
     assert why("job-1", s).constraint == "capacity"
 
 
-def test_nobody_is_admitted_while_ray_does_not_answer() -> None:
+def test_no_job_is_admitted_while_ray_does_not_answer() -> None:
     silent = snapshot(job(1), job(2), ray_answers=False)
     assert brief(silent) == [("job-1", "signal"), ("job-2", "signal")]
     assert "Ray does not answer" in why("job-1", silent).reason

@@ -1,4 +1,4 @@
-"""A deadline that nobody could keep is refused when the job is submitted."""
+"""A deadline that cannot be met is refused when the job is submitted."""
 
 from __future__ import annotations
 

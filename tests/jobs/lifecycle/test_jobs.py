@@ -53,7 +53,7 @@ def test_a_driver_that_died_is_started_again_until_the_budget_is_spent() -> None
     assert over.state is LeaseState.RELEASED
 
 
-def test_a_driver_that_dies_with_the_seats_its_job_gave_away_costs_no_restart() -> None:
+def test_a_driver_that_dies_with_preempted_members_costs_no_restart() -> None:
     leaving = replace(ACTIVE, members=(Member(0, MemberState.LEAVING, "node-1", is_yielding=True, leaves_at_s=130.0),))
     running = job(JobKind.DATA, JobState.RUNNING, restarts=1)
     again, _ = advance(running, leaving, driver("died", attempt=1), 110.0)
@@ -105,7 +105,7 @@ def test_a_gang_job_lives_as_long_as_its_driver_asks() -> None:
     assert lease.state is LeaseState.RELEASED
 
 
-def test_a_gang_job_whose_driver_never_asked_leaves_the_queue() -> None:
+def test_a_gang_job_whose_driver_never_asked_for_its_lease_leaves_the_queue() -> None:
     assert advance(job(JobKind.GANG), None, None, 110.0, silent_s=10.0)[0].state is JobState.QUEUED
     assert advance(job(JobKind.GANG), None, None, 111.0, silent_s=11.0)[0].state is JobState.FAILED
 
@@ -119,7 +119,7 @@ def test_a_gang_job_ends_as_its_driver_says() -> None:
     assert stopped.state is JobState.STOPPED
 
 
-def test_a_stop_waits_while_nobody_knows_whether_the_driver_runs() -> None:
+def test_a_stop_waits_while_the_state_of_the_driver_is_unknown() -> None:
     running = job(state=JobState.RUNNING, stop_requested=True)
     stopping, lease = advance(running, ACTIVE, driver("unknown"), 110.0)
     assert (stopping.state, lease) == (JobState.STOPPING, ACTIVE)

@@ -109,7 +109,7 @@ def test_a_gang_that_cannot_form_in_time_gives_everything_back_and_looks_elsewhe
     assert (create, len(remove)) == ((), 2)
 
 
-def test_nothing_times_out_while_nobody_can_say_what_became_of_the_groups() -> None:
+def test_nothing_times_out_while_the_state_of_the_groups_is_unknown() -> None:
     there = nodes(node(0), node(1))
     lease = advance(seated(new()), there, {}, 0.0)
     silent = advance(lease, there, None, 500.0)
@@ -163,7 +163,7 @@ def test_a_notice_makes_a_member_leave_at_the_deadline() -> None:
     assert (states(back), back.members[1].leaves_at_s) == (["ready", "ready"], None)
 
 
-def test_a_seat_whose_node_leaves_looks_for_another_as_soon_as_its_holder_has_left_it() -> None:
+def test_a_member_whose_node_leaves_looks_for_another_as_soon_as_its_holder_has_left_it() -> None:
     lease = active(members=2, at_least=1)
     there = nodes(node(0), node(1, DRAINING, deadline_s=50.0))
     leaving = advance(lease, there, groups_of(lease), 10.0)
@@ -172,7 +172,7 @@ def test_a_seat_whose_node_leaves_looks_for_another_as_soon_as_its_holder_has_le
     assert (states(left), left.members[1].incarnation, left.epoch) == (["ready", "waiting"], 1, leaving.epoch + 1)
 
 
-def test_a_seat_that_gives_way_is_free_as_soon_as_its_holder_has_left_it_and_no_sooner() -> None:
+def test_a_yielding_member_is_free_as_soon_as_its_holder_has_left_it_and_no_sooner() -> None:
     shrink = Shrink("job-1", "lease-1", (1,), 40.0, "a spike", by=("chat",))
     before = active(2, 1)
     lease = apply_action(before, shrink, 10.0)
@@ -243,7 +243,7 @@ def test_a_released_lease_wants_nothing_and_stays_as_it_is() -> None:
     assert advance(over, {}, {}, 9.0) == over
 
 
-def test_only_a_seat_that_holds_nothing_yet_is_given_back() -> None:
+def test_only_a_member_that_holds_nothing_yet_is_unassigned() -> None:
     lease = assign(new(), {0: "node-0"})
     assert assign(lease, {0: "node-5"}) == lease
     assert states(unassign(lease, 0)) == ["waiting", "waiting"]

@@ -1,4 +1,4 @@
-"""`raytide why` names the first unmet constraint and the nearest thing that would meet it: twelve gangs that wait."""
+"""`raytide why` names the first unmet constraint and the nearest change that would meet it, for twelve waiting gangs."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_12_the_budget_of_the_job_is_spent() -> None:
     assert found.remedy == "Give it more: `raytide budget set job-1 USD`."
 
 
-def test_others_give_way_to_it_and_until_when() -> None:
+def test_others_are_preempted_for_it_until_when() -> None:
     c = Cluster(nodes=1)
     c.submit(gpus(8), priority="low")
     c.step()
