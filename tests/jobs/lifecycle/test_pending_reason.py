@@ -1,4 +1,5 @@
-"""`raytide why` names the first unmet constraint and the nearest change that would meet it, for twelve waiting gangs."""
+"""`raytide why` names the first unmet constraint and the nearest change that would meet it, for twelve waiting
+gangs."""
 
 from __future__ import annotations
 
