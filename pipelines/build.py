@@ -41,7 +41,7 @@ MAX_CHUNK_BYTES = 8 << 20
 MIN_CHUNK_BYTES = 256 << 10
 MAX_CHUNK_PARTS = 512
 CHUNKS_PER_WORKER = 16
-"""Chunks per worker: enough for an even_bytes load and frequent progress. The result does not depend on it."""
+"""Chunks per worker: enough for an even load and frequent progress. The result does not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def build(
 ) -> TokenManifest:
     """Run the build on the connected Ray cluster, inside the lease's placement group, and return its manifest.
 
-    A tokenizer_file `runner`, such as InlineRunner, replaces Ray.
+    A `runner`, such as InlineRunner, replaces Ray.
 
     Idempotent: a finished dataset of the same spec and inputs is verified and returned; an unfinished or altered one is
     built again. ConflictError for a dataset of another spec or inputs, and while another build writes to `out`.

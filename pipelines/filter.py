@@ -77,9 +77,9 @@ def digest(document: bytes | None) -> bytes:
 
 def survey_of(documents: Iterable[bytes | None], rules: TextFilter) -> Survey:
     """Judge and hash each document."""
-    held = list(documents)
+    listed = list(documents)
     return survey_from_bytes(
-        bytes(judge(document, rules) for document in held), b"".join(digest(document) for document in held)
+        bytes(judge(document, rules) for document in listed), b"".join(digest(document) for document in listed)
     )
 
 

@@ -265,12 +265,12 @@ class Trainer:
         self.timer.lap("data")
         counted = counted if self.group.is_data_first else 0
         flags = [pause, self.profiler.requested_steps(), self.checkpoints.has_failed]
-        tokens, asked, profiled, failed = self.group.sum([counted, *flags])
+        tokens, stop, profiled, failed = self.group.sum([counted, *flags])
         self.timer.lap("wait")
         if failed:
             self.wait_for_save()
-        self._stop_request = int(asked)
-        if asked:
+        self._stop_request = int(stop)
+        if stop:
             return None
         if not tokens:
             raise TrainError(

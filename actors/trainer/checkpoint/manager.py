@@ -176,8 +176,8 @@ class CheckpointManager:
         return [problem for problems, _ in found for problem in problems or []]
 
     def _require_same_run(self, checkpoint: Checkpoint) -> None:
-        for what, ours in self.digests.items():
-            if checkpoint.manifest.digests.get(what) != ours:
+        for what, digest in self.digests.items():
+            if checkpoint.manifest.digests.get(what) != digest:
                 raise CheckpointError(
                     f"{self.store.url}/{checkpoint.name} was written with a different {what}.",
                     hint="Resume with the spec that wrote it, or choose another out directory.",

@@ -118,7 +118,7 @@ def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Itera
     """Returns the problems of these files (all if None), after reading every byte."""
     found = []
     for name in checkpoint.manifest.files if files is None else files:
-        path, wanted = f"{checkpoint.name}/{name}", checkpoint.manifest.files[name]
+        path, expected = f"{checkpoint.name}/{name}", checkpoint.manifest.files[name]
         try:
             with named_failures(f"{store.url}/{path}"):
                 digest, size = _sha256(store, path)
@@ -128,9 +128,9 @@ def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Itera
         except CheckpointError as error:
             found.append(error.message)
             continue
-        if size != wanted.size:
-            found.append(f"{store.url}/{path} was altered: it has {size} bytes of {wanted.size}.")
-        elif digest != wanted.sha256:
+        if size != expected.size:
+            found.append(f"{store.url}/{path} was altered: it has {size} bytes of {expected.size}.")
+        elif digest != expected.sha256:
             found.append(f"{store.url}/{path} was altered: its SHA-256 is not the manifest's.")
         elif name == METADATA:
             found += _metadata_problems(store, path, size)
@@ -178,16 +178,16 @@ def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: 
     Newer folders belong to another generation and are neither counted nor removed. Unfinished ones may still be written
     to; only a restart can tell.
     """
-    kept: set[int] = set()
+    kept_steps: set[int] = set()
     for name in folders_newest_first(store):
         step = step_of(name)
         assert step is not None
         sizes = _sizes(store, name)
         if step > committed.manifest.step or MANIFEST not in sizes:
             continue
-        whole = name == committed.name or (name not in rejected and _looks_whole(store, name, sizes))
-        if whole and (step in kept or len(kept) < keep):
-            kept.add(step)
+        is_intact = name == committed.name or (name not in rejected and _looks_whole(store, name, sizes))
+        if is_intact and (step in kept_steps or len(kept_steps) < keep):
+            kept_steps.add(step)
         else:
             remove(store, name)
 

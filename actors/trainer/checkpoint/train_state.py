@@ -66,7 +66,7 @@ class TrainState:
         return self._shards(self.optimizer.tensors(), self._extras())
 
     def load(self, fill: Callable[[list[TensorShard]], None]) -> None:
-        """Load the state: `fill` writes every shard in offsets."""
+        """Load the state: `fill` writes every shard in place."""
         moments = self.optimizer.tensors()
         extras = self._extras()
         fill(self._shards(moments, extras))

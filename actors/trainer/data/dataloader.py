@@ -28,10 +28,10 @@ class DataLoader:
         self._one_shape = group.sizes.pipeline > 1
         self._most = math.ceil(spec.global_batch / group.sizes.data)
         vocab_size = data.vocab_size
-        mine = rank_slice(spec.global_batch, group.data_rank, group.sizes.data)
+        rank_rows = rank_slice(spec.global_batch, group.data_rank, group.sizes.data)
 
         def read(step: int) -> tuple[Ids, Ids, Ids]:
-            ids = sampler.ids(step)[mine]
+            ids = sampler.ids(step)[rank_rows]
             inputs, targets = data.examples(ids if len(ids) else _ANY)
             if (largest := max(int(inputs.max()), int(targets.max()))) >= vocab_size or int(inputs.min()) < 0:
                 raise DataError(
@@ -52,12 +52,12 @@ class DataLoader:
         count, size = self.layout.microbatches(self._most, size)
         micros = []
         for start in range(0, count * size, size):
-            there = max(0, min(size, len(ids) - start))
-            wanted = size if self._one_shape else max(1, there)
-            rows = np.minimum(np.arange(start, start + wanted), len(inputs) - 1)
-            chunk, aims = inputs[rows], targets[rows]
-            aims[there:] = IGNORE
-            micros.append((self._put(chunk), self._put(aims)))
+            present = max(0, min(size, len(ids) - start))
+            row_count = size if self._one_shape else max(1, present)
+            rows = np.minimum(np.arange(start, start + row_count), len(inputs) - 1)
+            chunk, chunk_targets = inputs[rows], targets[rows]
+            chunk_targets[present:] = IGNORE
+            micros.append((self._put(chunk), self._put(chunk_targets)))
         return ids, micros, int((targets != IGNORE).sum()) if len(ids) else 0
 
     def _put(self, rows: Ids) -> Tensor:

@@ -93,8 +93,8 @@ class ShardCheck:
         cache_file = self._results / f"{_key(path, self.dtype.name)}.json"
         found = _read_result(cache_file)
         if found is None:
-            with try_lock(cache_file.with_suffix(".lock")) as held:
-                if not held:
+            with try_lock(cache_file.with_suffix(".lock")) as is_held:
+                if not is_held:
                     return False
                 found = _read_result(cache_file) or self._hash(path)
                 if found is None:

@@ -44,8 +44,10 @@ class BatchSampler:
         epochs = place // self.n_sequences
         out = np.empty_like(place)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            out[here] = feistel_permutation(place[here] % self.n_sequences, self.n_sequences, f"{self.seed}/{epoch}")
+            in_epoch = epochs == epoch
+            out[in_epoch] = feistel_permutation(
+                place[in_epoch] % self.n_sequences, self.n_sequences, f"{self.seed}/{epoch}"
+            )
         return out
 
 

@@ -75,7 +75,7 @@ class GenerationRunner:
         self._failed: tuple[str, RaytideError] | None = None
         self._heartbeats = HeartbeatMonitor(workers)
         self._broke_s: float | None = None
-        self._first_failure: tuple[float, str] | None = None
+        self._end_reason: tuple[float, str] | None = None
         """Monotonic time and reason of the generation's end."""
 
     def run(self) -> GenerationResult:
@@ -133,7 +133,7 @@ class GenerationRunner:
             if worker in lost and rank not in self._exits:
                 self._note_end(f"{worker.host} was lost")
         self.worker_group.check()
-        if self._first_failure is None and (change := self._planned_change(lease)):
+        if self._end_reason is None and (change := self._planned_change(lease)):
             how, why = change
             self._note_end(why)
             self.workers[0].call("pause", self.number, how)
@@ -143,9 +143,8 @@ class GenerationRunner:
         leaving = [worker for worker in self.workers if worker.member.state is MemberState.LEAVING]
         if leaving:
             return self._stop_for_notice(leaving), f"{leaving[0].host} leaves soon"
-        if self.worker_group.starting == 0 and len(
-            assigned := self.worker_group.assign(lease.shape, self.workers)
-        ) > len(self.workers):
+        assigned = [] if self.worker_group.starting else self.worker_group.assign(lease.shape, self.workers)
+        if len(assigned) > len(self.workers):
             new = next(worker for worker in assigned if worker not in self.workers)
             return StopRequest.SAVE, f"{new.host} joins"
         return None
@@ -198,8 +197,8 @@ class GenerationRunner:
         self.worker_group.kill(self.workers[rank])
 
     def _note_end(self, why: str) -> None:
-        if self._first_failure is None:
-            self._first_failure = (time.monotonic(), why)
+        if self._end_reason is None:
+            self._end_reason = (time.monotonic(), why)
 
     def _record_status(self, status: WorkerStatus) -> None:
         """Record a rank's status. Every rank reports the same steps; the first report counts."""
@@ -218,7 +217,7 @@ class GenerationRunner:
     def _result(self) -> GenerationResult:
         exits = self._exits.values()
         kinds = {worker_exit.kind for worker_exit in exits}
-        began_s, why = self._first_failure or (time.monotonic(), "")
+        began_s, why = self._end_reason or (time.monotonic(), "")
         leave_s = max(
             (o.last_status.phase_times.get("leave", 0.0) for o in exits if o.last_status is not None), default=0.0
         )

@@ -22,7 +22,7 @@ S = TypeVar("S", bound=RankCandidate)
 
 
 def slots_of(shape: Shape) -> int:
-    """Returns the ranks of a member: candidate for each GPU, at least candidate."""
+    """Returns the ranks of a member: one for each GPU, at least one."""
     return max(1, int(shape.resources.get("GPU", 0)))
 
 

@@ -103,8 +103,8 @@ def _frames(thread_id: int) -> list[FrameType]:
 
 
 def _show(frames: list[FrameType]) -> str:
-    ours = [frame for frame in frames if _file(frame).startswith(_RAYTIDE)][:RAYTIDE_FRAMES]
-    shown = frames[:INNERMOST_FRAMES] + [frame for frame in ours if frame not in frames[:INNERMOST_FRAMES]]
+    raytide_frames = [frame for frame in frames if _file(frame).startswith(_RAYTIDE)][:RAYTIDE_FRAMES]
+    shown = frames[:INNERMOST_FRAMES] + [frame for frame in raytide_frames if frame not in frames[:INNERMOST_FRAMES]]
     return " < ".join(f"{_short(frame)}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in shown)
 
 

@@ -81,15 +81,15 @@ def file_tensors(arch: Architecture, form: FamilyFormat) -> list[FileTensor]:
     if arch.learned_positions:
         out.append(_same("positions.weight", f"{form.root}{names.positions}.weight", arch.max_model_len, width))
     for index in range(arch.num_layers):
-        ours, theirs = f"layers.{index}.", form.root + names.layer.format(index)
-        out += _norm(ours + "input_norm", theirs + names.input_norm, width, bias)
-        out += _attention(arch, index, ours, theirs, names)
+        param_name, hf_name = f"layers.{index}.", form.root + names.layer.format(index)
+        out += _norm(param_name + "input_norm", hf_name + names.input_norm, width, bias)
+        out += _attention(arch, index, param_name, hf_name, names)
         if arch.post_norms:
-            out += _norm(ours + "post_attention_norm", theirs + names.post_attention_norm, width, bias)
-        out += _norm(ours + "ffn_norm", theirs + names.ffn_norm, width, bias)
-        out += _feed_forward(arch, index, ours + "ffn.", theirs, form)
+            out += _norm(param_name + "post_attention_norm", hf_name + names.post_attention_norm, width, bias)
+        out += _norm(param_name + "ffn_norm", hf_name + names.ffn_norm, width, bias)
+        out += _feed_forward(arch, index, param_name + "ffn.", hf_name, form)
         if arch.post_norms:
-            out += _norm(ours + "post_ffn_norm", theirs + names.post_ffn_norm, width, bias)
+            out += _norm(param_name + "post_ffn_norm", hf_name + names.post_ffn_norm, width, bias)
     out += _norm("norm", form.root + names.norm, width, bias)
     if not arch.tied_embeddings:
         out.append(_same("head.weight", f"{names.head}.weight", arch.vocab_size, width))
@@ -118,9 +118,9 @@ class HfWeights:
             for piece in tensor.slices:
                 self._locations.setdefault(piece.parameter, []).append((tensor, piece))
 
-    def read(self, ours: str, block: Block) -> Tensor:
+    def read(self, param_name: str, block: Block) -> Tensor:
         """Read a block of a parameter; only that part of the files is read."""
-        locations = self._locations[ours]
+        locations = self._locations[param_name]
         if locations[0][1].expert is None:
             ((tensor, piece),) = locations
             return self._part(tensor, piece, block)
@@ -159,42 +159,44 @@ def size(part: slice) -> int:
     return int(part.stop - part.start)
 
 
-def _same(ours: str, theirs: str, *shape: int) -> FileTensor:
-    return FileTensor(theirs, shape, (ParameterSlice(ours, shape[0]),))
+def _same(param_name: str, hf_name: str, *shape: int) -> FileTensor:
+    return FileTensor(hf_name, shape, (ParameterSlice(param_name, shape[0]),))
 
 
-def _norm(ours: str, theirs: str, width: int, bias: bool) -> list[FileTensor]:
-    return [_same(f"{ours}.{kind}", f"{theirs}.{kind}", width) for kind in ("weight", "bias")[: 1 + bias]]
+def _norm(param_name: str, hf_name: str, width: int, bias: bool) -> list[FileTensor]:
+    return [_same(f"{param_name}.{kind}", f"{hf_name}.{kind}", width) for kind in ("weight", "bias")[: 1 + bias]]
 
 
-def _attention(arch: Architecture, index: int, ours: str, theirs: str, names: Names) -> Iterator[FileTensor]:
+def _attention(arch: Architecture, index: int, param_name: str, hf_name: str, names: Names) -> Iterator[FileTensor]:
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     qkv = {"attention.q_proj": q, "attention.k_proj": kv, "attention.v_proj": kv}
-    yield from _linear(arch, index, "qkv", ours, theirs, qkv)
+    yield from _linear(arch, index, "qkv", param_name, hf_name, qkv)
     if arch.head_norms:
-        yield from _norm(f"{ours}attention.q_norm", theirs + names.query_norm, arch.head_dim, bias=False)
-        yield from _norm(f"{ours}attention.k_norm", theirs + names.key_norm, arch.head_dim, bias=False)
-    yield from _linear(arch, index, "attention_out", ours, theirs, {"attention.o_proj": arch.hidden_size})
+        yield from _norm(f"{param_name}attention.q_norm", hf_name + names.query_norm, arch.head_dim, bias=False)
+        yield from _norm(f"{param_name}attention.k_norm", hf_name + names.key_norm, arch.head_dim, bias=False)
+    yield from _linear(arch, index, "attention_out", param_name, hf_name, {"attention.o_proj": arch.hidden_size})
 
 
-def _feed_forward(arch: Architecture, index: int, ours: str, theirs: str, form: FamilyFormat) -> Iterator[FileTensor]:
+def _feed_forward(
+    arch: Architecture, index: int, param_name: str, hf_name: str, form: FamilyFormat
+) -> Iterator[FileTensor]:
     if arch.layers[index].sparse:
-        yield from _sparse(arch, ours, theirs, form)
+        yield from _sparse(arch, param_name, hf_name, form)
         return
     up = {"gate_proj": arch.ffn_size, "up_proj": arch.ffn_size} if arch.gated_ffn else {"up_proj": arch.ffn_size}
-    yield from _linear(arch, index, "gate_up", ours, theirs, up)
-    yield from _linear(arch, index, "down", ours, theirs, {"down_proj": arch.hidden_size})
+    yield from _linear(arch, index, "gate_up", param_name, hf_name, up)
+    yield from _linear(arch, index, "down", param_name, hf_name, {"down_proj": arch.hidden_size})
 
 
 def _linear(
-    arch: Architecture, index: int, kind: str, ours: str, theirs: str, rows: dict[str, int]
+    arch: Architecture, index: int, kind: str, param_name: str, hf_name: str, rows: dict[str, int]
 ) -> Iterator[FileTensor]:
     """Yields the linear weights of one projection: separate tensors, or all in one."""
     projection, turned = projections(arch, index)[kind], NAMES[arch.names].transposed
     for suffix in ("weight", "bias") if projection.bias else ("weight",):
         pieces, start = [], 0
         for name, count in rows.items():
-            pieces.append(ParameterSlice(f"{ours}{name}.{suffix}", count, start))
+            pieces.append(ParameterSlice(f"{param_name}{name}.{suffix}", count, start))
             start += count
         are_separate = len(projection.paths) == len(pieces)
         groups = [(ParameterSlice(each.parameter, each.rows),) for each in pieces] if are_separate else [tuple(pieces)]
@@ -202,19 +204,19 @@ def _linear(
             total, inner = sum(each.rows for each in group), projection.columns
             matrix = suffix == "weight"
             shape = ((inner, total) if turned else (total, inner)) if matrix else (total,)
-            yield FileTensor(f"{theirs}{path}.{suffix}", shape, group, turned and matrix)
+            yield FileTensor(f"{hf_name}{path}.{suffix}", shape, group, turned and matrix)
 
 
-def _sparse(arch: Architecture, ours: str, theirs: str, form: FamilyFormat) -> Iterator[FileTensor]:
+def _sparse(arch: Architecture, param_name: str, hf_name: str, form: FamilyFormat) -> Iterator[FileTensor]:
     names, experts, width = NAMES[arch.names], arch.experts, arch.hidden_size
     assert experts is not None
     count, ffn = experts.count, experts.ffn_size
-    yield _same(f"{ours}router.weight", f"{theirs}{form.router}.weight", count, width)
-    gate, up, down = (f"{ours}{each}_proj" for each in ("gate", "up", "down"))
+    yield _same(f"{param_name}router.weight", f"{hf_name}{form.router}.weight", count, width)
+    gate, up, down = (f"{param_name}{each}_proj" for each in ("gate", "up", "down"))
     if form.fused_experts:
         both = (ParameterSlice(gate, ffn), ParameterSlice(up, ffn, ffn))
-        yield FileTensor(theirs + names.fused_gate_up, (count, 2 * ffn, width), both)
-        yield FileTensor(theirs + names.fused_down, (count, width, ffn), (ParameterSlice(down, width),))
+        yield FileTensor(hf_name + names.fused_gate_up, (count, 2 * ffn, width), both)
+        yield FileTensor(hf_name + names.fused_down, (count, width, ffn), (ParameterSlice(down, width),))
         return
     gate_name, up_name = names.expert_gate_up
     for expert in range(count):
@@ -224,7 +226,7 @@ def _sparse(arch: Architecture, ours: str, theirs: str, form: FamilyFormat) -> I
             (down, names.expert_down, width, ffn),
         ):
             piece = ParameterSlice(name, rows, expert=expert)
-            yield FileTensor(f"{theirs}{path.format(expert)}.weight", (rows, columns), (piece,))
+            yield FileTensor(f"{hf_name}{path.format(expert)}.weight", (rows, columns), (piece,))
 
 
 def _is_idle(name: str, arch: Architecture) -> bool:

@@ -93,7 +93,7 @@ class FeedForward(nn.Module):
 
 
 class SparseFeedForward(nn.Module):
-    """Routes each token to its most top experts and weights their outputs by the router's probabilities."""
+    """Routes each token to its most likely experts and weights their outputs by the router's probabilities."""
 
     def __init__(self, arch: Architecture, experts: Experts) -> None:
         super().__init__()
@@ -156,14 +156,14 @@ class Transformer(nn.Module):
     def __init__(self, arch: Architecture, max_len: int, layers: Sequence[int] | None = None) -> None:
         super().__init__()
         self.arch, self.max_len = arch, max_len
-        mine = range(arch.num_layers) if layers is None else layers
-        self.is_first, self.is_last = 0 in mine, arch.num_layers - 1 in mine
+        indices = range(arch.num_layers) if layers is None else layers
+        self.is_first, self.is_last = 0 in indices, arch.num_layers - 1 in indices
         width, vocab = arch.hidden_size, arch.vocab_size
         embeds = self.is_first or (self.is_last and arch.tied_embeddings)
         self.embedding = nn.Embedding(vocab, width) if embeds else None
         learned = arch.learned_positions and self.is_first
         self.positions = nn.Embedding(arch.max_model_len, width) if learned else None
-        self.layers = nn.ModuleDict({str(index): TransformerBlock(arch, index) for index in mine})
+        self.layers = nn.ModuleDict({str(index): TransformerBlock(arch, index) for index in indices})
         self.norm = Normalization(width, arch) if self.is_last else None
         self.head = nn.Linear(width, vocab, bias=False) if self.is_last and not arch.tied_embeddings else None
         self.balance = 0.0 if arch.experts is None else arch.experts.balance
@@ -226,8 +226,8 @@ class Transformer(nn.Module):
             self.max_len = max(self.max_len, len(at_T))
             made = [cos_sin(spec, self.max_len) for spec in self.arch.ropes]
             self._tables = [(cos.to(like.device), sin.to(like.device)) for cos, sin in made]
-        here: Tensor | slice = slice(len(at_T)) if self.at_T is None else at_T
-        return [(cos[here].to(like.dtype), sin[here].to(like.dtype)) for cos, sin in self._tables]
+        rows: Tensor | slice = slice(len(at_T)) if self.at_T is None else at_T
+        return [(cos[rows].to(like.dtype), sin[rows].to(like.dtype)) for cos, sin in self._tables]
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

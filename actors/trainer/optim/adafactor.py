@@ -26,8 +26,8 @@ class Adafactor(Optimizer):
     def first_state(self, parameter: nn.Parameter) -> State:
         if parameter.ndim < 2:
             return {STEP: first_step(), SECOND: zeros(parameter)}
-        mine = zeros(parameter)
-        return {STEP: first_step(), ROW: mine[..., 0].clone(), COLUMN: mine[..., 0, :].clone()}
+        shard = zeros(parameter)
+        return {STEP: first_step(), ROW: shard[..., 0].clone(), COLUMN: shard[..., 0, :].clone()}
 
     def update(self, parameter: nn.Parameter, grad: Tensor, state: State, group: dict[str, Any]) -> None:
         weight, grad = local(parameter), grad.float()

@@ -51,13 +51,13 @@ class Muon(AdamW):
 
     def _round(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         """Update one matrix per rank: gather all, orthogonalize this rank's, exchange the results, apply."""
-        me, mine = _place(parameters[0]), None
+        me, own_result = _place(parameters[0]), None
         for index, parameter in enumerate(parameters):
             full = whole(self._momentum(parameter), parameter)
             if index == me:
-                mine = orthogonal(full)
+                own_result = orthogonal(full)
         for index, parameter in enumerate(parameters):
-            result = mine if index == me else None
+            result = own_result if index == me else None
             weight = local(parameter)
             if result is None:
                 result = torch.empty(parameter.shape, dtype=torch.bfloat16, device=weight.device)

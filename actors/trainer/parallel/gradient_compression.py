@@ -98,15 +98,15 @@ class Int8:
         flat = flat + error
         codes, scales = _int8(flat)
         error.copy_(flat - _from_int8(codes, scales))
-        theirs, their_scales = torch.empty_like(codes), torch.empty_like(scales)
-        dist.all_to_all_single(theirs, codes, group=self.group)
-        dist.all_to_all_single(their_scales, scales, group=self.group)
-        mean = _from_int8(theirs, their_scales).view(size, -1).mean(0) + mean_error
-        mine, my_scales = _int8(mean)
-        mean_error.copy_(mean - _from_int8(mine, my_scales))
-        dist.all_gather_into_tensor(codes, mine, group=self.group)
-        dist.all_gather_into_tensor(scales, my_scales, group=self.group)
-        self.sent_bytes += 2 * (size - 1) * (_bytes(mine) + _bytes(my_scales))
+        received, received_scales = torch.empty_like(codes), torch.empty_like(scales)
+        dist.all_to_all_single(received, codes, group=self.group)
+        dist.all_to_all_single(received_scales, scales, group=self.group)
+        mean = _from_int8(received, received_scales).view(size, -1).mean(0) + mean_error
+        mean_codes, mean_scales = _int8(mean)
+        mean_error.copy_(mean - _from_int8(mean_codes, mean_scales))
+        dist.all_gather_into_tensor(codes, mean_codes, group=self.group)
+        dist.all_gather_into_tensor(scales, mean_scales, group=self.group)
+        self.sent_bytes += 2 * (size - 1) * (_bytes(mean_codes) + _bytes(mean_scales))
         return _from_int8(codes, scales)
 
 

@@ -70,10 +70,10 @@ class Pipeline:
         """Returns the schedule of a step's shape, cached because stages hold buffers of that shape."""
         if (count, size) not in self._schedules:
             stages = [self._stage(part, index, size) for part, index in zip(self.parts, self._indices(), strict=True)]
-            kind, one = self.layout.schedule, stages[0]
+            kind = self.layout.schedule
             # the loss is already divided by the step's tokens; torch would also divide by microbatches
             self._schedules[count, size] = (
-                _SINGLE[kind](one, count, self._loss, scale_grads=False)
+                _SINGLE[kind](stages[0], count, self._loss, scale_grads=False)
                 if kind in _SINGLE
                 else _MULTI[kind](stages, count, self._loss, scale_grads=False)  # type: ignore[arg-type]
             )
@@ -131,14 +131,14 @@ class TiedEmbeddingSync:
             grads[1].copy_(grads[0])
         elif grads:
             assert self.peer is not None
-            theirs = torch.empty_like(grads[0])
+            peer_gradient = torch.empty_like(grads[0])
             exchange = [
                 dist.P2POp(dist.isend, grads[0], self.peer, self.group),
-                dist.P2POp(dist.irecv, theirs, self.peer, self.group),
+                dist.P2POp(dist.irecv, peer_gradient, self.peer, self.group),
             ]
             for work in dist.batch_isend_irecv(exchange):
                 work.wait()
-            grads[0] += theirs
+            grads[0] += peer_gradient
 
     def _gradient(self, part: Transformer) -> Tensor:
         assert part.embedding is not None

@@ -25,9 +25,9 @@ def check(weights: Iterable[Tensor], group: ProcessGroup, name: str, step: int) 
     """Compare the weights of all replicas; all ranks call it together. TrainError on every rank if some differ."""
     if group.sizes.replicate == 1:
         return
-    mine = weight_digest(weights, group.device)
+    own_digest = weight_digest(weights, group.device)
     gathered = torch.empty(group.world, dtype=torch.int64, device=group.device)
-    dist.all_gather_into_tensor(gathered, mine)
+    dist.all_gather_into_tensor(gathered, own_digest)
     digests = gathered.tolist()
     for ranks in replica_groups(group.sizes):
         if odd := find_outliers([digests[rank] for rank in ranks]):

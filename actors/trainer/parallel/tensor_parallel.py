@@ -67,13 +67,13 @@ def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
     )  # a stage gets pieces of sequences, and its attention sees whole ones
     ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     for prefix, module in part.named_modules():
-        own = list(module.named_parameters(prefix, recurse=False))
-        for name, parameter in own:
+        parameters = list(module.named_parameters(prefix, recurse=False))
+        for name, parameter in parameters:
             placed = distribute_tensor(
                 parameter.detach(), mesh, [placement_of(part.arch, name, ranks)], src_data_rank=None
             )
             module.register_parameter(name.rpartition(".")[2], nn.Parameter(placed, parameter.requires_grad))
-        if own:
+        if parameters:
             local_parameters = LocalParameters()
             module.register_forward_pre_hook(local_parameters.enter)
             module.register_forward_hook(local_parameters.leave, always_call=True)

@@ -166,23 +166,23 @@ def _client(target: MlflowSpec) -> httpx.Client:
 
 
 def _credentials(target: MlflowSpec) -> dict[str, str]:
-    """The token's header, for the operator's own server alone: `tracking_uri` is whatever the job's user wrote."""
+    """Returns the token's header, only for the operator's server: `tracking_uri` is set by the job's user."""
     import httpx
 
-    token, own = environment("MLFLOW_TOKEN"), environment("MLFLOW_URI")
+    token, operator_uri = environment("MLFLOW_TOKEN"), environment("MLFLOW_URI")
     if not token:
         return {}
-    if not own:
+    if not operator_uri:
         raise ConfigError(
-            "RAYTIDE_MLFLOW_TOKEN is set, and not which server it is for.",
-            hint="Have the operator set RAYTIDE_MLFLOW_URI to that server's address where the cluster is started.",
+            "RAYTIDE_MLFLOW_TOKEN is set, but RAYTIDE_MLFLOW_URI, the server that it is for, is not.",
+            hint="Set RAYTIDE_MLFLOW_URI where the cluster is started.",
         )
-    is_own = _origin(httpx.URL(own)) == _origin(httpx.URL(target.tracking_uri))
+    is_own = _origin(httpx.URL(operator_uri)) == _origin(httpx.URL(target.tracking_uri))
     return {"Authorization": f"Bearer {token}"} if is_own else {}
 
 
 def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
-    """A token for https is not sent over http."""
+    """Returns the origin of a URL. A token for https is not sent over http."""
     return url.scheme, url.host.lower().rstrip("."), url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 

@@ -1,6 +1,6 @@
-"""A run as one picture: loss, learning rate, gradient norm, tokens/s and ranks over its steps, as plain SVG.
+"""Plots a run: loss, learning rate, gradient norm, tokens/s and ranks over its steps, as plain SVG without a library.
 
-Breaks, resizes and steps that were not applied are vertical lines. No library: a run's directory is all it needs.
+Failures, resizes and steps that were not applied are vertical lines.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ PANELS = (("loss", "loss"), ("lr", "learning rate"), ("grad_norm", "gradient nor
 MARKS = {"broke": ("#c0392b", "broke"), "resize": ("#2980b9", "resized"), "not_applied": ("#d68910", "not applied")}
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, GAP = 860, 120, 76, 14, 40, 34
 POINTS = 1500
-"""More than the picture has columns would only make the file larger."""
+"""Points per curve: more than the plot has columns would only enlarge the file."""
 
 Point = tuple[float, float]
 
 
 def svg(history: RunHistory, title: str) -> str:
-    """The picture; an empty run has its frame and says so."""
+    """Returns the plot; that of an empty run says so."""
     steps = thinned(history.steps)
     panels = [*PANELS, ("world", "ranks")]
     height = TOP + len(panels) * (HEIGHT + GAP)
@@ -42,21 +42,21 @@ def svg(history: RunHistory, title: str) -> str:
 
 
 def html(history: RunHistory, title: str) -> str:
-    """The picture as a page of its own."""
+    """Returns the plot as an HTML page."""
     return f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title>{svg(history, title)}\n"
 
 
 def thinned(lines: Sequence[Line], points: int = POINTS) -> list[Line]:
-    """At most 2 * `points` of them, with both ends: of each stretch the lines of least and of greatest loss, so that no
-    spike is lost."""
+    """Returns at most 2 * `points` lines, including both ends: the lines of least and greatest loss of each interval,
+    so that no spike is lost."""
     if len(lines) <= 2 * points:
         return list(lines)
-    kept = {0, len(lines) - 1}
+    selected = {0, len(lines) - 1}
     for column in range(points - 1):
         stretch = range(column * len(lines) // (points - 1), (column + 1) * len(lines) // (points - 1))
         by_loss = sorted(stretch, key=lambda at: lines[at]["loss"] if _is_number(lines[at]["loss"]) else math.inf)
-        kept |= {by_loss[0], by_loss[-1]}
-    return [lines[at] for at in sorted(kept)]
+        selected |= {by_loss[0], by_loss[-1]}
+    return [lines[at] for at in sorted(selected)]
 
 
 def _panel(points: list[Point], label: str, top: int, steps: Point, marks: list[Line], *, stairs: bool) -> list[str]:

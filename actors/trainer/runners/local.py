@@ -34,8 +34,8 @@ def _train(spec: TrainSpec, claim: Claim, record: RunLog, on_step: Callable[[Ste
         on_step(result)
 
     try:
-        with process_group.single_process() as mine:
-            trainer = Trainer(spec, mine, claim=claim.token)
+        with process_group.single_process() as group:
+            trainer = Trainer(spec, group, claim=claim.token)
             try:
                 for error in trainer.restore():
                     record.event("skipped", why=str(error))

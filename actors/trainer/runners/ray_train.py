@@ -35,26 +35,26 @@ def train_loop_per_worker(config: Mapping[str, Any]) -> None:
     from raytide.actors.trainer.distributed import process_group
 
     spec = TrainSpec.parse(config, where="train_loop_config")
-    mine = process_group.adopt(spec.layout, timeout_s=spec.collective_timeout_s)
-    claim = mine.run_on_all(lambda: Claim(spec.places) if mine.is_first else None)
+    group = process_group.adopt(spec.layout, timeout_s=spec.collective_timeout_s)
+    claim = group.run_on_all(lambda: Claim(spec.places) if group.is_first else None)
     try:
-        _train(spec, mine, claim)
+        _train(spec, group, claim)
     finally:
         if claim is not None:
             claim.release()
 
 
-def _train(spec: TrainSpec, mine: ProcessGroup, claim: Claim | None) -> None:
+def _train(spec: TrainSpec, group: ProcessGroup, claim: Claim | None) -> None:
     import ray.train
 
     from raytide.actors.trainer.run_log.writer import RunLog
     from raytide.actors.trainer.trainer import Trainer
 
-    record = RunLog(spec, SystemClock()) if mine.is_first else None
+    record = RunLog(spec, SystemClock()) if group.is_first else None
     try:
-        given = ray.train.get_checkpoint()
-        bad = mine.from_first(_place(given, spec) if mine.is_first and given is not None else [])
-        trainer = Trainer(spec, mine, claim=mine.from_first("" if claim is None else claim.token))
+        ray_checkpoint = ray.train.get_checkpoint()
+        bad = group.from_first(_place(ray_checkpoint, spec) if group.is_first and ray_checkpoint is not None else [])
+        trainer = Trainer(spec, group, claim=group.from_first("" if claim is None else claim.token))
         try:
             rejected = [*bad, *trainer.restore()]
             if record is not None:
@@ -107,29 +107,29 @@ class RayTrainReporter:
         import ray.train
 
         store = open_store(self.spec.checkpoint_url)
-        found = _newest(store) if self.record is not None and isinstance(store, LocalStore) else None
-        if found is None or found == self._reported:
+        checkpoint = _newest(store) if self.record is not None and isinstance(store, LocalStore) else None
+        if checkpoint is None or checkpoint == self._reported:
             return None
-        self._reported = found
-        return ray.train.Checkpoint.from_directory(f"{store.url}/{found}")
+        self._reported = checkpoint
+        return ray.train.Checkpoint.from_directory(f"{store.url}/{checkpoint}")
 
 
-def _place(given: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
+def _place(ray_checkpoint: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
     """Copy Ray Train's checkpoint into the run's folder unless a newer one is there. Returns the error of a bad one."""
     store = open_store(spec.checkpoint_url)
-    with given.as_directory() as folder:
+    with ray_checkpoint.as_directory() as folder:
         source = LocalStore(Path(folder).parent)
         try:
-            found = manifest.verify(source, Path(folder).name)
+            checkpoint = manifest.verify(source, Path(folder).name)
         except CheckpointError as error:
             return [error]
-        newest, step = _newest(store), found.manifest.step
+        newest, step = _newest(store), checkpoint.manifest.step
         if newest is None or (manifest.step_of(newest) or 0) < step:
             name = manifest.folder_name(step, uuid.uuid4().hex[:8])
-            for file in found.manifest.files:
-                with source.read(f"{found.name}/{file}") as old, store.write(f"{name}/{file}") as new:
+            for file in checkpoint.manifest.files:
+                with source.read(f"{checkpoint.name}/{file}") as old, store.write(f"{name}/{file}") as new:
                     shutil.copyfileobj(old, new)
-            manifest.commit(store, name, found.manifest)
+            manifest.commit(store, name, checkpoint.manifest)
     return []
 
 

@@ -90,7 +90,7 @@ def read_items(shards: Sequence[TensorShard], stored: dict[str, Any]) -> list[Re
 
 
 def destination(shards: Sequence[TensorShard], item: ReadItem) -> Tensor:
-    """Returns the part of a shard that an item chunk_items."""
+    """Returns the part of a shard that an item fills."""
     return narrow(shards[int(item.dest_index.fqn)].local, item.dest_offsets, item.lengths)
 
 

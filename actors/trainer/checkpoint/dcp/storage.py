@@ -67,10 +67,10 @@ class DcpReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        wanted: dict[str, dict[MetadataIndex, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        reads_by_file: dict[str, dict[MetadataIndex, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
-            wanted[self._places[item.storage_index].relative_path][item.storage_index].append(item)
-        for file, by_place in wanted.items():
+            reads_by_file[self._places[item.storage_index].relative_path][item.storage_index].append(item)
+        for file, by_place in reads_by_file.items():
             with self._open(file) as stream:
                 for index in sorted(by_place, key=lambda index: int(self._places[index].offset)):
                     _fill(self._read(stream, index), by_place[index], planner)
