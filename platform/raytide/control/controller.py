@@ -48,6 +48,7 @@ from raytide.core.objects.ledger_entry import Occupancy
 from raytide.core.objects.plan import UNMANAGED, Admit, Assign, Plan, Wait, describe
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
+from raytide.core.state.write import REMOVED_AT_ONCE
 from raytide.jobs.admission.priority import LAST_SHARE
 from raytide.jobs.admission.scheduler import queued_jobs
 from raytide.jobs.admission.start_forecast import forecast_starts
@@ -60,6 +61,7 @@ log = logger(__name__)
 GC_THRESHOLDS = (100_000, 20, 20)
 """A tick on a large cluster makes a million short-lived objects, for which Python's default collects far too often."""
 
+_REMOVE_S = 3600.0
 _FORECAST_S = 10.0
 """The longest age of a start forecast, in seconds."""
 
@@ -84,6 +86,7 @@ class Controller:
         self._stopped = False
         self._forecast: tuple[float, Mapping[str, float]] = (0.0, {})
         self._ticks = self._errors = 0
+        self._remove_at_s = 0.0
         self._retry_loop = RetryLoop(config.settings.tick_s)
         self._live = Live(at_s=0.0)
 
@@ -136,6 +139,7 @@ class Controller:
         self._serve_sync.sync(e for e in records.endpoints.values() if _is_wanted(e))
         if result.nodes:
             self._record(records, result, now_s)
+        self._remove_old_jobs(now_s)
         self._publish(decided_on, plan, observed, result, time.monotonic() - began_s)
         return plan
 
@@ -223,6 +227,13 @@ class Controller:
         rested = launch_backoff.update_pools(tuple(records.pools.values()), before, result.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if records.pools.get((pool.node_type, pool.zone)) != pool)
         self._store.commit(Changes(at_s=now_s, nodes=tuple(result.nodes.values()), pools=changed))
+
+    def _remove_old_jobs(self, now_s: float) -> None:
+        """Deletes one batch an hour of jobs past their retention, and one in each tick while batches are full."""
+        if now_s < self._remove_at_s:
+            return
+        removed = self._store.remove_old_jobs(now_s - self._config.settings.job_retention_days * 86_400.0)
+        self._remove_at_s = now_s if removed == REMOVED_AT_ONCE else now_s + _REMOVE_S
 
     def _publish(
         self, snapshot: Snapshot, plan: Plan, observed: ClusterObservation, result: ApplyResult, tick_s: float

@@ -341,6 +341,28 @@ def test_how_old_all_jobs_but_a_share_ever_got(store: Store) -> None:
     assert ages == [95.0, 94.0, 93.0, 92.0, 91.0, 30.0, 29.0, 28.0, 27.0, 26.0]
 
 
+def test_old_finished_jobs_are_removed_in_batches_and_their_costs_stay(store: Store) -> None:
+    jobs = [store.submit_job(SPEC, "ada", 0.0) for _ in range(5)]
+    lease = replace(LEASE, id="lease-1", job_id=jobs[0].id, state=LeaseState.RELEASED)
+    done = [replace(job, state=JobState.SUCCEEDED, ended_at_s=10.0 * number) for number, job in enumerate(jobs[:4])]
+    booked = entry(subject=jobs[0].id)
+    store.commit(Changes(1.0, jobs=tuple(done), leases=(lease,), entries=(booked,)))
+    from raytide.core.state.write import remove_jobs
+
+    with store._db.write() as c:
+        assert remove_jobs(c, 25.0, limit=2) == 2
+    assert [job.id for job in store.jobs()] == [job.id for job in jobs[:1:-1]]
+    assert store.lease_of(jobs[0].id) is None
+    assert store.events("lease-1") == store.events(jobs[0].id) == ()
+    assert store.remove_old_jobs(25.0) == 1
+    assert store.remove_old_jobs(25.0) == 0
+    assert [job.id for job in store.jobs()] == [jobs[4].id, jobs[3].id], "unfinished and recent jobs stay"
+    assert store.books.booked("job") == {jobs[0].id: booked.amount_micro_usd}
+    assert store.census.oldest_s(0.0, 50.0) == 50.0
+    assert store.census.oldest_s(0.5, 50.0) == 30.0, "removed jobs do not count"
+    assert store.submit_job(SPEC, "ada", 60.0).id == "job-6", "ids are never reused"
+
+
 def test_jobs_are_paged_newest_first(store: Store) -> None:
     for team in ("blue", "red", "blue"):
         job = store.submit_job(SPEC.model_copy(update={"team": team}), "ada", 1.0)

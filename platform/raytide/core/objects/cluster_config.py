@@ -87,6 +87,8 @@ class RaytideSection(Config):
     """Priority classes: a higher number goes first, and may preempt a lower one."""
     max_live_jobs: int = Field(default=bounds.LIVE_JOBS, ge=1, le=100_000)
     """The most unfinished jobs of one team; further submissions are refused, because every tick visits all of them."""
+    job_retention_days: int = Field(default=90, ge=1, le=36_500)
+    """The time after which finished jobs are deleted with their leases and events; ledger entries are kept."""
     state_url: str = ""
     """SQLAlchemy URL of the state store; a SQLite file in the run folder when empty."""
     tick_s: float = Field(default=0.5, gt=0, le=60)

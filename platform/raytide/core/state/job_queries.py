@@ -19,6 +19,9 @@ T = TypeVar("T")
 MOST_NAMED = 1000
 """The most values in one statement's IN, because databases limit them (SQLite 32,766 or 250,000, PostgreSQL 65,535)."""
 
+REMOVED_JOBS = "removed_jobs"
+"""The counter of jobs that were deleted."""
+
 CHANGES = "changes"
 """The counter of commits that touched a job or a lease. `changed` in their rows is the number of the last one."""
 
@@ -37,7 +40,7 @@ class Census:
         self._db = database
 
     def jobs(self) -> dict[str, int]:
-        """Returns the number of all jobs ever submitted, by state."""
+        """Returns the number of stored jobs, by state."""
         query = sa.select(t.jobs.c.state, sa.func.count()).group_by(t.jobs.c.state)
         with self._db.read() as c:
             return {str(row[0]): int(row[1]) for row in c.execute(query)}
@@ -62,8 +65,11 @@ class Census:
         """Returns the age in seconds (at its end, or now) below which all jobs are but this share."""
         c_, j = t.counters.c, t.jobs.c
         with self._db.read() as c:
-            ever = (c.execute(sa.select(c_.next).where(c_.name == "job")).scalar() or 1) - 1
-            older = int(share * ever)
+            counts = {
+                row.name: row.next
+                for row in c.execute(sa.select(c_.name, c_.next).where(c_.name.in_(("job", REMOVED_JOBS))))
+            }
+            older = int(share * (counts.get("job", 1) - 1 - counts.get(REMOVED_JOBS, 0)))
             over = sa.select(j.took_s).where(j.took_s.is_not(None)).order_by(j.took_s.desc()).limit(older + 1)
             live = sa.select(now_s - j.submitted_at_s).where(j.took_s.is_(None))
             ages = sorted((*c.execute(over).scalars(), *c.execute(live).scalars()), reverse=True)

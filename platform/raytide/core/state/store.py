@@ -32,6 +32,7 @@ from raytide.core.state.write import (
     next_number,
     note,
     number_reached,
+    remove_jobs,
     store_plan,
     transitions,
     update,
@@ -341,6 +342,16 @@ class Store:
             query = query.where(t.plans.c.at_s <= until_s)
         with self._db.read() as c:
             return tuple(codec.stored_plan(row) for row in c.execute(query))[::-1]
+
+    def remove_old_jobs(self, ended_before_s: float) -> int:
+        """Deletes a batch of the jobs that ended before this time, with leases and events; returns their number.
+
+        Ledger entries stay, so costs stay exact. Raises ConflictError if another controller has taken over the lead.
+        """
+        with self._db.write() as c:
+            if self._leader is not None:
+                self._leader.fence(c)
+            return remove_jobs(c, ended_before_s)
 
     def _write_job(self, job_id: str, **values: object) -> Job:
         with self._db.write() as c:

@@ -8,15 +8,19 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from raytide.core.objects.gang import LeaseState
+from raytide.core.objects.job import FINAL_STATES
 from raytide.core.objects.plan import Plan
 from raytide.core.state.codec import event_values
-from raytide.core.state.job_queries import chunked
+from raytide.core.state.job_queries import REMOVED_JOBS, chunked
 from raytide.core.state.records import Event
-from raytide.core.state.tables import counters, events, plans
+from raytide.core.state.tables import counters, events, jobs, leases, members, plans
 
 Values = Mapping[str, Any]
 
 KEPT_PLANS = 1000
+REMOVED_AT_ONCE = 100
+"""The number of old jobs deleted in one transaction, so that deletions never delay other writes."""
 KEPT_EVENTS = 500
 """The number of newest events kept for each job, lease, node and endpoint."""
 
@@ -96,6 +100,24 @@ def transitions(
         for subject, (new, reason) in after.items()
         if before.get(subject) != new
     ]
+
+
+def remove_jobs(c: sa.Connection, ended_before_s: float, limit: int = REMOVED_AT_ONCE) -> int:
+    """Deletes the oldest final jobs that ended before this time, with their leases and events; returns their number."""
+    is_old = sa.and_(jobs.c.state.in_(FINAL_STATES), jobs.c.ended_at_s < ended_before_s)
+    held = sa.select(leases.c.job_id).where(leases.c.state != LeaseState.RELEASED)
+    query = sa.select(jobs.c.id).where(is_old, jobs.c.id.not_in(held)).order_by(jobs.c.number).limit(limit)
+    if not (job_ids := list(c.execute(query).scalars())):
+        return 0
+    lease_ids = list(c.execute(sa.select(leases.c.id).where(leases.c.job_id.in_(job_ids))).scalars())
+    for part in chunked(lease_ids):
+        c.execute(members.delete().where(members.c.lease_id.in_(part)))
+        c.execute(events.delete().where(events.c.subject.in_(part)))
+        c.execute(leases.delete().where(leases.c.id.in_(part)))
+    c.execute(events.delete().where(events.c.subject.in_(job_ids)))
+    c.execute(jobs.delete().where(jobs.c.id.in_(job_ids)))
+    add_up(c, counters, [{"name": REMOVED_JOBS, "next": len(job_ids)}], "next")
+    return len(job_ids)
 
 
 def store_plan(c: sa.Connection, plan: Plan) -> None:
