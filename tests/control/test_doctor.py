@@ -36,14 +36,14 @@ def test_another_system_is_sent_to_linux(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     finding = doctor._linux()
     assert finding.status == "fail"
-    assert "WSL" in finding.mend
+    assert "WSL" in finding.fix
 
 
 def test_another_ray_is_refused_with_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed_version", {"ray": "2.49.1"}.get)
     finding = doctor._ray()
     assert (finding.status, finding.detail) == ("fail", "2.49.1")
-    assert "2.60" in finding.mend
+    assert "2.60" in finding.fix
 
 
 def test_a_companion_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_a_companion_that_cannot_be_imported_is_named(monkeypatch: pytest.Monkey
     finding = doctor._torch_companions()
     assert finding.status == "warn"
     assert "torchvision 0.28.0+cu130" in finding.detail
-    assert finding.mend.endswith("pip uninstall -y torchvision")
+    assert finding.fix.endswith("pip uninstall -y torchvision")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_vllm_is_absent_or_works_or_what_breaks_it_is_named(
     monkeypatch.setattr(doctor, "broken_torch_packages", lambda: broken)
     finding = doctor._vllm()
     assert (finding.status, word in finding.detail) == (status, True)
-    assert all(name in finding.mend for name in broken)
+    assert all(name in finding.fix for name in broken)
 
 
 def test_a_low_limit_on_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +107,4 @@ def test_it_is_said_when_scripts_run_as_root(monkeypatch: pytest.MonkeyPatch, ui
     monkeypatch.setattr("os.geteuid", lambda: uid)
     finding = doctor._user()
     assert finding.status == status
-    assert ("run_as" in finding.mend) == (uid == 0)
+    assert ("run_as" in finding.fix) == (uid == 0)

@@ -233,9 +233,9 @@ def doctor(json: Json = False) -> None:
 
     findings = check()
     if json:
-        as_json([{"name": f.name, "status": f.status, "detail": f.detail, "mend": f.mend} for f in findings])
+        as_json([{"name": f.name, "status": f.status, "detail": f.detail, "mend": f.fix} for f in findings])
     else:
-        as_table(("CHECK", "STATUS", "DETAIL", "MEND"), [(f.name, f.status, f.detail, f.mend) for f in findings])
+        as_table(("CHECK", "STATUS", "DETAIL", "MEND"), [(f.name, f.status, f.detail, f.fix) for f in findings])
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
 

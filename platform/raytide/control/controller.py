@@ -22,7 +22,7 @@ from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.control.accounting.billing_intervals import Booking, update_intervals
 from raytide.control.accounting.lost_work import book_losses, settled_losses
-from raytide.control.accounting.team_usage import used_lately, uses, with_team_usage
+from raytide.control.accounting.team_usage import recent_usage, team_usage, with_team_usage
 from raytide.control.reconcile.apply import ApplyResult, apply
 from raytide.control.reconcile.decide import decide_constrained
 from raytide.control.reconcile.decision_inputs import DecisionInputs
@@ -243,7 +243,7 @@ class Controller:
         attempt = self._quarantine.attempt
         starts = attempt("forecast", lambda: dict(self._forecast_starts(snapshot, plan)), dict[str, float]())
         waiting = attempt("reasons", lambda: _waiting(snapshot, plan, starts), dict[str, Waiting]())
-        used = attempt("teams", lambda: uses(snapshot), dict[str, TeamUse]())
+        used = attempt("teams", lambda: team_usage(snapshot), dict[str, TeamUse]())
         errors = (*observed.errors, *result.errors, *(served.errors if served else ()), *self._quarantine.errors)
         self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
         live = Live(
@@ -307,7 +307,7 @@ def _changes(stored: Records, records: ClusterRecords, booking: Booking, plan: P
         entries=booking.entries,
         intervals=booking.intervals,
         closed=booking.closed,
-        teams=used_lately(records.teams, records.jobs.values(), now_s),
+        teams=recent_usage(records.teams, records.jobs.values(), now_s),
         plan=plan.for_storage() if plan.actions else None,
     )
 

@@ -32,7 +32,7 @@ class Finding:
     name: str
     status: Status
     detail: str
-    mend: str = ""
+    fix: str = ""
 
 
 def check() -> list[Finding]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from tests.jobs.cluster import gpus, job
 
 from raytide.control.accounting.lost_work import (
-    PATIENCE_S,
+    CAUSE_WINDOW_S,
     book_losses,
-    nodes_lost,
+    lost_nodes,
     on_disruption,
     on_preemption,
     settled_losses,
@@ -42,18 +42,18 @@ def test_what_struck_it_when_it_broke_off_is_the_cause() -> None:
 
 def test_a_cause_that_is_not_seen_yet_is_waited_for_and_then_there_is_none() -> None:
     one = told(20.0)
-    assert settled_losses([one], 100.0 + PATIENCE_S) == frozenset()
-    assert settled_losses([one], 101.0 + PATIENCE_S) == {"job-1"}
+    assert settled_losses([one], 100.0 + CAUSE_WINDOW_S) == frozenset()
+    assert settled_losses([one], 101.0 + CAUSE_WINDOW_S) == {"job-1"}
     assert settled_losses([replace(one, state=JobState.SUCCEEDED)], 101.0) == {"job-1"}
     assert moved(one) == []
-    assert moved(on_disruption(one, ["job-7"], 100.0 - 2 * PATIENCE_S)) == [], "that was another time"
+    assert moved(on_disruption(one, ["job-7"], 100.0 - 2 * CAUSE_WINDOW_S)) == [], "that was another time"
 
 
 def test_what_was_lost_to_a_node_stays_so_when_the_gang_is_asked_to_give_way_soon_after() -> None:
     struck_first = on_disruption(told(20.0), ["node-2"], 95.0)
     assert moved(on_preemption(struck_first, ["job-7"], 105.0)) == [("node-2", 200)]
     assert moved(on_disruption(on_preemption(told(20.0), ["job-7"], 85.0), ["node-2"], 96.0)) == [("node-2", 200)]
-    assert moved(on_preemption(on_disruption(told(20.0), ["node-2"], 95.0 - 2 * PATIENCE_S), ["job-7"], 95.0)) == [
+    assert moved(on_preemption(on_disruption(told(20.0), ["node-2"], 95.0 - 2 * CAUSE_WINDOW_S), ["job-7"], 95.0)) == [
         ("job-7", 200)
     ]
 
@@ -97,7 +97,7 @@ def test_nodes_are_lost_from_under_members_that_had_not_been_asked_to_give_way()
     coming = Member(2, MemberState.ASSIGNED, "node-3")
     before = Lease("lease-1", "job-1", gpus(1, members=3), LeaseState.ACTIVE, (ready, leaving, coming))
     after = replace(before, members=(Member(0), Member(1, MemberState.PARKED), Member(2)))
-    assert nodes_lost(before, after) == ("node-1",)
-    assert nodes_lost(before, before) == ()
+    assert lost_nodes(before, after) == ("node-1",)
+    assert lost_nodes(before, before) == ()
     one = job(1)
     assert on_disruption(one, (), 5.0) is one

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from tests.control.conftest import NoMachines
 from tests.jobs.cluster import Cluster, gpus, spec, team
 
-from raytide.control.accounting.team_usage import limits, recent_gpu_s, used_lately, uses, with_team_usage
+from raytide.control.accounting.team_usage import limits, recent_gpu_s, recent_usage, team_usage, with_team_usage
 from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
 from raytide.control.api.services.service import ApiService
@@ -162,7 +162,7 @@ def test_limits_stored_under_another_tree_close_no_circle() -> None:
     assert [(team.name, team.spec.parent) for team in c.teams] == [("a", "b"), ("b", ""), ("default", "")]
     c.submit(gpus(1), team="a")
     c.step()
-    assert uses(c.snapshot)["b"].own == {"GPU": 6.0}
+    assert team_usage(c.snapshot)["b"].own == {"GPU": 6.0}
 
 
 @pytest.mark.parametrize("usd", ["inf", "nan"])
@@ -256,8 +256,8 @@ def test_recent_use_fades_by_half_and_is_written_down_now_and_then() -> None:
     c = Cluster()
     c.submit(gpus(2, members=2))
     c.step()
-    assert used_lately([stored], c.jobs.values(), NOW_S + 5) == ()
-    (now,) = used_lately([stored], c.jobs.values(), NOW_S + 40)
+    assert recent_usage([stored], c.jobs.values(), NOW_S + 5) == ()
+    (now,) = recent_usage([stored], c.jobs.values(), NOW_S + 40)
     assert now.recent_gpu_s == pytest.approx(1000.0 + 4 * 40, rel=1e-3)
     assert now.recent_at_s == NOW_S + 40
 
@@ -266,6 +266,6 @@ def test_what_a_team_holds_is_told() -> None:
     c = Cluster(teams=(team("blue", quota={"GPU": 4}, spent_usd=3.0), team("red")))
     c.submit(gpus(8))
     c.step()
-    blue = uses(c.snapshot)["blue"]
+    blue = team_usage(c.snapshot)["blue"]
     assert (blue.own, blue.used, blue.available) == ({"GPU": 4.0}, {"GPU": 8.0}, {"GPU": 8.0})
     assert blue.committed_micro_usd == 3_000_000 + 80_000_000

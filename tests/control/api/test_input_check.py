@@ -16,7 +16,7 @@ from fastapi.testclient import TestClient
 from tests.control.api.test_routes import GANG, client, clock, desk, error
 
 from raytide.control.api.services import input_check
-from raytide.control.api.services.input_check import look
+from raytide.control.api.services.input_check import check_file
 from raytide.core.errors import DataError
 from raytide.core.io.storage import check_url
 
@@ -118,7 +118,7 @@ def test_nothing_remote_is_opened(client: TestClient) -> None:
             server.accept()
 
 
-@pytest.mark.parametrize("where", ["look", "check_named"])
+@pytest.mark.parametrize("where", ["check_file", "check_named"])
 def test_submissions_to_a_file_system_that_hangs_stop_nobody(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -128,11 +128,11 @@ def test_submissions_to_a_file_system_that_hangs_stop_nobody(
     def hangs(*_: object, **__: object) -> object:
         hanging.release()
         back.wait(60.0)
-        return input_check._UNSEEN
+        return input_check._UNKNOWN
 
-    for name in {"look", where}:
+    for name in {"check_file", where}:
         monkeypatch.setattr(input_check, name, hangs)
-    monkeypatch.setattr(input_check, "LOOK_S", 0.05)
+    monkeypatch.setattr(input_check, "CHECK_TIMEOUT_S", 0.05)
     try:
         with ThreadPoolExecutor(41) as clients:
             answers = [clients.submit(client.post, "/v1/jobs", json=train("/hangs/here")) for _ in range(41)]
@@ -152,13 +152,13 @@ def test_only_regular_files_are_opened(shared: Path, operator: bool) -> None:
     (shared / "link").symlink_to("/dev/zero")
     (shared / "loop").symlink_to("loop")
     for path in ("/dev/zero", "/dev/full", str(shared / "fifo"), str(shared / "link"), str(shared), "/proc/kmsg"):
-        assert look(path, 100, for_everybody=not operator).content is None
+        assert check_file(path, 100, for_everybody=not operator).content is None
     for path in (str(shared / "loop"), "a\0b", "x" * 5000, "/" + "y" * 300, str(shared / "fifo" / "x")):
-        assert look(path, 100, for_everybody=not operator).content is None
+        assert check_file(path, 100, for_everybody=not operator).content is None
     (shared / "large").write_bytes(b"x" * 101)
     (shared / "small").write_bytes(b"x" * 100)
-    assert look(str(shared / "large"), 100, for_everybody=not operator) == input_check.Look()
-    assert look(str(shared / "small"), 100, for_everybody=not operator).content == b"x" * 100
+    assert check_file(str(shared / "large"), 100, for_everybody=not operator) == input_check.FileCheck()
+    assert check_file(str(shared / "small"), 100, for_everybody=not operator).content == b"x" * 100
 
 
 def test_a_team_learns_nothing_of_files_that_only_the_operator_can_read(client: TestClient, shared: Path) -> None:

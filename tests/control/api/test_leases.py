@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from starlette.types import Message
 from tests.control.api.test_scale import SHAPE, SPEC
 
-from raytide.control.api.services.leases import Leases, Seen
+from raytide.control.api.services.leases import LeasePolls, PolledLease
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import DeniedError, LeaseLostError, NotFoundError
 from raytide.core.objects.gang import Lease, LeaseState, Member
@@ -46,13 +46,13 @@ def counted(store: Store) -> Iterator[Counted]:
 
 
 @pytest.fixture
-def leases(store: Store, monkeypatch: pytest.MonkeyPatch) -> Leases:
+def leases(store: Store, monkeypatch: pytest.MonkeyPatch) -> LeasePolls:
     """Of a thousand jobs that wait; the watcher looks when a test says so."""
     jobs = [codec.new_job(number, SPEC, "ana", 1.0, None) for number in range(1, WAITERS + 1)]
     with store._db.write() as c:
         c.execute(tables.jobs.insert(), jobs)
-    monkeypatch.setattr(Leases, "_keep_watching", lambda self: None)
-    return Leases(store, VirtualClock(100.0))
+    monkeypatch.setattr(LeasePolls, "_keep_watching", lambda self: None)
+    return LeasePolls(store, VirtualClock(100.0))
 
 
 async def silent() -> Message:
@@ -65,7 +65,9 @@ def anybody(job: Job) -> None:
     pass
 
 
-def poll(leases: Leases, job_id: str, newer_than: int = -1, timeout_s: float = LONG_S) -> asyncio.Task[bytes | None]:
+def poll(
+    leases: LeasePolls, job_id: str, newer_than: int = -1, timeout_s: float = LONG_S
+) -> asyncio.Task[bytes | None]:
     return asyncio.create_task(leases.wait(job_id, anybody, newer_than, timeout_s, silent))
 
 
@@ -88,14 +90,14 @@ def granted(store: Store, number: int, epoch: int = 0) -> Lease:
     return lease
 
 
-def test_a_thousand_that_wait_cost_one_read_a_look_and_one_write_a_second(leases: Leases, store: Store) -> None:
+def test_a_thousand_that_wait_cost_one_read_a_look_and_one_write_a_second(leases: LeasePolls, store: Store) -> None:
     async def work() -> None:
         polls = [poll(leases, f"job-{number}") for number in range(1, WAITERS + 1)]
         await until(lambda: len(leases._waiting) == WAITERS)
-        await leases._look()
+        await leases._refresh()
         with counted(store) as quiet:
             for _ in range(10):
-                await leases._look()
+                await leases._refresh()
         assert (quiet.reads, quiet.writes) == (10, 0)
         with counted(store) as beats:
             leases._start_beats()
@@ -106,7 +108,7 @@ def test_a_thousand_that_wait_cost_one_read_a_look_and_one_write_a_second(leases
         with counted(store) as changed:
             granted(store, 7)
             writes = changed.reads
-            await leases._look()
+            await leases._refresh()
             assert json.loads(await polls[6] or b"")["id"] == "lease-7"
         assert changed.reads - writes <= 8, "and nobody else's lease is read"
         assert sum(each.done() for each in polls) == 1
@@ -120,54 +122,54 @@ def test_a_thousand_that_wait_cost_one_read_a_look_and_one_write_a_second(leases
     run(work())
 
 
-def test_a_change_is_told_whenever_it_comes(leases: Leases, store: Store) -> None:
+def test_a_change_is_told_whenever_it_comes(leases: LeasePolls, store: Store) -> None:
     """Also when it comes between the first read and the wait, or while the watcher reads."""
 
     async def work() -> None:
         first = poll(leases, "job-1")
         await until(lambda: "job-1" in leases._waiting)
         granted(store, 2)
-        await leases._look()
+        await leases._refresh()
         granted(store, 1)
         second = poll(leases, "job-1", newer_than=0)  # answered from memory: it waits
         await until(lambda: len(leases._waiting["job-1"]) == 2)
         granted(store, 1, epoch=1)
-        await leases._look()
+        await leases._refresh()
         assert [json.loads(await each or b"")["epoch"] for each in (first, second)] == [1, 1]
 
     run(work())
 
 
-def test_who_looks_while_the_watcher_reads_misses_nothing(leases: Leases, store: Store) -> None:
+def test_who_looks_while_the_watcher_reads_misses_nothing(leases: LeasePolls, store: Store) -> None:
     async def work() -> None:
         read, waiting = leases._read_changed, poll(leases, "job-1")
         await until(lambda: "job-1" in leases._waiting)
         late = leases._read(["job-2"])["job-2"]
         granted(store, 2)
 
-        def slow(seen: dict[str, Seen], version: int) -> dict[str, Seen]:
+        def slow(seen: dict[str, PolledLease], version: int) -> dict[str, PolledLease]:
             found = read(seen, version)
-            leases._seen["job-2"], leases._is_grown = late, True  # arrives while the watcher reads what changed
+            leases._leases["job-2"], leases._is_grown = late, True  # arrives while the watcher reads what changed
             return found
 
         leases._read_changed = slow  # type: ignore[method-assign]
-        await leases._look()
+        await leases._refresh()
         other = poll(leases, "job-2")
         await until(lambda: "job-2" in leases._waiting)
-        await leases._look()
+        await leases._refresh()
         assert json.loads(await other or b"")["id"] == "lease-2"
         waiting.cancel()
 
     run(work())
 
 
-def test_the_end_of_a_job_ends_the_wait_and_time_does_too(leases: Leases, store: Store) -> None:
+def test_the_end_of_a_job_ends_the_wait_and_time_does_too(leases: LeasePolls, store: Store) -> None:
     async def work() -> None:
         lost, late = poll(leases, "job-1"), poll(leases, "job-2", timeout_s=0.01)
         assert json.loads(await late or b"")["state"] == "waiting"
         await until(lambda: "job-1" in leases._waiting)
         store.commit(Changes(3.0, jobs=(replace(store.job("job-1"), state=JobState.STOPPING, reason="asked"),)))
-        await leases._look()
+        await leases._refresh()
         with pytest.raises(LeaseLostError, match="job-1 is stopping"):
             await lost
         with pytest.raises(NotFoundError):
@@ -177,7 +179,7 @@ def test_the_end_of_a_job_ends_the_wait_and_time_does_too(leases: Leases, store:
     run(work())
 
 
-def test_who_may_not_see_a_job_is_refused_also_from_memory(leases: Leases) -> None:
+def test_who_may_not_see_a_job_is_refused_also_from_memory(leases: LeasePolls) -> None:
     def nobody(job: Job) -> None:
         raise DeniedError("no")
 
@@ -192,7 +194,7 @@ def test_who_may_not_see_a_job_is_refused_also_from_memory(leases: Leases) -> No
     run(work())
 
 
-def test_a_driver_that_hangs_up_is_noticed_without_asking_it(leases: Leases, store: Store) -> None:
+def test_a_driver_that_hangs_up_is_noticed_without_asking_it(leases: LeasePolls, store: Store) -> None:
     async def work() -> None:
         async def gone() -> Message:
             return {"type": "http.disconnect"}
@@ -215,10 +217,10 @@ def test_a_driver_that_hangs_up_is_noticed_without_asking_it(leases: Leases, sto
 
 def test_the_watcher_ends_when_nobody_waits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytide.control.api.services.leases._KEPT_S", 0.0)
-    monkeypatch.setattr("raytide.control.api.services.leases.LOOK_S", 0.001)
+    monkeypatch.setattr("raytide.control.api.services.leases.POLL_S", 0.001)
     monkeypatch.setattr("raytide.control.api.services.leases.BEAT_S", 0.001)
     job = store.submit_job(SPEC, "ana", 1.0)
-    leases = Leases(store, VirtualClock(100.0))
+    leases = LeasePolls(store, VirtualClock(100.0))
 
     async def work() -> None:
         waits = poll(leases, job.id)
@@ -228,6 +230,6 @@ def test_the_watcher_ends_when_nobody_waits(store: Store, monkeypatch: pytest.Mo
         assert leases._watcher is not None
         with suppress(asyncio.CancelledError):
             await leases._watcher
-        assert leases._seen == {}
+        assert leases._leases == {}
 
     run(work())

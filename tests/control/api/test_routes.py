@@ -350,7 +350,7 @@ class TestJobs:
     ) -> None:
         job = client.post("/v1/jobs", json=GANG).json()["job"]["id"]
         client.get(f"/v1/jobs/{job}/lease")
-        desk.jobs.leases.hung_up([job])
+        desk.jobs.leases.on_disconnect([job])
         silent_at_s = store.job(job).heartbeat_at_s
         assert silent_at_s is not None
         assert 3.0 <= silent_at_s + 10.0 - clock.now_s() <= 5.0

@@ -19,7 +19,7 @@ from raytide.core.objects.plan import Launch, Plan, Wait
 from raytide.core.objects.snapshot import Pool
 from raytide.core.state import Changes, Event, Store, tables
 from raytide.core.state.database import Database
-from raytide.core.state.ledger_queries import Books
+from raytide.core.state.ledger_queries import LedgerQueries
 from raytide.core.state.write import KEPT_PLANS, transitions
 
 SHAPE = Shape(members=2, min_members=1, resources={"CPU": 1.5, "GPU": 1.0}, labels={"ray.io/market-type": "spot"})
@@ -268,7 +268,7 @@ def test_what_jobs_and_teams_spent_is_found_by_a_key_and_not_by_a_scan(tmp_path:
     database.upgrade()
     said: list[tuple[str, object]] = []
     sa.event.listen(database.engine, "before_cursor_execute", lambda *args: said.append((args[2], args[3])))
-    Books(database).spent(["job-1", "job-2"], "2026-11")
+    LedgerQueries(database).spent(["job-1", "job-2"], "2026-11")
     with database.read() as c:
         for statement, values in [each for each in said if "totals" in each[0]]:
             (*_, how), *_ = c.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()  # type: ignore[arg-type]

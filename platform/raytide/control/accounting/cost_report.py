@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.views import CostLine, CostReport
-from raytide.core.state.ledger_queries import Books
+from raytide.core.state.ledger_queries import LedgerQueries
 from raytide.ledger.cost import accrued
 from raytide.ledger.reconcile import bill
 
 
-def cost_report(books: Books, machines: Iterable[Machine], now_us: int, team: str | None = None) -> CostReport:
+def cost_report(books: LedgerQueries, machines: Iterable[Machine], now_us: int, team: str | None = None) -> CostReport:
     """Returns all costs up to now, and for ended machines what was booked and billed.
 
     With `team`, returns only the team's costs and no bill, because a machine may serve several teams.

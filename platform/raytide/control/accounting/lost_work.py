@@ -15,10 +15,10 @@ from raytide.core.objects.job import Job
 from raytide.core.objects.ledger_entry import Entry
 from raytide.ledger.losses import lost
 
-PATIENCE_S = 60.0
+CAUSE_WINDOW_S = 60.0
 """The most seconds between the driver's interruption and the controller's observation of its cause."""
 
-TOGETHER_S = 10.0
+SAME_DISRUPTION_S = 10.0
 """Disruptions within this time count as one, because the gang does not work in between."""
 
 
@@ -29,7 +29,7 @@ class Losses:
     entries: tuple[Entry, ...] = ()
 
 
-def nodes_lost(before: Lease, after: Lease) -> tuple[str, ...]:
+def lost_nodes(before: Lease, after: Lease) -> tuple[str, ...]:
     """Returns the nodes lost by members that were usable and not yielding."""
     pairs = zip(before.members, after.members, strict=True)
     gone = [was.node_id for was, now in pairs if was.is_usable and not was.is_yielding and now.node_id != was.node_id]
@@ -40,7 +40,7 @@ def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
     """Records a disruption of the job. One that follows another closely counts as the same."""
     if not by:
         return job
-    is_one = job.struck_at_s is not None and now_s - job.struck_at_s <= TOGETHER_S
+    is_one = job.struck_at_s is not None and now_s - job.struck_at_s <= SAME_DISRUPTION_S
     names = [*job.struck_by.split(", "), *by] if is_one else by
     return replace(job, struck_at_s=now_s, struck_by=", ".join(dict.fromkeys(names)))
 
@@ -50,8 +50,8 @@ def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
 
     A preempted gang saves its work first, so a loss soon after a disruption belongs to that, until it is reported.
     """
-    is_struck = job.struck_at_s is not None and now_s - job.struck_at_s <= PATIENCE_S
-    return job if is_struck and not _told_of_strike(job) else on_disruption(job, by, now_s)
+    is_struck = job.struck_at_s is not None and now_s - job.struck_at_s <= CAUSE_WINDOW_S
+    return job if is_struck and not _is_reported(job) else on_disruption(job, by, now_s)
 
 
 def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
@@ -59,7 +59,8 @@ def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
     return frozenset(
         job.id
         for job in jobs
-        if _told_s(job) != job.lost_s and (_cause(job) or job.is_final or now_s - _broke_at_s(job) > PATIENCE_S)
+        if _reported_s(job) != job.lost_s
+        and (_cause(job) or job.is_final or now_s - _interrupted_at_s(job) > CAUSE_WINDOW_S)
     )
 
 
@@ -72,11 +73,11 @@ def book_losses(
     """
     settled, entries = list[Job](), list[Entry]()
     for job in jobs:
-        told_s = _told_s(job)
+        told_s = _reported_s(job)
         more_s = told_s - job.lost_s if told_s > job.lost_s else told_s  # a new driver counts from zero
         more_s = min(more_s, job.held_for_s(now_s))
         if cause := _cause(job):
-            until_us, lost_us = to_us(min(_broke_at_s(job), now_s)), to_us(more_s)
+            until_us, lost_us = to_us(min(_interrupted_at_s(job), now_s)), to_us(more_s)
             entries_of_job = [*booked(job.id, until_us - lost_us), *(entry for entry in new if entry.subject == job.id)]
             entries += lost(entries_of_job, until_us, lost_us, cause)
         settled.append(replace(job, lost_s=told_s))
@@ -85,21 +86,21 @@ def book_losses(
 
 def _cause(job: Job) -> str:
     """Returns what disrupted the job when it was interrupted; empty if nothing did."""
-    is_near = job.struck_at_s is not None and abs(job.struck_at_s - _broke_at_s(job)) <= PATIENCE_S
+    is_near = job.struck_at_s is not None and abs(job.struck_at_s - _interrupted_at_s(job)) <= CAUSE_WINDOW_S
     return job.struck_by if is_near else ""
 
 
-def _told_of_strike(job: Job) -> bool:
+def _is_reported(job: Job) -> bool:
     """Returns whether the loss of the last disruption is booked."""
-    is_since = job.struck_at_s is not None and _broke_at_s(job) >= job.struck_at_s - TOGETHER_S
-    return is_since and _told_s(job) == job.lost_s
+    is_since = job.struck_at_s is not None and _interrupted_at_s(job) >= job.struck_at_s - SAME_DISRUPTION_S
+    return is_since and _reported_s(job) == job.lost_s
 
 
-def _told_s(job: Job) -> float:
+def _reported_s(job: Job) -> float:
     """Returns the reported loss; the booked one if the driver's report is incomplete."""
     lost_s = job.progress_number("lost_s")
     return job.lost_s if lost_s is None or job.progress_number("lost_at_s") is None else max(0.0, lost_s)
 
 
-def _broke_at_s(job: Job) -> float:
+def _interrupted_at_s(job: Job) -> float:
     return job.progress_number("lost_at_s") or 0.0

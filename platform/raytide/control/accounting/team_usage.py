@@ -57,7 +57,7 @@ def recent_gpu_s(stored: StoredTeam | None, now_s: float) -> float:
     return 0.0 if stored is None else decayed_usage(stored.recent_gpu_s, now_s - stored.recent_at_s)
 
 
-def used_lately(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float) -> tuple[StoredTeam, ...]:
+def recent_usage(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float) -> tuple[StoredTeam, ...]:
     """Returns the teams whose recent usage is due to be stored: the decayed usage and what they have held since."""
     teams = {team.name: team for team in stored}
     holds: Counter[str] = Counter()
@@ -74,7 +74,7 @@ def used_lately(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float)
     return tuple(found)
 
 
-def uses(snapshot: Snapshot) -> dict[str, TeamUse]:
+def team_usage(snapshot: Snapshot) -> dict[str, TeamUse]:
     state = admission_state(snapshot)
     names = sorted(state.quotas.limited)
     return {

@@ -139,8 +139,8 @@ def _callers(raw: object) -> dict[str, Caller]:
     if not isinstance(raw, dict):
         raise ValueError("it is not a mapping")
     callers = {}
-    for token, who in raw.items():
-        user, team = (who.get("user"), who.get("team")) if isinstance(who, dict) else ("", "")
+    for token, entry in raw.items():
+        user, team = (entry.get("user"), entry.get("team")) if isinstance(entry, dict) else ("", "")
         if not (token and isinstance(user, str) and user and isinstance(team, str) and team):
             raise ValueError('an entry is not "TOKEN": {"user": ..., "team": ...}')
         callers[token] = Caller(user, team)

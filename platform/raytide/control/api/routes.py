@@ -51,11 +51,11 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
     uploads: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_UPLOADS))
     measured: dict[str, Any] = {"at_s": -_METRICS_S, "text": b""}
 
-    async def caller(request: Request) -> Caller:
+    async def authenticated(request: Request) -> Caller:
         found: Caller = request.state.caller
         return found
 
-    Who = Annotated[Caller, Depends(caller)]
+    CallerInput = Annotated[Caller, Depends(authenticated)]
 
     @app.exception_handler(RaytideError)
     async def known(_: Request, error: RaytideError) -> JSONResponse:
@@ -79,13 +79,13 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
         return JSONResponse({"error": problem.to_json()}, status_code=error.status_code, headers=error.headers)
 
     async def lease(request: Request) -> Response:
-        job_id, poll, who = (
+        job_id, poll, caller = (
             q.checked_name(request.path_params["job_id"]),
             q.Poll.from_request(request),
             request.state.caller,
         )
         timeout_s = min(poll.timeout_s, _LONGEST_POLL_S)
-        found = await service.jobs.leases.wait(job_id, who.acting_on, poll.newer_than, timeout_s, request.receive)
+        found = await service.jobs.leases.wait(job_id, caller.acting_on, poll.newer_than, timeout_s, request.receive)
         return Response(found or b"{}", media_type="application/json")
 
     app.add_route("/v1/jobs/{job_id}/lease", lease, methods=["GET"])
@@ -106,103 +106,105 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
         return Response(await _in(pools.metrics, measure), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/status")
-    def status(who: Who) -> Any:
-        return to_json(service.status(who))
+    def status(caller: CallerInput) -> Any:
+        return to_json(service.status(caller))
 
     @app.post("/v1/jobs")
-    async def submit(who: Who, body: q.Body, key: q.Key = None) -> Any:
-        return to_json(await _in(pools.submissions, service.jobs.submit, body, who, key))
+    async def submit(caller: CallerInput, body: q.Body, key: q.Key = None) -> Any:
+        return to_json(await _in(pools.submissions, service.jobs.submit, body, caller, key))
 
     @app.put("/v1/packages/{digest}")
-    async def upload(who: Who, digest: q.Digest, request: Request) -> Any:
+    async def upload(caller: CallerInput, digest: q.Digest, request: Request) -> Any:
         length = request.headers.get("content-length", "")
-        async with uploads[who.home]:
-            await _in(pools.uploads, service.jobs.make_room, who, int(length) if length else None)
-            with service.packages.receive(digest, who.home) as part:
+        async with uploads[caller.home]:
+            await _in(pools.uploads, service.jobs.make_room, caller, int(length) if length else None)
+            with service.packages.receive(digest, caller.home) as part:
                 async for chunk in request.stream():
                     await _in(pools.uploads, part.write, chunk)
         return {}
 
     @app.get("/v1/packages/{digest}")
-    def package(who: Who, digest: q.Digest) -> Response:
-        return FileResponse(service.jobs.package(digest, who))
+    def package(caller: CallerInput, digest: q.Digest) -> Response:
+        return FileResponse(service.jobs.package(digest, caller))
 
     @app.get("/v1/jobs")
-    def jobs(who: Who, limit: q.Limit = 100, offset: q.Offset = 0, active: bool = False) -> Any:
-        return [to_json(view) for view in service.jobs.page(who, min(limit, 1000), offset, active=active)]
+    def jobs(caller: CallerInput, limit: q.Limit = 100, offset: q.Offset = 0, active: bool = False) -> Any:
+        return [to_json(view) for view in service.jobs.page(caller, min(limit, 1000), offset, active=active)]
 
     @app.get("/v1/jobs/{job_id}")
-    def job(who: Who, job_id: q.Name) -> Any:
-        return to_json(service.jobs.job(job_id, who))
+    def job(caller: CallerInput, job_id: q.Name) -> Any:
+        return to_json(service.jobs.job(job_id, caller))
 
     @app.post("/v1/jobs/{job_id}/stop")
-    def stop(who: Who, job_id: q.Name) -> Any:
-        return to_json(service.jobs.stop(job_id, who))
+    def stop(caller: CallerInput, job_id: q.Name) -> Any:
+        return to_json(service.jobs.stop(job_id, caller))
 
     @app.post("/v1/jobs/{job_id}/retry")
-    async def retry(who: Who, job_id: q.Name, key: q.Key = None) -> Any:
-        return to_json(await _in(pools.submissions, service.jobs.retry, job_id, who, key))
+    async def retry(caller: CallerInput, job_id: q.Name, key: q.Key = None) -> Any:
+        return to_json(await _in(pools.submissions, service.jobs.retry, job_id, caller, key))
 
     @app.get("/v1/jobs/{job_id}/why")
-    def why(who: Who, job_id: q.Name) -> Any:
-        return to_json(service.jobs.why(job_id, who))
+    def why(caller: CallerInput, job_id: q.Name) -> Any:
+        return to_json(service.jobs.why(job_id, caller))
 
     @app.put("/v1/jobs/{job_id}/budget")
-    def job_budget(who: Who, job_id: q.Name, usd: q.Usd = None, soft: bool = False, per: BudgetPer = "job") -> Any:
-        return to_json(service.jobs.set_budget(job_id, who.require_person(), usd, soft=soft, per=per))
+    def job_budget(
+        caller: CallerInput, job_id: q.Name, usd: q.Usd = None, soft: bool = False, per: BudgetPer = "job"
+    ) -> Any:
+        return to_json(service.jobs.set_budget(job_id, caller.require_person(), usd, soft=soft, per=per))
 
     @app.get("/v1/jobs/{job_id}/logs")
-    async def logs(who: Who, job_id: q.Name, after: q.Place = "", tail: q.Tail = None) -> Any:
-        return to_json(await _in(pools.slow, service.jobs.logs, job_id, who, after, tail))
+    async def logs(caller: CallerInput, job_id: q.Name, after: q.Place = "", tail: q.Tail = None) -> Any:
+        return to_json(await _in(pools.slow, service.jobs.logs, job_id, caller, after, tail))
 
     @app.post("/v1/jobs/{job_id}/report")
-    def report(who: Who, job_id: q.Name, body: q.Body) -> Any:
-        service.jobs.report(job_id, who, body)
+    def report(caller: CallerInput, job_id: q.Name, body: q.Body) -> Any:
+        service.jobs.report(job_id, caller, body)
         return {}
 
     @app.post("/v1/jobs/{job_id}/release")
-    def release(who: Who, job_id: q.Name, body: q.Body) -> Any:
-        service.jobs.release(job_id, who, str(body.get("error", "")))
+    def release(caller: CallerInput, job_id: q.Name, body: q.Body) -> Any:
+        service.jobs.release(job_id, caller, str(body.get("error", "")))
         return {}
 
     @app.post("/v1/endpoints")
-    async def serve(who: Who, body: q.Body) -> Any:
-        return to_json(await _in(pools.submissions, service.endpoints.serve, body, who))
+    async def serve(caller: CallerInput, body: q.Body) -> Any:
+        return to_json(await _in(pools.submissions, service.endpoints.serve, body, caller))
 
     @app.get("/v1/endpoints")
-    def endpoints(who: Who) -> Any:
-        return [to_json(status) for status in service.endpoints.all(who)]
+    def endpoints(caller: CallerInput) -> Any:
+        return [to_json(status) for status in service.endpoints.all(caller)]
 
     @app.get("/v1/endpoints/{name}")
-    def endpoint(who: Who, name: q.Name) -> Any:
-        return to_json(service.endpoints.get(name, who))
+    def endpoint(caller: CallerInput, name: q.Name) -> Any:
+        return to_json(service.endpoints.get(name, caller))
 
     @app.delete("/v1/endpoints/{name}")
-    def delete_endpoint(who: Who, name: q.Name) -> Any:
-        return to_json(service.endpoints.delete(name, who))
+    def delete_endpoint(caller: CallerInput, name: q.Name) -> Any:
+        return to_json(service.endpoints.delete(name, caller))
 
     @app.get("/v1/plans")
-    def plans(who: Who, limit: q.Limit = 50, until_s: q.Until = None) -> Any:
-        return service.plans(who, min(limit, 1000), until_s)
+    def plans(caller: CallerInput, limit: q.Limit = 50, until_s: q.Until = None) -> Any:
+        return service.plans(caller, min(limit, 1000), until_s)
 
     @app.get("/v1/snapshot")
-    async def snapshot(who: Who) -> Response:
-        return Response(await _in(pools.slow, service.snapshot, who), media_type="application/json")
+    async def snapshot(caller: CallerInput) -> Response:
+        return Response(await _in(pools.slow, service.snapshot, caller), media_type="application/json")
 
     @app.get("/v1/cost")
-    def cost(who: Who) -> Any:
-        return to_json(service.cost(who))
+    def cost(caller: CallerInput) -> Any:
+        return to_json(service.cost(caller))
 
     @app.get("/v1/cost/{by}")
-    def costs(who: Who, by: By, since_s: q.Since = 0.0) -> Any:
-        return to_json(service.costs(by, who, since_s))
+    def costs(caller: CallerInput, by: By, since_s: q.Since = 0.0) -> Any:
+        return to_json(service.costs(by, caller, since_s))
 
     @app.get("/v1/teams")
-    def teams(who: Who) -> Any:
-        return [to_json(team) for team in service.teams(who)]
+    def teams(caller: CallerInput) -> Any:
+        return [to_json(team) for team in service.teams(caller)]
 
     @app.patch("/v1/teams/{name}")
-    def change_team(who: Who, name: q.Name, body: q.Body) -> Any:
-        return to_json(service.accounts.change(name, body, who))
+    def change_team(caller: CallerInput, name: q.Name, body: q.Body) -> Any:
+        return to_json(service.accounts.change(name, body, caller))
 
     return app

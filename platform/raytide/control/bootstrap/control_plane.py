@@ -33,7 +33,7 @@ def grant_access(cluster: RunningCluster) -> None:
             f"{cluster.tokens_file} cannot be read: {error}.",
             hint="Fix it, or move it away: a new one without users is then created.",
         ) from None
-    token = next((token for token, who in tokens.items() if who == _OPERATOR), None)
+    token = next((token for token, entry in tokens.items() if entry == _OPERATOR), None)
     if token is None:
         token = secrets.token_urlsafe(24)
         write_json(cluster.tokens_file, {**tokens, token: _OPERATOR})

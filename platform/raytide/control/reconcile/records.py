@@ -12,7 +12,7 @@ from raytide.autoscaler.nodes import launch_backoff as pools
 from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.nodes.lifecycle import by_node_id
-from raytide.control.accounting.lost_work import nodes_lost, on_disruption
+from raytide.control.accounting.lost_work import lost_nodes, on_disruption
 from raytide.control.reconcile.observation import ClusterObservation
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.endpoint import Endpoint
@@ -128,7 +128,7 @@ def _advance_lease(
         records.leases[lease.id] = move()
         return
     after = records.leases[lease.id] = guard(job, move, lease, now_s)
-    records.jobs[job.id] = on_disruption(job, nodes_lost(lease, after), now_s)
+    records.jobs[job.id] = on_disruption(job, lost_nodes(lease, after), now_s)
 
 
 def _advance_jobs(records: ClusterRecords, observed: ClusterObservation, now_s: float, guard: Guard) -> None:

@@ -35,7 +35,7 @@ class LeaseKey(NamedTuple):
     epoch: int = -1
 
 
-class Census:
+class JobQueries:
     def __init__(self, database: Database) -> None:
         self._db = database
 

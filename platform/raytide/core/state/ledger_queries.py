@@ -14,7 +14,7 @@ from raytide.core.state.database import Database
 from raytide.core.state.job_queries import chunked
 
 
-class Books:
+class LedgerQueries:
     def __init__(self, database: Database) -> None:
         self._db = database
 

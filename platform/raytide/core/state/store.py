@@ -22,9 +22,9 @@ from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_endpoints, check_live_jobs, check_progress
 from raytide.core.state.database import Database, WriteFailure
-from raytide.core.state.job_queries import CHANGES, Census, chunked, leases_where
+from raytide.core.state.job_queries import CHANGES, JobQueries, chunked, leases_where
 from raytide.core.state.leader import Leader
-from raytide.core.state.ledger_queries import Books
+from raytide.core.state.ledger_queries import LedgerQueries
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.write import (
     add_up,
@@ -45,9 +45,9 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self._db = database
-        self.books = Books(database)
+        self.books = LedgerQueries(database)
         """Queries on the ledger: entries, open intervals, sums."""
-        self.census = Census(database)
+        self.census = JobQueries(database)
         """Queries on jobs and leases."""
         self._leader: Leader | None = None
 

@@ -1,4 +1,4 @@
-"""What the API does with endpoints, without HTTP."""
+"""The API's operations on endpoints, without HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raytide.actors.serving.engines import choose_engine
 from raytide.autoscaler.endpoints.load_target import cold_start_s
 from raytide.control.api.auth import Caller
 from raytide.control.api.services.input_check import Inputs
-from raytide.control.api.services.limits import Accounts
+from raytide.control.api.services.limits import LimitsService
 from raytide.control.views import EndpointStatus, Live
 from raytide.core.clock import Clock
 from raytide.core.money import to_us
@@ -31,7 +31,7 @@ class EndpointService:
         clock: Clock,
         live: Callable[[], Live],
         inputs: Inputs,
-        accounts: Accounts,
+        accounts: LimitsService,
         serve_url: str,
     ) -> None:
         self._store, self._config, self._clock, self._live = store, config, clock, live

@@ -26,7 +26,7 @@ from raytide.core.io.token_dataset import MANIFEST, parse_manifest
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.train import TrainSpec
 
-LOOK_S = 3.0
+CHECK_TIMEOUT_S = 3.0
 """The timeout of one check, in seconds."""
 THREADS = 4
 _FREE_S = 0.2
@@ -40,14 +40,14 @@ _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EIN
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class FileCheck:
     """The result of checking a path; empty if it is unknown or must not be revealed."""
 
     content: bytes | None = None
     is_missing: bool = False
 
 
-_UNSEEN = Look()
+_UNKNOWN = FileCheck()
 
 
 class Inputs:
@@ -98,12 +98,12 @@ class Inputs:
         if local_path(model) is None or self._look(join(model, "config.json"), caller, most=0).is_missing:
             raise DataError(f"{model} is not a model directory: it has no config.json.", hint="Use an exported model.")
 
-    def _look(self, url: str, caller: Caller, most: int = _MOST_BYTES) -> Look:
+    def _look(self, url: str, caller: Caller, most: int = _MOST_BYTES) -> FileCheck:
         """`most` is the number of bytes to read."""
         path = local_path(url)
         if path is None:
-            return _UNSEEN
-        return self._run(lambda: look(path, most, for_everybody=caller.team != ANY_TEAM)) or _UNSEEN
+            return _UNKNOWN
+        return self._run(lambda: check_file(path, most, for_everybody=caller.team != ANY_TEAM)) or _UNKNOWN
 
     def _run(self, work: Callable[[], T]) -> T | None:
         """Returns or raises what `work` does; None on a timeout. Runs in a daemon thread, which cannot delay the
@@ -122,29 +122,29 @@ class Inputs:
 
         threading.Thread(target=run, name="look at a file", daemon=True).start()
         try:
-            return found.result(LOOK_S)
+            return found.result(CHECK_TIMEOUT_S)
         except TimeoutError:
             return None
 
 
-def look(path: str, most: int, *, for_everybody: bool) -> Look:
+def check_file(path: str, most: int, *, for_everybody: bool) -> FileCheck:
     """With `for_everybody`, returns only what a user without rights of their own can see."""
     try:
         real = os.path.realpath(path)
         if real.startswith(_NO_FILES) and not real.startswith("/dev/shm/"):  # only read  # nosec B108
-            return Look(is_missing=True)
+            return FileCheck(is_missing=True)
         if for_everybody and not _is_reachable(real):
-            return _UNSEEN
+            return _UNKNOWN
         about = os.stat(real)
         if not stat.S_ISREG(about.st_mode):
-            return Look(is_missing=True)
+            return FileCheck(is_missing=True)
         if for_everybody and not about.st_mode & stat.S_IROTH:
-            return _UNSEEN
-        return Look(_read(real, most, for_everybody=for_everybody))
+            return _UNKNOWN
+        return FileCheck(_read(real, most, for_everybody=for_everybody))
     except OSError as error:
-        return Look(is_missing=error.errno in _MISSING)
+        return FileCheck(is_missing=error.errno in _MISSING)
     except ValueError:  # not a path
-        return Look(is_missing=True)
+        return FileCheck(is_missing=True)
 
 
 def _is_reachable(real: str) -> bool:

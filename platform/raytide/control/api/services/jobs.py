@@ -1,4 +1,4 @@
-"""What the API does with jobs, without HTTP."""
+"""The API's operations on jobs, without HTTP."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.control.api.services import logs
 from raytide.control.api.services.input_check import Inputs
-from raytide.control.api.services.leases import Leases
-from raytide.control.api.services.limits import Accounts
+from raytide.control.api.services.leases import LeasePolls
+from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.api.services.uploads import Packages
 from raytide.control.ray_jobs import RayJobs
@@ -49,12 +49,12 @@ class JobService:
         clock: Clock,
         live: Callable[[], Live],
         inputs: Inputs,
-        accounts: Accounts,
+        accounts: LimitsService,
         packages: Packages,
     ) -> None:
         self._store, self._config, self._drivers, self._clock, self._live = store, config, drivers, clock, live
         self._inputs, self._accounts, self._packages = inputs, accounts, packages
-        self.leases = Leases(store, clock)
+        self.leases = LeasePolls(store, clock)
         self._rate = SubmissionRate()
 
     def submit(self, body: Mapping[str, object], caller: Caller, key: str | None, digest: str | None = None) -> JobView:

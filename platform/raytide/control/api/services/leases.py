@@ -28,7 +28,7 @@ from raytide.core.objects.job import Job, JobKind, JobState
 from raytide.core.state import Store
 from raytide.core.state.job_queries import LeaseKey
 
-LOOK_S = 0.1
+POLL_S = 0.1
 BEAT_S = 1.0
 _BEATS = 5
 """Heartbeats written within a job's timeout, at most one every BEAT_S."""
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Seen:
+class PolledLease:
     """A job and its lease at a version of the store, unchanged since."""
 
     job: Job
@@ -65,22 +65,22 @@ class Seen:
         return self.body
 
 
-class Leases:
+class LeasePolls:
     """The long polls of one API process."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store, self._clock = store, clock
-        self._seen: dict[str, Seen] = {}
+        self._leases: dict[str, PolledLease] = {}
         self._version, self._is_grown = -1, False
         """The version at which all leases were checked, and whether some were added since."""
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._polled: set[str] = set()
         """GANG jobs whose driver polled since heartbeats were last written."""
-        self._left: set[str] = set()
+        self._disconnected: set[str] = set()
         """GANG jobs whose driver disconnected since then."""
         self._watcher: asyncio.Task[None] | None = None
         self._beater: asyncio.Task[None] | None = None
-        self._reads, self._looks, self._beats = CapacityLimiter(8), CapacityLimiter(1), CapacityLimiter(1)
+        self._reads, self._refreshes, self._beats = CapacityLimiter(8), CapacityLimiter(1), CapacityLimiter(1)
 
     async def wait(
         self, job_id: str, check: Callable[[Job], object], newer_than: int, timeout_s: float, receive: Receive
@@ -94,7 +94,7 @@ class Leases:
         gone: asyncio.Task[None] | None = None
         try:
             while True:
-                seen = self._seen.get(job_id) if timeout_s else None
+                seen = self._leases.get(job_id) if timeout_s else None
                 seen = seen or await self._first(job_id, is_beat=not timeout_s)
                 check(seen.job)
                 _require_held(seen.job)
@@ -102,14 +102,14 @@ class Leases:
                 left_s = deadline_s - seen.asked_s
                 if seen.is_gang and timeout_s:
                     self._polled.add(job_id)
-                    self._left.discard(job_id)
+                    self._disconnected.discard(job_id)
                     self._keep_watching()
                 if seen.lease.epoch > newer_than or left_s <= 0:
                     return seen.to_bytes()
-                gone = gone or asyncio.create_task(_hung_up(receive))
+                gone = gone or asyncio.create_task(_wait_for_disconnect(receive))
                 if not await self._changed(job_id, gone, left_s):
                     if seen.is_gang and job_id not in self._waiting:
-                        self._left.add(job_id)
+                        self._disconnected.add(job_id)
                     return None
         finally:
             if gone is not None:
@@ -120,7 +120,7 @@ class Leases:
         _require_held(job)
         return _lease(job, self._store.lease_of(job.id))
 
-    def hung_up(self, job_ids: Iterable[str]) -> None:
+    def on_disconnect(self, job_ids: Iterable[str]) -> None:
         """Shortens the timeout of drivers that disconnected from a pending poll, as killed drivers do. Live ones poll
         again."""
         now_s = self._clock.now_s()
@@ -129,7 +129,7 @@ class Leases:
             {job.id: disconnected_heartbeat_s(job.heartbeat_at_s, now_s, job.spec.heartbeat_timeout_s) for job in jobs}
         )
 
-    async def _first(self, job_id: str, *, is_beat: bool) -> Seen:
+    async def _first(self, job_id: str, *, is_beat: bool) -> PolledLease:
         found = await to_thread.run_sync(self._read, [job_id], limiter=self._reads)
         if job_id not in found:
             raise NotFoundError(f"job {job_id} does not exist.", hint="`raytide ps` lists jobs.")
@@ -138,10 +138,10 @@ class Leases:
             if seen.is_gang and not seen.job.is_final:
                 await to_thread.run_sync(self._beat, {job_id}, limiter=self._reads)
             return seen
-        kept = self._seen.get(job_id)
+        kept = self._leases.get(job_id)
         if kept is None or kept.version < seen.version:
-            self._seen[job_id], self._is_grown = seen, True
-        return self._seen[job_id]
+            self._leases[job_id], self._is_grown = seen, True
+        return self._leases[job_id]
 
     async def _changed(self, job_id: str, gone: asyncio.Task[None], timeout_s: float) -> bool:
         """Waits for the watcher or the timeout; returns False if the client disconnected."""
@@ -164,35 +164,35 @@ class Leases:
     async def _watch(self) -> None:
         """Runs while drivers wait, and for a moment after."""
         beat_s = 0.0
-        while self._seen or self._polled or self._left:
+        while self._leases or self._polled or self._disconnected:
             try:
-                await self._look()
+                await self._refresh()
             except RaytideError as error:
                 _log.warning("cannot read leases: %s", error)
             if time.monotonic() - beat_s >= BEAT_S:
                 beat_s = time.monotonic()
                 self._start_beats()
                 self._forget(beat_s)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
-    async def _look(self) -> None:
-        version = await to_thread.run_sync(self._store.census.version, limiter=self._looks)
+    async def _refresh(self) -> None:
+        version = await to_thread.run_sync(self._store.census.version, limiter=self._refreshes)
         if version == self._version and not self._is_grown:
             return
         self._is_grown = False  # leases added during the read are read next time
-        before = dict(self._seen)
-        changed = await to_thread.run_sync(self._read_changed, before, version, limiter=self._looks)
+        before = dict(self._leases)
+        changed = await to_thread.run_sync(self._read_changed, before, version, limiter=self._refreshes)
         self._version = version
         for seen in before.values():
             seen.version = max(seen.version, version)
         for job_id, seen in changed.items():
-            seen.asked_s = self._seen[job_id].asked_s if job_id in self._seen else time.monotonic()
-            self._seen[job_id] = seen
+            seen.asked_s = self._leases[job_id].asked_s if job_id in self._leases else time.monotonic()
+            self._leases[job_id] = seen
             for waiter in self._waiting.get(job_id, ()):
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _read_changed(self, seen: dict[str, Seen], version: int) -> dict[str, Seen]:
+    def _read_changed(self, seen: dict[str, PolledLease], version: int) -> dict[str, PolledLease]:
         oldest = min((each.version for each in seen.values()), default=version)
         if oldest >= version:
             return {}
@@ -200,32 +200,34 @@ class Leases:
         keys = self._store.census.lease_keys(touched)
         return self._read([job_id for job_id in touched if keys.get(job_id) != seen[job_id].key])
 
-    def _read(self, job_ids: list[str]) -> dict[str, Seen]:
+    def _read(self, job_ids: list[str]) -> dict[str, PolledLease]:
         """Reads jobs and leases, which may be newer than the version."""
         if not job_ids:
             return {}
         version = self._store.census.version()
         leases = self._store.census.leases(job_ids)
         jobs = self._store.jobs_of(job_ids)
-        return {job.id: Seen(job, _lease(job, one := leases.get(job.id)), _key(job, one), version) for job in jobs}
+        return {
+            job.id: PolledLease(job, _lease(job, one := leases.get(job.id)), _key(job, one), version) for job in jobs
+        }
 
     def _start_beats(self) -> None:
         """Starts a task that writes heartbeats, so that drivers do not wait for a write."""
         if self._beater is not None and not self._beater.done():
             return
-        here = {job_id for job_id in self._waiting if job_id in self._seen and self._seen[job_id].is_gang}
-        left = {job_id for job_id in self._left - here if job_id in self._seen}
+        here = {job_id for job_id in self._waiting if job_id in self._leases and self._leases[job_id].is_gang}
+        left = {job_id for job_id in self._disconnected - here if job_id in self._leases}
         now_s = time.monotonic()
         beats = {
             job_id
             for job_id in (here | self._polled) - left
-            if (seen := self._seen.get(job_id)) is not None and now_s - seen.beat_s >= seen.beat_every_s
+            if (seen := self._leases.get(job_id)) is not None and now_s - seen.beat_s >= seen.beat_every_s
         }
         for job_id in beats:
-            self._seen[job_id].beat_s = now_s
+            self._leases[job_id].beat_s = now_s
         for job_id in left:
-            self._seen[job_id].beat_s = -math.inf
-        self._polled, self._left = set(), set()
+            self._leases[job_id].beat_s = -math.inf
+        self._polled, self._disconnected = set(), set()
         if beats or left:
             self._beater = asyncio.create_task(self._write_beats(beats, left))
 
@@ -234,19 +236,19 @@ class Leases:
             await to_thread.run_sync(self._beat, beats, limiter=self._beats)
         if left:
             with suppress(StorageError):
-                await to_thread.run_sync(self.hung_up, left, limiter=self._beats)
+                await to_thread.run_sync(self.on_disconnect, left, limiter=self._beats)
 
     def _beat(self, job_ids: set[str]) -> None:
         with suppress(StorageError):  # leases are answered anyway
             self._store.heartbeats(dict.fromkeys(job_ids, self._clock.now_s()))
 
     def _forget(self, now_s: float) -> None:
-        for job_id in [job_id for job_id, seen in self._seen.items() if now_s - seen.asked_s > _KEPT_S]:
+        for job_id in [job_id for job_id, seen in self._leases.items() if now_s - seen.asked_s > _KEPT_S]:
             if job_id not in self._waiting:
-                del self._seen[job_id]
+                del self._leases[job_id]
 
 
-async def _hung_up(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

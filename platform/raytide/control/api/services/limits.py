@@ -20,7 +20,7 @@ from raytide.ledger import report
 from raytide.ledger.cost import accrued
 
 
-class Accounts:
+class LimitsService:
     def __init__(self, store: Store, config: ClusterConfig) -> None:
         self._store, self._config = store, config
 

@@ -1,4 +1,4 @@
-"""What the API does, without HTTP: jobs and endpoints, and here the cluster as a whole."""
+"""The API's service, without HTTP: jobs, endpoints, and the cluster as a whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raytide.control.api.health import HealthMonitor
 from raytide.control.api.services.endpoints import EndpointService
 from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.jobs import JobService
-from raytide.control.api.services.limits import Accounts
+from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.metrics import samples
 from raytide.control.api.services.uploads import Packages
 from raytide.control.ray_jobs import RayJobs
@@ -46,7 +46,7 @@ class ApiService:
         self._clock, self._live_path = clock, live
         self._serve_url, self._ray_url = serve_url, ray_url
         self._ray_environment = ray_environment
-        self.accounts = Accounts(store, config)
+        self.accounts = LimitsService(store, config)
         self.watch = HealthMonitor(live, store, clock)
         self.packages = Packages(live.parent / "packages")
         inputs = Inputs()
