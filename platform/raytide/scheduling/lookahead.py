@@ -32,7 +32,7 @@ class PendingDemand:
     """Shapes in the order of their placement; `advance` is called before each of them is placed."""
 
     def __init__(self, offerings: Offerings, shapes: Sequence[PendingShape]) -> None:
-        self._shelf = table = offerings.table
+        self._table = table = offerings.table
         self._needs = np.array([table.vector(round_up_gpu_share(pending.shape.resources)) for pending in shapes])
         self.remaining = np.array(
             [pending.count if self._is_known(pending.shape) else 0 for pending in shapes], dtype=np.float64
@@ -51,24 +51,24 @@ class PendingDemand:
     def value(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
         """For each of these offerings with `members` of this need on a node: the value of its remaining room for other
         shapes, and how many of each shape it would hold. `left`: how many of each shape remain."""
-        need_R = self._shelf.vector(round_up_gpu_share(need))
-        free_PR = self._shelf.totals_PR[rows] - members[:, None] * need_R
-        worth, fits = np.zeros(len(rows)), np.zeros((len(rows), len(left)))
+        need_R = self._table.vector(round_up_gpu_share(need))
+        free_PR = self._table.totals_PR[rows] - members[:, None] * need_R
+        value, fits = np.zeros(len(rows)), np.zeros((len(rows), len(left)))
         for at in [at for at in self._by_price if left[at] > 0][:MOST]:
             used = self._needs[at] > 0
             fit = np.floor((free_PR[:, used] + _EPS) / self._needs[at][used]).min(axis=1)
             fit = np.clip(fit, 0.0, left[at]) * self._eligible[at][rows]
             free_PR -= fit[:, None] * self._needs[at]
-            worth += fit * self._prices[at]
+            value += fit * self._prices[at]
             fits[:, at] = fit
-        return worth, fits
+        return value, fits
 
     def _standalone_price(self, shape: Shape) -> float:
         """The lowest price of a member of this shape on nodes of its own."""
-        members = self._shelf.members(shape)
-        able = members > 0
-        return float((self._shelf.cost[able] / members[able]).min()) if able.any() else 0.0
+        members = self._table.members(shape)
+        holding = members > 0
+        return float((self._table.cost[holding] / members[holding]).min()) if holding.any() else 0.0
 
     def _is_known(self, shape: Shape) -> bool:
         """True if it needs something, and only resources that a node type has: others would seem to fit."""
-        return any(shape.resources.values()) and shape.resources.keys() <= self._shelf.columns.keys()
+        return any(shape.resources.values()) and shape.resources.keys() <= self._table.columns.keys()

@@ -26,12 +26,15 @@ class AcceleratorClasses:
     @classmethod
     def of(cls, node_types: Iterable[NodeType], need: Resources) -> AcceleratorClasses:
         """`need`: a member's resources. The `speed` of a type with GPUs applies to work on GPUs only."""
-        by_kind: dict[str, list[NodeType]] = defaultdict(list)
+        by_class: dict[str, list[NodeType]] = defaultdict(list)
         for node_type in node_types:
-            by_kind[_kind_of(node_type)].append(node_type)
+            by_class[_class_of(node_type)].append(node_type)
         return cls(
-            types={node_type.name: kind for kind, types in by_kind.items() for node_type in types},
-            declared={kind: fmean(_said(node_type, need) for node_type in types) for kind, types in by_kind.items()},
+            types={node_type.name: class_ for class_, types in by_class.items() for node_type in types},
+            declared={
+                class_: fmean(_declared_speed(node_type, need) for node_type in types)
+                for class_, types in by_class.items()
+            },
         )
 
     def relative(self, measured: Mapping[str, float]) -> Throughputs:
@@ -39,14 +42,14 @@ class AcceleratorClasses:
         unit."""
         found: dict[str, list[float]] = defaultdict(list)
         for name, rate in measured.items():
-            if (kind := self.types.get(name)) is not None:
-                found[kind].append(rate)
-        seen = {kind: fmean(rates) for kind, rates in found.items()}
-        scale = geometric_mean(rate / self.declared[kind] for kind, rate in seen.items()) if seen else 1.0
-        rates = {kind: seen.get(kind, scale * speed) for kind, speed in self.declared.items()}
+            if (class_ := self.types.get(name)) is not None:
+                found[class_].append(rate)
+        known = {class_: fmean(rates) for class_, rates in found.items()}
+        scale = geometric_mean(rate / self.declared[class_] for class_, rate in known.items()) if known else 1.0
+        rates = {class_: known.get(class_, scale * speed) for class_, speed in self.declared.items()}
         least = min(rates.values(), default=1.0)
-        relative = {kind: min(round(rate / least, 1), MOST_PACE) for kind, rate in rates.items()}
-        return {name: relative[kind] for name, kind in self.types.items()} if {*relative.values()} - {1.0} else {}
+        relative = {class_: min(round(rate / least, 1), MOST_PACE) for class_, rate in rates.items()}
+        return {name: relative[class_] for name, class_ in self.types.items()} if {*relative.values()} - {1.0} else {}
 
 
 def cost_per_work(cost: float, node_type: str, paces: Throughputs) -> float:
@@ -60,12 +63,12 @@ def at_least_as_fast_as(node_type: str, paces: Throughputs) -> str:
     return f"in({','.join(sorted(name for name, pace in paces.items() if pace >= least))})" if paces else ""
 
 
-def _kind_of(node_type: NodeType) -> str:
+def _class_of(node_type: NodeType) -> str:
     """The accelerator's name; for types without one, a description of their resources."""
     held = " ".join(f"{name} {amount:g}" for name, amount in sorted(node_type.resources.items()))
     return node_type.labels.get(ACCELERATOR_LABEL) or held
 
 
-def _said(node_type: NodeType, need: Resources) -> float:
-    is_of_gpus = bool(node_type.resources.get("GPU"))
-    return node_type.speed if is_of_gpus == bool(need.get("GPU")) else 1.0
+def _declared_speed(node_type: NodeType, need: Resources) -> float:
+    has_gpus = bool(node_type.resources.get("GPU"))
+    return node_type.speed if has_gpus == bool(need.get("GPU")) else 1.0

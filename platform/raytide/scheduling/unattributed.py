@@ -28,10 +28,10 @@ class UnattributedUsage:
         """The slots that members yield to the endpoint's replicas, or just left: node ids with resources. Those that
         starting replicas may have taken are left out."""
         need, found = endpoint_view.endpoint.spec.resources, []
-        gone: Resources = {}
+        taken: Resources = {}
         for node_id, resources, is_hidden in self._yielded.get(endpoint_view.endpoint.name, ()):
-            if is_hidden and copies_that_fit(need, gone) < starting:
-                gone = plus(gone, resources)
+            if is_hidden and copies_that_fit(need, taken) < starting:
+                taken = plus(taken, resources)
             else:
                 found.append((node_id, resources))
         return found
@@ -40,7 +40,7 @@ class UnattributedUsage:
     def _yielded(self) -> dict[str, list[tuple[str, Resources, bool]]]:
         """Keyed by endpoint: node id, resources, and whether the member has left but still counts in Ray."""
         nodes = {view.node.id: view for view in self._snapshot.nodes}
-        unknown_left: dict[str, Resources] = {}
+        remaining: dict[str, Resources] = {}
         found: dict[str, list[tuple[str, Resources, bool]]] = {}
         for lease in self._snapshot.leases:
             need = lease.shape.resources
@@ -49,9 +49,9 @@ class UnattributedUsage:
                 if not member.given_to or node_id not in nodes:
                     continue
                 if member.is_parked:
-                    unknown = unknown_left[node_id] if node_id in unknown_left else self.amount(nodes[node_id])
-                    is_hidden = fits(need, unknown)
-                    unknown_left[node_id] = minus(unknown, need) if is_hidden else unknown
+                    unattributed = remaining[node_id] if node_id in remaining else self.amount(nodes[node_id])
+                    is_hidden = fits(need, unattributed)
+                    remaining[node_id] = minus(unattributed, need) if is_hidden else unattributed
                     if not is_hidden:
                         continue
                 found.setdefault(member.given_to, []).append((node_id, need, member.is_parked))
