@@ -72,6 +72,15 @@ def test_prompt_figures_cover_every_position_in_chunks_and_with_a_warm_cache(mod
         assert len(each.top) == 2
 
 
+@pytest.mark.parametrize("vocab", [1, 20, 128, 129, 5000])
+def test_the_most_likely_tokens_are_those_of_a_full_search(vocab: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(vocab).normal(size=(3, vocab)).astype(np.float32))
+    best = logits.log_softmax(-1).topk(min(20, vocab))
+    found = token_logprobs(logits, range(3), [0, 0, 0], [20, 20, 20])
+    expected = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    assert [each.top for each in found] == [tuple(zip(ids, values, strict=True)) for ids, values in expected]
+
+
 def test_a_rows_figures_do_not_depend_on_the_other_rows() -> None:
     # Rounded, as bfloat16 leaves them, so that many are equal.
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(70, 300)).round(1).astype(np.float32))
