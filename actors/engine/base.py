@@ -46,8 +46,9 @@ class Engine(Protocol):
         ...
 
     async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Returns a conversation's token ids, by the model's chat template, ready for `generate`. `tools` are those that
-        the model may call, in OpenAI's form."""
+        """The token ids of a conversation, by the model's chat template, ready for `generate`. `tools` are those that
+        the model may call, in OpenAI's form.
+        """
         ...
 
     async def stats(self) -> EngineStats: ...

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as RustTokenizer
 
@@ -16,6 +15,8 @@ from raytide.actors.engine.types import ChatFormat, Message, as_request_error
 from raytide.actors.models.chat_template import ChatTemplate
 from raytide.actors.models.model_config import as_ids, read_json
 from raytide.core.errors import DataError, EngineError, RaytideError, UsageError
+
+T = TypeVar("T")
 
 _INLINE_CHARS = 2000
 _SLICE_CHARS = 1 << 16
@@ -120,9 +121,8 @@ class Tokenizer:
         """
         if not messages:
             raise UsageError("the conversation is empty.", hint="Send at least one message.")
-        contents, mark = self._break_names([message.content for message in messages])
-        messages = [replace(m, content=content) for m, content in zip(messages, contents, strict=True)]
         turns = turns_of(messages, tools, knows_tools=bool(self._template) and self._chat.knows_tools)
+        (turns, tools), mark = self._break_names((turns, list(tools)))
         if self._template:
             text = self._chat.render(turns, prompt=True, tools=tools)
         else:
@@ -130,19 +130,25 @@ class Tokenizer:
         text, plain = self._cut(_checked(text), enough), bool(self._template)
         return self._encode_without(mark, text, plain) if mark else self.encode_all([text], plain=plain)[0]
 
-    def _break_names(self, contents: list[str]) -> tuple[list[str], str]:
-        """Puts a mark, which is returned too, into each special token's name, so that it matches no more. The mark is a
-        non-character of Unicode that the contents lack; it is empty when they have no such name.
+    def _break_names(self, value: T) -> tuple[T, str]:
+        """Puts a mark, which is returned too, into each special token's name in the texts of a JSON-like value, so that
+        it matches no more. The mark is a non-character of Unicode that the texts lack; empty without such names.
         """
-        names = [name for name in self._special_names if any(name in content for content in contents)]
+        texts: list[str] = []
+        _map_texts(value, texts.append)
+        names = [name for name in self._special_names if any(name in text for text in texts)]
         if not names:
-            return contents, ""
-        mark = next((char for char in _MARKS if not any(char in content for content in contents)), "")
+            return value, ""
+        mark = next((char for char in _MARKS if not any(char in text for text in texts)), "")
         if not mark:
             raise UsageError("the messages hold every non-character of Unicode.", hint="Leave them out.")
-        for name in names:
-            contents = [content.replace(name, f"{name[0]}{mark}{name[1:]}") for content in contents]
-        return contents, mark
+
+        def broken(text: str) -> str:
+            for name in names:
+                text = text.replace(name, f"{name[0]}{mark}{name[1:]}")
+            return text
+
+        return _map_texts(value, broken), mark
 
     def _encode_without(self, mark: str, text: str, plain: bool) -> list[int]:
         """Returns the token ids of a text without those of its marks."""
@@ -167,6 +173,17 @@ class Tokenizer:
         """Returns a special token, which tokenizer_config.json gives as a string or as an object with `content`."""
         value = self._config.get(key)
         return value.get("content") if isinstance(value, dict) else value
+
+
+def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """Returns a JSON-like value with each of its texts changed, keys of objects included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _map_texts(each, change) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_texts(each, change) for each in value)
+    return value
 
 
 def _checked(text: str) -> str:
