@@ -136,7 +136,9 @@ class Tokenizer:
         """
         texts: list[str] = []
         _map_texts(value, texts.append)
-        names = [name for name in self._special_names if any(name in text for text in texts)]
+        # Few prefixes for hundreds of names: a long text is searched a few times only.
+        starts = {start for start in {name[:4] for name in self._special_names} if any(start in text for text in texts)}
+        names = [name for name in self._special_names if name[:4] in starts and any(name in text for text in texts)]
         if not names:
             return value, ""
         mark = next((char for char in _MARKS if not any(char in text for text in texts)), "")
