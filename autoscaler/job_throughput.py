@@ -22,7 +22,7 @@ ENOUGH, MOST = 3, 20
 """Stretches needed on a node type, and stretches kept."""
 
 Learned = Mapping[str, Mapping[str, float]]
-"""By job and node type."""
+"""Keyed by job and node type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Mark:
     step: float
     at_s: float
     is_edge: bool
-    """Whether `at_s` is when the step began; else the job may have been at this step for longer."""
+    """True if the step began at `at_s`; else the job may have been at this step for longer."""
 
 
 @dataclass(slots=True)
@@ -101,11 +101,11 @@ class JobThroughput:
         return {job_id: paces for job_id, paces in found if paces}
 
     def _of(self, job: Job) -> Throughputs:
-        kinds, said = self._on[any(shape.resources.get("GPU") for shape in job.spec.gang.shapes)]
+        accelerators, declared = self._on[any(shape.resources.get("GPU") for shape in job.spec.gang.shapes)]
         if (meter := self._meters.get(job.id)) is None or not meter.learned:
-            return said
+            return declared
         if meter.paces is None:
-            meter.paces = kinds.relative(meter.learned)
+            meter.paces = accelerators.relative(meter.learned)
         return meter.paces
 
 

@@ -64,14 +64,14 @@ _ShapesKey = tuple[tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], .
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What the offerings have for one list of gang shapes; shared by all jobs with these shapes."""
+    """The offerings for one list of gang shapes, evaluated once for all jobs with these shapes."""
 
     launch_s: float
     """The longest time that a launch of a fitting node type should take."""
     zones: tuple[ZoneView, ...]
     """The spot pools, as seen by a job that holds none of them."""
     forecast: SpotForecast
-    """Of the same pools, in the same order."""
+    """The forecast of the same pools, in the same order."""
     price_ratio: float
     """Spot over on-demand price; at 1 and above spot is not used."""
 
@@ -84,14 +84,14 @@ class _Fleet:
     offerings: Offerings
     occupancy: NodeOccupancy
     leases: Mapping[str, Lease]
-    """By job."""
+    """Keyed by job."""
     slowest_launch_s: Mapping[str, float]
-    """By node type."""
+    """Keyed by node type."""
     ready_nodes: Mapping[tuple[str, str], Sequence[NodeView]]
-    """By node type and zone."""
+    """Keyed by node type and zone."""
     _options: dict[_ShapesKey, _Options] = field(default_factory=dict)
     _fits: dict[tuple[object, ...], bool] = field(default_factory=dict)
-    """Whether a ready node of a pool has room for a member, by offering and resources."""
+    """Cache of `_has_room`, by offering and resources."""
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot) -> _Fleet:
@@ -118,7 +118,7 @@ class _Fleet:
         return 60.0 * math.ceil((self.options(job).launch_s + RESUME_S + job.redo_s) / 60.0)
 
     def allocation(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Allocation, float]:
-        """What the gang holds and keeps, and the seconds that its start still takes. Partly on spot counts as spot."""
+        """Returns what the gang holds and keeps, and its remaining start-up seconds. Partly on spot counts as spot."""
         lease = self.leases.get(job.id)
         held = [m for m in lease.members if m.has_node and m.state is not MemberState.LEAVING] if lease else []
         views = self.occupancy.views
@@ -212,7 +212,7 @@ class JobEvaluation:
     zones: tuple[ZoneView, ...]
     options: _Options
     may_move: bool
-    """Whether the gang may leave its present nodes."""
+    """True if the gang may leave its present nodes."""
 
     @classmethod
     def evaluate(cls, fleet: _Fleet, job: Job, left_s: float, work_s: float) -> JobEvaluation:

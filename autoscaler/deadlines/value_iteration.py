@@ -24,7 +24,7 @@ class Values:
     """The value table; costs are in on-demand prices of one step."""
 
     cost: NDArray[np.float32]
-    """By steps until the deadline, mode, market state and steps of remaining work."""
+    """Indexed by steps until the deadline, mode, market state and steps of remaining work."""
     zone_hazard: Floats
     """Reclaims per second by zone and age band, to compare zones."""
     kept: Floats

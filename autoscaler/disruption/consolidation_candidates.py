@@ -61,7 +61,7 @@ class ConsolidationPlanner:
         self.budget = max(1, int(MAX_LEAVING_SHARE * len(nodes))) - leaving - len(replacements)
         self.leaving = set(replacements)
         self.destination_zones = {node_id: view.node.zone for node_id, view in replacements.items()}
-        """By the id of the node that is left."""
+        """Keyed by the id of the node that is left."""
         there, gone = (NodeState.READY, NodeState.LAUNCHING), builder.leaving | self.leaving
         self.spare = Counter(view.node.type for view in nodes if view.node.state in there and view.node.id not in gone)
         self.spare.subtract({node_type.name: node_type.min_nodes for node_type in builder.snapshot.node_types})

@@ -23,7 +23,7 @@ _STABLE = (MemberState.READY, MemberState.WAITING, MemberState.PARKED)
 
 @dataclass(frozen=True, slots=True)
 class DisruptionCost:
-    """What a set of gangs loses when some of their nodes are left."""
+    """The loss of a set of gangs when some of their nodes are left."""
 
     in_place: bool = True
     """No gang stops: each keeps its minimum."""

@@ -30,7 +30,7 @@ FORGET_S = 600.0
 class Start(Config):
     node_type: str
     is_bought: bool
-    """Whether its node was bought for it."""
+    """True if its node was bought for it."""
     seconds: float
 
 

@@ -59,12 +59,12 @@ class ServingGoal:
     speed: ReplicaSpeed
     ondemand_usd_h: float
     spot_usd_h: Mapping[str, float]
-    """By pool."""
+    """Keyed by pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntervalStats:
-    """What the replicas reported in one interval."""
+    """The reports of an endpoint's replicas over one interval."""
 
     at_s: float
     dt_s: float
@@ -97,7 +97,7 @@ class HysteresisCount:
 
     count: int = 0
     _regret_usd: Floats = field(default_factory=lambda: np.zeros(0))
-    """By replica: cost beyond its value since it was last worth its price."""
+    """Cost of each replica beyond its value, since it was last worth its price."""
 
     def update(self, worth_usd_h: Floats, usd_h: float, start_usd: float, dt_s: float) -> None:
         """`worth_usd_h`: the value of the first replica, the second..."""

@@ -93,7 +93,7 @@ class RouterQueue:
 
     arrival_s: deque[float] = field(default_factory=deque)
     late_count: int = 0
-    """How many at the head of the queue have been reported late."""
+    """Requests at the head of the queue that have been reported late."""
     taken: deque[bool] = field(default_factory=deque)
     """Requests at replicas without a first token, in order: whether each has been reported late."""
 

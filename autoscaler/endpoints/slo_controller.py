@@ -32,7 +32,7 @@ from raytide.scheduling.offerings import Offerings
 from raytide.scheduling.replicas import is_fresh, replica_throughputs
 
 SavedModels = dict[Key, SavedModel]
-"""By endpoint."""
+"""Keyed by endpoint."""
 
 LEARN_PERIOD_S = 20.0
 """The period of the simulator's policies."""

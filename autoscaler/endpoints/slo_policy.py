@@ -84,7 +84,7 @@ def decide(
 def _of_at_least(
     least: int, there: int, state: FleetState, offerings: Offerings, by_pool: _Offers, most_pace: float
 ) -> FleetPlan:
-    """Returns the plan for the least additional work that takes `least` replicas, or for all that so many can do."""
+    """Returns the plan for the least additional work that takes `least` replicas, or for all they can do."""
 
     def plan(more: int) -> FleetPlan:
         value = replace(
@@ -128,7 +128,7 @@ def _count(
 
 
 def _work_of(replicas: int, nodes: Sequence[FleetNode], next_pace: float) -> int:
-    """Returns the work of so many replicas: existing ones at their mean, then coming ones, then further ones."""
+    """Returns the work of `replicas`: existing ones at their mean, then coming ones, then further ones."""
     present = [node.work for node in nodes if "+" not in node.id]
     coming = [node.work for node in nodes if "+" in node.id]
     usual = fmean(present) if present else 1.0

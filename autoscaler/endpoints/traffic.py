@@ -53,7 +53,7 @@ Key = tuple[str, float, str]
 """An endpoint's name, creation time and served model: a later endpoint of the same name, or another model, is learned
 anew."""
 Speeds = Mapping[Key, dict[str, Speed]]
-"""By endpoint and node type."""
+"""Keyed by endpoint and node type."""
 Starts = Mapping[Key, tuple[Start, ...]]
 """The last starts by endpoint."""
 
@@ -69,7 +69,7 @@ class TrafficMeter:
     usual: RequestRate = field(default_factory=RequestRate)
     deltas: CounterDeltas = field(default_factory=CounterDeltas)
     speeds: dict[str, ThroughputMeter] = field(default_factory=dict)
-    """By node type."""
+    """Keyed by node type."""
     starts: StartMeter = field(default_factory=StartMeter)
     total: Counters = field(default_factory=Counters)
     window: deque[tuple[float, Counters]] = field(default_factory=deque)
@@ -127,7 +127,7 @@ class TrafficMeter:
 
     @property
     def learned(self) -> dict[str, Speed]:
-        """By node type."""
+        """Keyed by node type."""
         return {name: speed for name, meter in self.speeds.items() if (speed := meter.speed) is not None}
 
     def _paces(self, speeds: Mapping[str, Speed]) -> tuple[tuple[str, ...], Throughputs]:

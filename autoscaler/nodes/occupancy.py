@@ -26,7 +26,7 @@ class Tenants:
     """The endpoint of each replica, by its last report."""
     members: tuple[tuple[Lease, Member], ...] = ()
     paces: Mapping[str, Throughputs] = field(default_factory=dict)
-    """By job."""
+    """Keyed by job."""
 
     def __bool__(self) -> bool:
         return bool(self.replicas or self.members)
@@ -55,7 +55,7 @@ class Tenants:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """What each tenant needs elsewhere. A gang keeps its accelerator, and the label that its members share."""
+        """The shape that each tenant needs elsewhere. A gang keeps its accelerator and the label that its members share."""
         gangs = (
             _with_node_labels(self._where_as_fast(lease.shape, self.paces.get(lease.job_id)), self.view)
             for lease, _ in self.members
@@ -73,7 +73,7 @@ class Tenants:
 
     @cached_property
     def accounts_for_all_usage(self) -> bool:
-        """Whether the tenants explain all usage that Ray reports."""
+        """True if the tenants explain all usage that Ray reports."""
         explained: Resources = {}
         for shape in self._shapes:
             explained = plus(explained, shape.resources)
@@ -112,7 +112,7 @@ class NodeOccupancy:
     members: dict[str, list[tuple[Lease, Member]]] = field(default_factory=dict)
     """Members by node id."""
     paces: Mapping[str, Throughputs] = field(default_factory=dict)
-    """By job."""
+    """Keyed by job."""
     _tenants: dict[str, Tenants] = field(default_factory=dict)
     """Cache by node id."""
     _prices: dict[str, float] = field(default_factory=dict)

@@ -30,7 +30,7 @@ MAX_CONCURRENT = 128
 MAX_NODES_PER_ROUND = 256
 """A page of Ray's agent has about 60 KB."""
 _METERS: dict[str, Meter] = {"ray_node_cpu_utilization": "cpu", "ray_node_gpus_utilization": "gpu"}
-"""By the metric names of Ray's agent; values in percent."""
+"""Keyed by the metric names of Ray's agent; values in percent."""
 
 
 class MeterReader:

@@ -24,7 +24,7 @@ from raytide.scheduling.unattributed import UnattributedUsage
 
 @dataclass(frozen=True, slots=True)
 class UnmanagedPlacement:
-    """Where unmanaged work was placed, and what it may still buy."""
+    """The placement of unmanaged work, and what it may still buy."""
 
     node_types: tuple[NodeType, ...]
     """The types that it may buy."""

@@ -1,1 +1,1 @@
-"""What is learned about spot: reclaim hazards, availability, the risk of a pool."""
+"""Models of spot: reclaim hazards, availability, and the risk of a pool."""

@@ -46,7 +46,7 @@ class PoolAvailability:
     be modelled over the past."""
 
     _events: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
-    """By pool: times at which it sold a node (True), or refused or reclaimed one (False)."""
+    """Events by pool: times at which it sold a node (True), or refused or reclaimed one (False)."""
     _recorded: dict[tuple[str, bool], float] = field(default_factory=dict)
     """Event times by node id and kind, so that each counts once."""
     _models: dict[tuple[str, ...], AvailabilityModel] = field(default_factory=dict)

@@ -26,7 +26,7 @@ class PoolRisk:
     """Reclaim rates learned from node records. A new controller replays the stored ones."""
 
     hazard: ReclaimHazard = field(default_factory=ReclaimHazard)
-    """By `pool_name`."""
+    """Keyed by `pool_name`."""
     _lost: set[str] = field(default_factory=set)
     """Ids of nodes whose loss has been counted."""
     _recent: deque[tuple[float, str, str]] = field(default_factory=deque)

@@ -21,7 +21,7 @@ from raytide.core.ray_internals import gcs_client
 __all__ = ["CLOUDS", "NoticeWatcher", "board_at"]
 
 CLOUDS: Mapping[str, Callable[[], Metadata]] = {"aws": AwsMetadata, "gcp": GcpMetadata, "azure": AzureMetadata}
-"""By Ray's name of the provider."""
+"""Keyed by Ray's name of the provider."""
 
 _EVERY_S = 2.0
 

@@ -21,7 +21,7 @@ ON_DEMAND = -2
 """An allocation is one of these, or the index of a zone."""
 
 Up = NDArray[np.bool_]
-"""Whether a zone is up, by zone and tick."""
+"""True where a zone is up; indexed by zone and tick."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class TickView:
     starting: int
     """Remaining start-up ticks of `held`."""
     up: NDArray[np.bool_]
-    """By zone, now."""
+    """Keyed by zone."""
 
 
 TickPolicy = Callable[[TickView], int]

@@ -37,7 +37,6 @@ class FleetSample:
     ondemand: int
     spot: int
     ready: int
-    spot_capacity: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +162,7 @@ def _live(fleet: SimulatedFleet, chosen: FleetPolicy) -> list[FleetSample]:
 def _sample(fleet: SimulatedFleet) -> FleetSample:
     spot = sum(replica.zone is not None for replica in fleet.alive)
     ready = sum(fleet.is_ready(replica) for replica in fleet.alive)
-    return FleetSample(fleet.now_s, len(fleet.alive) - spot, spot, ready, sum(fleet.zones.at(fleet.now_s)))
+    return FleetSample(fleet.now_s, len(fleet.alive) - spot, spot, ready)
 
 
 def _prices(setup: ServingSetup) -> dict[CapacityType, float]:

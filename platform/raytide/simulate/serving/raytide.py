@@ -108,10 +108,10 @@ class RaytidePolicy:
     def _learn(self, fleet: SimulatedFleet) -> None:
         seen, now_s, arrival_s = self._seen, fleet.now_s, self._work.arrival_s
         judged, served = np.searchsorted(arrival_s, (now_s - self._slo_ttft_s, now_s - SETTLE_S), side="right")
-        told = slice(seen.served, int(served))
+        settled = slice(seen.served, int(served))
         late = range(seen.judged, int(judged))
         nodes = self._nodes(fleet)
-        heard = IntervalStats(
+        stats = IntervalStats(
             at_s=now_s,
             dt_s=now_s - seen.at_s,
             requests=fleet.arrived - seen.arrived,
@@ -120,16 +120,16 @@ class RaytidePolicy:
             settled=RequestBatch(
                 max(seen.at_s - SETTLE_S, 0.0),
                 max(now_s - SETTLE_S, 0.0),
-                arrival_s[told],
-                self._work.prompt_tokens[told],
-                self._work.output_tokens[told],
+                arrival_s[settled],
+                self._work.prompt_tokens[settled],
+                self._work.output_tokens[settled],
             ),
             held=Counter(node.pool for node in nodes if node.is_spot),
             ready=sum(node.is_ready for node in nodes),
         )
         lost = Counter(self._zone(replica) for replica in fleet.lost_nodes[seen.lost :])
-        self.hazard.observe(heard.held, lost, now_s, heard.dt_s)
+        self.hazard.observe(stats.held, lost, now_s, stats.dt_s)
         for zone in lost:
             self.backoff.on_reclaimed(zone, now_s)
-        self.model.learn(heard, self.hazard)
+        self.model.learn(stats, self.hazard)
         self._seen = _Progress(now_s, fleet.arrived, int(judged), int(served), len(fleet.lost_nodes))
