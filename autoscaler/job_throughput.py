@@ -66,10 +66,7 @@ class JobThroughput:
     """The throughput of all jobs. `known`: as an earlier controller learned it."""
 
     def __init__(self, node_types: Sequence[NodeType], known: Learned | None = None) -> None:
-        on_cpus, on_gpus = (
-            AcceleratorClasses.of(node_types, {"CPU": 1.0}),
-            AcceleratorClasses.of(node_types, {"GPU": 1.0}),
-        )
+        on_cpus, on_gpus = (AcceleratorClasses.of(node_types, {name: 1.0}) for name in ("CPU", "GPU"))
         self._on = (on_cpus, on_cpus.relative({})), (on_gpus, on_gpus.relative({}))
         """For jobs without and with GPUs: accelerator classes, and throughputs by the configured `speed`."""
         self._kinds = len(on_cpus.declared)

@@ -25,9 +25,7 @@ from raytide.scheduling.state import SchedulingState
 def constraint_of(snapshot: Snapshot, old: Tenants) -> MarketConstraint | None:
     """Returns the constraint of the gang on this node; None if it has no deadline to keep."""
     stances = (snapshot.stances.get(lease.job_id) for lease, _ in old.members)
-    return next(
-        (constraint for constraint in stances if constraint is not None and constraint.markets is not None), None
-    )
+    return next((each for each in stances if each is not None and each.markets is not None), None)
 
 
 def is_wanted(constraint: MarketConstraint, new: NodeView) -> bool:

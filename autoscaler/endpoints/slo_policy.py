@@ -65,12 +65,7 @@ def decide(
     unclamped, plan = state.replica_value, _affordable(state, offerings, by_pool)
     if len(nodes) + len(plan.launch) - len(plan.release) < spec.min:  # few fast replicas do all the work
         plan = _of_at_least(
-            spec.min,
-            len(nodes),
-            state,
-            offerings,
-            by_pool,
-            max(replica_throughputs(view).values(), default=0.0),
+            spec.min, len(nodes), state, offerings, by_pool, max(replica_throughputs(view).values(), default=0.0)
         )
     released = () if is_held else tuple(_released_nodes(view, hosts, plan.release))
     return EndpointDecision(
@@ -87,9 +82,8 @@ def _of_at_least(
     """Returns the plan for the least additional work that takes `least` replicas, or for all they can do."""
 
     def plan(more: int) -> FleetPlan:
-        value = replace(
-            state.replica_value, spot=state.replica_value.spot + more, ondemand=state.replica_value.ondemand + more
-        )
+        value = state.replica_value
+        value = replace(value, spot=value.spot + more, ondemand=value.ondemand + more)
         return _affordable(replace(state, replica_value=value), offerings, by_pool)
 
     def is_enough(more: int) -> bool:

@@ -55,7 +55,7 @@ class Tenants:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The shape that each tenant needs elsewhere. A gang keeps its accelerator and the label that its members share."""
+        """The shape that each tenant needs elsewhere. A gang keeps its accelerator, and the label its members share."""
         gangs = (
             _with_node_labels(self._where_as_fast(lease.shape, self.paces.get(lease.job_id)), self.view)
             for lease, _ in self.members

@@ -97,13 +97,7 @@ def with_token(config: Mapping[str, Any], token_file: Path | str) -> dict[str, A
 
 
 def start_commands(
-    config: Mapping[str, Any],
-    head_ip: str,
-    node_id: str,
-    node_type: NodeType,
-    zone: str,
-    *,
-    has_token: bool = False,
+    config: Mapping[str, Any], head_ip: str, node_id: str, node_type: NodeType, zone: str, *, has_token: bool = False
 ) -> list[str]:
     """Returns the `worker_start_ray_commands` with raytide's environment variables, and the notice watcher where the
     cloud gives notices."""
