@@ -95,7 +95,7 @@ class FleetState:
         return FleetPlan(tuple(launch), tuple(node.id for node in release), reason)
 
     def _spot_launches(self, work: float) -> list[str]:
-        """Each where what it does of that costs least, its risk included."""
+        """Returns the pool of each spot replica to launch: where its work costs least, risk included."""
         held, total, bought = self._spot_by_region(self.nodes), work_of(self.nodes), Counter[str]()
         ondemand_usd_h = [pool.usd_h for pool in self.pools.values() if not pool.is_spot and pool.most != 0]
         limit_usd_h = min(ondemand_usd_h, default=float("inf"))

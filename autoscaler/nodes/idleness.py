@@ -23,7 +23,7 @@ class QuietInterval:
 
 @dataclass(frozen=True, slots=True)
 class IdleClock:
-    """Since when each node has been idle without a break. A new controller starts at zero, which is safe."""
+    """The start of each node's unbroken idle time. A new controller starts at zero, which is safe."""
 
     since_s: Mapping[str, float] = field(default_factory=dict)
     quiet: Mapping[str, QuietInterval] = field(default_factory=dict)
