@@ -89,7 +89,7 @@ def test_the_second_says_for_whom_it_waits_and_begins_when_the_first_ends(
 
 def test_the_end_of_one_cluster_leaves_the_records_of_the_other_alone(loop: Loop, other: Store) -> None:
     loop.store.lead("head-1")
-    with pytest.raises(ConflictError, match="head-1 decides"), sole_lead(other, "head-2"):
+    with pytest.raises(ConflictError, match="head-1 leads"), sole_lead(other, "head-2"):
         raise AssertionError("it must not get here")
     loop.store.resign()
     with sole_lead(other, "head-2"):
