@@ -60,8 +60,9 @@ class ToolCallTurn:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """What a model's chat template shows of its outputs: how it writes tool calls ("" where the template has no tools),
-    and whether an output may begin with reasoning in tags (`tagged`) or begins inside it (`open`)."""
+    """The output format that a model's chat template shows: its tool calls ("" where the template has no tools), and
+    whether an output may begin with reasoning in tags (`tagged`) or begins inside it (`open`).
+    """
 
     tools: Literal["", "hermes", "llama3", "mistral", "deepseek"] = ""
     reasoning: Literal["", "tagged", "open"] = ""

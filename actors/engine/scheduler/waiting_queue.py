@@ -9,7 +9,7 @@ from raytide.actors.engine.scheduler.policy import SchedulingPolicy
 from raytide.actors.engine.sequence import Sequence
 
 _Entry = tuple[bool, float, int, Sequence]
-"""Whether it is new, due time, arrival: the order within a priority, which does not change with time."""
+"""New or resumed, due time, arrival: the order within a priority, which does not change with time."""
 
 
 class WaitingQueue:

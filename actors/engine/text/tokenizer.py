@@ -107,7 +107,7 @@ class Tokenizer:
 
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """How the model's outputs are to be read, as far as its chat template shows."""
+        """The format of the model's outputs, as far as its chat template shows it."""
         return format_of(self._chat) if self._template else ChatFormat()
 
     def chat_prompt(

@@ -19,7 +19,7 @@ _MARKS: tuple[tuple[str, str], ...] = (
     ("<|python_tag|>", "llama3"),
     ('"parameters": ', "llama3"),
 )
-"""What templates contain whose models write calls in a format; the first one decides."""
+"""Texts by which a template's tool call format is recognized; the first match decides."""
 
 _INSTRUCTIONS = """\
 You may call one or more functions. You are given their signatures within <tools></tools>:
@@ -30,7 +30,7 @@ For each call answer with a JSON object of the function's name and its arguments
 <tool_call>
 {{"name": <name>, "arguments": <arguments>}}
 </tool_call>"""
-"""For models whose template knows no tools: the form that Hermes and Qwen were trained on."""
+"""The tool prompt for models without one in their template: the form that Hermes and Qwen were trained on."""
 
 
 def format_of(template: ChatTemplate) -> ChatFormat:
