@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from raytide.actors.serving.http.body import JsonRoute
@@ -25,6 +26,8 @@ from raytide.actors.serving.openai_api.wire import (
     Model,
     ModelList,
 )
+from raytide.actors.serving.responses_api.request import ResponsesRequest, chat_request
+from raytide.actors.serving.responses_api.writer import ResponsesWriter
 from raytide.core.errors import RaytideError
 
 
@@ -65,6 +68,14 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
     async def chat(body: ChatRequest, request: Request) -> Response:
         writer = ChatWriter(server.model, lambda: server.tool_use(body), includes_usage=body.includes_usage)
         return await respond(server, body, request, writer)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        try:
+            chat = chat_request(body)
+        except ValidationError as error:
+            raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
+        return await respond(server, chat, request, ResponsesWriter(body, lambda: server.tool_use(chat)))
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest) -> EmbeddingList:

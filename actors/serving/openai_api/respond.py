@@ -18,9 +18,9 @@ from raytide.actors.serving.metrics import Outcome, RequestTracker
 from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
 from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
 from raytide.actors.serving.openai_api.logprobs import TokenBytes
-from raytide.actors.serving.openai_api.response_writer import DONE, ChoiceState, ResponseWriter, usage_of
+from raytide.actors.serving.openai_api.response_writer import ChoiceState, ResponseWriter, usage_of
 from raytide.actors.serving.openai_api.server import Server
-from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, sse
+from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -41,13 +41,14 @@ async def respond(
             if body.stream:
                 # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.
                 first = await _unless_gone(request, reading.next())
-                events = _events(reading, first, writer, body.includes_usage, server.texts)
+                events = _events(reading, first, writer, server.texts)
                 return _EventStream(events, reading.close)
             await _unless_gone(request, reading.to_the_end())
 
             def render_response() -> Response:
                 usage = usage_of(reading.choices)
-                return JSONResponse(writer.full_response(reading.choices, usage, generation.token_bytes).model_dump())
+                answer = writer.full_response(reading.choices, usage, generation.token_bytes)
+                return JSONResponse(answer if isinstance(answer, dict) else answer.model_dump())
 
             response = await server.texts.run(render_response) if reading.entries > _MANY_ENTRIES else render_response()
             track.finish("ok")
@@ -105,9 +106,9 @@ def _entries(delta: ChoiceDelta) -> int:
 
 
 async def _events(
-    reading: _Reading, first: list[ChoiceDelta], writer: ResponseWriter, includes_usage: bool, texts: TextPool
+    reading: _Reading, first: list[ChoiceDelta], writer: ResponseWriter, texts: TextPool
 ) -> AsyncIterator[bytes]:
-    """Yields the body of a stream: one message for each engine step, usage if requested, then [DONE] or an error."""
+    """Yields the body of a stream: the writer's events for each engine step, and its end or an error."""
     try:
         batch, head = first, writer.opening(len(reading.choices))
         while batch:
@@ -115,11 +116,10 @@ async def _events(
             many = any(delta.logprobs for delta in batch) and sum(map(_entries, batch)) > _MANY_ENTRIES
             yield head + (await texts.run(render) if many else render())
             batch, head = await reading.next(), b""
-        tail = writer.closing(usage_of(reading.choices)) if includes_usage else b""
         reading.track.finish("ok")
-        yield tail + DONE
+        yield writer.closing(usage_of(reading.choices))
     except Exception as error:
-        yield sse(failed(error, reading.track).body.model_dump_json())
+        yield writer.failure(failed(error, reading.track))
 
 
 def _rendered(writer: ResponseWriter, batch: list[ChoiceDelta], bytes_of: TokenBytes) -> bytes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 from uuid import uuid4
 
 from pydantic import BaseModel
 
 from raytide.actors.engine import types
+from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.actors.serving.openai_api.generation import ChoiceDelta
 from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes, chat_logprobs, text_logprobs
 from raytide.actors.serving.openai_api.tool_choice import ToolUse
@@ -55,7 +56,9 @@ class ResponseWriter(Protocol):
     id: str
     api: str
 
-    def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> BaseModel: ...
+    def full_response(
+        self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes
+    ) -> BaseModel | dict[str, Any]: ...
 
     def opening(self, choices: int) -> bytes:
         """Returns the first events of a stream."""
@@ -64,14 +67,21 @@ class ResponseWriter(Protocol):
         """Returns the events of one delta."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Returns the last event of a stream, with the usage."""
+        """Returns the end of a stream."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """Returns the end of a stream that failed."""
 
 
 class _Writer:
     def __init__(self, model: str, *, prefix: str, includes_usage: bool) -> None:
         self.id = f"{prefix}-{uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._includes_usage = includes_usage
         self._exclude: set[str] = set() if includes_usage else {"usage"}
+
+    def failure(self, error: ApiError) -> bytes:
+        return sse(error.body.model_dump_json())
 
     def _event(self, body: Completion | ChatCompletionChunk) -> bytes:
         return sse(body.model_dump_json(exclude=self._exclude))
@@ -108,7 +118,8 @@ class CompletionWriter(_Writer):
         return self._event(Completion.model_validate({**self._head, "choices": [choice]}))
 
     def closing(self, usage: Usage) -> bytes:
-        return self._event(Completion.model_validate({**self._head, "choices": [], "usage": usage}))
+        last = Completion.model_validate({**self._head, "choices": [], "usage": usage})
+        return (self._event(last) if self._includes_usage else b"") + DONE
 
 
 class ChatWriter(_Writer):
@@ -156,7 +167,8 @@ class ChatWriter(_Writer):
         return events
 
     def closing(self, usage: Usage) -> bytes:
-        return self._event(ChatCompletionChunk.model_validate({**self._head, "choices": [], "usage": usage}))
+        last = ChatCompletionChunk.model_validate({**self._head, "choices": [], "usage": usage})
+        return (self._event(last) if self._includes_usage else b"") + DONE
 
     @cached_property
     def _use(self) -> ToolUse:

@@ -1,0 +1,143 @@
+"""A body of `/v1/responses` and the chat request that asks the engine for the same."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from raytide.actors.engine.limits import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS
+from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Name
+
+_NO_EFFECT = frozenset(
+    {
+        *("metadata", "user", "store", "reasoning", "truncation", "include", "service_tier", "prompt_cache_key"),
+        *("prompt_cache_retention", "safety_identifier", "max_tool_calls", "stream_options"),
+    }
+)
+"""Known fields that do not change the text of an answer here."""
+_UNSUPPORTED = {"previous_response_id": None, "conversation": None, "background": False, "prompt": None}
+"""Known fields that this server does not implement, with the value that asks for nothing."""
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+Item = dict[str, Any]
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    format: Item | None = None
+
+
+class ResponsesRequest(BaseModel):
+    """Fields that are not listed here stay in `model_extra`; `chat_request` refuses those that it cannot honour."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    model: Name
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream: bool | None = None
+    tools: Annotated[list[Item], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Item | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextFormat | None = None
+
+
+def chat_request(request: ResponsesRequest) -> ChatRequest:
+    """Returns the same request as a chat. ApiError (400) names a field that cannot be honoured; what is wrong with the
+    rest is found when the chat is validated, under the chat's names."""
+    for name, value in (request.model_extra or {}).items():
+        if value is None or name in _NO_EFFECT or (name in _UNSUPPORTED and value == _UNSUPPORTED[name]):
+            continue
+        if name in ("previous_response_id", "conversation"):
+            raise invalid(f"{name}: this server keeps no conversations; send the whole input.", param=name)
+        known = name in _UNSUPPORTED
+        raise invalid(
+            f"{name} is not supported by this model server." if known else f"Unrecognized request argument: {name}.",
+            param=name,
+        )
+    fields: dict[str, Any] = {
+        "model": request.model,
+        "messages": _messages(request),
+        "max_completion_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "stream": request.stream,
+        "tools": [_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
+        "tool_choice": _tool_choice(request.tool_choice),
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "response_format": _response_format(request.text),
+    }
+    if request.top_logprobs is not None:
+        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+
+
+def _messages(request: ResponsesRequest) -> list[Item]:
+    messages: list[Item] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    for place, item in enumerate(request.input):
+        where = f"input[{place}]"
+        match item.get("type", "message"):
+            case "message":
+                messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
+            case "function_call":
+                if not (messages and messages[-1]["role"] == "assistant"):
+                    messages.append({"role": "assistant", "content": None})
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                output = _text(item.get("output"), f"{where}.output")
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            case "reasoning":
+                continue  # an earlier answer's, which templates leave out of later prompts
+            case other:
+                raise invalid(f"{where}: items of type {other!r} are not supported by this model server.", param=where)
+    return messages
+
+
+def _text(content: Any, where: str) -> Any:
+    """Returns the text of a content, or what is no content as it is, for the chat's validation to refuse."""
+    if not isinstance(content, list):
+        return content
+    for place, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            raise invalid(f"{where}[{place}]: this model reads text parts only.", param=f"{where}[{place}]")
+    return "".join(part["text"] for part in content)
+
+
+def _tool(tool: Item, place: int) -> Item:
+    if tool.get("type") != "function":
+        raise invalid(
+            f"tools[{place}]: tools of type {tool.get('type')!r} are not supported by this model server.",
+            param=f"tools[{place}].type",
+        )
+    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | Item | None) -> str | Item | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        tools = [{"type": "function", "function": {"name": each.get("name")}} for each in choice.get("tools", ())]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+
+
+def _response_format(text: TextFormat | None) -> Item | None:
+    if text is None or text.format is None:
+        return None
+    if text.format.get("type") != "json_schema":
+        return text.format
+    return {"type": "json_schema", "json_schema": {k: v for k, v in text.format.items() if k != "type"}}

@@ -1,0 +1,171 @@
+"""The answer to a request of the Responses API, in one piece or as its typed events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+from uuid import uuid4
+
+from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.actors.serving.openai_api.generation import ChoiceDelta
+from raytide.actors.serving.openai_api.logprobs import TokenBytes, chat_logprobs
+from raytide.actors.serving.openai_api.response_writer import ChoiceState
+from raytide.actors.serving.openai_api.tool_choice import ToolUse
+from raytide.actors.serving.openai_api.wire import Usage
+from raytide.actors.serving.responses_api.request import ResponsesRequest
+from raytide.actors.serving.tools.parser import OutputParser, Piece
+
+Item = dict[str, Any]
+
+
+class ResponsesWriter:
+    """Writes items as their text arrives: reasoning, a message, calls. An event belongs to the item that is open."""
+
+    api = "responses"
+
+    def __init__(self, request: ResponsesRequest, tool_use: Callable[[], ToolUse]) -> None:
+        self.id = f"resp_{uuid4().hex}"
+        self._request, self._tool_use = request, tool_use
+        self._created_s = int(time.time())
+        self._items: list[Item] = []
+        self._sequence = 0
+        self._is_cut = False
+
+    def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> Item:
+        (choice,) = choices
+        for piece in self._pieces(choice.text, at_end=True):
+            self._events_of(piece, [])
+        self._close([])
+        if choice.logprobs:
+            scored = chat_logprobs(choice.logprobs, bytes_of).model_dump()["content"]
+            for item in self._items:
+                if item["type"] == "message":
+                    item["content"][0]["logprobs"] = scored
+        self._is_cut = choice.finish_reason == "length"
+        return self._response(usage)
+
+    def opening(self, choices: int) -> bytes:
+        response = {**self._response(None), "status": "in_progress"}
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
+
+    def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
+        scored = chat_logprobs(delta.logprobs, bytes_of).model_dump()["content"] if delta.logprobs else []
+        self._is_cut = delta.finish_reason == "length"
+        out: list[bytes] = []
+        for piece in self._pieces(delta.text, at_end=delta.finish_reason is not None):
+            self._events_of(piece, out, scored)
+            scored = []
+        return b"".join(out)
+
+    def closing(self, usage: Usage) -> bytes:
+        out: list[bytes] = []
+        self._close(out)
+        kind = "response.incomplete" if self._is_cut else "response.completed"
+        return b"".join([*out, self._event(kind, response=self._response(usage))])
+
+    def failure(self, error: ApiError) -> bytes:
+        body = error.body.error
+        return self._event("error", message=body.message, code=body.code, param=body.param)
+
+    @cached_property
+    def _parser(self) -> OutputParser:
+        return self._tool_use().parser() or OutputParser()
+
+    def _pieces(self, text: str, *, at_end: bool) -> list[Piece]:
+        return self._parser.feed(text) + (self._parser.finish() if at_end else [])
+
+    def _events_of(self, piece: Piece, out: list[bytes], scored: Sequence[Item] = ()) -> None:
+        if (call := piece.call) is not None:
+            if call.id:
+                item = {"call_id": call.id, "name": call.name, "arguments": ""}
+                self._open("function_call", "fc", item, out)
+            if call.arguments:
+                self._items[-1]["arguments"] += call.arguments
+                out.append(self._event("response.function_call_arguments.delta", delta=call.arguments, **self._place()))
+            return
+        kind, text = ("reasoning", piece.reasoning) if piece.reasoning else ("message", piece.text)
+        if not (self._items and self._items[-1]["type"] == kind and self._items[-1]["status"] == "in_progress"):
+            fields: Item = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+            self._open(kind, "rs" if kind == "reasoning" else "msg", {**fields, "content": []}, out)
+            part = _part(kind)
+            out.append(self._event("response.content_part.added", part=part, content_index=0, **self._place()))
+            self._items[-1]["content"] = [part]
+        self._items[-1]["content"][0]["text"] += text
+        more = {"logprobs": list(scored)} if kind == "message" else {}
+        name = "response.reasoning_text.delta" if kind == "reasoning" else "response.output_text.delta"
+        out.append(self._event(name, delta=text, content_index=0, **more, **self._place()))
+
+    def _open(self, kind: str, prefix: str, fields: Item, out: list[bytes]) -> None:
+        self._close(out)
+        item = {"type": kind, "id": f"{prefix}_{uuid4().hex[:24]}", "status": "in_progress", **fields}
+        self._items.append(item)
+        out.append(self._event("response.output_item.added", item=item, output_index=len(self._items) - 1))
+
+    def _close(self, out: list[bytes]) -> None:
+        """Ends the open item, if there is one."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return
+        item = self._items[-1]
+        item["status"] = "incomplete" if self._is_cut else "completed"
+        if item["type"] == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            out.append(self._event("response.function_call_arguments.done", **done, **self._place()))
+        else:
+            (part,) = item["content"]
+            is_text = item["type"] == "message"
+            more: Item = {"logprobs": []} if is_text else {}
+            name = "response.output_text.done" if is_text else "response.reasoning_text.done"
+            out.append(self._event(name, text=part["text"], content_index=0, **more, **self._place()))
+            out.append(self._event("response.content_part.done", part=part, content_index=0, **self._place()))
+        out.append(self._event("response.output_item.done", item=item, output_index=len(self._items) - 1))
+
+    def _place(self) -> Item:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return f"event: {kind}\ndata: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+
+    def _response(self, usage: Usage | None) -> Item:
+        asked = self._request
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created_s,
+            "status": "incomplete" if self._is_cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": (asked.model_extra or {}).get("metadata") or {},
+            "model": asked.model,
+            "output": self._items,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "temperature": 1.0 if asked.temperature is None else asked.temperature,
+            "tool_choice": asked.tool_choice or "auto",
+            "tools": [{"strict": None, "parameters": None, **tool} for tool in asked.tools or ()],
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "usage": None if usage is None else _usage(usage),
+        }
+
+
+def _part(kind: str) -> Item:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": ""}
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> Item:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }
