@@ -25,18 +25,22 @@ from raytide.actors.engine import EngineConfig, NativeEngine
 from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
+from raytide.actors.serving.responses_api.request import ResponsesRequest
 
 TEXT, CHAT, EMBED = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+RESPONSES = "/v1/responses"
 OTHERS = ("/v1/models", "/v1/models/m", "/v1/models/\ufffd", "/health", "/metrics", "/docs", "/nothing")
 VALID: dict[str, dict[str, Any]] = {
     TEXT: {"model": "m", "prompt": "hello", "max_tokens": 2},
     CHAT: {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
     EMBED: {"model": "m", "input": "hello"},
+    RESPONSES: {"model": "m", "input": "hello", "max_output_tokens": 2},
 }
 FIELDS = sorted(
     {
         *CompletionRequest.model_fields,
         *ChatRequest.model_fields,
+        *ResponsesRequest.model_fields,
         "input",
         "encoding_format",
         "dimensions",
@@ -177,14 +181,14 @@ FUZZ = settings(max_examples=80, suppress_health_check=list(HealthCheck), derand
 
 
 @FUZZ
-@given(st.sampled_from((TEXT, CHAT, EMBED)), bodies)
+@given(st.sampled_from((TEXT, CHAT, EMBED, RESPONSES)), bodies)
 def test_no_body_is_the_servers_failure(rig: Rig, path: str, fields: dict[str, Any]) -> None:
     rig.check(path, dumps(VALID[path] | fields))
 
 
 @FUZZ
 @given(
-    st.sampled_from((TEXT, CHAT, EMBED)),
+    st.sampled_from((TEXT, CHAT, EMBED, RESPONSES)),
     st.one_of(
         st.binary(max_size=200),
         hostile.map(dumps),
@@ -200,7 +204,7 @@ def test_no_bytes_are_the_servers_failure(rig: Rig, path: str, raw: bytes, leave
 
 @FUZZ
 @given(
-    st.sampled_from((TEXT, CHAT, EMBED, *OTHERS)),
+    st.sampled_from((TEXT, CHAT, EMBED, RESPONSES, *OTHERS)),
     st.sampled_from(("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "X")),
     st.sampled_from(
         ("application/json", "text/plain", "", "application/json; charset=utf-16", "a/b; c=\xff", "/" * 9000)
@@ -215,7 +219,12 @@ def test_no_method_or_header_is_the_servers_failure(
 
 
 def test_every_route_is_among_those_that_are_tried(rig: Rig) -> None:
-    tried = {TEXT, CHAT, EMBED, *OTHERS} | {"/v1/models/{model}", "/openapi.json", "/docs/oauth2-redirect", "/redoc"}
+    tried = {TEXT, CHAT, EMBED, RESPONSES, *OTHERS} | {
+        "/v1/models/{model}",
+        "/openapi.json",
+        "/docs/oauth2-redirect",
+        "/redoc",
+    }
     assert {route.path for route in rig._app.routes if isinstance(route, Route)} <= tried  # type: ignore[attr-defined]
 
 
