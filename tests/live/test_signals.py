@@ -76,7 +76,7 @@ def test_full_caches_buy_a_node_and_neither_a_silent_replica_nor_a_busy_or_silen
     eventually(lambda: any(explained("wait", node, "its GPU is in use") for node in (first, second)))
     (held,) = (node for node in (first, second) if explained("wait", node, "its GPU is in use"))
     set_use(live.run_dir, held, gpu=None)
-    eventually(lambda: explained("wait", held, "its GPU use was last heard of"))
+    eventually(lambda: explained("wait", held, "its GPU use was last measured at"))
     assert nodes() == {first, second}
     for node in (first, second):
         set_use(live.run_dir, node, gpu=0.0)  # they may go now
