@@ -128,9 +128,9 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "gradients scaled by torch": _torch_scales_the_gradients,
     "tied copies apart": lambda: patch.object(pipeline_parallel.TiedEmbeddingSync, "add_up", lambda self: None),
     "mean for a sum": lambda: patch.object(
-        process_group.ProcessGroup, "averaged", new_callable=PropertyMock, return_value=1
+        process_group.ProcessGroup, "gradient_divisor", new_callable=PropertyMock, return_value=1
     ),
-    "mask not offset": lambda: patch.object(attention, "seen", _mask_from_the_first_key),
+    "mask not offset": lambda: patch.object(attention, "causal_mask", _mask_from_the_first_key),
     "last microbatch not reduced": lambda: patch.object(forward_backward, "cast", lambda _, part: _NeverReduces(part)),
 }
 
