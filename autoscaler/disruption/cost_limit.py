@@ -119,7 +119,7 @@ class _Shedding:
         staying = [
             (lease, member)
             for lease, member in tenants.members
-            if not member.is_yielding and member.index not in self.yielding.get(lease.id, ())
+            if not member.gives_way and member.index not in self.yielding.get(lease.id, ())
         ]
         if not staying:
             is_left = accounts_for_all or (is_idle and tenants.accounts_for_all_usage)
@@ -181,7 +181,7 @@ class _Shedding:
     def _would_stop(self, lease: Lease, tenants: Tenants) -> bool:
         """True if the gang would fall below its minimum without its members here."""
         leaving = {m.index for held, m in tenants.members if held is lease} | self.yielding.get(lease.id, set())
-        staying = sum(m.has_node and not m.is_yielding and m.index not in leaving for m in lease.members)
+        staying = sum(m.has_node and not m.gives_way and m.index not in leaving for m in lease.members)
         return staying < lease.shape.at_least
 
 

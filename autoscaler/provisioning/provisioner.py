@@ -120,7 +120,7 @@ def _leaves_spot(builder: PlanBuilder, lease: Lease, constraint: MarketConstrain
 
 def _replace_leaving(builder: PlanBuilder, lease: Lease) -> None:
     """Buys replacements for draining nodes while their members still run."""
-    leaving = [m for m in lease.members if m.state is MemberState.LEAVING and not m.is_yielding]
+    leaving = [m for m in lease.members if m.state is MemberState.LEAVING and not m.gives_way]
     if not leaving:
         return
     draining = {view.node.id: view.node for view in builder.snapshot.nodes if view.node.state is NodeState.DRAINING}
@@ -169,7 +169,7 @@ def _release_lease(builder: PlanBuilder, lease: Lease, unschedulable: Unschedula
 
 def _fits_after_yielding(builder: PlanBuilder, shape: Shape, count: int, needed: int) -> bool:
     """Tells whether the lease fits once yielding members have left: it was admitted to their nodes, and waits."""
-    slots = [(lease, m.node_id) for lease in builder.snapshot.leases for m in lease.members if m.is_yielding]
+    slots = [(lease, m.node_id) for lease in builder.snapshot.leases for m in lease.members if m.gives_way]
     if not slots:
         return False
     state = builder.state.copy()

@@ -132,7 +132,7 @@ def check_shed(seen: Snapshot, actions: Sequence[Action]) -> None:
     left = sum(price.values()) - sum(price[node_id] for node_id in shed)
     assert left + max(price[node_id] for node_id in shed) > most
     fixed = {job.id for job in seen.jobs if not job.spec.is_preemptible}
-    held = {m.node_id for lease in seen.leases if lease.job_id in fixed for m in lease.members if not m.is_yielding}
+    held = {m.node_id for lease in seen.leases if lease.job_id in fixed for m in lease.members if not m.gives_way}
     ids = {v.node.ray_node_id: v.node.id for v in seen.nodes}
     serving = {ids.get(node) for v in seen.endpoints for node in (v.load.replica_nodes if v.load else ())}
     assert not shed & (held | serving)

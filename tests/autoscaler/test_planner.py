@@ -106,7 +106,7 @@ def test_a_broken_transaction_gives_its_nodes_back() -> None:
 
 
 def test_a_gang_that_waits_for_seats_that_give_way_keeps_its_turn() -> None:
-    member = Member(0, MemberState.LEAVING, "node-1", is_yielding=True, leaves_at_s=1030.0)
+    member = Member(0, MemberState.LEAVING, "node-1", gives_way=True, leaves_at_s=1030.0)
     leaves = replace(gang(1, members=(member,)), state=LeaseState.ACTIVE)
     shapes = (Shape(resources={"GPU": 8}), Shape(resources={"GPU": 4}))
     spec = JobSpec(kind=JobKind.TRAIN, name="x", gang=GangSpec(shapes=shapes))

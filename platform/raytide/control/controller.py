@@ -324,7 +324,7 @@ def _waiting(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dic
         reasons = " ".join(dict.fromkeys(f"{a.reason}." for a in unmanaged))
         waiting[UNMANAGED] = Waiting(unmanaged[0].constraint, reasons, unmanaged[0].remedy)
     leases = {lease.job_id: lease for lease in snapshot.leases if lease.state is not LeaseState.ACTIVE}
-    is_yielding = any(member.is_yielding for lease in snapshot.leases for member in lease.members)
+    is_yielding = any(member.gives_way for lease in snapshot.leases for member in lease.members)
     for job in snapshot.jobs:
         if job.id in leases and not job.stop_requested and (is_yielding or job.id not in waiting):
             found = why_forming(job, leases[job.id], snapshot)

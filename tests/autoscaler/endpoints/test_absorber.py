@@ -297,7 +297,7 @@ def test_members_are_preempted_no_more_often_than_the_target_rises_and_all_come_
 def _given(lease: Lease) -> set[tuple[int, int]]:
     """Yielded members with their incarnation, so that a member that yields again counts again."""
     return {
-        (m.index, m.incarnation - m.is_parked) for m in lease.members if m.given_to and (m.is_yielding or m.is_parked)
+        (m.index, m.incarnation - m.is_parked) for m in lease.members if m.given_to and (m.gives_way or m.is_parked)
     }
 
 

@@ -93,7 +93,7 @@ def test_a_driver_that_does_not_say_both_how_much_and_when_says_nothing() -> Non
 
 def test_nodes_are_lost_from_under_members_that_had_not_been_asked_to_give_way() -> None:
     ready = Member(0, MemberState.READY, "node-1")
-    leaving = Member(1, MemberState.LEAVING, "node-2", is_yielding=True)
+    leaving = Member(1, MemberState.LEAVING, "node-2", gives_way=True)
     coming = Member(2, MemberState.ASSIGNED, "node-3")
     before = Lease("lease-1", "job-1", gpus(1, members=3), LeaseState.ACTIVE, (ready, leaving, coming))
     after = replace(before, members=(Member(0), Member(1, MemberState.PARKED), Member(2)))

@@ -54,7 +54,7 @@ def test_a_driver_that_died_is_started_again_until_the_budget_is_spent() -> None
 
 
 def test_a_driver_that_dies_with_preempted_members_costs_no_restart() -> None:
-    leaving = replace(ACTIVE, members=(Member(0, MemberState.LEAVING, "node-1", is_yielding=True, leaves_at_s=130.0),))
+    leaving = replace(ACTIVE, members=(Member(0, MemberState.LEAVING, "node-1", gives_way=True, leaves_at_s=130.0),))
     running = job(JobKind.DATA, JobState.RUNNING, restarts=1)
     again, _ = advance(running, leaving, driver("died", attempt=1), 110.0)
     assert (again.state, again.restarts) == (JobState.RUNNING, 2)

@@ -32,7 +32,7 @@ class Losses:
 def lost_nodes(before: Lease, after: Lease) -> tuple[str, ...]:
     """Returns the nodes lost by members that were usable and not yielding."""
     pairs = zip(before.members, after.members, strict=True)
-    gone = [was.node_id for was, now in pairs if was.is_usable and not was.is_yielding and now.node_id != was.node_id]
+    gone = [was.node_id for was, now in pairs if was.is_usable and not was.gives_way and now.node_id != was.node_id]
     return tuple(dict.fromkeys(gone))
 
 

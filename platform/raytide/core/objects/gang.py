@@ -142,7 +142,7 @@ class Member:
     incarnation: int = 0
     leaves_at_s: float | None = None
     """The time at which a leaving member stops being usable; of a parked one, at which it was parked."""
-    is_yielding: bool = False
+    gives_way: bool = False
     """It is leaving because of a preemption, and will be parked although its node stays."""
     given_to: str = ""
     """The job or endpoint that a yielding or parked member made room for."""
@@ -154,7 +154,7 @@ class Member:
     @property
     def needs_node(self) -> bool:
         """True if it has no node, or one that leaves."""
-        is_moving = self.state is MemberState.LEAVING and not self.is_yielding
+        is_moving = self.state is MemberState.LEAVING and not self.gives_way
         return is_moving or self.state is MemberState.WAITING
 
     @property
@@ -195,7 +195,7 @@ class Lease:
     @property
     def is_preempted(self) -> bool:
         """True while the whole gang is being preempted; its job then returns to the queue."""
-        return all(member.is_yielding or member.state is MemberState.PARKED for member in self.members)
+        return all(member.gives_way or member.state is MemberState.PARKED for member in self.members)
 
     @property
     def usable(self) -> tuple[Member, ...]:

@@ -147,7 +147,7 @@ def member_values(lease_id: str, member: Member) -> Values:
         "placement_group_id": member.placement_group_id,
         "incarnation": member.incarnation,
         "leaves_at_s": member.leaves_at_s,
-        "gives_way": member.is_yielding,
+        "gives_way": member.gives_way,
         "given_to": member.given_to,
     }
 
@@ -179,7 +179,7 @@ def _member(row: Row[Any]) -> Member:
         placement_group_id=row.placement_group_id,
         incarnation=row.incarnation,
         leaves_at_s=row.leaves_at_s,
-        is_yielding=row.gives_way,
+        gives_way=row.gives_way,
         given_to=row.given_to,
     )
 

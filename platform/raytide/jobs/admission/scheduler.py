@@ -111,7 +111,7 @@ def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> 
     by_ray_node = {view.node.ray_node_id: types[view.node.type] for view in views}
     for lease in snapshot.leases:
         for member in lease.members:
-            if member.is_yielding:
+            if member.gives_way:
                 room.release(member.node_id, lease.shape.resources)
     quotas = Quotas.of(snapshot.teams, usage.fleet_capacity(snapshot.node_types))
     for view in snapshot.endpoints:

@@ -18,7 +18,7 @@ def retained_members(lease: Lease) -> tuple[Member, ...]:
 
     A member that waits for a node is last: it uses quota and the room reserved for it, and loses nothing by yielding.
     """
-    members = [member for member in lease.members if not (member.is_parked or member.is_yielding)]
+    members = [member for member in lease.members if not (member.is_parked or member.gives_way)]
     return tuple(sorted(members, key=lambda member: _RETAINED.index(member.state)))
 
 

@@ -132,26 +132,26 @@ def _park(member: Member, now_s: float) -> Member:
 
 def _yielding(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
     """The member usable for a while longer; parked at once if it is not usable yet."""
-    if member.is_parked or member.is_yielding:
+    if member.is_parked or member.gives_way:
         return member
     member = replace(member, given_to=", ".join(action.by) if isinstance(action, Shrink) else "")
     if not member.is_usable:
         return _park(member, now_s)
     sooner_s = min(action.leaves_at_s, member.leaves_at_s or action.leaves_at_s)
-    return replace(member, state=MemberState.LEAVING, leaves_at_s=sooner_s, is_yielding=True)
+    return replace(member, state=MemberState.LEAVING, leaves_at_s=sooner_s, gives_way=True)
 
 
 def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
     if not member.has_node:
         is_free = member.is_parked and now_s - (member.leaves_at_s or 0.0) >= LAG_S
         return replace(member, node_id="") if is_free and member.node_id else member
-    if member.is_yielding and member.leaves_at_s is not None and now_s >= member.leaves_at_s:
+    if member.gives_way and member.leaves_at_s is not None and now_s >= member.leaves_at_s:
         return _park(member, now_s)
     if node is None or node.state in (NodeState.TERMINATING, NodeState.GONE):
         return _leave_node(member, now_s)
     if member.state in _WITH_GROUP and node.ray_node_id != member.ray_node_id:
         return _leave_node(member, now_s)  # its raylet is another one than that of the group
-    if member.is_yielding:
+    if member.gives_way:
         return member
     if node.state is NodeState.DRAINING:
         is_over = node.drain_deadline_s is not None and now_s >= node.drain_deadline_s
@@ -164,7 +164,7 @@ def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
 
 
 def _leave_node(member: Member, now_s: float) -> Member:
-    return _park(member, now_s) if member.is_yielding else _vacate(member)
+    return _park(member, now_s) if member.gives_way else _vacate(member)
 
 
 def _follow_group(member: Member, group: PlacementGroupInfo | None, now_s: float) -> Member:

@@ -43,7 +43,7 @@ def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
 
 def given_away_text(lease: Lease) -> str:
     """The jobs and endpoints that took some of its members; empty if it has them all."""
-    to = Counter(member.given_to for member in lease.members if member.is_yielding or member.is_parked)
+    to = Counter(member.given_to for member in lease.members if member.gives_way or member.is_parked)
     gpus = lease.shape.resources.get("GPU", 0.0)
     each, what = (gpus, "GPUs") if gpus else (1.0, "members")
     return "; ".join(
@@ -62,7 +62,7 @@ def _is_job(name: str) -> bool:
 def _vacated(snapshot: Snapshot) -> PendingReason | None:
     """The reason of a job that was admitted to slots which are still being vacated."""
     yielding = [
-        (m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.is_yielding
+        (m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.gives_way
     ]
     if not yielding:
         return None
