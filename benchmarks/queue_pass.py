@@ -38,7 +38,7 @@ from raytide.core.objects.node import Node, NodeState, NodeType
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
 from raytide.core.objects.team import Team, TeamSpec
 from raytide.core.state import Store
-from raytide.jobs.admission.scheduler import schedule
+from raytide.queue.admission.scheduler import schedule
 
 LOCAL = Path(__file__).parents[1] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
 MODEL = {"ray.io/accelerator-type": "H100"}

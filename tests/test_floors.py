@@ -17,7 +17,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "raytide.kernels": (1, "kernels"),
     "raytide.scheduling": (1, "scheduling"),
     "raytide.actors": (2, "actors"),
-    "raytide.jobs": (3, "jobs"),
+    "raytide.queue": (3, "queue"),
     "raytide.ledger": (3, "ledger"),
     "raytide.autoscaler": (3, "autoscaler"),
     "raytide.pipelines": (3, "pipelines"),
@@ -84,9 +84,9 @@ def test_there_are_modules_to_check() -> None:
 @pytest.mark.parametrize(
     ("importer", "imported", "allowed"),
     [
-        ("raytide.control.controller", "raytide.jobs.admission.scheduler", True),
-        ("raytide.jobs.admission.scheduler", "raytide.ledger.book", False),
-        ("raytide.scheduling.state", "raytide.jobs.admission.scheduler", False),
+        ("raytide.control.controller", "raytide.queue.admission.scheduler", True),
+        ("raytide.queue.admission.scheduler", "raytide.ledger.book", False),
+        ("raytide.scheduling.state", "raytide.queue.admission.scheduler", False),
         ("raytide.actors.serving.http.app", "raytide.actors.engine.types", True),
         ("raytide.actors.engine.types", "raytide.actors.trainer.types", False),
         ("raytide.actors.trainer.elastic.driver", "raytide.actors.engine.types", False),

@@ -28,8 +28,8 @@ from raytide.core.objects.ledger_entry import EntryKind
 from raytide.core.objects.node import Node, NodeState, NodeType, Signal, Use, minus, plus
 from raytide.core.objects.plan import Wait
 from raytide.core.state import Store
-from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
 from raytide.ledger.reconcile import reconcile
+from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 
 CONFIG = load_cluster(Path(__file__).parents[2] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml")
 TICK_S = 0.5

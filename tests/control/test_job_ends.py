@@ -12,7 +12,7 @@ from tests.control.test_controller import Loop
 from raytide.core.objects.gang import GangSpec, LeaseState, Shape
 from raytide.core.objects.job import FINAL_STATES, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import EntryKind
-from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
+from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 
 SPOT = {"ray.io/market-type": "spot"}
 """The fleet has six such nodes, of one CPU each."""

@@ -11,7 +11,7 @@ import pytest
 
 from raytide.control.ray_jobs import RayJobs
 from raytide.core.errors import ClusterError
-from raytide.jobs.lifecycle.jobs import DriverKey
+from raytide.queue.lifecycle.jobs import DriverKey
 
 KEY = DriverKey("job-1", 0)
 

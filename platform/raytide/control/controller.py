@@ -49,12 +49,12 @@ from raytide.core.objects.plan import UNMANAGED, Admit, Assign, Plan, Wait, desc
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
 from raytide.core.state.write import REMOVED_AT_ONCE
-from raytide.jobs.admission.priority import LAST_SHARE
-from raytide.jobs.admission.scheduler import queued_jobs
-from raytide.jobs.admission.start_forecast import forecast_starts
-from raytide.jobs.lifecycle.pending_reason import why_forming
 from raytide.ledger.leaving import RecentlyReleased
 from raytide.ledger.occupancy import holders, occupancies
+from raytide.queue.admission.priority import LAST_SHARE
+from raytide.queue.admission.scheduler import queued_jobs
+from raytide.queue.admission.start_forecast import forecast_starts
+from raytide.queue.lifecycle.pending_reason import why_forming
 
 log = logger(__name__)
 

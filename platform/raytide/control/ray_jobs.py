@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from raytide.core.errors import ClusterError
-from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
+from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 
 _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"

@@ -18,8 +18,8 @@ from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.plan import Action, Grow, Launch, Scale, Shrink, Wait
 from raytide.core.objects.snapshot import Demand, Limits, MarketConstraint
 from raytide.core.objects.team import Team, TeamSpec
-from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, admission_state, schedule
-from raytide.jobs.lifecycle.pending_reason import given_away_text
+from raytide.queue.admission.scheduler import GRACE_S, SETTLE_S, admission_state, schedule
+from raytide.queue.lifecycle.pending_reason import given_away_text
 from raytide.scheduling.replicas import replica_selector
 from raytide.scheduling.unattributed import LAG_S, UnattributedUsage
 

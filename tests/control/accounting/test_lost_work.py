@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.jobs.cluster import gpus, job
+from tests.queue.cluster import gpus, job
 
 from raytide.control.accounting.lost_work import (
     CAUSE_WINDOW_S,

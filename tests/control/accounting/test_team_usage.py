@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from tests.control.conftest import NoMachines
-from tests.jobs.cluster import Cluster, gpus, spec, team
+from tests.queue.cluster import Cluster, gpus, spec, team
 
 from raytide.control.accounting.team_usage import limits, recent_gpu_s, recent_usage, team_usage, with_team_usage
 from raytide.control.api.auth import Tokens

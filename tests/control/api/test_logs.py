@@ -12,7 +12,7 @@ from raytide.control.api.services import logs
 from raytide.control.supervision.log_rotation import HEADER_BYTES
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.jobs.lifecycle.jobs import DriverKey
+from raytide.queue.lifecycle.jobs import DriverKey
 
 SETTING_UP = "2026-11-22 00:50:07,258\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
 PREFACE = f"{SETTING_UP}Running entrypoint for job raytide-job-3-0: exec python -m raytide.control.job_driver\n"

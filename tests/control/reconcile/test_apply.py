@@ -13,7 +13,7 @@ from raytide.control.reconcile.records import ClusterRecords
 from raytide.core.errors import ProviderError
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Plan
-from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
+from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 
 CPU = NodeType(name="cpu", resources={"CPU": 4}, price_micro_usd_h=1)
 NODE = Node(

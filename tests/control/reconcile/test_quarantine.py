@@ -22,7 +22,7 @@ from raytide.core.objects.endpoint import EndpointState, ServeSpec
 from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Plan
 from raytide.core.objects.snapshot import Snapshot
-from raytide.jobs.lifecycle import jobs
+from raytide.queue.lifecycle import jobs
 
 Decide = Callable[[Snapshot], Plan]
 

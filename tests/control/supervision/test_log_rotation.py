@@ -19,7 +19,7 @@ from raytide.control.api.services import logs
 from raytide.control.supervision import log_rotation
 from raytide.control.supervision.log_rotation import HEADER_BYTES, cut, forget_oldest, rotate
 from raytide.core.objects.job import JobState
-from raytide.jobs.lifecycle.jobs import DriverKey
+from raytide.queue.lifecycle.jobs import DriverKey
 
 
 @pytest.fixture

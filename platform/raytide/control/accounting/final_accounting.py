@@ -17,8 +17,8 @@ from raytide.core.objects.endpoint import EndpointState
 from raytide.core.objects.job import JobState
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.state import Changes, Store
-from raytide.jobs.lifecycle import leases
 from raytide.ledger.reconcile import Difference, reconcile
+from raytide.queue.lifecycle import leases
 
 _WHY = "the cluster was ended"
 

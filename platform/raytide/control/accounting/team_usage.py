@@ -13,7 +13,7 @@ from raytide.core.objects.ledger_entry import Spent
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.objects.team import Team, TeamSpec, decayed_usage, overlaid
 from raytide.core.state.records import StoredTeam
-from raytide.jobs.admission.scheduler import admission_state
+from raytide.queue.admission.scheduler import admission_state
 
 _EVERY_S = 30.0
 """The interval of storing a team's recent usage, in seconds."""

@@ -19,8 +19,8 @@ from raytide.core.errors import ProviderError
 from raytide.core.logs import logger
 from raytide.core.objects.node import Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Plan
-from raytide.jobs.lifecycle.jobs import wanted_drivers
-from raytide.jobs.lifecycle.leases import wanted_groups
+from raytide.queue.lifecycle.jobs import wanted_drivers
+from raytide.queue.lifecycle.leases import wanted_groups
 
 log = logger(__name__)
 

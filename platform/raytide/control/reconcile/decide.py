@@ -15,8 +15,8 @@ from raytide.autoscaler.endpoints.targets import set_targets
 from raytide.autoscaler.planner import plan
 from raytide.core.objects.plan import Action, Admit, Grow, Plan, Preempt, Shrink, Wait
 from raytide.core.objects.snapshot import Snapshot
-from raytide.jobs.admission.scheduler import schedule, within_member_cap
-from raytide.jobs.lifecycle.leases import apply_action
+from raytide.queue.admission.scheduler import schedule, within_member_cap
+from raytide.queue.lifecycle.leases import apply_action
 from raytide.scheduling.reservations import with_reservations
 from raytide.scheduling.state import SchedulingState
 

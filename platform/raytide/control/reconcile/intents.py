@@ -24,7 +24,7 @@ from raytide.core.objects.plan import (
     Terminate,
     Unassign,
 )
-from raytide.jobs.lifecycle import jobs, leases
+from raytide.queue.lifecycle import jobs, leases
 
 
 def record_intents(records: ClusterRecords, plan: Plan, node_types: Mapping[str, NodeType]) -> None:

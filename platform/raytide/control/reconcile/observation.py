@@ -19,7 +19,7 @@ from raytide.core.logs import logger
 from raytide.core.objects.endpoint import EndpointLoad
 from raytide.core.objects.node import Use
 from raytide.core.objects.snapshot import Demand
-from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
+from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 
 T = TypeVar("T")
 

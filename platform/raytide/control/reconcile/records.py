@@ -22,8 +22,8 @@ from raytide.core.objects.ledger_entry import OpenInterval
 from raytide.core.objects.node import Node, NodeState, NodeType
 from raytide.core.objects.snapshot import EndpointView, NodeView, Pool, Snapshot
 from raytide.core.state.records import Records, StoredTeam
-from raytide.jobs.lifecycle import jobs, leases
-from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
+from raytide.queue.lifecycle import jobs, leases
+from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 
 T = TypeVar("T")
 

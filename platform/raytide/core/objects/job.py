@@ -120,7 +120,7 @@ class Job:
     released_by_driver: str | None = None
     """Set when a GANG driver released its lease: "" after success, else the error."""
     attained_gpu_s: float = 0.0
-    """GPU-seconds of its earlier spells; `raytide.jobs.lifecycle.attained_service` adds the present one."""
+    """GPU-seconds of its earlier spells; `raytide.queue.lifecycle.attained_service` adds the present one."""
     held_s: float = 0.0
     """Time with its gang, in its earlier spells."""
     spell_since_s: float | None = None
@@ -130,7 +130,7 @@ class Job:
     """Preemptions of the whole gang."""
     preempted_at_s: float | None = None
     reserved_micro_usd: int = 0
-    """The total that it may have cost before its next reservation: see `raytide.jobs.budget`."""
+    """The total that it may have cost before its next reservation: see `raytide.queue.budget`."""
     struck_at_s: float | None = None
     """When it last lost members, by preemption or with their node."""
     struck_by: str = ""

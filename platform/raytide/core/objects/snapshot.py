@@ -186,7 +186,7 @@ class Snapshot:
     spent_month: Mapping[str, int] = field(default_factory=dict)
     """Cost this month, by job with a monthly budget."""
     old_s: float = 0.0
-    """The age that the oldest of all jobs reached: see `raytide.jobs.admission.priority`."""
+    """The age that the oldest of all jobs reached: see `raytide.queue.admission.priority`."""
     paces: Mapping[str, Throughputs] = field(default_factory=dict)
     """Relative throughput by job of `jobs` and node type, where it is known to differ."""
     kept: Mapping[str, tuple[tuple[str, Resources], ...]] = field(default_factory=dict)

@@ -7,9 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raytide.jobs.admission.cycle import Victims, run_cycle
-from raytide.jobs.admission.priority import LAST_SHARE, NEW_GPU_S, OLD_S, SHORT_GPU_S, Bools, Floats, QueueTable, ranked
-from raytide.jobs.lifecycle.attained_service import COOL_DOWN_S, MAX_PREEMPTIONS
+from raytide.queue.admission.cycle import Victims, run_cycle
+from raytide.queue.admission.priority import (
+    LAST_SHARE,
+    NEW_GPU_S,
+    OLD_S,
+    SHORT_GPU_S,
+    Bools,
+    Floats,
+    QueueTable,
+    ranked,
+)
+from raytide.queue.lifecycle.attained_service import COOL_DOWN_S, MAX_PREEMPTIONS
 from raytide.simulate.jobs.baselines import next_band_s
 from raytide.simulate.jobs.cluster import Ints, JobQueue, QueuePolicy
 

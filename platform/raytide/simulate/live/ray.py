@@ -11,7 +11,7 @@ from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ReplicaLoad
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.node import Node, Resources, fits, labels_match, minus, plus
 from raytide.core.objects.snapshot import Demand, Snapshot
-from raytide.jobs.lifecycle.leases import wanted_groups
+from raytide.queue.lifecycle.leases import wanted_groups
 from raytide.scheduling.replicas import SERVING_STATES, is_replica, replica_selector
 
 

@@ -24,7 +24,7 @@ from raytide.core.objects.job import JobKind, JobState
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.plan import Admit, Drain, Launch, Plan
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
-from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
+from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 from raytide.simulate.live.ray import LiveRay
 
 

@@ -30,9 +30,9 @@ from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
-from raytide.jobs.lifecycle.deadline_check import resolve_deadline
-from raytide.jobs.lifecycle.pending_reason import given_away_text
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
+from raytide.queue.lifecycle.deadline_check import resolve_deadline
+from raytide.queue.lifecycle.pending_reason import given_away_text
 from raytide.scheduling.state import check_possible
 
 _ALL = 2**31 - 1

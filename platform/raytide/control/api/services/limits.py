@@ -15,9 +15,9 @@ from raytide.core.objects.endpoint import Endpoint
 from raytide.core.objects.job import BudgetPer, Job, JobKind, JobSpec
 from raytide.core.objects.team import TeamSpec, merged
 from raytide.core.state import Store
-from raytide.jobs.admission.usage import fleet_capacity
 from raytide.ledger import report
 from raytide.ledger.cost import accrued
+from raytide.queue.admission.usage import fleet_capacity
 
 
 class LimitsService:

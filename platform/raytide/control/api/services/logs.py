@@ -15,7 +15,7 @@ from raytide.control.supervision.log_rotation import HEADER_BYTES, dropped_befor
 from raytide.control.views import LogPart
 from raytide.core.errors import UsageError
 from raytide.core.objects.job import Job
-from raytide.jobs.lifecycle.jobs import DriverKey
+from raytide.queue.lifecycle.jobs import DriverKey
 
 PART_BYTES = 2**20
 TAIL_BYTES = 2**25

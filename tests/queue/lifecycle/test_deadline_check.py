@@ -5,12 +5,12 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import pytest
-from tests.jobs.cluster import H100, gpus, spec
+from tests.queue.cluster import H100, gpus, spec
 
 from raytide.core.errors import CapacityError, UsageError
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import MARKET_LABEL, CapacityType
-from raytide.jobs.lifecycle.deadline_check import resolve_deadline
+from raytide.queue.lifecycle.deadline_check import resolve_deadline
 
 NOW_S = datetime(2026, 11, 21, 20, tzinfo=UTC).timestamp()
 SPOT = H100.model_copy(update={"name": "h100x8.spot", "market": CapacityType.SPOT})

@@ -20,12 +20,12 @@ from raytide.core.objects.gang import Member, MemberState
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.plan import Rejected
 from raytide.core.objects.snapshot import EndpointView, NodeView
-from raytide.jobs.admission import usage
-from raytide.jobs.admission.preemption import Preemptor
-from raytide.jobs.admission.priority import QueueTable, ranked
-from raytide.jobs.admission.state import AdmissionState
-from raytide.jobs.admission.victims import Simulation, Victim, select_victims
-from raytide.jobs.lifecycle import attained_service
+from raytide.queue.admission import usage
+from raytide.queue.admission.preemption import Preemptor
+from raytide.queue.admission.priority import QueueTable, ranked
+from raytide.queue.admission.state import AdmissionState
+from raytide.queue.admission.victims import Simulation, Victim, select_victims
+from raytide.queue.lifecycle import attained_service
 from raytide.scheduling import reservations
 from raytide.scheduling.node_table import members_in
 from raytide.scheduling.placement import Slot

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.jobs.cluster import told
-from tests.jobs.lifecycle.test_pending_reason import why
+from tests.queue.cluster import told
+from tests.queue.lifecycle.test_pending_reason import why
 
 from raytide.control.reconcile.decide import decide
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
@@ -13,7 +13,7 @@ from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Admit, Launch, Wait
 from raytide.core.objects.snapshot import NodeView, Pool, Snapshot
-from raytide.jobs.admission.scheduler import schedule
+from raytide.queue.admission.scheduler import schedule
 
 SMALL = NodeType(name="small", resources={"CPU": 2.0}, price_micro_usd_h=100, max_nodes=2)
 BIG = NodeType(

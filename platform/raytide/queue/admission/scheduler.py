@@ -18,16 +18,16 @@ from raytide.core.objects.job import Job, JobState
 from raytide.core.objects.node import CapacityType, Resources, plus
 from raytide.core.objects.plan import Action, Admit, Grow, Preempt, Shrink, Wait
 from raytide.core.objects.snapshot import Snapshot
-from raytide.jobs.admission import usage
-from raytide.jobs.admission.cycle import run_cycle
-from raytide.jobs.admission.preemption import Preemptor
-from raytide.jobs.admission.priority import Bools, Floats, QueueTable, ranked
-from raytide.jobs.admission.serving_reclaim import reclaim_for_serving
-from raytide.jobs.admission.shape_request import ShapeRequest, ShapeRequests
-from raytide.jobs.admission.state import AdmissionState
-from raytide.jobs.budget import Budgets
-from raytide.jobs.lifecycle import attained_service
-from raytide.jobs.quota import Quotas
+from raytide.queue.admission import usage
+from raytide.queue.admission.cycle import run_cycle
+from raytide.queue.admission.preemption import Preemptor
+from raytide.queue.admission.priority import Bools, Floats, QueueTable, ranked
+from raytide.queue.admission.serving_reclaim import reclaim_for_serving
+from raytide.queue.admission.shape_request import ShapeRequest, ShapeRequests
+from raytide.queue.admission.state import AdmissionState
+from raytide.queue.budget import Budgets
+from raytide.queue.lifecycle import attained_service
+from raytide.queue.quota import Quotas
 from raytide.scheduling.diagnosis import Unschedulable
 from raytide.scheduling.market_constraint import alternatives, constrain, without_market_constraint
 from raytide.scheduling.state import Placements, SchedulingState

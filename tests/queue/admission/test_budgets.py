@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from tests.jobs.cluster import gpus, job, team
+from tests.queue.cluster import gpus, job, team
 
 from raytide.control.reconcile.decide import decide
 from raytide.core.money import micro_usd, month_of
@@ -19,7 +19,7 @@ from raytide.core.objects.plan import Action, Admit, Drain, Launch, Preempt, Wai
 from raytide.core.objects.snapshot import NodeView, Snapshot
 from raytide.core.objects.team import Team
 from raytide.core.state import Changes, Store
-from raytide.jobs.admission.scheduler import GRACE_S, admission_state
+from raytide.queue.admission.scheduler import GRACE_S, admission_state
 
 OWNED = NodeType(name="owned", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(8), max_nodes=4)
 SPOT = NodeType(

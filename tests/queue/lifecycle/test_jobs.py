@@ -6,7 +6,7 @@ import pytest
 
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus, admitted, advance, wanted_drivers
+from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus, admitted, advance, wanted_drivers
 
 SHAPE = Shape(resources={"CPU": 1.0})
 LEASE = Lease("lease-1", "job-1", SHAPE, LeaseState.WAITING, (Member(0),))

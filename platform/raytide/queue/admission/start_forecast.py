@@ -10,7 +10,7 @@ from raytide.core.objects.job import JobState
 from raytide.core.objects.node import plus
 from raytide.core.objects.plan import Admit
 from raytide.core.objects.snapshot import NodeView, Snapshot
-from raytide.jobs.admission.scheduler import schedule
+from raytide.queue.admission.scheduler import schedule
 
 MOST_DECISIONS = 2000
 """Jobs decided on in total; a long queue gets a shorter forecast."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.jobs.cluster import Cluster, gpus, team
+from tests.queue.cluster import Cluster, gpus, team
 
 from raytide.core.objects.node import MARKET_LABEL, CapacityType
 from raytide.core.objects.plan import Admit, Preempt, Wait
 from raytide.core.objects.snapshot import MarketConstraint
-from raytide.jobs.admission.scheduler import GRACE_S
+from raytide.queue.admission.scheduler import GRACE_S
 
 
 def stance(*markets: CapacityType, is_urgent: bool = False) -> MarketConstraint:

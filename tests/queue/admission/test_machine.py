@@ -7,16 +7,16 @@ import re
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.jobs.cluster import Cluster, gpus, team
+from tests.queue.cluster import Cluster, gpus, team
 
 from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Action, Admit, Preempt, Shrink, Wait
-from raytide.jobs.admission import usage
-from raytide.jobs.admission.priority import ranked, waiting
-from raytide.jobs.admission.scheduler import GRACE_S, admission_state, queue_table
-from raytide.jobs.admission.state import AdmissionState
-from raytide.jobs.lifecycle import attained_service
-from raytide.jobs.lifecycle.attained_service import MAX_PREEMPTIONS
+from raytide.queue.admission import usage
+from raytide.queue.admission.priority import ranked, waiting
+from raytide.queue.admission.scheduler import GRACE_S, admission_state, queue_table
+from raytide.queue.admission.state import AdmissionState
+from raytide.queue.lifecycle import attained_service
+from raytide.queue.lifecycle.attained_service import MAX_PREEMPTIONS
 
 TICK_S = 15.0
 TEAMS = (

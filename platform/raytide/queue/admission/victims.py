@@ -8,10 +8,10 @@ from itertools import chain
 
 from raytide.core.objects.gang import Member
 from raytide.core.objects.node import Resources, plus
-from raytide.jobs.admission import usage
-from raytide.jobs.admission.fit_index import FitCount
-from raytide.jobs.admission.shape_request import ShapeRequest
-from raytide.jobs.admission.state import AdmissionState
+from raytide.queue.admission import usage
+from raytide.queue.admission.fit_index import FitCount
+from raytide.queue.admission.shape_request import ShapeRequest
+from raytide.queue.admission.state import AdmissionState
 from raytide.scheduling.node_table import Need
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from raytide.jobs.admission.priority import Ints, QueueTable, ranked, waiting
+from raytide.queue.admission.priority import Ints, QueueTable, ranked, waiting
 
 Victims = Callable[[], Ints]
 """Returns the rows that may be preempted, in that order."""

@@ -10,15 +10,15 @@ import numpy as np
 
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job
-from raytide.jobs.admission import usage
-from raytide.jobs.admission.cycle import Victims
-from raytide.jobs.admission.fit_index import FitIndex
-from raytide.jobs.admission.priority import Bools, Ints
-from raytide.jobs.admission.shape_request import ShapeRequest
-from raytide.jobs.admission.state import AdmissionState
-from raytide.jobs.admission.victims import GangVictims, Simulation, Victim, gang_victims_in_order, select_victims
-from raytide.jobs.lifecycle import attained_service
-from raytide.jobs.quota import Quotas
+from raytide.queue.admission import usage
+from raytide.queue.admission.cycle import Victims
+from raytide.queue.admission.fit_index import FitIndex
+from raytide.queue.admission.priority import Bools, Ints
+from raytide.queue.admission.shape_request import ShapeRequest
+from raytide.queue.admission.state import AdmissionState
+from raytide.queue.admission.victims import GangVictims, Simulation, Victim, gang_victims_in_order, select_victims
+from raytide.queue.lifecycle import attained_service
+from raytide.queue.quota import Quotas
 from raytide.scheduling.diagnosis import Unschedulable
 from raytide.scheduling.state import SchedulingState
 

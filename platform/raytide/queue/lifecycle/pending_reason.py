@@ -61,9 +61,7 @@ def _is_job(name: str) -> bool:
 
 def _vacated(snapshot: Snapshot) -> PendingReason | None:
     """The reason of a job that was admitted to slots which are still being vacated."""
-    yielding = [
-        (m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.gives_way
-    ]
+    yielding = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.gives_way]
     if not yielding:
         return None
     names = ", ".join(dict.fromkeys(job_id for _, job_id in yielding))

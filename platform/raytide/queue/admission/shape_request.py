@@ -9,8 +9,8 @@ from raytide.core.objects.gang import Shape
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import MARKET_LABEL, CapacityType, NodeType, Resources, dominant_share
 from raytide.core.objects.snapshot import MarketConstraint, Throughputs
-from raytide.jobs.admission import usage
-from raytide.jobs.budget import Budgets
+from raytide.queue.admission import usage
+from raytide.queue.budget import Budgets
 from raytide.scheduling.diagnosis import Unschedulable, copies_that_fit, open_zones, why_impossible
 from raytide.scheduling.market_constraint import constrain
 from raytide.scheduling.offerings import Offerings

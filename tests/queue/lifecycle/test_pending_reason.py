@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.jobs.cluster import H100, Cluster, gpus, job, team, told
+from tests.queue.cluster import H100, Cluster, gpus, job, team, told
 
 from raytide.control.views import Waiting
 from raytide.core.objects.job import JobState
 from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.snapshot import Pool, Snapshot
-from raytide.jobs.admission.scheduler import GRACE_S
-from raytide.jobs.admission.start_forecast import forecast_starts
+from raytide.queue.admission.scheduler import GRACE_S
+from raytide.queue.admission.start_forecast import forecast_starts
 
 H = {"ray.io/accelerator-type": "H100"}
 

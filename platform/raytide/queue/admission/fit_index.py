@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raytide.jobs.admission.shape_request import ShapeRequest
+from raytide.queue.admission.shape_request import ShapeRequest
 from raytide.scheduling.node_table import Need, members_in
 from raytide.scheduling.state import SchedulingState
 

@@ -6,13 +6,13 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.jobs.cluster import team
+from tests.queue.cluster import team
 
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
 from raytide.core.objects.snapshot import EndpointView
 from raytide.core.objects.team import TeamSpec
-from raytide.jobs.admission.usage import replica_quota
-from raytide.jobs.quota import Quotas
+from raytide.queue.admission.usage import replica_quota
+from raytide.queue.quota import Quotas
 
 NAMES = ("org", "blue", "red", "lab", "free")
 

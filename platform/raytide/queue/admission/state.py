@@ -10,11 +10,11 @@ from raytide.core.objects.job import Job
 from raytide.core.objects.node import NodeType, Resources
 from raytide.core.objects.plan import Rejected
 from raytide.core.objects.snapshot import Snapshot
-from raytide.jobs.admission import usage
-from raytide.jobs.admission.fit_index import FitIndex
-from raytide.jobs.admission.shape_request import AffordableShapes, ShapeRequest, ShapeRequests
-from raytide.jobs.budget import Budgets
-from raytide.jobs.quota import Quotas
+from raytide.queue.admission import usage
+from raytide.queue.admission.fit_index import FitIndex
+from raytide.queue.admission.shape_request import AffordableShapes, ShapeRequest, ShapeRequests
+from raytide.queue.budget import Budgets
+from raytide.queue.quota import Quotas
 from raytide.scheduling.diagnosis import Unschedulable
 from raytide.scheduling.market_constraint import constrain
 from raytide.scheduling.state import Placements, SchedulingState

@@ -10,7 +10,7 @@ from raytide.actors.gang.placement_groups import GroupKey, GroupState, Placement
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.plan import Shrink
-from raytide.jobs.lifecycle.leases import (
+from raytide.queue.lifecycle.leases import (
     acknowledge_release,
     advance,
     apply_action,

@@ -18,8 +18,8 @@ from typing import Literal
 
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import Job, JobKind, JobState
-from raytide.jobs.lifecycle import attained_service
-from raytide.jobs.lifecycle.leases import acknowledge_release, release
+from raytide.queue.lifecycle import attained_service
+from raytide.queue.lifecycle.leases import acknowledge_release, release
 
 _WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 

@@ -13,9 +13,9 @@ from raytide.core.objects.node import Node, NodeState, NodeType, minus
 from raytide.core.objects.plan import Action, Admit, Plan, Preempt, Shrink, Wait
 from raytide.core.objects.snapshot import MarketConstraint, NodeView, Snapshot
 from raytide.core.objects.team import Team, TeamSpec
-from raytide.jobs.admission.scheduler import schedule
-from raytide.jobs.admission.start_forecast import forecast_starts
-from raytide.jobs.lifecycle import jobs, leases
+from raytide.queue.admission.scheduler import schedule
+from raytide.queue.admission.start_forecast import forecast_starts
+from raytide.queue.lifecycle import jobs, leases
 
 H100 = NodeType(
     name="h100x8",

@@ -6,14 +6,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from tests.jobs.cluster import Cluster, brief, gpus, team
+from tests.queue.cluster import Cluster, brief, gpus, team
 
 from raytide.core.objects.gang import MemberState, Shape
 from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Grow, Preempt, Shrink
 from raytide.core.objects.snapshot import MarketConstraint
-from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, _grow, admission_state, schedule
-from raytide.jobs.lifecycle.attained_service import COOL_DOWN_S, MAX_PREEMPTIONS
+from raytide.queue.admission.scheduler import GRACE_S, SETTLE_S, _grow, admission_state, schedule
+from raytide.queue.lifecycle.attained_service import COOL_DOWN_S, MAX_PREEMPTIONS
 from raytide.scheduling.diagnosis import Unschedulable
 
 
@@ -308,7 +308,7 @@ def test_what_is_preempted_goes_on_with_its_service_counted() -> None:
 
 def test_a_storm_is_decided_in_parts_and_comes_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def storm(most: int) -> tuple[Cluster, list[list[tuple[str, str]]]]:
-        monkeypatch.setattr("raytide.jobs.admission.preemption.MOST_PREEMPTORS", most)
+        monkeypatch.setattr("raytide.queue.admission.preemption.MOST_PREEMPTORS", most)
         c = Cluster()
         for _ in range(15):
             c.submit(gpus(1), priority="low")

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.jobs.cluster import H100, Cluster, brief, gpus, job, team
+from tests.queue.cluster import H100, Cluster, brief, gpus, job, team
 
 from raytide.core.money import micro_usd
 from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Preempt
 from raytide.core.objects.team import Team
-from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, schedule
-from raytide.jobs.budget import Budgets
+from raytide.queue.admission.scheduler import GRACE_S, SETTLE_S, schedule
+from raytide.queue.budget import Budgets
 
 HOUR = micro_usd(80)
 """Of a whole node."""

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.jobs.admission.cycle import run_cycle
-from raytide.jobs.admission.priority import (
+from raytide.queue.admission.cycle import run_cycle
+from raytide.queue.admission.priority import (
     LAST,
     LONGER,
     NEW,
