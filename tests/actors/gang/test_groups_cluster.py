@@ -31,7 +31,7 @@ CREATE_AND_DIE = """
 import os, signal, sys
 import ray
 ray.init(address=sys.argv[1], namespace="raytide", log_to_driver=False)
-from raytide.actors.gang.group import GroupKey, WantedGroup
+from raytide.actors.gang.placement_groups import GroupKey, WantedGroup
 from raytide.actors.gang.placement_groups import PlacementGroups
 PlacementGroups().create([WantedGroup(GroupKey("lease-1", i, 0), sys.argv[2], {"CPU": 1.0}) for i in range(2)])
 os.kill(os.getpid(), signal.SIGKILL)
