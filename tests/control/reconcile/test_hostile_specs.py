@@ -234,7 +234,7 @@ class TestCaps:
         assert settings.max_live_jobs == 1000
         for _ in range(5):
             attack.loop.store.submit_job(_spec(), "eve", 1.0, most_live=5)
-        with pytest.raises(Exception, match="5 jobs that are not over; 5 are allowed") as refused:
+        with pytest.raises(Exception, match="5 unfinished jobs; 5 are allowed") as refused:
             attack.loop.store.submit_job(_spec(), "eve", 1.0, most_live=5)
         assert (refused.value.exit_code, refused.value.http_status) == (3, 429)  # type: ignore[attr-defined]
         attack.loop.store.request_stop("job-1")
