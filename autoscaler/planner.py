@@ -26,7 +26,7 @@ WARM = "warm"
 
 
 def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
-    """The actions for nodes and placements. `snapshot` already has this decision's targets and admitted leases.
+    """Returns the actions for nodes and placements. `snapshot` already has this decision's targets and admitted leases.
 
     `room` is that of the snapshot, if there is one already; it is changed.
     """
@@ -53,7 +53,7 @@ def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Actio
 
 
 def _ended(snapshot: Snapshot, node_ids: set[str]) -> Snapshot:
-    """The snapshot with these nodes terminating, so that nothing is placed on them."""
+    """Returns the snapshot with these nodes terminating, so that nothing is placed on them."""
     views = tuple(
         replace(view, node=replace(view.node, state=NodeState.TERMINATING)) if view.node.id in node_ids else view
         for view in snapshot.nodes

@@ -29,7 +29,7 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
 
 @register("linear", "any", priority=0)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A function x -> x @ weight.T + bias. The caller may add to what it returns (adapters do)."""
+    """Returns a function x -> x @ weight.T + bias. The caller may add to what it returns (adapters do)."""
     return lambda x: F.linear(x, weight, bias)
 
 
@@ -49,7 +49,9 @@ def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
 
 @register("experts", "any", priority=0)
 def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A function (x_TN, chosen_TX, weights_TX) -> y_TN: each token's chosen experts' outputs, weighted and summed."""
+    """Returns a function (x_TN, chosen_TX, weights_TX) -> y_TN: each token's chosen experts' outputs, weighted and
+    summed.
+    """
 
     def apply(x_TN: Tensor, chosen_TX: Tensor, weights_TX: Tensor) -> Tensor:
         y_TN = torch.zeros_like(x_TN)
@@ -84,7 +86,7 @@ def rope_write(
 
 @register("attention", "any", priority=0)
 def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context."""
+    """Returns a function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context."""
     slots = [_slots(batch, b) for b in range(len(batch.query_lens))]
 
     def attend(q_THD: Tensor, cache_2SKD: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ def _seen(query_len: int, context_len: int, window: int | None, device: torch.de
 
 
 def _slots(batch: PagedBatch, b: int) -> Tensor:
-    """The cache slots of sequence b's context, in order."""
+    """Returns the cache slots of sequence b's context, in order."""
     offsets = torch.arange(batch.block_size, device=batch.slots_T.device)
     slots = (batch.block_tables_BM[b, :, None] * batch.block_size + offsets).flatten()
     return slots[: batch.context_lens[b]]

@@ -75,7 +75,9 @@ def register(
 
 
 def ops_for(device: str, deterministic: bool = False) -> Ops:
-    """The best working implementation of each operator on a device kind; only invariant ones if `deterministic`."""
+    """Returns the best working implementation of each operator on a device kind; only invariant ones if
+    `deterministic`.
+    """
     for kind in ("any", device):
         for module in _MODULES.get(kind, ()):
             importlib.import_module(f"raytide.kernels.{module}")

@@ -42,19 +42,19 @@ class Engine(Protocol):
     async def tokenize(self, text: str) -> list[int]: ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The text of a token in mid-text, as UTF-8 that may begin or end with half a character."""
+        """Returns the text of a token in mid-text, as UTF-8 that may begin or end with half a character."""
         ...
 
     async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """The token ids of a conversation, by the model's chat template, ready for `generate`. `tools` are those that
-        the model may call, in OpenAI's form.
+        """Returns the token ids of a conversation, by the model's chat template, ready for `generate`. `tools` are
+        those that the model may call, in OpenAI's form.
         """
         ...
 
     async def stats(self) -> EngineStats: ...
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        """The number of a prompt's first tokens that would come from the prefix cache now; 0 when unknown."""
+        """Returns the number of a prompt's first tokens that would come from the prefix cache now; 0 when unknown."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:

@@ -114,7 +114,7 @@ class _Fleet:
         return self._options[key]
 
     def restart_s(self, job: Job) -> float:
-        """The longest time from a launch until the job is back at its present step."""
+        """Returns the longest time from a launch until the job is back at its present step."""
         return 60.0 * math.ceil((self.options(job).launch_s + RESUME_S + job.redo_s) / 60.0)
 
     def allocation(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Allocation, float]:
@@ -132,7 +132,7 @@ class _Fleet:
         return (known[0] if known else None if spot else "on_demand"), starting_s
 
     def may_move(self, job: Job) -> bool:
-        """Tells whether the gang may leave its nodes.
+        """Returns whether the gang may leave its nodes.
 
         It may if it has not formed yet, or if it is preemptible, alone on its nodes, and either asks for no market
         itself or has another shape for on demand.
@@ -170,7 +170,7 @@ class _Fleet:
         return max(0.0, self.snapshot.at_s - since_s)
 
     def _has_room(self, resources: Resources, offering: Offering) -> bool:
-        """Tells whether a ready node of this pool has room for a member."""
+        """Returns whether a ready node of this pool has room for a member."""
         key = (offering.row, *sorted(resources.items()))
         if key not in self._fits:
             views = self.ready_nodes.get((offering.node_type.name, offering.zone), ())

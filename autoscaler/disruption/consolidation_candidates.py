@@ -113,7 +113,7 @@ class ConsolidationPlanner:
         return may_leave(old, self.now_s) and constraint_of(self.builder.snapshot, old) is None
 
     def _is_within(self, olds: Sequence[Tenants]) -> bool:
-        """Tells whether they may leave now; a gang on more nodes than the limit moves alone."""
+        """Returns whether they may leave now; a gang on more nodes than the limit moves alone."""
         return len(olds) <= self.budget or not self.leaving
 
     def _may_be_left(self, olds: Sequence[Tenants]) -> bool:
@@ -235,7 +235,7 @@ class ConsolidationPlanner:
 
 
 def may_leave(old: Tenants, now_s: float) -> bool:
-    """Tells whether the tenants are known, and are either replicas or gangs without any other work."""
+    """Returns whether the tenants are known, and are either replicas or gangs without any other work."""
     if any(endpoint.worth is not None for endpoint in old.replicas):
         return False  # slo_policy.py places them
     if any(endpoint.endpoint.spec.members > 1 for endpoint in old.replicas):

@@ -37,7 +37,7 @@ DisruptionRank = tuple[int, int, bool]
 
 
 def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
-    """The nodes and gangs that leave; none while Ray does not answer, because it is unknown what runs where."""
+    """Returns the nodes and gangs that leave; none while Ray does not answer, because it is unknown what runs where."""
     most = snapshot.limits.most_micro_usd_h
     if most is None or not snapshot.ray_answers:
         return ()
@@ -51,7 +51,7 @@ def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
 
 
 def without(snapshot: Snapshot, shed: tuple[Action, ...]) -> Snapshot:
-    """The snapshot with these nodes leaving, so that nothing is placed on them."""
+    """Returns the snapshot with these nodes leaving, so that nothing is placed on them."""
     states = {a.node_id: NodeState.DRAINING for a in shed if isinstance(a, Drain)}
     states |= {a.node_id: NodeState.TERMINATING for a in shed if isinstance(a, Terminate)}
     views = (
@@ -179,7 +179,7 @@ class _Shedding:
                 yield Shrink(lease.job_id, lease_id, tuple(sorted(members)), until_s, reason)
 
     def _would_stop(self, lease: Lease, tenants: Tenants) -> bool:
-        """True if the gang would fall below its minimum without its members here."""
+        """Returns True if the gang would fall below its minimum without its members here."""
         leaving = {m.index for held, m in tenants.members if held is lease} | self.yielding.get(lease.id, set())
         staying = sum(m.has_node and not m.gives_way and m.index not in leaving for m in lease.members)
         return staying < lease.shape.at_least

@@ -29,7 +29,7 @@ def constraint_of(snapshot: Snapshot, old: Tenants) -> MarketConstraint | None:
 
 
 def is_wanted(constraint: MarketConstraint, new: NodeView) -> bool:
-    """Tells whether a node that was bought for a gang is still of the wanted market."""
+    """Returns whether a node that was bought for a gang is still of the wanted market."""
     return constraint.wanted is new.node.market
 
 

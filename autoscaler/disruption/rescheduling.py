@@ -66,7 +66,7 @@ class ReschedulingSimulator:
         return found
 
     def could_fit(self, old: Tenants) -> bool:
-        """Tells whether each shape would fit alone: quick, and only a `True` can be wrong."""
+        """Returns whether each shape would fit alone: quick, and only a `True` can be wrong."""
         own, price, shape = self._rows([old.view.node.id]), old.price_micro_usd_h, {_key(s): s for s in old.shapes}
         for key, count in Counter(map(_key, old.shapes)).items():
             if key not in self._members:

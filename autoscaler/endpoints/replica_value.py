@@ -196,7 +196,7 @@ class ReplicaValueModel:
             self.price.moved, self.price.day_requests = past.price_moved, past.day_requests
 
     def is_for(self, goal: ServingGoal) -> bool:
-        """Tells whether the model's counts hold for this goal; prices and speeds may differ."""
+        """Returns whether the model's counts hold for this goal; prices and speeds may differ."""
         return _identity(self.goal) == _identity(goal)
 
     def set_goal(self, goal: ServingGoal) -> None:

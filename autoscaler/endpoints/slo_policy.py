@@ -137,8 +137,8 @@ def _next_pace(view: EndpointView) -> float:
 
 
 def _goes(node: FleetNode, released: Collection[str]) -> bool:
-    """Tells whether a release removes the replica. On demand only with its node: Serve might stop another replica, and
-    on a shared node it costs nothing."""
+    """Returns whether a release removes the replica. On demand only with its node: Serve might stop another replica,
+    and on a shared node it costs nothing."""
     return node.is_spot or not node.is_ready or node.id.partition("#")[0] in released
 
 
@@ -303,7 +303,7 @@ def _released_nodes(view: EndpointView, hosts: EndpointHosts, release: tuple[str
 
 
 def _is_alone(view: NodeView, shape: Shape, count: int) -> bool:
-    """Tells whether only `count` replicas run there."""
+    """Returns whether only `count` replicas run there."""
     each = round_up_gpu_share(shape.resources)
     theirs = {name: count * amount for name, amount in each.items()}
     return fits({name: total - view.available.get(name, 0.0) for name, total in view.stable_total.items()}, theirs)

@@ -22,7 +22,7 @@ from raytide.scheduling.replicas import SERVING_STATES, is_fresh, silent_replica
 
 
 def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
-    """The snapshot with the new targets, and the Scales that publish them. A second call finds no more."""
+    """Returns the snapshot with the new targets, and the Scales that publish them. A second call finds no more."""
     if not snapshot.ray_answers:
         return snapshot, ()
     views, scales = [], []
@@ -39,7 +39,7 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
 
 
 def wanted(spec: ServeSpec, load: EndpointLoad) -> int:
-    """The replicas that the load needs, within the bounds."""
+    """Returns the replicas that the load needs, within the bounds."""
     return bounded(spec, math.ceil(load_target(spec.replicas, load).replicas - 1e-9))
 
 
@@ -61,12 +61,12 @@ def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endp
 
 
 def scaled(endpoint: Endpoint, scale: Scale) -> Endpoint:
-    """The endpoint with its new target."""
+    """Returns the endpoint with its new target."""
     return replace(endpoint, target_replicas=scale.replicas, low_since_s=None, high_since_s=None, reason=scale.reason)
 
 
 def decide(view: EndpointView, now_s: float) -> Scale | None:
-    """The new target by load alone; None to leave it."""
+    """Returns the new target by load alone; None to leave it."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return None
@@ -88,7 +88,7 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
 def _planned(
     view: EndpointView, snapshot: Snapshot, market: Offerings, hosts: EndpointHosts
 ) -> tuple[EndpointView, Scale | None] | None:
-    """The view with the serving policy's decision; None if the policy does not apply."""
+    """Returns the view with the serving policy's decision; None if the policy does not apply."""
     endpoint, worth = view.endpoint, view.worth
     if worth is None or endpoint.state not in SERVING_STATES or not is_fresh(view.load, snapshot.at_s):
         return None
@@ -100,7 +100,7 @@ def _planned(
 
 
 def stale_signal(view: EndpointView, now_s: float) -> str:
-    """Why the target is held because of missing or stale reports; empty if it is not."""
+    """Returns why the target is held because of missing or stale reports; empty if it is not."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return ""

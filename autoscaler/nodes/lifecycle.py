@@ -98,12 +98,12 @@ def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
 
 
 def was_taken_back(node: Node) -> bool:
-    """Tells whether this is a spot node that the provider has reclaimed, or will."""
+    """Returns whether this is a spot node that the provider has reclaimed, or will."""
     return node.market is CapacityType.SPOT and (TAKEN_BACK in node.reason or ENDED_BY_PROVIDER in node.reason)
 
 
 def was_cancelled(node: Node) -> bool:
-    """Tells whether raytide ended it before it could join, which is no failure of its pool."""
+    """Returns whether raytide ended it before it could join, which is no failure of its pool."""
     return node.reason.startswith(CANCELLED)
 
 

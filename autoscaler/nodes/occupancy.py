@@ -84,7 +84,7 @@ class Tenants:
         )
 
     def hosts_only(self, lease: Lease) -> bool:
-        """Tells whether only members of this gang use the node."""
+        """Returns whether only members of this gang use the node."""
         return self.leases == {lease.id} and not self.replicas and self.accounts_for_all_usage
 
     def _where_as_fast(self, shape: Shape, paces: Throughputs | None) -> Shape:

@@ -60,7 +60,7 @@ class FakeProvider:
         self._watchers.clear()
 
     def is_up(self, node_id: str) -> bool:
-        """Tells whether it runs and has had time to join Ray."""
+        """Returns whether it runs and has had time to join Ray."""
         machine = next((m for m in self.machines() if m.node_id == node_id), None)
         if machine is None or machine.ended_at_s is not None:
             return False

@@ -168,7 +168,7 @@ def _release_lease(builder: PlanBuilder, lease: Lease, unschedulable: Unschedula
 
 
 def _fits_after_yielding(builder: PlanBuilder, shape: Shape, count: int, needed: int) -> bool:
-    """Tells whether the lease fits once yielding members have left: it was admitted to their nodes, and waits."""
+    """Returns whether the lease fits once yielding members have left: it was admitted to their nodes, and waits."""
     slots = [(lease, m.node_id) for lease in builder.snapshot.leases for m in lease.members if m.gives_way]
     if not slots:
         return False

@@ -154,7 +154,7 @@ def _fits_whole(
     node_types: list[NodeType],
     left: int,
 ) -> bool:
-    """Tells whether all bundles of a spread group fit with at most `left` new nodes: some of them alone are useless."""
+    """Returns whether all bundles of a spread group fit with at most `left` new nodes; a part of them is useless."""
     if len(group) < 2:
         return True  # a single demand is placed whole or not at all
     state = builder.state.copy()

@@ -77,9 +77,9 @@ def test_explain_shows_cost_and_what_was_rejected() -> None:
 @pytest.mark.parametrize(
     ("at_s", "says", "count"),
     [
-        (130, "this held then:", 4),
+        (130, "the decision in force then:", 4),
         (190, "nothing was to be done then", 4),
-        (250, "this held then:", 2),
+        (250, "the decision in force then:", 2),
         (50, "nothing had been", 1),
     ],
 )
@@ -118,4 +118,4 @@ def test_looking_ahead_says_when_jobs_start_and_what_it_costs() -> None:
 )
 def test_a_group_without_a_task_says_what_it_can_do(args: tuple[str, ...]) -> None:
     error = runner.invoke(app, args).exception
-    assert isinstance(error, UsageError) and error.hint.startswith("Say ")
+    assert isinstance(error, UsageError) and error.hint.startswith(("See ", "Run "))

@@ -271,7 +271,7 @@ def test_whoever_stops_following_is_told_that_the_job_goes_on(capsys: pytest.Cap
     with pytest.raises(KeyboardInterrupt):
         run.follow(Run(Script(), view(JobState.RUNNING)), wait=True, json=False)
     said = capsys.readouterr().err
-    assert "job-1 goes on" in said
+    assert "job-1 keeps running" in said
     assert "raytide stop job-1" in said
 
 
@@ -349,7 +349,7 @@ def test_a_watched_list_ends_when_the_api_stays_away_which_is_said_once(monkeypa
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ((), "the newest 2; `--limit` shows more, `--active` those that are not over\n"),
+        ((), "the newest 2; `--limit` shows more, `--active` only those that have not ended\n"),
         (("--active",), "the newest 2; `--limit` shows more\n"),
         (("--limit", "3"), ""),
     ],

@@ -89,7 +89,7 @@ def test_an_api_that_restarts_does_not_end_it(
     assert [view.job.state for view in watched] == [JobState.RUNNING, JobState.SUCCEEDED]
     desk.deaths = 1
     monkeypatch.setattr("raytide.sdk.job_run.AWAY_S", 0.0)
-    assert "job-1 goes on: `raytide logs -f job-1`" in str(runner.invoke(app, command.split()).exception)
+    assert "job-1 keeps running: `raytide logs -f job-1`" in str(runner.invoke(app, command.split()).exception)
 
 
 def test_of_a_job_that_is_over_nobody_says_that_it_goes_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,11 +208,11 @@ def test_a_script_outside_of_what_is_uploaded_is_refused(tmp_path: Path) -> None
 def test_an_option_of_raytide_s_after_the_script_is_said_to_be_the_script_s(script: Path, desk: Desk) -> None:
     done = runner.invoke(app, ["run", "train.py", "--team", "blue", "--lr", "3"])
     assert done.exit_code == 0
-    assert "--team after the script is given to it" in done.stderr and "--lr" not in done.stderr
+    assert "--team after the script is passed to it" in done.stderr and "--lr" not in done.stderr
     assert desk.specs[0].team == "default"
 
 
 @pytest.mark.parametrize("nodes", ["0", "4:2", "0:2"])
 def test_nodes_are_a_range_from_one_on(nodes: str) -> None:
-    with pytest.raises(UsageError, match=f"--nodes {nodes} is no range from 1 on"):
+    with pytest.raises(UsageError, match=f"--nodes {nodes} is not a range from 1 upwards"):
         parse_range(nodes, "--nodes")

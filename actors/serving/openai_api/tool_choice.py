@@ -93,13 +93,13 @@ def _check(tools: Sequence[Tool]) -> None:
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments, which are always an object."""
+    """Returns the schema of a tool's arguments, which are always an object."""
     schema = tool.function.parameters or {}
     return {"type": "object", **schema} if schema else {"type": "object", "maxProperties": 0}
 
 
 def _any_call(tools: Sequence[Tool], most: int) -> dict[str, Any]:
-    """The schema of an array of calls. Definitions that a tool's schema refers to stay with it."""
+    """Returns the schema of an array of calls. Definitions that a tool's schema refers to stay with it."""
     calls = []
     definitions: dict[str, Any] = {}
     for index, tool in enumerate(tools):

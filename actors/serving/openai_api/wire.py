@@ -311,5 +311,5 @@ class ModelList(BaseModel):
 
 
 def sse(data: str) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return b"data: " + data.encode() + b"\n\n"

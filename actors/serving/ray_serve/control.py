@@ -176,5 +176,5 @@ def _replica(name: str, stats: Mapping[str, float], node: str) -> ReplicaLoad:
 
 
 def _spec_key(name: str) -> bytes:
-    """The key of the last deployed spec with its creation time, which tells a recreated endpoint from the old."""
+    """Returns the key of the last deployed spec; its creation time distinguishes a recreated endpoint."""
     return f"{name}/spec".encode()

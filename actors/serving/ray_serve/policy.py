@@ -22,13 +22,13 @@ EXCHANGE_PERIOD_S = 0.5
 
 
 def target_key(endpoint: str) -> bytes:
-    """The key of an endpoint's replica count, a decimal number."""
+    """Returns the key of an endpoint's replica count, a decimal number."""
     return f"{endpoint}/target".encode()
 
 
 def load_key(endpoint: str) -> bytes:
-    """The key of the load that Serve last saw: JSON with at_s, ongoing (queued included), queued, running replicas, and
-    each replica's own statistics with their time.
+    """Returns the key of the load that Serve last saw: JSON with at_s, ongoing (queued included), queued, running
+    replicas, and each replica's own statistics with their time.
     """
     return f"{endpoint}/load".encode()
 

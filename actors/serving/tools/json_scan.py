@@ -17,7 +17,7 @@ class JsonScanner:
 
     @classmethod
     def inside(cls) -> JsonScanner:
-        """A scanner of what is left of an object that has begun."""
+        """Returns a scanner of what is left of an object that has begun."""
         scanner = cls()
         scanner._depth, scanner._kind = 1, "nested"
         return scanner

@@ -310,7 +310,7 @@ class OutputParser:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """The length of the longest end of the text that begins the marker."""
+    """Returns the length of the longest end of the text that begins the marker."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -76,7 +76,7 @@ def feistel_permutation(index: Ids, size: int, key: str) -> Ids:
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
+    """Returns the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

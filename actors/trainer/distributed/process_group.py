@@ -191,7 +191,7 @@ def _context(sizes: Sizes) -> dist.ProcessGroup | None:
 
 @contextmanager
 def single_process() -> Iterator[ProcessGroup]:
-    """A group of one rank, for a run in this process."""
+    """Yields a group of one rank, for a run in this process."""
     group = join(HashStore(), 0, Sizes(), timeout_s=60.0)
     try:
         yield group

@@ -65,7 +65,7 @@ class Optimizer(ABC):
             group["lr"] = lr
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state as a checkpoint keeps it, by `parameter.key`. Load into these, then hand them to `load`."""
+        """Returns the state as a checkpoint keeps it, by `parameter.key`. Load into these, then hand them to `load`."""
         return {
             f"{self.names[parameter]}.{key}": self.placed(parameter, key, value)
             for parameter, state in self.state.items()

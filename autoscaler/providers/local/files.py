@@ -81,7 +81,7 @@ class NodeFolder:
         return False
 
     def process(self) -> Process | None:
-        """The node's first process, once it has started."""
+        """Returns the node's first process, once it has started."""
         return Process.read(self.path / "process.json")
 
     def record_process(self, process: Process) -> None:

@@ -9,7 +9,7 @@ import sys
 
 
 def main() -> None:
-    """The `raytide` command."""
+    """Runs the `raytide` command and turns errors into exit codes."""
     from raytide.core.errors import RaytideError
 
     try:

@@ -1,5 +1,5 @@
-"""The commands, put together. A module is imported when one of its commands is run: `raytide ps` does not wait for what
-other commands need."""
+"""The table of commands. A module is imported when one of its commands is run, so that `raytide ps` does not wait for
+the imports of other commands."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import typer
 from typer.core import TyperGroup
 
 COMMANDS = {
-    "quota": ("money:quota", "What teams may hold."),
-    "budget": ("money:budget", "What teams and jobs may spend."),
-    "demo": ("cluster:demo", "The whole life of a model, on this machine."),
+    "quota": ("money:quota", "Show or change the quotas of teams."),
+    "budget": ("money:budget", "Show or change the budgets of teams and jobs."),
+    "demo": ("cluster:demo", "Run the whole life of a model on this machine."),
     "up": ("cluster:up", "Start a cluster: a Ray head, raytide's controller and its API."),
     "down": ("cluster:down", "End a cluster and check that no process of it is left."),
     "head": ("cluster:head", "Start controller and API beside the Ray head of this machine."),
-    "status": ("cluster:status", "Nodes, jobs and dollars of the cluster."),
-    "cost": ("money:cost", "Dollars by job, endpoint and team, or grouped."),
+    "status": ("cluster:status", "Show the nodes, jobs and cost of the cluster."),
+    "cost": ("money:cost", "Show the cost by job, endpoint and team, or grouped."),
     "run": ("run:run", "Run a script on every node of a gang."),
-    "ps": ("jobs:ps", "Jobs, with what each waits for and what it costs."),
-    "why": ("jobs:why", "Say what a job waits for, or why it ended."),
-    "logs": ("jobs:logs", "Print what a job's driver wrote."),
+    "ps": ("jobs:ps", "List jobs, with what each waits for and what it costs."),
+    "why": ("jobs:why", "Show what a job waits for, or why it ended."),
+    "logs": ("jobs:logs", "Print the output of a job's driver."),
     "stop": ("jobs:stop", "Stop jobs; their leases are freed."),
-    "retry": ("jobs:retry", "Submit a job that is over again."),
+    "retry": ("jobs:retry", "Submit a finished job again."),
     "train": ("run:train", "Train a model on a gang."),
     "metrics": ("runs:metrics", "Print the latest steps of a training run."),
-    "plot": ("runs:plot", "Draw a training run: its numbers over its steps, and its breaks."),
-    "profile": ("runs:profile", "Profile the next steps of a running job, which goes on as it is."),
+    "plot": ("runs:plot", "Plot the metrics of a training run over its steps, with its interruptions."),
+    "profile": ("runs:profile", "Profile the next steps of a running job without restarting it."),
     "serve": ("serve:serve", "Serve a model, or list what is served."),
     "schema": ("cluster:schema", "Print the JSON schema of a spec, or of cluster.yaml's settings."),
-    "doctor": ("cluster:doctor", "Check what this machine lacks, and say how to mend it."),
+    "doctor": ("cluster:doctor", "Check what this machine lacks, and show how to fix it."),
     "data": ("run:data", "Build datasets."),
-    "autoscaler": ("autoscaler:scaler", "Look into the autoscaler."),
+    "autoscaler": ("autoscaler:scaler", "Show the autoscaler's decisions."),
     "simulate": ("simulate:simulation", "Replay recorded traces, or look ahead (--from-live)."),
-    "checkpoint": ("runs:checkpoints", "Look into checkpoints."),
+    "checkpoint": ("runs:checkpoints", "Check checkpoints."),
 }
-"""Module and name of each command or group of commands, and the line that `--help` shows of it, which a test compares
-with the command's own."""
+"""Module and name of each command or group of commands, and its line in `--help`. A test compares that line with the
+command's docstring."""
 
 _OWN_ARGUMENTS = {"run": {"allow_interspersed_args": False}}
-"""Commands whose arguments after the first belong to somebody else."""
+"""Commands whose arguments after the first are passed on to a script."""
 _HIDDEN = {"watch-notices": "cluster:watch_notices"}
 
 
@@ -93,4 +93,4 @@ def options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """The options before the command."""
+    """Handles the options before the command."""

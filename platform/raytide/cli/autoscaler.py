@@ -1,4 +1,4 @@
-"""autoscaler explain and --dry-run: every decision with its reason, those that were made and the one that would be."""
+"""autoscaler explain and --dry-run: past decisions with their reasons, and the decision that would be made now."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ scaler = typer.Typer(rich_markup_mode=None, no_args_is_help=True, invoke_without
 def options(
     context: typer.Context,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Decide on what the cluster is now; print it, do nothing of it.")
+        bool, typer.Option("--dry-run", help="Print the decision for the present state; execute nothing.")
     ] = False,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Look into the autoscaler."""
+    """Show the autoscaler's decisions."""
     if context.invoked_subcommand is not None:
         if dry_run:
-            raise UsageError("--dry-run stands alone.", hint="Say `raytide autoscaler --dry-run`.")
+            raise UsageError("--dry-run takes no command.", hint="Run `raytide autoscaler --dry-run`.")
         return
     if not dry_run:
-        raise UsageError("nothing was asked for.", hint="Say --dry-run, or what: `raytide autoscaler --help`.")
+        raise UsageError("a command or --dry-run is missing.", hint="See `raytide autoscaler --help`.")
     from raytide.autoscaler.explain import AFTER_KIND, lines
     from raytide.control.reconcile.decide import decide
 
@@ -43,17 +43,17 @@ def options(
 @scaler.command()
 def explain(
     at: Annotated[
-        str | None, typer.Option(help="What held then: HH:MM, HH:MM:SS, or a date with a time (ISO 8601).")
+        str | None, typer.Option(help="The decision in force at this time: HH:MM, HH:MM:SS, or ISO 8601.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="How many decisions, the latest last; 20, or 1 with --at.")
+        int | None, typer.Option(min=1, help="The number of decisions, latest last; 20, or 1 with --at.")
     ] = None,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Show decisions with their reasons.
 
-    What was launched, drained, placed or left waiting, why, what it costs, and what was rejected for it.
+    Each line shows what was launched, drained, placed or left waiting, why, its cost, and the rejected alternatives.
     """
     until_s = None if at is None else moment(at, datetime.now().astimezone()).timestamp()
     plans = ApiClient.find(cluster).plans(limit=limit or (20 if at is None else 1), until_s=until_s)
@@ -67,22 +67,24 @@ def explain(
     as_lines(lines(plans), indent=AFTER_KIND)
 
 
-def moment(said: str, now: datetime) -> datetime:
-    """The time that is meant: without a date the last one that was, without a zone the local one."""
+def moment(text: str, now: datetime) -> datetime:
+    """Returns the point in time. Without a date it is the last such time; without a zone it is local."""
     try:
-        if "-" in said:
-            return datetime.fromisoformat(said).astimezone(now.tzinfo)
-        at = datetime.combine(now, time.fromisoformat(said), now.tzinfo)
+        if "-" in text:
+            return datetime.fromisoformat(text).astimezone(now.tzinfo)
+        at = datetime.combine(now, time.fromisoformat(text), now.tzinfo)
     except ValueError:
-        raise UsageError(f"{said!r} is no time.", hint="Say 14:03, 14:03:20 or 2026-05-01T14:03:20+02:00.") from None
+        raise UsageError(
+            f"{text!r} is not a time.", hint="Write 14:03, 14:03:20 or 2026-05-01T14:03:20+02:00."
+        ) from None
     return at if at <= now else at - timedelta(days=1)
 
 
 def _held(plans: list[dict[str, object]], until_s: float) -> str:
-    """Whether the last of the plans still held at that time."""
+    """Returns a heading: whether the last plan was still in force at that time."""
     if not plans:
-        return "nothing had been decided by then, or it is too long ago"
+        return "no decision is stored from that time or before it"
     last_at_s = float(str(plans[-1]["last_at_s"]))
     if last_at_s >= until_s:
-        return "this held then:"
-    return f"nothing was to be done then; the last decision before it, {until_s - last_at_s:.0f} s earlier:"
+        return "the decision in force then:"
+    return f"nothing was to be done then; the last decision, {until_s - last_at_s:.0f} s earlier:"

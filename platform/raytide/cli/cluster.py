@@ -21,36 +21,36 @@ from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
 
 Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Accept a Ray that runs any code for whoever reaches it over the network.")
+    bool, typer.Option("--insecure", help="Accept a Ray that runs any code for anyone on the network.")
 ]
-Name = Annotated[str, typer.Option("--name", "--cluster", help="Several clusters on one machine have different names.")]
+Name = Annotated[str, typer.Option("--name", "--cluster", help="The cluster's name, if this machine has several.")]
 SchemaOf = Literal["cluster", "train", "data", "serve"]
 
 
 def up(
-    config: Annotated[Path | None, typer.Argument(help="A cluster.yaml; a small CPU fleet when left out.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="Nodes are real raylets on this machine.")] = False,
+    config: Annotated[Path | None, typer.Argument(help="A cluster.yaml; the default is a small CPU fleet.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Run the nodes as real raylets on this machine.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done in the cloud; do nothing.")
+        bool, typer.Option("--dry-run", help="Print the steps in the cloud without executing them.")
     ] = False,
     name: Annotated[
-        str | None, typer.Option("--name", "--cluster", help="`local`, or the file's cluster_name, when left out.")
+        str | None, typer.Option("--name", "--cluster", help="The default is `local`, or the file's cluster_name.")
     ] = None,
     owner: Annotated[
-        int | None, typer.Option("--owner", metavar="PID", help="With --local: end it when this process is gone.")
+        int | None, typer.Option("--owner", metavar="PID", help="With --local: end the cluster when this process ends.")
     ] = None,
     insecure: Insecure = False,
     json: Json = False,
 ) -> None:
     """Start a cluster: a Ray head, raytide's controller and its API.
 
-    On this machine with --local, else in the cloud that the file names, through Ray's cluster launcher.
+    With --local it runs on this machine; otherwise in the cloud that the file names, through Ray's cluster launcher.
     """
     if local and not dry_run:
         _up_here(config, name or "local", owner, json=json)
     elif config is None or local:
         asked = f"raytide up {config or 'cluster.yaml'} --dry-run" if dry_run else "raytide up --local"
-        raise UsageError("a cloud's cluster needs its cluster.yaml, and no --local.", hint=f"Say `{asked}`.")
+        raise UsageError("a cluster in a cloud needs a cluster.yaml and no --local.", hint=f"Run `{asked}`.")
     elif dry_run:
         _show_steps(config, name, insecure=insecure, json=json)
     else:
@@ -63,7 +63,9 @@ def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: boo
 
     owner = None if owner_pid is None else Process.of(owner_pid)
     if owner_pid is not None and owner is None:
-        raise UsageError(f"there is no process {owner_pid}.", hint="Name one that runs: `--owner $$` is this shell.")
+        raise UsageError(
+            f"there is no process {owner_pid}.", hint="Give the id of a running process: `--owner $$` is this shell."
+        )
     if not json:
         print(f"starting cluster {name} ...", file=sys.stderr)
     started = start(config, name=name, owner=owner)
@@ -74,7 +76,7 @@ def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: boo
     print(f"cluster {name} is up: API {started.api_url}, Ray {started.dashboard_url}")
     which = ("", "") if name == "local" else (f" --cluster {name}", f" --name {name}")
     print(f"`raytide status{which[0]}` shows it, `raytide down{which[1]}` ends it")
-    print(f'`eval "$(raytide status --ray{which[0]})"` lets Ray\'s own commands in: ray status, ray job submit')
+    print(f'`eval "$(raytide status --ray{which[0]})"` lets Ray\'s own commands find it: ray status, ray job submit')
 
 
 def _warn_of_rights(config_path: Path) -> None:
@@ -82,11 +84,11 @@ def _warn_of_rights(config_path: Path) -> None:
 
     settings = load_cluster(config_path).settings
     if len(settings.teams) > 1 and not settings.data_roots:
-        told = "warning: trainings, builds and endpoints of every team may name any data that raytide's user can read:"
-        print(f"{told} name metadata.raytide.data_roots (docs/security.md)", file=sys.stderr)
+        text = "warning: trainings, builds and endpoints of every team may read any data that raytide's user can read:"
+        print(f"{text} set metadata.raytide.data_roots (docs/security.md)", file=sys.stderr)
     if os.geteuid() == 0 and not settings.users():
-        told = "warning: scripts run as root, as raytide does, and can read every token: name another user in"
-        print(f"{told} metadata.raytide.run_as (docs/security.md)", file=sys.stderr)
+        text = "warning: scripts run as root, as raytide does, and can read every token: name another user in"
+        print(f"{text} metadata.raytide.run_as (docs/security.md)", file=sys.stderr)
 
 
 def _show_steps(config: Path, name: str | None, *, insecure: bool, json: bool) -> None:
@@ -101,7 +103,7 @@ def _show_steps(config: Path, name: str | None, *, insecure: bool, json: bool) -
 
 
 def _up_there(config: Path, name: str | None, *, insecure: bool, json: bool) -> None:
-    """Ray's launcher prints its progress, and so does what it runs: with --json all of that goes to stderr."""
+    """Starts a cloud cluster. With --json, the output of Ray's launcher and of its commands goes to stderr."""
     from raytide.control.bootstrap import cloud_launch
 
     with _stdout_to_stderr() if json else nullcontext():
@@ -109,7 +111,7 @@ def _up_there(config: Path, name: str | None, *, insecure: bool, json: bool) -> 
     if json:
         as_json({"name": head.name, "head": head.ip})
         return
-    print(f"cluster {head.name} is up; its head is {head.ip}. To look at it and to end it:")
+    print(f"cluster {head.name} is up; its head is {head.ip}. To inspect it and to end it:")
     print(f"  ray exec {config} 'raytide status --cluster {head.name}'")
     print(f"  ray exec {config} 'raytide down --name {head.name}' && ray down {config}")
 
@@ -128,13 +130,13 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 def head(
-    config: Annotated[Path, typer.Argument(help="cluster.yaml as `ray up` left it: ~/ray_bootstrap_config.yaml.")],
-    block: Annotated[bool, typer.Option("--block", help="Stay until it ends, for a container.")] = False,
+    config: Annotated[Path, typer.Argument(help="The cluster.yaml that `ray up` writes: ~/ray_bootstrap_config.yaml.")],
+    block: Annotated[bool, typer.Option("--block", help="Wait until the cluster ends; for containers.")] = False,
     insecure: Insecure = False,
 ) -> None:
     """Start controller and API beside the Ray head of this machine.
 
-    The last of cluster.yaml's head_start_ray_commands. Said again, it goes on with the file as it is now.
+    It is the last of cluster.yaml's head_start_ray_commands. Run again, it restarts them with the present file.
     """
     from raytide.control.bootstrap import cloud_head
 
@@ -146,7 +148,7 @@ def head(
 
 
 def watch_notices(cloud: Annotated[str, typer.Argument(help="aws, gcp or azure.")]) -> None:
-    """Start this node's watcher of its cloud's notices; raytide says this itself on every node that it buys."""
+    """Start this node's watcher of its cloud's notices; raytide runs this itself on every node that it buys."""
     from raytide.control.bootstrap.node_agent import watch_notices as start
 
     print(f"notices of {cloud} are watched by process {start(cloud).pid}")
@@ -155,7 +157,7 @@ def watch_notices(cloud: Annotated[str, typer.Argument(help="aws, gcp or azure."
 def down(name: Name = "local", json: Json = False) -> None:
     """End a cluster and check that no process of it is left.
 
-    On a cloud's head: end every node that raytide bought; `ray down` then ends the head.
+    On a cloud's head it ends every node that raytide bought; `ray down` then ends the head.
     """
     from raytide.control.bootstrap import cloud_head, local
     from raytide.control.bootstrap.cluster_record import HeadCluster, load, run_dir_of
@@ -177,11 +179,14 @@ def down(name: Name = "local", json: Json = False) -> None:
 def status(
     cluster: ClusterName = None,
     ray: Annotated[
-        bool, typer.Option("--ray", help='For `eval "$(raytide status --ray)"`: Ray\'s own commands find the cluster.')
+        bool,
+        typer.Option(
+            "--ray", help='For `eval "$(raytide status --ray)"`, so that Ray\'s own commands find the cluster.'
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Nodes, jobs and dollars of the cluster."""
+    """Show the nodes, jobs and cost of the cluster."""
     from raytide.control.client import ApiClient
     from raytide.control.views import to_json
 
@@ -206,11 +211,11 @@ def status(
 
 
 def schema(
-    what: Annotated[SchemaOf, typer.Argument(help="Which file it is for.")] = "cluster",
+    what: Annotated[SchemaOf, typer.Argument(help="The kind of file.")] = "cluster",
 ) -> None:
     """Print the JSON schema of a spec, or of cluster.yaml's settings.
 
-    Editors complete and check with it.
+    Editors use it to complete and check these files.
     """
     from raytide.core.config import Config
     from raytide.core.objects.cluster_config import RaytideSection
@@ -228,7 +233,7 @@ def schema(
 
 
 def doctor(json: Json = False) -> None:
-    """Check what this machine lacks, and say how to mend it."""
+    """Check what this machine lacks, and show how to fix it."""
     from raytide.control.doctor import check
 
     findings = check()
@@ -241,15 +246,15 @@ def doctor(json: Json = False) -> None:
 
 
 def demo(
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the endpoint up and print a curl line.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the cluster running and print a curl command.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Where the dataset and the model go; a temporary folder when left out.")
+        Path | None, typer.Option(help="The folder of the dataset and the model; temporary by default.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """The whole life of a model, on this machine.
+    """Run the whole life of a model on this machine.
 
-    Build a dataset, train on spot nodes that are reclaimed, serve the model under load, show what it cost.
+    It builds a dataset, trains on spot nodes that are reclaimed, serves the model under load, and shows what that cost.
     """
     from raytide.demo import run
 

@@ -23,36 +23,36 @@ from raytide.sdk.job_run import AWAY_S, Run, explain, patiently
 JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
 _FOLLOW_S = 0.5
 _MOST = 1000
-"""So many jobs the API shows at once."""
+"""The most jobs that the API returns at once."""
 
 
 def ps(
     cluster: ClusterName = None,
-    limit: Annotated[int, typer.Option(min=1, max=_MOST, help="How many jobs, newest first.")] = 50,
-    active: Annotated[bool, typer.Option("--active", "-a", help="Only those that are not over.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again whenever it changes.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=_MOST, help="The number of jobs, newest first.")] = 50,
+    active: Annotated[bool, typer.Option("--active", "-a", help="Only jobs that have not ended.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Print the table again whenever it changes.")] = False,
     json: Json = False,
 ) -> None:
-    """Jobs, with what each waits for and what it costs."""
+    """List jobs, with what each waits for and what it costs."""
     look = partial(ApiClient.find(cluster).jobs, limit=limit, active=active)
     views = look()
     _show(views, json)
     if len(views) == limit and not json:
-        more = ["`--limit` shows more"] * (limit < _MOST) + ["`--active` those that are not over"] * (not active)
+        more = ["`--limit` shows more"] * (limit < _MOST) + ["`--active` only those that have not ended"] * (not active)
         print(f"the newest {limit}{'; ' * bool(more)}{', '.join(more)}", file=sys.stderr)
     if watch:
         _watch(look, views, json)
 
 
 def _watch(look: Callable[[], list[JobView]], views: list[JobView], json: bool) -> None:
-    """On a terminal it is drawn anew, as much as fits; a pipe gets it again when some job got on."""
+    """Prints the table repeatedly: redrawn on a terminal, cut to its height; in a pipe, when a job made progress."""
     is_drawn = sys.stdout.isatty() and not json
     away_since_s: float | None = None
     while True:
         time.sleep(_FOLLOW_S)
         try:
             before, views = views, look()
-        except ClusterError as error:  # an API that restarts ends no watch
+        except ClusterError as error:  # a restart of the API does not end the watch
             if away_since_s is None:
                 away_since_s = time.monotonic()
                 print(f"raytide: {error}", file=sys.stderr)
@@ -68,7 +68,7 @@ def _watch(look: Callable[[], list[JobView]], views: list[JobView], json: bool) 
 
 
 def _standing(view: JobView) -> tuple[object, ...]:
-    """What is news about it: neither dollars nor steps, which always change."""
+    """Returns the fields whose changes are worth printing: neither cost nor steps, which always change."""
     waits = "" if view.waiting is None else view.waiting.constraint
     return view.job.id, view.job.state, view.position, view.job.progress.get("stage"), waits
 
@@ -86,11 +86,11 @@ def _show(views: list[JobView], json: bool, *, height: int = 0) -> None:
 
 
 def why(
-    job_id: Annotated[str, typer.Argument(help="A job, or `unmanaged`: all work in Ray that has no lease.")],
+    job_id: Annotated[str, typer.Argument(help="A job, or `unmanaged` for all work in Ray without a lease.")],
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Say what a job waits for, or why it ended."""
+    """Show what a job waits for, or why it ended."""
     client = ApiClient.find(cluster)
     if json:
         as_json(to_json(client.why(job_id)))
@@ -103,15 +103,15 @@ def why(
 
 def logs(
     job_id: JobId,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the output until the job ends.")] = False,
     tail: Annotated[
         int | None,
-        typer.Option("--tail", "-n", min=0, help="Only so many lines, the last ones; of the last 32 MiB at most."),
+        typer.Option("--tail", "-n", min=0, help="Only this many last lines, out of the last 32 MiB."),
     ] = None,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Print what a job's driver wrote."""
+    """Print the output of a job's driver."""
     client = ApiClient.find(cluster)
     look = partial(client.job, job_id)
     job = Run(client, patiently(job_id, look) if follow else look())
@@ -134,7 +134,7 @@ def stop(
     for job_id in job_ids:
         try:
             views.append(client.stop(job_id))
-        except RaytideError as error:  # the others are stopped all the same
+        except RaytideError as error:  # the others are still stopped
             wrong.append(error)
             continue
         if not json:
@@ -148,9 +148,9 @@ def stop(
 
 
 def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
-    """Submit a job that is over again.
+    """Submit a finished job again.
 
-    Training goes on from its last checkpoint.
+    Training continues from its last checkpoint.
     """
     view = ApiClient.find(cluster).retry(job_id)
     if json:
@@ -183,7 +183,7 @@ def _row(view: JobView, now: float) -> tuple[object, ...]:
 
 
 def _due(job: Job, now: float) -> str:
-    """How long there is, or by how much it was late; of what was not done by then, nothing."""
+    """Returns the time left until the deadline, or the delay; "-" for a job that ended before it without success."""
     if (due_at_s := job.spec.due_at_s) is None:
         return "-"
     end_s = job.ended_at_s if job.ended_at_s is not None else now

@@ -1,4 +1,4 @@
-"""quota, budget, cost: what teams may hold and spend, how much of it they do, and what it was spent on."""
+"""quota, budget, cost: limits on what teams hold and spend, their usage, and what the money was spent on."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _QUOTA = frozenset({"quota", "borrow", "lend", "weight"})
 _PAGE = 1000
 
-quota = typer.Typer(rich_markup_mode=None, help="What teams may hold.")
-budget = typer.Typer(rich_markup_mode=None, help="What teams and jobs may spend.")
+quota = typer.Typer(rich_markup_mode=None, help="Show or change the quotas of teams.")
+budget = typer.Typer(rich_markup_mode=None, help="Show or change the budgets of teams and jobs.")
 
 
 @quota.callback(invoke_without_command=True)
 def quotas(context: typer.Context, cluster: ClusterName = None, json: Json = False) -> None:
-    """What teams may hold, and hold."""
+    """Shows the quota and usage of each team."""
     if context.invoked_subcommand is not None:
         return
     teams = ApiClient.find(cluster).teams()
@@ -51,31 +51,35 @@ def quotas(context: typer.Context, cluster: ClusterName = None, json: Json = Fal
 def set_quota(
     team: Name,
     amounts: Amounts = None,
-    borrow: Annotated[list[str] | None, typer.Option(help="RESOURCE=AMOUNT beyond its own at most.")] = None,
-    lend: Annotated[list[str] | None, typer.Option(help="RESOURCE=AMOUNT of its own that others may use.")] = None,
-    weight: Annotated[float | None, typer.Option(help="Its part in the fair share.")] = None,
+    borrow: Annotated[
+        list[str] | None, typer.Option(help="RESOURCE=AMOUNT: the most that it may borrow beyond its quota.")
+    ] = None,
+    lend: Annotated[
+        list[str] | None, typer.Option(help="RESOURCE=AMOUNT: the most of its quota that others may use.")
+    ] = None,
+    weight: Annotated[float | None, typer.Option(help="The team's weight in fair sharing.")] = None,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Change what a team may hold; resources that are not named stay as they are, and follow cluster.yaml."""
+    """Change a team's quota. Resources that are not named keep their quota and follow cluster.yaml."""
     changes: dict[str, object] = {} if weight is None else {"weight": weight}
     for what, given in (("quota", amounts), ("borrow", borrow), ("lend", lend)):
         if given:
             changes[what] = _amounts(given)
     if not changes:
-        raise UsageError("nothing was given to set.", hint="Write RESOURCE=AMOUNT, --borrow, --lend or --weight.")
+        raise UsageError("no change was given.", hint="Write RESOURCE=AMOUNT, --borrow, --lend or --weight.")
     _show_quota(team, ApiClient.find(cluster).change_team(team, **changes), json)
 
 
 @quota.command("reset")
 def reset_quota(team: Name, cluster: ClusterName = None, json: Json = False) -> None:
-    """Forget what `quota set` set: cluster.yaml holds again."""
+    """Remove the changes of `quota set`, so that cluster.yaml applies again."""
     _show_quota(team, ApiClient.find(cluster).change_team(team, **dict.fromkeys(_QUOTA)), json)
 
 
 @budget.callback(invoke_without_command=True)
 def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = False) -> None:
-    """What teams may spend this month, and have; and jobs that are not over and have a budget of their own."""
+    """Shows the budgets and this month's cost of each team, and active jobs that have their own budgets."""
     if context.invoked_subcommand is not None:
         return
     client = ApiClient.find(cluster)
@@ -92,40 +96,40 @@ def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = Fa
 
 @budget.command("set")
 def set_budget(
-    who: Annotated[str, typer.Argument(help="A team, or a job.")],
+    name: Annotated[str, typer.Argument(help="A team, or a job.")],
     limit: Annotated[
         str,
-        typer.Argument(metavar="USD[/month]", help="Dollars: in all for a job, each month for a team; or `none`."),
+        typer.Argument(metavar="USD[/month]", help="Dollars: in total for a job, each month for a team; or `none`."),
     ],
-    soft: Annotated[bool, typer.Option("--soft", help="The limit from which on it has spot nodes only.")] = False,
+    soft: Annotated[bool, typer.Option("--soft", help="A soft limit: beyond it, only spot nodes are used.")] = False,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Limit what a team spends a month, or a job in all or a month."""
+    """Limit the cost of a team each month, or of a job in total or each month."""
     usd: float | None = None
     per: BudgetPer = "job"
     if limit != "none":
         usd, per = parse_limit(limit)
     client = ApiClient.find(cluster)
-    if who in {team.name for team in client.teams()}:
-        changed: object = client.change_team(who, budget={"soft_usd" if soft else "hard_usd": usd})
+    if name in {team.name for team in client.teams()}:
+        changed: object = client.change_team(name, budget={"soft_usd" if soft else "hard_usd": usd})
     else:
         try:
-            changed = client.set_job_budget(who, usd, soft=soft, per=per)
+            changed = client.set_job_budget(name, usd, soft=soft, per=per)
         except NotFoundError:
             hint = "`raytide budget` lists the teams, `raytide ps` the jobs."
-            raise NotFoundError(f"there is neither a team nor a job {who}.", hint=hint) from None
+            raise NotFoundError(f"there is neither a team nor a job {name}.", hint=hint) from None
     if json:
         as_json(to_json(changed))
     else:
         span = " a month" if per == "month" or isinstance(changed, TeamSpec) else ""
         amount = "without limit" if usd is None else f"{format_usd(micro_usd(usd))}{span}"
-        print(f"{who} may spend {amount}{' before it is limited to spot' if soft else ''}")
+        print(f"{name} may spend {amount}{' before it is limited to spot' if soft else ''}")
 
 
 @budget.command("reset")
 def reset_budget(team: Name, cluster: ClusterName = None, json: Json = False) -> None:
-    """Forget what `budget set` set for a team: cluster.yaml holds again."""
+    """Remove the changes of `budget set` for a team, so that cluster.yaml applies again."""
     spec = ApiClient.find(cluster).change_team(team, budget=None)
     if json:
         as_json(to_json(spec))
@@ -141,7 +145,7 @@ def _show_quota(team: str, spec: TeamSpec, json: bool) -> None:
 
 
 def _amounts(given: list[str]) -> dict[str, float]:
-    wrong = f"{' '.join(given)} is no list of RESOURCE=AMOUNT."
+    wrong = f"{' '.join(given)} is not a list of RESOURCE=AMOUNT."
     pairs = (text.partition("=") for text in given)
     return {name: finite(amount, wrong, "Write H100=16.") for name, _, amount in pairs}
 
@@ -171,7 +175,7 @@ def _budget_row(team: TeamView) -> tuple[str, ...]:
 
 
 def _active(client: ApiClient) -> list[JobView]:
-    """All jobs that are not over. A page may be cut off by its size, so only one without a new job is the last."""
+    """Returns all active jobs. A page may be cut off by its size, so only a page without new jobs is the last."""
     found: dict[str, JobView] = {}
     while True:
         page = client.jobs(limit=_PAGE, offset=len(found), active=True)
@@ -201,14 +205,16 @@ def _words(amounts: Mapping[str, float]) -> str:
 
 
 def cost(
-    by: Annotated[By | None, typer.Option(help="How to group it.")] = None,
-    since: Annotated[str, typer.Option(help="Only what began since then: 12h, 30d.")] = "",
-    forecast: Annotated[bool, typer.Option("--forecast", help="Also what it will be at the month's end.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values, in dollars.")] = False,
+    by: Annotated[By | None, typer.Option(help="The grouping.")] = None,
+    since: Annotated[str, typer.Option(help="Only intervals that began within this time: 12h, 30d.")] = "",
+    forecast: Annotated[
+        bool, typer.Option("--forecast", help="Add the expected cost at the end of the month.")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values in dollars.")] = False,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Dollars by job, endpoint and team, or grouped."""
+    """Show the cost by job, endpoint and team, or grouped."""
     client = ApiClient.find(cluster)
     if by is None and not (since or forecast or as_csv):
         _show_report(client.cost(), json)
@@ -224,9 +230,9 @@ def cost(
 
 
 def seconds(text: str) -> float:
-    """`30d` in seconds."""
+    """Returns the seconds of a duration such as `30d`. Raises UsageError."""
     if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text)) is None:
-        raise UsageError(f"{text!r} is no time.", hint="Write 45m, 12h, 30d or 4w.")
+        raise UsageError(f"{text!r} is not a duration.", hint="Write 45m, 12h, 30d or 4w.")
     return float(found[1]) * _UNITS_S[found[2]]
 
 

@@ -1,4 +1,4 @@
-"""The options that several commands share: what a job needs of its nodes, and what the queue is told of it."""
+"""The options that several commands share: the resources of a job, and its options for the queue."""
 
 from __future__ import annotations
 
@@ -15,36 +15,39 @@ from raytide.sdk.options import GangOptions, JobOptions
 from raytide.sdk.script import pairs_of, parse_range, parse_shape
 
 Gpus = Annotated[str | None, typer.Option(help="GPUs of each node: 8, H100:8, or 0.5.")]
-Cpus = Annotated[float | None, typer.Option(min=0, help="CPUs of each node; 1 where nothing is asked for.")]
+Cpus = Annotated[float | None, typer.Option(min=0, help="CPUs of each node; 1 without any request.")]
 Memory = Annotated[str | None, typer.Option(help="Memory of each node: 64GiB.")]
-Nodes = Annotated[str | None, typer.Option(help="The number of nodes; `1:4` starts and goes on with fewer than 4.")]
+Nodes = Annotated[str | None, typer.Option(help="The number of nodes; `1:4` runs with any number from 1 to 4.")]
 Spot = Annotated[
-    bool | None, typer.Option("--spot/--on-demand", help="Only spot nodes, or none; whichever costs less by default.")
+    bool | None,
+    typer.Option("--spot/--on-demand", help="Only spot or only on-demand nodes; the default is the cheaper one."),
 ]
 Labels = Annotated[list[str] | None, typer.Option(help="A label that the nodes must have, KEY=VALUE.")]
 Shapes = Annotated[
     list[str] | None,
-    typer.Option("--shape", help="2xGPU:8,CPU:16@KEY=VALUE in place of these; several in order of preference."),
+    typer.Option(
+        "--shape", help="2xGPU:8,CPU:16@KEY=VALUE in place of these options; repeat it in order of preference."
+    ),
 ]
-Priority = Annotated[str, typer.Option(help="A class of metadata.raytide.priorities.")]
+Priority = Annotated[str, typer.Option(help="A priority class of metadata.raytide.priorities.")]
 Budget = Annotated[
     str | None,
     typer.Option(
         metavar="USD[/month]",
-        help="Dollars in all or each month. A job that has cost as much is not admitted, and checkpoints and waits "
-        "where it may be preempted.",
+        help="Dollars in total or each month. A job that has reached its budget is not admitted; a preemptible one "
+        "that runs saves a checkpoint and waits.",
     ),
 ]
 Deadline = Annotated[
     str | None,
     typer.Option(
         help="When the job must be done: 8h, 1d12h, or 2026-11-22T08:00 (local time without a zone). The job then runs "
-        "on spot, waits, or runs on demand, whichever is the cheapest way to be in time."
+        "on spot, waits, or runs on demand, whichever is the cheapest way to meet the deadline."
     ),
 ]
 EstimateH = Annotated[
     float | None,
-    typer.Option("--estimate", help="Hours of work on the whole gang, until the job itself reports its progress."),
+    typer.Option("--estimate", help="Hours of work on the whole gang; used until the job reports its progress."),
 ]
 
 
@@ -75,14 +78,14 @@ def resources(
         if options:
             raise UsageError(
                 "--shape cannot be combined with --gpus, --cpus, --memory, --nodes, --spot or --labels.",
-                hint="Write all of it into the shape: 2xGPU:8,CPU:16@KEY=VALUE.",
+                hint="Write everything into the shape: 2xGPU:8,CPU:16@KEY=VALUE.",
             )
         options["shapes"] = [parse_shape(text) for text in shapes]
     return options
 
 
 def queueing(priority: str, budget: str | None, deadline: str | None, estimate_h: float | None) -> JobOptions:
-    """Returns what the queue is told of a job, as the SDK takes it."""
+    """Returns the options for the queue that were given, as the SDK takes them."""
     options: JobOptions = {"priority": priority, "deadline": _with_zone(deadline), "estimate_h": estimate_h}
     if budget is not None:
         options["budget_usd"], options["budget_per"] = parse_limit(budget)
@@ -90,9 +93,9 @@ def queueing(priority: str, budget: str | None, deadline: str | None, estimate_h
 
 
 def parse_limit(text: str) -> tuple[float, BudgetPer]:
-    """Returns the dollars of `500` or `500/month`, and what they are for."""
+    """Returns the dollars of `500` or `500/month`, and their period. Raises UsageError."""
     amount, slash, period = text.partition("/")
-    wrong, hint = f"{text} is no budget.", "Write 250 or 250/month."
+    wrong, hint = f"{text} is not a budget.", "Write 250 or 250/month."
     if slash and period != "month":
         raise UsageError(wrong, hint=hint)
     return finite(amount, wrong, hint), "month" if slash else "job"
@@ -109,7 +112,7 @@ def finite(text: str, wrong: str, hint: str) -> float:
 
 
 def _with_zone(deadline: str | None) -> str | None:
-    """A date and time without a zone is local time; any other text is left to the job's own check."""
+    """Returns a date and time with its zone, local by default; any other text unchanged, for the job to check."""
     try:
         return deadline and datetime.fromisoformat(deadline).astimezone().isoformat()
     except ValueError:

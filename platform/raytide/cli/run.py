@@ -34,7 +34,7 @@ from raytide.sdk.options import GangOptions
 from raytide.sdk.script import pairs_of
 
 Spec = Annotated[Path, typer.Argument(help="A YAML file.")]
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it is over.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the job ends.")]
 data = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 _FOLLOW_S = 0.3
 
@@ -42,7 +42,7 @@ _FOLLOW_S = 0.3
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python file, another executable file, or a command.")],
-    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="The arguments of the script.")] = None,
     gpus: Gpus = None,
     cpus: Cpus = None,
     memory: Memory = None,
@@ -50,18 +50,18 @@ def run(
     spot: Spot = None,
     labels: Labels = None,
     shapes: Shapes = None,
-    nproc_per_node: Annotated[str, typer.Option(help="Processes on each node; `gpu` is one for each GPU.")] = "1",
-    working_dir: Annotated[Path, typer.Option(help="The folder that is uploaded, in which the script runs.")] = Path(),
+    nproc_per_node: Annotated[str, typer.Option(help="Processes on each node; `gpu` starts one for each GPU.")] = "1",
+    working_dir: Annotated[Path, typer.Option(help="The folder to upload; the script runs in it.")] = Path(),
     exclude: Annotated[list[str] | None, typer.Option(help="A pattern of files that are not uploaded.")] = None,
-    env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for the script.")] = None,
-    retries: Annotated[int, typer.Option(min=0, help="Further starts after a process ended with an error.")] = 0,
+    env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: an environment variable of the script.")] = None,
+    retries: Annotated[int, typer.Option(min=0, help="Restarts after a process failed.")] = 0,
     name: Annotated[str, typer.Option(help="The job's name; the script's by default.")] = "",
     team: Annotated[str | None, typer.Option(help="The job's team; the token's own by default.")] = None,
-    tag: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of the job, by which costs can be grouped.")] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE: a tag of the job, by which costs can be grouped.")
+    ] = None,
     priority: Priority = "normal",
-    preemptible: Annotated[
-        bool, typer.Option("--preemptible", help="The queue may ask the job to free its nodes.")
-    ] = False,
+    preemptible: Annotated[bool, typer.Option("--preemptible", help="Allow the queue to preempt the job.")] = False,
     budget: Budget = None,
     deadline: Deadline = None,
     estimate: EstimateH = None,
@@ -71,10 +71,12 @@ def run(
 ) -> None:
     """Run a script on every node of a gang.
 
-    Options stand before the script; what follows it is the script's.
+    Options stand before the script; everything after it is passed to the script.
     """
     if own := {name for option in context.command.params for name in option.opts}.intersection(args or ()):
-        note = f"{', '.join(sorted(own))} after the script is given to it; raytide's own options stand before {script}."
+        note = (
+            f"{', '.join(sorted(own))} after the script is passed to it; raytide's own options stand before {script}."
+        )
         print(f"raytide: {note}", file=sys.stderr)
     options: GangOptions = {
         **resources(gpus, cpus, memory, nodes, spot, labels, shapes),
@@ -99,7 +101,7 @@ def run(
             _follow_script(job, quiet=json)
     except KeyboardInterrupt:
         hint = f"`raytide logs -f {job.id}` follows it, `raytide stop {job.id}` ends it"
-        print(f"{job.id} goes on: {hint}", file=sys.stderr)
+        print(f"{job.id} keeps running: {hint}", file=sys.stderr)
         raise
     if json:
         as_json(job.json())
@@ -170,13 +172,14 @@ def train(
 
 
 def follow(run: Run, wait: bool, json: bool) -> None:
-    """Show a job until it is over. Whoever stops watching does not stop it."""
+    """Prints the state of a job until it ends. An interrupt ends the watching, not the job."""
     try:
         if wait:
             _print_changes(run, quiet=json)
     except KeyboardInterrupt:
         print(
-            f"{run.id} goes on: `raytide logs -f {run.id}` follows it, `raytide stop {run.id}` ends it", file=sys.stderr
+            f"{run.id} keeps running: `raytide logs -f {run.id}` follows it, `raytide stop {run.id}` ends it",
+            file=sys.stderr,
         )
         raise
     if json:
@@ -212,7 +215,7 @@ def _short(value: float | int | str) -> str:
 
 
 def _follow_script(job: Run, *, quiet: bool) -> None:
-    """What the script prints goes to stdout, what it waits for to stderr."""
+    """Prints the script's output to stdout, and the reasons of its waits to stderr, until the job ends."""
     waits, after = "", ""
     while True:
         view = patiently(job.id, job.refresh).view

@@ -1,4 +1,4 @@
-"""metrics, plot, profile, checkpoint verify: what training runs wrote, by job or by directory."""
+"""metrics, plot, profile, checkpoint verify: they read the files of training runs, by job or by directory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from raytide.core.errors import CheckpointError, UsageError
 from raytide.core.objects.job import JobKind
 
 Which = Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="A training job, or a run's `out` directory.")]
-Target = Annotated[str, typer.Argument(help="A run, its checkpoints folder or one of them: a path or an fsspec URL.")]
-checkpoints = typer.Typer(rich_markup_mode=None, help="Look into checkpoints.", no_args_is_help=True)
+Target = Annotated[str, typer.Argument(help="The path or fsspec URL of a run, of its checkpoints, or of one of them.")]
+checkpoints = typer.Typer(rich_markup_mode=None, help="Check checkpoints.", no_args_is_help=True)
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "data_s", "world")
 
 
 def metrics(
     which: Which,
-    last: Annotated[int, typer.Option(min=1, help="How many steps, the latest ones.")] = 20,
+    last: Annotated[int, typer.Option(min=1, help="The number of latest steps.")] = 20,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
@@ -41,13 +41,13 @@ def plot(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Draw a training run: its numbers over its steps, and its breaks."""
+    """Plot the metrics of a training run over its steps, with its interruptions."""
     from raytide.actors.trainer.run_log import history
     from raytide.actors.trainer.run_log import plot as draw
     from raytide.core.io.storage import full_disk_is_an_error
 
     if output.suffix not in (".svg", ".html"):
-        raise UsageError(f"cannot draw into {output}.", hint="Name a .svg or an .html file.")
+        raise UsageError(f"cannot draw into {output}.", hint="Name a .svg or .html file.")
     run = history.read(_out(which, cluster))
     drawn = draw.html(run, which) if output.suffix == ".html" else draw.svg(run, which)
     with full_disk_is_an_error(str(output)):
@@ -60,11 +60,11 @@ def plot(
 
 def profile(
     which: Which,
-    steps: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="The number of steps.")] = 3,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Profile the next steps of a running job, which goes on as it is."""
+    """Profile the next steps of a running job without restarting it."""
     from raytide.actors.trainer.run_log import profiler
 
     out = _out(which, cluster)
@@ -77,7 +77,7 @@ def profile(
 
 @checkpoints.callback()
 def checkpoint() -> None:
-    """Look into checkpoints."""
+    """Check checkpoints."""
 
 
 @checkpoints.command()
@@ -95,14 +95,14 @@ def verify(target: Target, json: Json = False) -> None:
     if bad:
         raise CheckpointError(
             f"{len(bad)} of {len(verdicts)} checkpoints at {target} are bad.",
-            hint="Delete them: a run passes them over.",
+            hint="Delete them. A run ignores them.",
         )
     if not any(verdict.state == "whole" for verdict in verdicts):
         raise CheckpointError(f"no checkpoint at {target} is whole.", hint="The run has not finished its first save.")
 
 
 def _out(which: str, cluster: str | None) -> str:
-    """The directory or URL itself, or that of the job."""
+    """Returns the run's directory or URL, looked up if a job is given."""
     if "://" in which or Path(which).is_dir():
         return which
     job = ApiClient.find(cluster).job(which).job

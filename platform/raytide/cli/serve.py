@@ -26,36 +26,34 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(help="A Hugging Face directory, or a ServeSpec in a YAML file.")
     ] = None,
-    name: Annotated[str, typer.Option(help="The endpoint's, and so the model's, name.")] = "",
-    replicas: Annotated[str, typer.Option(help="`2`, or `1:4` for as many as the load needs; 1 when left out.")] = "",
+    name: Annotated[str, typer.Option(help="The name of the endpoint and of its model.")] = "",
+    replicas: Annotated[str, typer.Option(help="`2`, or `1:4` to follow the load; the default is 1.")] = "",
     slo_ttft_s: Annotated[
-        float | None, typer.Option("--slo-ttft-s", help="First tokens are meant to come within so many seconds.")
+        float | None, typer.Option("--slo-ttft-s", help="The goal for the time to first token, in seconds.")
     ] = None,
     slo_target: Annotated[
-        float | None, typer.Option(help="The share of requests that is meant to be in time, 0.95; cheapest so.")
+        float | None, typer.Option(help="The share of requests to serve in time, such as 0.95, at the lowest cost.")
     ] = None,
     target_ongoing: Annotated[
-        float | None, typer.Option(help="Requests that one replica is meant to carry, without --slo-target.")
+        float | None, typer.Option(help="The number of requests per replica to aim at, without --slo-target.")
     ] = None,
     gpus: Annotated[str | None, typer.Option(help="GPUs of each replica: 1, H100:8, or 0.5.")] = None,
-    cpus: Annotated[
-        float | None, typer.Option(min=0, help="CPUs of each replica; 1 where nothing is asked for.")
-    ] = None,
+    cpus: Annotated[float | None, typer.Option(min=0, help="CPUs of each replica; 1 without any request.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of each replica: 64GiB.")] = None,
     spot: Spot = None,
     labels: Labels = None,
     team: Annotated[str, typer.Option(help="The endpoint's team; the token's own by default.")] = "",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Print the engine that would run and why; serve nothing.")
+        bool, typer.Option("--explain", help="Print which engine would run, and why; serve nothing.")
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until a replica answers.")] = True,
-    delete: Annotated[str, typer.Option(help="End the endpoint of this name.")] = "",
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until a replica answers.")] = True,
+    delete: Annotated[str, typer.Option(help="Delete the endpoint of this name.")] = "",
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Serve a model, or list what is served.
 
-    The address that it prints takes every OpenAI client. Options go before what a YAML file says.
+    Every OpenAI client can use the address that it prints. Options override the fields of a YAML file.
     """
     asked = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target, "target_ongoing": target_ongoing}
     if replicas:
@@ -63,9 +61,9 @@ def serve(
     counts = {key: value for key, value in asked.items() if value is not None}
     needs = resources(gpus, cpus, memory, None, spot, labels)
     if model is None and (name or team or counts or needs or explain):
-        raise UsageError("what should be served so was not said.", hint="Name the model: `raytide serve MODEL ...`.")
+        raise UsageError("the model is missing.", hint="Name the model: `raytide serve MODEL ...`.")
     if model is not None and delete:
-        raise UsageError("a model is served or an endpoint deleted, not both.", hint="Make two commands of it.")
+        raise UsageError("a model and --delete cannot be combined.", hint="Run two commands.")
     if model is not None and explain:
         _explain(_spec(model, {"name": name, "team": team}, counts, needs), json=json)
         return
@@ -79,7 +77,8 @@ def serve(
                 _print_changes(handle, quiet=json)
         except KeyboardInterrupt:
             print(
-                f"{handle.name} goes on: `raytide serve` shows it, `raytide serve --delete {handle.name}` ends it",
+                f"{handle.name} keeps running: `raytide serve` shows it, `raytide serve --delete {handle.name}` ends "
+                "it",
                 file=sys.stderr,
             )
             raise
@@ -137,6 +136,6 @@ def _spec(
         fields, where = {"name": folder.name.lower(), "model": str(folder)}, "serve"
     fields |= {key: value for key, value in names.items() if value}
     own = fields.get("replicas", {})
-    if replicas and isinstance(own, Mapping):  # the spec refuses anything else
+    if replicas and isinstance(own, Mapping):  # the spec rejects anything else
         fields["replicas"] = {**own, **replicas}
     return with_resources(ServeSpec.parse(fields, where=where), needs)

@@ -15,9 +15,9 @@ from raytide.core.bounds import printable
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _LEAST_ROOM = 30
-"""A narrower column of words is harder to read than one that stands below its row."""
+"""The least width of a column of words; a narrower one is printed below its row."""
 _BELOW = 6
-ClusterName = Annotated[str | None, typer.Option("--cluster", help="Which cluster; `local` when left out.")]
+ClusterName = Annotated[str | None, typer.Option("--cluster", help="The cluster's name; `local` by default.")]
 
 
 def as_json(value: Any) -> None:
@@ -25,7 +25,7 @@ def as_json(value: Any) -> None:
 
 
 def as_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, height: int = 0) -> None:
-    """`height`: so many lines of it on a terminal; 0 for all."""
+    """Prints a table: aligned on a terminal, at most `height` lines (0 for all); tab-separated in a pipe."""
     shown = [[printable(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
         print("\n".join(fitted(columns, shown, shutil.get_terminal_size().columns)[: height or None]))
@@ -35,15 +35,15 @@ def as_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, height
 
 
 def as_lines(lines: Iterable[str], *, indent: int) -> None:
-    """Each on its own; on a terminal what does not fit goes on below, so far to the right."""
+    """Prints the lines; on a terminal, long ones are wrapped and continue at column `indent`."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for line in lines:
         print("\n".join(_wrapped(line, width, indent)) if len(line) > width > 0 else line)
 
 
 def fitted(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Lines of a table. One that is too wide loses the columns that say nothing in any row. If it still is, its last
-    column, words as a rule, goes on below itself, or stands below its row when there is no room for it."""
+    """Returns the lines of a table. If it is too wide, columns that are empty in every row are left out. If it is still
+    too wide, its last column is wrapped, or printed below its row when it would be too narrow."""
     table = [[cell.replace("\n", " ") for cell in row] for row in [columns, *rows]]
     if _width(table) > width:
         last = len(columns) - 1
@@ -73,7 +73,7 @@ def _width(table: Sequence[Sequence[str]]) -> int:
 
 
 def _wrapped(line: str, width: int, indent: int) -> list[str]:
-    """Words that are too long, as addresses and paths, stay whole."""
+    """Returns the line wrapped at spaces: long words such as addresses and paths stay whole."""
     return textwrap.wrap(
         line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     ) or [""]

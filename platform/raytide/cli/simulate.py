@@ -1,4 +1,4 @@
-"""simulate: production decisions forward from the live cluster, and with their baselines on recorded traces."""
+"""simulate: runs production decisions forward from the live cluster, or with baselines on recorded traces."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ simulation = typer.Typer(rich_markup_mode=None, no_args_is_help=True, invoke_wit
 def options(
     context: typer.Context,
     from_live: Annotated[
-        bool, typer.Option("--from-live", help="Go on from what the cluster is now, on a virtual clock.")
+        bool, typer.Option("--from-live", help="Continue from the present state on a virtual clock.")
     ] = False,
-    hours: Annotated[float, typer.Option(help="How far.")] = 1.0,
+    hours: Annotated[float, typer.Option(help="The hours to simulate.")] = 1.0,
     launch_s: Annotated[
-        float | None, typer.Option(help="Until a new node joins; as the cluster's own did when left out.")
+        float | None, typer.Option(help="Seconds until a new node joins; by default as measured.")
     ] = None,
     job_hours: Annotated[
-        float | None, typer.Option(help="How long every job runs from its start; none ends when left out.")
+        float | None, typer.Option(help="The hours that every job runs; by default none ends.")
     ] = None,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Replay recorded traces, or look ahead (--from-live).
 
-    Looking ahead, load and prices stay as they are, nothing new comes in, every pool sells, and no node is lost.
+    A look ahead assumes that load and prices stay the same, nothing is submitted, every pool has stock, and no node is
+    lost.
     """
     if context.invoked_subcommand is not None:
         if from_live:
-            raise UsageError("--from-live stands alone.", hint="Say `raytide simulate --from-live`.")
+            raise UsageError("--from-live takes no command.", hint="Run `raytide simulate --from-live`.")
         return
     if not from_live:
-        raise UsageError("nothing was asked for.", hint="Say --from-live, or what: `raytide simulate --help`.")
+        raise UsageError("a command or --from-live is missing.", hint="See `raytide simulate --help`.")
     from raytide.control.client import ApiClient
     from raytide.simulate.live.replay import look_ahead
 
@@ -69,23 +70,23 @@ def options(
 @simulation.command()
 def deadline(
     spot: Annotated[Path, typer.Option(help="A JSON file of spot traces.")],
-    collection: Annotated[str, typer.Option(help="The traces whose key contains this, cut to the shortest of them.")],
+    collection: Annotated[str, typer.Option(help="Use the traces whose key contains this, cut to the shortest.")],
     policy: Annotated[
         str,
         typer.Option(help="raytide, greedy, uniform-progress (its variant C), uniform-progress-a, -b, -c, optimal."),
     ] = "raytide",
-    zones: Annotated[str, typer.Option(help="Zones of one pool, separated by commas; all when left out.")] = "",
-    slack: Annotated[float, typer.Option(help="What the deadline leaves beyond the work, as a share of it.")] = 0.25,
-    hours: Annotated[float, typer.Option(help="Work on one node.")] = 48.0,
-    restart_hours: Annotated[float, typer.Option(help="What every start wastes.")] = 0.2,
-    starts: Annotated[int, typer.Option(help="Runs, evenly over the trace.")] = 12,
-    gpu: Annotated[str | None, typer.Option(help="The GPU of the traces, where they are of several.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="The same for the GPUs of a node.")] = None,
+    zones: Annotated[str, typer.Option(help="The zones of one pool, separated by commas; all by default.")] = "",
+    slack: Annotated[float, typer.Option(help="The spare time until the deadline, as a share of the work.")] = 0.25,
+    hours: Annotated[float, typer.Option(help="The hours of work on one node.")] = 48.0,
+    restart_hours: Annotated[float, typer.Option(help="The hours that every start wastes.")] = 0.2,
+    starts: Annotated[int, typer.Option(help="The number of runs, spread evenly over the trace.")] = 12,
+    gpu: Annotated[str | None, typer.Option(help="The GPU type, if the traces have several.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="The GPUs of a node, if the traces have several.")] = None,
     json: Json = False,
 ) -> None:
     """Run a job with a deadline on recorded spot markets.
 
-    Costs are shares of the job's cost on demand, means over the starts.
+    Costs are shares of the job's cost on demand, averaged over the starts.
     """
     from raytide.simulate.deadline.compare import run
     from raytide.simulate.deadline.policies import policy as named
@@ -115,12 +116,12 @@ def deadline(
 @simulation.command()
 def serving(
     requests: Annotated[
-        Path, typer.Option(help="CSV with t_s, prompt_tokens, output_tokens; repeated to fill the days.")
+        Path, typer.Option(help="A CSV file with t_s, prompt_tokens, output_tokens; repeated to fill the days.")
     ],
-    spot: Annotated[Path, typer.Option(help="JSON of spot traces.")],
-    collection: Annotated[str, typer.Option(help="The traces whose key contains this, cut to the shortest of them.")],
+    spot: Annotated[Path, typer.Option(help="A JSON file of spot traces.")],
+    collection: Annotated[str, typer.Option(help="Use the traces whose key contains this, cut to the shortest.")],
     envelope: Annotated[
-        Path | None, typer.Option(help="CSV with hour, requests; an hour without a row had none. Flat when left out.")
+        Path | None, typer.Option(help="A CSV file with hour, requests; missing hours have none. Flat by default.")
     ] = None,
     gpu: Annotated[str, typer.Option(help="The GPU of the traces.")] = "v100",
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node.")] = 1,
@@ -130,27 +131,29 @@ def serving(
         str,
         typer.Option(help="`raytide`, `static`, `serve-ondemand`, `spot-naive`, or `spothedge-0` to `spothedge-4`."),
     ] = "raytide",
-    slo_ttft_s: Annotated[float, typer.Option(help="The time to first token that is promised.")] = 5.0,
+    slo_ttft_s: Annotated[float, typer.Option(help="The goal for the time to first token, in seconds.")] = 5.0,
     slo_target: Annotated[float, typer.Option(help="The share of requests in time that raytide aims at.")] = 0.99,
-    days: Annotated[float, typer.Option(help="How long; shorter traces start over.")] = 7.0,
+    days: Annotated[float, typer.Option(help="The days to simulate; shorter traces are repeated.")] = 7.0,
     peak_rps: Annotated[float, typer.Option(help="Requests a second in the busiest hour.")] = 6.0,
     prefill_tps: Annotated[float, typer.Option(help="Prompt tokens a second of one replica.")] = 1500.0,
     slots: Annotated[int, typer.Option(help="Requests that one replica decodes at once.")] = 8,
     tpot_ms: Annotated[float, typer.Option(help="Milliseconds for each further token.")] = 60.0,
-    max_replicas: Annotated[int, typer.Option(help="No policy has more.")] = 24,
-    cold_start_s: Annotated[float, typer.Option(help="From launch to the first request, billed.")] = 180.0,
-    notice_s: Annotated[float, typer.Option(help="How long ahead a lost spot node is announced.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Chooses the arrivals, the window of the traces, who is lost.")] = 0,
-    ondemand_usd_h: Annotated[float | None, typer.Option(help="A node. Known for v100 and k80.")] = None,
+    max_replicas: Annotated[int, typer.Option(help="The most replicas of any policy.")] = 24,
+    cold_start_s: Annotated[float, typer.Option(help="Seconds from launch to the first request; billed.")] = 180.0,
+    notice_s: Annotated[float, typer.Option(help="Seconds of notice before a spot node is lost.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The seed of arrivals, of the traces' window and of node losses.")] = 0,
+    ondemand_usd_h: Annotated[
+        float | None, typer.Option(help="The price of an on-demand node; known for v100 and k80.")
+    ] = None,
     spot_usd_h: Annotated[
-        float | None, typer.Option(help="The same on spot, at all times: prices in the traces are left alone.")
+        float | None, typer.Option(help="The constant price of a spot node; prices in the traces are ignored.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write an HTML page: cost against SLO, nodes over time.")] = None,
     json: Json = False,
 ) -> None:
     """Serve recorded requests on recorded spot capacity.
 
-    Says what a policy costs, how many requests it serves in time, and what an omniscient buyer would pay.
+    Prints what a policy costs, how many requests it serves in time, and what an omniscient buyer would pay.
     """
     options: dict[str, Any] = {key: value for key, value in locals().items() if key not in ("plot", "json")}
     from raytide.core.objects.node import CapacityType
@@ -159,7 +162,7 @@ def serving(
 
     setup = ServingSetup.parse(options, where="simulate serving")
     if plot is not None and not plot.parent.is_dir():
-        raise UsageError(f"there is no folder {plot.parent} for the page.", hint="Make it, or name another.")
+        raise UsageError(f"there is no folder {plot.parent} for the page.", hint="Create it, or name another.")
     stage = Scenario.of(setup)
     result = stage.run(setup.policy)
     bound_usd = stage.lower_bound_usd()
@@ -186,15 +189,15 @@ def jobs(
     window: Annotated[str, typer.Option(help="`busiest`, or the number of the first day.")] = "busiest",
     days: Annotated[int, typer.Option(help="The length of the window.")] = 14,
     gpus: Annotated[int | None, typer.Option(help="The size of the cluster.")] = None,
-    load: Annotated[float | None, typer.Option(help="Size it so that the jobs need this share of it.")] = None,
+    load: Annotated[float | None, typer.Option(help="Size the cluster so that the jobs need this share of it.")] = None,
     policy: Annotated[str, typer.Option(help="raytide, fifo, easy, drf, las, srpt.")] = "raytide",
     multi_gpu_share: Annotated[float, typer.Option(help="Redraw 1-GPU jobs until this share has several.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of what is redrawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of redrawn jobs.")] = 0,
     json: Json = False,
 ) -> None:
     """Run recorded training jobs through a queue.
 
-    GPUs are counted, a restart takes 60 s, durations are clipped to 30 s to 7 days.
+    Only GPUs are counted, a restart takes 60 s, and durations are clipped to between 30 s and 7 days.
     """
     from raytide.simulate.jobs.compare import Setting, simulate
 

@@ -1,4 +1,4 @@
-"""`raytide demo`: the whole life of a model on this machine, for real, in a few minutes and without a network."""
+"""`raytide demo`: the whole life of a model on this machine, on real processes, in minutes and without a network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TITLES = ["start a cluster", "build a dataset", "train on spot nodes", "serve th
 
 
 def run(*, keep: bool, out: Path | None, json: bool) -> int:
-    """Exit code: 0 when everything that the demo promises happened."""
+    """Runs the demo and returns its exit code: 0 if everything that it promises has happened."""
     console = Console(stderr=json)
     report = Report()
     folder = out.resolve() if out is not None else Path(tempfile.mkdtemp(prefix="raytide-demo-"))
@@ -57,18 +57,18 @@ def run(*, keep: bool, out: Path | None, json: bool) -> int:
 
 
 def _last_words(report: Report, base_url: str, *, keep: bool, temporary: Path | None) -> str:
-    """What the model answers, where, and the two commands to go on with."""
+    """Returns the final text: the model's answer, its address, and the next commands."""
     command = shutil.which("raytide") or str(Path(sys.executable).with_name("raytide"))
-    said = f"asked {specs.PROMPT!r}, the model goes on:\n\n{specs.PROMPT}{report.completion}\n\n"
+    answer = f"prompted with {specs.PROMPT!r}, the model continues:\n\n{specs.PROMPT}{report.completion}\n\n"
     if not keep:
         return (
-            f"{said}it answered at {base_url}, which ended with the cluster\n"
+            f"{answer}it answered at {base_url}, which ended with the cluster\n"
             f"keep it:   {command} demo --keep\n"
             f"your own:  {command} up --local    # then docs/howto/train-your-own.md"
         )
     body = jsonlib.dumps({"model": specs.MODEL, "prompt": specs.PROMPT, "max_tokens": 48})
     return (
-        f"{said}it answers at {base_url}\n"
+        f"{answer}it answers at {base_url}\n"
         f"ask it:  curl {base_url}/completions -H 'content-type: application/json' -d '{body}'\n"
         f"end it:  {command} down --name {NAME}" + (f" && rm -r {temporary}" if temporary else "")
     )

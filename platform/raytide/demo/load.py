@@ -1,4 +1,4 @@
-"""The demo's users: concurrent streaming requests with the official OpenAI client, each timed."""
+"""The demo's load: concurrent streaming requests with the official OpenAI client, each timed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LoadReport:
 
     @property
     def ttft_median_s(self) -> float:
-        """Not a number when no request was answered."""
+        """The median time to first token; NaN if no request was answered."""
         return median(self._ttfts_s or (float("nan"),))
 
     @property
@@ -61,7 +61,7 @@ class LoadReport:
 
 
 def send(base_url: str, model: str, *, concurrency: int) -> LoadReport:
-    """One wave of so many streams at once."""
+    """Sends one wave of `concurrency` streams at once and returns the measurements."""
     return asyncio.run(_wave(base_url, model, concurrency))
 
 

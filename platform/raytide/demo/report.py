@@ -1,4 +1,4 @@
-"""What happened in the demo, gathered as it goes: the table at the end, and the list of what should have happened."""
+"""The demo's report: the measurements, the table at the end, and the check that everything promised has happened."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Report:
     most_serving_nodes: int = 0
     last_replicas: int = 0
     nodes: tuple[Node, ...] = ()
-    """Every node there ever was, as the ledger closed."""
+    """All nodes of the demo, when the ledger was closed."""
     cost: CostReport | None = None
     problems: list[str] = field(default_factory=list)
-    """What should have happened and did not."""
+    """Promises of the demo that were not kept."""
 
     def check(self, *, kept: bool) -> None:
-        """Compare with what the demo promises; fills `problems`."""
+        """Compares the report with the demo's promises and adds those that were not kept to `problems`."""
         self._expect(self.documents > 0 and self.tokens > 0, "no dataset was built")
         self._expect(
             self.last_loss < self.first_loss, f"the loss did not fall ({self.first_loss:g} to {self.last_loss:g})"
@@ -81,7 +81,7 @@ class Report:
             console.print(f"did not happen: {problem}", style="red", markup=False)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Of what happened; a stage that was not reached has none."""
+        """Returns the table's rows; stages that were not reached have none."""
         rows: list[tuple[str, str]] = []
         if self.documents:
             rows.append(("dataset", f"{self.documents:,} documents, {self.tokens:,} tokens"))

@@ -1,4 +1,4 @@
-"""What the demo asks raytide for: the sizes that fit two cores and three minutes."""
+"""The demo's specs, sized for two cores and three minutes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = "def main("
 
 
 def data(out: Path) -> DataSpec:
-    """The Python standard library's source: real text that every machine with Python has."""
+    """Returns the spec of a dataset from the Python standard library's source, which every machine with Python has."""
     return DataSpec(
         name="stdlib",
         inputs=(sysconfig.get_path("stdlib"),),

@@ -1,4 +1,4 @@
-"""The demo's stages: each does one thing for real, tells the view, and writes what happened into the report."""
+"""The demo's stages. Each performs one real operation, shows its progress, and records its results in the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raytide.sdk.job_run import Run, explain
 CONCURRENCY = 32
 _POLL_S = 0.2
 _STAGE_TIMEOUT_S = 600.0
-"""Several times what a stage takes on two cores that do nothing else."""
+"""Several times the duration of a stage on two idle cores."""
 _MOST_WAVES = 6
 
 
@@ -38,7 +38,7 @@ def build_dataset(client: Client, out: Path, say: Say, report: Report) -> None:
 
 
 def train(client: Client, run_dir: Path, out: Path, say: Say, report: Report) -> str:
-    """Train, and take one node away once a third of the steps is done. Returns the exported model's directory."""
+    """Trains, reclaims one node after a third of the steps, and returns the exported model's directory."""
     spec = specs.train(out)
     run = client.train(spec)
     reclaimed_s = 0.0
@@ -53,7 +53,7 @@ def train(client: Client, run_dir: Path, out: Path, say: Say, report: Report) ->
             victim = _last_node(view.lease)
             reclaimed_s = time.time()
             reclaim(run_dir, victim)
-            say(f"step {step}: took {victim} back by force")
+            say(f"step {step}: reclaimed {victim}")
         else:
             say(_doing(run, f"step {step} of {spec.steps}" + (f", loss {losses[-1]:.3f}" if losses else "")))
     run.wait()
@@ -74,7 +74,7 @@ def start_endpoint(client: Client, model: str, say: Say) -> EndpointHandle:
 
 
 def ask(handle: EndpointHandle, report: Report) -> None:
-    """Asks the model once, for the end of the demo."""
+    """Requests one completion, which is printed at the end of the demo."""
     answer = handle.openai(timeout=_STAGE_TIMEOUT_S).completions.create(
         model=handle.name, prompt=specs.PROMPT, max_tokens=32, temperature=0.7, frequency_penalty=1.0, seed=7
     )
@@ -82,7 +82,7 @@ def ask(handle: EndpointHandle, report: Report) -> None:
 
 
 def load(client: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
-    """Waves of concurrent streams until the replicas have followed; the last wave is the one that is reported."""
+    """Sends waves of concurrent streams until replicas and nodes have scaled up; the report has the last wave."""
     for wave in range(1, _MOST_WAVES + 1):
         report.load = _watched_wave(client, handle, say, report, wave)
         if report.most_replicas > 1 and report.most_serving_nodes > 1:
@@ -91,7 +91,7 @@ def load(client: Client, handle: EndpointHandle, say: Say, report: Report) -> No
 
 
 def calm(client: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
-    """Without load the replicas and their nodes go away again, down to the minimum."""
+    """Waits until the idle replicas and their nodes have scaled down to the minimum."""
     deadline = time.monotonic() + _STAGE_TIMEOUT_S
     while time.monotonic() < deadline:
         report.last_replicas = handle.refresh().status.ready_replicas
@@ -126,7 +126,7 @@ def _watched_wave(client: Client, handle: EndpointHandle, say: Say, report: Repo
 
 
 def _serving_nodes(client: Client) -> int:
-    """Ready on-demand nodes: while nothing else runs, all of them are there for replicas."""
+    """Returns the number of ready on-demand nodes. While nothing else runs, all of them host replicas."""
     return sum(1 for node in client.status().nodes if node.state is NodeState.READY and node.market == "on-demand")
 
 

@@ -1,4 +1,4 @@
-"""The demo's live view: a line for each stage, with what it is doing now. Plain lines where there is no terminal."""
+"""The demo's live view: one line for each stage with its present activity; plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.text import Text
 
 _PLAIN_EVERY_S = 5.0
 _SAME_EVERY_S = 30.0
-"""A line that has not changed is said again so often, so that nobody thinks that it hangs."""
+"""The interval at which an unchanged line is repeated, as a sign that the demo still runs."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class View:
 
 
 class Say:
-    """Tells the view what its stage is doing."""
+    """Shows the present activity of a stage in the view."""
 
     def __init__(self, view: View, stage: Stage) -> None:
         self._view, self._stage = view, stage
@@ -103,5 +103,5 @@ def _row(stage: Stage) -> tuple[RenderableType, RenderableType, RenderableType, 
 
 
 def _line(detail: str, style: str = "") -> Text:
-    """One line on the terminal, however long the text."""
+    """Returns one line on the terminal, however long the text."""
     return Text(detail.partition("\n")[0], style=style, no_wrap=True, overflow="ellipsis")

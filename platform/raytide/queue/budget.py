@@ -58,7 +58,7 @@ class Budgets:
         return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
 
     def over_soft_limit(self, job: Job) -> str:
-        """The job, or the nearest team above it, that is beyond its soft limit; "" if none is."""
+        """Returns the job, or the nearest team above it, that is beyond its soft limit; "" if none is."""
         own_usd = job.spec.soft_budget_usd
         if own_usd is not None and _reached(self._cost(job), own_usd):
             return job.id
@@ -69,14 +69,14 @@ class Budgets:
         return next((f"team {name}" for name in reached), "")
 
     def has_limit(self, job: Job) -> bool:
-        """True if the job may ever be preempted because of a budget."""
+        """Returns True if the job may ever be preempted because of a budget."""
         limited = self.has_hard and any(
             self.specs[name].budget.hard_usd is not None for name in self._ancestors(job.spec.team)
         )
         return limited or job.spec.budget_usd is not None
 
     def refusal(self, job: Job, micro_usd_h: float) -> Unschedulable | None:
-        """Why the job may not reserve its next hour at this price; None if it may."""
+        """Returns why the job may not reserve its next hour at this price; None if it may."""
         if job.spec.budget_usd is None and not self.has_hard:
             return None
         need = self._reservation(job, micro_usd_h)
@@ -100,7 +100,7 @@ class Budgets:
         return None
 
     def may_grow(self, job: Job, held_micro_usd_h: float, more_micro_usd_h: float) -> bool:
-        """True if its own budget lasts for an hour of all its members, so that growing does not get the job
+        """Returns True if its own budget lasts for an hour of all its members, so that growing does not get the job
         preempted."""
         if job.spec.budget_usd is None or more_micro_usd_h <= 0:
             return True
@@ -115,7 +115,7 @@ class Budgets:
         return self.spent.get(job.id, 0) + need
 
     def jobs_over_budget(self, jobs: Mapping[str, tuple[Job, float]], teams: Iterable[Team]) -> dict[str, str]:
-        """The jobs that must be preempted now, with the reason. `jobs`: each with its price in micro-dollars an
+        """Returns the jobs that must be preempted now, with the reason. `jobs`: each with its price in micro-dollars an
         hour."""
         burn: defaultdict[str, float] = defaultdict(float)
         spent: defaultdict[str, int] = defaultdict(int)
@@ -141,7 +141,7 @@ class Budgets:
         return min(hour, micro_usd(job.spec.budget_usd) - self._cost(job) - round(_lead(micro_usd_h)))
 
     def _cost(self, job: Job) -> int:
-        """The job's cost that its own budgets limit."""
+        """Returns the job's cost that its own budgets limit."""
         return (self.spent if job.spec.budget_per == "job" else self.spent_month).get(job.id, 0)
 
     def _commit(self, team: str, amount: int) -> None:
@@ -150,7 +150,7 @@ class Budgets:
         self.version += self.has_soft or self.has_hard
 
     def _ancestors(self, team: str) -> list[str]:
-        """The team and its ancestors."""
+        """Returns the team and its ancestors."""
         ancestors = []
         while team in self.specs:
             ancestors.append(team)

@@ -99,13 +99,13 @@ class Quotas:
         return self._used[self._node(team, name).number] if name in self.limited else 0.0
 
     def available(self, team: str, name: str) -> float:
-        """The amount that the team may still reserve, borrowing included."""
+        """Returns the amount that the team may still reserve, borrowing included."""
         return self._available(self._node(team, name)) if name in self.limited else math.inf
 
     def lacking(
         self, team: str, need: Resources, *, is_preemptible: bool = True, may_borrow: bool = True
     ) -> str | None:
-        """The first resource whose quota does not allow `need`. What cannot be preempted may not be borrowed."""
+        """Returns the first resource whose quota does not allow `need`. Non-preemptible use may not be borrowed."""
         for name in self.names:
             if name not in need:
                 continue
@@ -118,8 +118,8 @@ class Quotas:
         return None
 
     def nonpreemptible_left(self, team: str, name: str) -> float:
-        """The amount that jobs which cannot be preempted may still reserve: the team's own quota, or without one the
-        unassigned capacity."""
+        """Returns the amount that jobs which cannot be preempted may still reserve: the team's own quota, or without
+        one the unassigned capacity."""
         if name not in self.limited:
             return math.inf
         if (node := self._node(team, name)).is_named:
@@ -127,14 +127,14 @@ class Quotas:
         return self.unassigned[name] - self._nonpreemptible[self._node(_ROOT, name).number]
 
     def nominal_left(self, team: str, name: str) -> float:
-        """The amount that the team may reserve without borrowing; infinite where neither it nor an ancestor has a
-        quota."""
+        """Returns the amount that the team may reserve without borrowing; infinite where neither it nor an ancestor has
+        a quota."""
         if name not in self.limited or not (node := self._node(team, name)).is_named:
             return math.inf
         return node.subtree_quota - self._used[node.number]
 
     def may_reclaim(self, team: str, need: Resources) -> bool:
-        """True if `need` is within the team's nominal quota, whether or not others are borrowing it."""
+        """Returns True if `need` is within the team's nominal quota, whether or not others are borrowing it."""
         has_own = False
         for name in self.names:
             if name in need and (node := self._node(team, name)).is_named:
@@ -147,7 +147,7 @@ class Quotas:
         return any(team in self.borrowers[name] for name in self.limited.intersection(names))
 
     def borrowing(self, names: Iterable[str]) -> frozenset[str]:
-        """The teams that borrow any of these resources: the same object until that changes."""
+        """Returns the teams that borrow any of these resources: the same object until that changes."""
         limited = tuple([name for name in self.names if name in names])
         if (found := self._borrowing.get(limited)) is None:
             found = self._borrowing[limited] = frozenset[str]().union(*[self.borrowers[name] for name in limited])
@@ -157,7 +157,7 @@ class Quotas:
         return self._node(team, name).subtree_quota if name in self.limited else 0.0
 
     def ancestors(self, team: str) -> Iterator[str]:
-        """The team and its ancestors."""
+        """Yields the team and its ancestors."""
         while spec := self.specs.get(team):
             yield team
             team = spec.parent
@@ -186,7 +186,7 @@ class Quotas:
             node = node.parent
 
     def _node(self, team: str, name: str) -> ResourceNode:
-        """The node for a team; created with zero quota for a team that has none."""
+        """Returns the node for a team; created with zero quota for a team that has none."""
         if (found := self._nodes[name].get(team)) is None:
             found = self._add_node(team, name, (0.0, 0.0))
         return found

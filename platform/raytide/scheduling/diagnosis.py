@@ -24,13 +24,13 @@ class Unschedulable:
 
 
 def copies_that_fit(need: Resources, free: Resources) -> int:
-    """The number of times that `need` fits into `free`."""
+    """Returns the number of times that `need` fits into `free`."""
     need = round_up_gpu_share(need)
     return min((int((free.get(name, 0.0) + 1e-9) // amount) for name, amount in need.items() if amount > 0), default=0)
 
 
 def why_impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject: str) -> Unschedulable | None:
-    """Why even an empty fleet with all pools in stock could not hold `count` members; None if it could."""
+    """Returns why even an empty fleet with all pools in stock could not hold `count` members; None if it could."""
     labelled = [t for t in node_types if t.max_nodes > 0 and open_zones(shape, t)]
     if not labelled:
         return _no_labels(shape, node_types, subject)
@@ -49,7 +49,7 @@ def why_impossible(shape: Shape, count: int, node_types: Sequence[NodeType], sub
 
 
 def open_zones(shape: Shape, node_type: NodeType) -> tuple[str, ...]:
-    """The zones in which nodes of this type would match the shape's labels."""
+    """Returns the zones in which nodes of this type would match the shape's labels."""
     return tuple(z for z in node_type.zones if labels_match(shape.labels, node_type.all_labels(z)))
 
 
@@ -114,7 +114,7 @@ class Holders:
         self._of_type, self._said = _holders(snapshot), dict[tuple[str, ...], list[str]]()
 
     def of(self, types: tuple[str, ...]) -> list[str]:
-        """The names on all these types, sorted."""
+        """Returns the names on all these types, sorted."""
         if types not in self._said:
             self._said[types] = sorted(set().union(*(self._of_type.get(name, set()) for name in types)))
         return self._said[types]
@@ -141,8 +141,8 @@ def _holders(snapshot: Snapshot) -> dict[str, set[str]]:
 def why_not(
     offerings: Offerings, holders: Holders, shape: Shape, count: int, existing: int, subject: str
 ) -> Unschedulable:
-    """Why a placement that is not impossible cannot be had now. `existing`: members that fit on existing and starting
-    nodes."""
+    """Returns why a placement that is not impossible cannot be had now. `existing`: members that fit on existing and
+    starting nodes."""
     holding = offerings.offerings_for(shape)
     types = {offering.node_type.name: (offering.node_type, fit) for offering, fit in holding}
     backed_off = [offering for offering, _ in holding if offerings.retry_at_s(offering) > offerings.at_s]

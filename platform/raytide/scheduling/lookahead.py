@@ -64,11 +64,11 @@ class PendingDemand:
         return value, fits
 
     def _standalone_price(self, shape: Shape) -> float:
-        """The lowest price of a member of this shape on nodes of its own."""
+        """Returns the lowest price of a member of this shape on nodes of its own."""
         members = self._table.members(shape)
         holding = members > 0
         return float((self._table.cost[holding] / members[holding]).min()) if holding.any() else 0.0
 
     def _is_known(self, shape: Shape) -> bool:
-        """True if it needs something, and only resources that a node type has: others would seem to fit."""
+        """Returns True if it needs something, and only resources that a node type has: others would seem to fit."""
         return any(shape.resources.values()) and shape.resources.keys() <= self._table.columns.keys()

@@ -10,7 +10,7 @@ from raytide.core.objects.snapshot import MarketConstraint
 
 
 def constrain(shapes: Sequence[Shape], constraint: MarketConstraint | None) -> tuple[Shape, ...]:
-    """The shapes restricted to the allowed markets, the wanted market first; none while the job waits.
+    """Returns the shapes restricted to the allowed markets, the wanted market first; none while the job waits.
 
     Unchanged without a constraint, for a late job, and if the shapes name none of the allowed markets.
     """
@@ -23,20 +23,20 @@ def constrain(shapes: Sequence[Shape], constraint: MarketConstraint | None) -> t
 
 
 def is_allowed(shape: Shape, constraint: MarketConstraint) -> bool:
-    """True if there is a wanted market and the shape's labels allow it."""
+    """Returns True if there is a wanted market and the shape's labels allow it."""
     return constraint.wanted is not None and _allows(shape, constraint.wanted)
 
 
 def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
-    """The original of a shape that `constrain` restricted, because the market of a lease may change: to any market if
-    the original shapes allow each of them."""
+    """Returns the original of a shape that `constrain` restricted, because the market of a lease may change: to any
+    market if the original shapes allow each of them."""
     free = _without_market(shape)
     originals = [each for each in shapes if _without_market(each) == free]
     return free if all(any(_allows(each, market) for each in originals) for market in CapacityType) else originals[0]
 
 
 def alternatives(shape: Shape, shapes: Sequence[Shape], market: CapacityType) -> tuple[Shape, ...]:
-    """The job's shapes that the market allows, if the lease's own shape is not one of them."""
+    """Returns the job's shapes that the market allows, if the lease's own shape is not one of them."""
     return () if _allows(shape, market) else tuple(_in_market(each, market) for each in shapes if _allows(each, market))
 
 

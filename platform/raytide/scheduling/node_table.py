@@ -133,7 +133,7 @@ class NodeTable:
         return reduce(np.minimum, copies).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
 
     def columns(self, need: Resources) -> Need:
-        """The columns of `need`; empty if no node has one of its resources."""
+        """Returns the columns of `need`; empty if no node has one of its resources."""
         asked = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         if not asked.keys() <= self._column.keys():
             return ()
@@ -151,12 +151,12 @@ class NodeTable:
         return all(self._mask(key, want)[row] for key, want in selector.items())
 
     def matching(self, selector: Mapping[str, str]) -> Mask:
-        """For each row: whether the labels match."""
+        """Returns, for each row, whether the labels match."""
         masks = [self._mask(key, want)[: len(self)] for key, want in selector.items()]
         return reduce(np.logical_and, masks, np.ones(len(self), dtype=np.bool_))
 
     def values(self, key: str, rows: Iterable[int]) -> set[str]:
-        """The values of a label on those of these nodes that have it."""
+        """Returns the values of a label on those of these nodes that have it."""
         return {self._labels[row][key] for row in rows if key in self._labels[row]}
 
     def checkpoint(self) -> Callable[[], None]:
@@ -175,7 +175,7 @@ class NodeTable:
             mask[row] = labels_match({key: want}, labels)
 
     def share_taken(self, row: int, total: Resources) -> float:
-        """The used share of the scarcest resource of a node with `total`."""
+        """Returns the used share of the scarcest resource of a node with `total`."""
         return max(
             (1.0 - float(self._free_RN[self._column[n], row]) / amount for n, amount in total.items() if amount > 0),
             default=1.0,
@@ -185,14 +185,14 @@ class NodeTable:
         return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
 
     def have_free(self, amounts: Sequence[Resources]) -> Mask:
-        """For each row, from the first: whether these amounts are free."""
+        """Returns, for each row, whether these amounts are free."""
         have = np.ones(len(amounts), dtype=np.bool_)
         for name, at in self._column.items():
             have &= self._free_RN[at, : len(amounts)] + _EPS >= [each.get(name, 0.0) for each in amounts]
         return have
 
     def _fragmentation_by(self, free_RN: Floats, need: Resources) -> Floats:
-        """The increase in fragmentation by one member: GPUs that the usual members can no longer use."""
+        """Returns the increase in fragmentation by one member: GPUs that the usual members can no longer use."""
         gpu = self._column.get(GPU)
         if gpu is None or not len(self._weights_K) or not (has_gpus := free_RN[gpu] > _EPS).any():
             return np.zeros(free_RN.shape[1])
@@ -229,7 +229,7 @@ class NodeTable:
 
 
 def members_in(need: Need, free: Sequence[float]) -> int:
-    """The members that fit into a node's free resources."""
+    """Returns the members that fit into a node's free resources."""
     least = math.inf
     for column, amount in need:
         if (here := (free[column] + _EPS) // amount) < least:

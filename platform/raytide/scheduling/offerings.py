@@ -77,7 +77,7 @@ class OfferingTable:
         self._in_menu: dict[frozenset[str] | None, Mask] = {}
 
     def members(self, shape: Shape) -> Ints:
-        """For each offering: the members of this shape that a node would hold; 0 where labels do not match."""
+        """Returns, for each offering, the members of this shape that a node would hold; 0 where labels do not match."""
         key = tuple(shape.resources.items()), tuple(shape.labels.items())
         if (found := self._members.get(key)) is None:
             need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
@@ -90,7 +90,7 @@ class OfferingTable:
         return found
 
     def matching(self, selector: Mapping[str, str]) -> Mask:
-        """For each offering: whether its labels match the selector."""
+        """Returns, for each offering, whether its labels match the selector."""
         key = tuple(selector.items())
         if (found := self._carrying.get(key)) is None:
             found = np.array([labels_match(selector, offering.labels) for offering in self.offerings], dtype=np.bool_)
@@ -98,14 +98,14 @@ class OfferingTable:
         return found
 
     def allowed(self, types: frozenset[str] | None) -> Mask:
-        """For each offering: whether its type is one of these; None allows all."""
+        """Returns, for each offering, whether its type is one of these; None allows all."""
         if (found := self._in_menu.get(types)) is None:
             found = np.array([types is None or o.node_type.name in types for o in self.offerings], dtype=np.bool_)
             self._in_menu[types] = found
         return found
 
     def vector(self, amounts: Resources) -> Floats:
-        """The amounts by column, without resources that no node type has."""
+        """Returns the amounts by column, without resources that no node type has."""
         vector = np.zeros(len(self.columns))
         for name, amount in amounts.items():
             if (at := self.columns.get(name)) is not None:
@@ -113,7 +113,7 @@ class OfferingTable:
         return vector
 
     def could_hold(self, amounts: Resources) -> Mask:
-        """For each offering: whether an empty node has these amounts."""
+        """Returns, for each offering, whether an empty node has these amounts."""
         if any(amount > 0 and name not in self.columns for name, amount in amounts.items()):
             return np.zeros(len(self.offerings), dtype=np.bool_)
         enough = self.totals_PR + _EPS >= self.vector(amounts)
@@ -186,17 +186,17 @@ class Offerings:
         return self.table.offerings
 
     def offerings_for(self, shape: Shape) -> list[tuple[Offering, int]]:
-        """The offerings whose nodes would hold members of this shape, with how many each."""
+        """Returns the offerings whose nodes would hold members of this shape, with how many each."""
         members = self.table.members(shape)
         return [(self.table.offerings[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
 
     def could_hold(self, shape: Shape, count: int) -> bool:
-        """True if an empty fleet with all pools in stock would hold `count` members."""
+        """Returns True if an empty fleet with all pools in stock would hold `count` members."""
         max_nodes = {o.node_type.name: o.node_type.max_nodes * fit for o, fit in self.offerings_for(shape)}
         return sum(max_nodes.values()) >= count
 
     def purchasable(self, purchase: Purchase = _NOTHING) -> Ints:
-        """For each offering: the nodes that can be bought beside this purchase."""
+        """Returns, for each offering, the nodes that can be bought beside this purchase."""
         left = self.left[self.table.type_of]
         if purchase.size:
             taken = np.zeros_like(self.left)
@@ -210,7 +210,7 @@ class Offerings:
         return np.maximum(0, left)
 
     def members_to_buy(self, shape: Shape) -> int:
-        """The members of this shape that purchasable nodes would hold, of each type in its best zone."""
+        """Returns the members of this shape that purchasable nodes would hold, of each type in its best zone."""
         best = np.zeros_like(self.left)
         np.maximum.at(best, self.table.type_of, self.purchasable() * self.table.members(shape))
         return int(best.sum())
@@ -219,7 +219,7 @@ class Offerings:
         return int(self.left[self.table.types[node_type]])
 
     def refusal(self, offering: Offering) -> Refusal | None:
-        """Why a node of this offering cannot be bought now; None if it can."""
+        """Returns why a node of this offering cannot be bought now; None if it can."""
         if (retry_at_s := self.retry_at_s(offering)) > self.at_s:
             why = self.pools[(offering.node_type.name, offering.zone)].reason
             return "stock", f"backs off until {utc(retry_at_s)}" + (f": {why}" if why else "")
@@ -253,7 +253,7 @@ class Offerings:
         return pool.retry_at_s if pool else 0.0
 
     def describe_limits(self) -> str:
-        """The price of the fleet and its limits; empty without limits."""
+        """Returns the price of the fleet and its limits; empty without limits."""
         soft, hard = self.limits.soft_micro_usd_h, self.limits.hard_micro_usd_h
         words = [f"above {format_usd(soft)}/h only spot is bought"] if soft is not None else []
         words += [f"above {format_usd(hard)}/h nothing is bought"] if hard is not None else []
@@ -270,7 +270,7 @@ def _caps(table: OfferingTable, limits: Limits) -> Ints | None:
 
 
 def _offers(snapshot: Snapshot) -> list[Offering]:
-    """The offerings in the order of node types and their zones."""
+    """Returns the offerings in the order of node types and their zones."""
     quotes = {(quote.node_type, quote.zone): quote for quote in snapshot.quotes}
     found: list[Offering] = []
     for node_type in snapshot.node_types:

@@ -72,7 +72,7 @@ class Candidate:
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_split(self, pace: int, needed: int) -> bool:
-        """True if fewer members than needed would be placed with so few new nodes."""
+        """Returns True if fewer members than needed would be placed with so few new nodes."""
         members = sum(members for _, members in self.existing)
         sizes = [members // nodes for _, nodes, members in self.new for _ in range(nodes)]
         return members + sum(sizes[:pace]) < needed
@@ -118,8 +118,8 @@ def best_candidate(
 
 
 def spread_over(options: Sequence[Option], zone: Callable[[int], str], by_zone: Counter[str]) -> Option:
-    """The cheapest option; but while its zone holds more than half of the endpoint, one that costs little more in the
-    zone with the fewest."""
+    """Returns the cheapest option; but while its zone holds more than half of the endpoint, one that costs little more
+    in the zone with the fewest."""
     best = min(options)
     if by_zone[zone(best[2])] * 2 <= by_zone.total():
         return best
@@ -134,8 +134,8 @@ def _cheapest(
     candidate: Candidate,
     zones: Counter[str] | None,
 ) -> tuple[Offering, int, int] | None:
-    """The best offering, the members that one of its nodes holds, and how many nodes to take at once. `zones`: members
-    by zone if they are spread."""
+    """Returns the best offering, the members that one of its nodes holds, and how many nodes to take at once. `zones`:
+    members by zone if they are spread."""
     table, lacking = offerings.table, request.count - candidate.count
     fits, purchasable = table.members(request.shape), offerings.purchasable(candidate.purchase)
     fits = fits if request.apart is None else np.minimum(1, fits)
@@ -170,8 +170,8 @@ def _cheapest(
 
 
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:
-    """The most of each resource on one node; infinite for resources that no node type has, so that leftovers of them do
-    not count."""
+    """Returns the most of each resource on one node; infinite for resources that no node type has, so that leftovers of
+    them do not count."""
     scale = dict.fromkeys(set().union(*(view.available for view in nodes)), float("inf"))
     names = {name for t in node_types for name in t.resources}
     return scale | {name: max(t.resources.get(name, 0.0) for t in node_types) for name in names}
@@ -180,7 +180,7 @@ def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) ->
 def usual_shapes(
     leases: Iterable[Lease], jobs: Iterable[Job], endpoints: Iterable[EndpointView]
 ) -> list[tuple[Resources, float]]:
-    """The GPU shapes that most members have, running or waiting, each with its share of members."""
+    """Returns the GPU shapes that most members have, running or waiting, each with its share of members."""
     counted: Counter[tuple[tuple[str, float], ...]] = Counter()
     for lease in leases:
         counted[tuple(lease.shape.resources.items())] += len(lease.members)

@@ -29,7 +29,7 @@ class Repacking:
     """Keyed by node that is bought as another type: its new slot."""
 
     def final_slot(self, slot: Slot) -> Slot:
-        """The tenant's final slot. Must be called for the tenants of a node in the order of their placement."""
+        """Returns the tenant's final slot. Must be called for the tenants of a node in the order of their placement."""
         if elsewhere := self.moved.get(slot.node_id):
             slot = elsewhere.pop(0)
         return self.swapped.get(slot.node_id, slot)
@@ -77,7 +77,7 @@ def _slots_elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> 
 
 
 def _cheaper_offering(room: SchedulingState, offering: Offering, tenants: list[Tenant]) -> Offering | None:
-    """The cheapest offering that holds all of them, if it is cheaper than this one."""
+    """Returns the cheapest offering that holds all of them, if it is cheaper than this one."""
     offerings, table = room.offerings, room.offerings.table
     able = (table.cost < offering.cost_micro_usd_h) & table.could_hold(_total(tenants)) & (offerings.purchasable() > 0)
     for labels, types in {(tuple(tenant.labels.items()), tenant.allowed_types) for tenant in tenants}:

@@ -18,22 +18,22 @@ def is_fresh(load: EndpointLoad | None, now_s: float) -> bool:
 
 
 def silent_replicas(load: EndpointLoad, now_s: float) -> int:
-    """The ready replicas without a recent report of their own."""
+    """Returns the ready replicas without a recent report of their own."""
     return max(0, load.ready - sum(now_s - replica.at_s <= FRESH_S for replica in load.replicas))
 
 
 def replica_selector(spec: ServeSpec) -> dict[str, str]:
-    """The label selector of every replica actor of the endpoint."""
+    """Returns the label selector of every replica actor of the endpoint."""
     return {**spec.labels, REPLICA_LABEL: _mark(spec.name)}
 
 
 def replica_shape(view: EndpointView) -> Shape:
-    """The shape of one member of a replica."""
+    """Returns the shape of one member of a replica."""
     return Shape(resources=view.endpoint.spec.resources, labels=view.endpoint.spec.labels)
 
 
 def replica_throughputs(view: EndpointView) -> Throughputs:
-    """The replicas' relative throughput by node type, as far as known."""
+    """Returns the replicas' relative throughput by node type, as far as known."""
     traffic = view.load.traffic if view.load is not None else None
     return traffic.paces if traffic is not None else {}
 
@@ -72,7 +72,7 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[
 
 
 def is_overloaded(view: EndpointView, now_s: float) -> bool:
-    """True if the load is above what the ready replicas are meant to carry."""
+    """Returns True if the load is above what the ready replicas are meant to carry."""
     load, spec = view.load, view.endpoint.spec.replicas
     if load is None or not is_fresh(load, now_s):
         return False
@@ -83,7 +83,7 @@ def is_overloaded(view: EndpointView, now_s: float) -> bool:
 
 
 def is_replica_of(demand: Demand, endpoint: str) -> bool:
-    """True if demand that Ray cannot place is a replica of this endpoint."""
+    """Returns True if demand that Ray cannot place is a replica of this endpoint."""
     return demand.labels.get(REPLICA_LABEL) == _mark(endpoint)
 
 
@@ -97,5 +97,5 @@ def _staying(load: EndpointLoad, leaving: frozenset[str]) -> int:
 
 
 def _mark(endpoint: str) -> str:
-    """The endpoint's name as a label value, which must end in a letter or digit."""
+    """Returns the endpoint's name as a label value, which must end in a letter or digit."""
     return "!" + endpoint.rstrip("._-")

@@ -28,7 +28,7 @@ _EPS = 1e-6
 
 
 def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
-    """The snapshot with reservations for the first unplaced replica of each endpoint."""
+    """Returns the snapshot with reservations for the first unplaced replica of each endpoint."""
     lacking = [view for view in snapshot.endpoints if missing_members(room, view) and view.pools is None]
     if not lacking:
         return snapshot
@@ -50,7 +50,7 @@ def missing_members(room: SchedulingState, view: EndpointView) -> int:
 
 
 def members_at_once(view: EndpointView, lacking: int) -> int:
-    """The members, out of `lacking`, that belong to one replica; those of a broken replica come first."""
+    """Returns the members, out of `lacking`, that belong to one replica; those of a broken replica come first."""
     return lacking % view.endpoint.spec.members or view.endpoint.spec.members
 
 

@@ -214,7 +214,7 @@ class SchedulingState:
         return self._buy(offering, 1)[0]
 
     def why_not(self, shape: Shape, count: int, subject: str) -> Unschedulable:
-        """Why `count` members cannot be placed now."""
+        """Returns why `count` members cannot be placed now."""
         if not self.offerings.could_hold(shape, count):
             never = why_impossible(shape, count, self.snapshot.node_types, subject)
             assert never is not None
@@ -228,7 +228,7 @@ class SchedulingState:
         return why_not(self.offerings, self._holders, shape, count, existing, subject)
 
     def copy(self) -> SchedulingState:
-        """A copy that can be changed without affecting this one."""
+        """Returns a copy that can be changed without affecting this one."""
         return replace(
             self,
             offerings=self.offerings.copy(),
@@ -279,7 +279,9 @@ class SchedulingState:
         return slots
 
     def _per_domain(self, shape: Shape) -> list[Shape]:
-        """The shape once for each value of the label that its members share; the shape itself if they share none."""
+        """Returns the shape once for each value of the label that its members share; the shape itself if they share
+        none.
+        """
         if not shape.together:
             return [shape]
         rows, _ = self.node_table.rows_with_room(shape.resources, shape.labels)
@@ -344,7 +346,7 @@ def _takes_work(node: Node) -> bool:
 
 
 def _is_known(view: NodeView, snapshot: Snapshot) -> bool:
-    """False for ready nodes while Ray does not answer: nothing new is placed there."""
+    """Returns False for ready nodes while Ray does not answer: nothing new is placed there."""
     return snapshot.ray_answers or view.node.state is not NodeState.READY
 
 
@@ -372,8 +374,8 @@ def _taken_by_usable(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
 
 
 def _free(view: NodeView, taken: Resources | None, uncounted: Sequence[tuple[Member, Shape]]) -> Resources:
-    """The free resources of a node: at most what usable members leave (`taken`), and without those of members whose
-    placement group Ray does not count yet (`uncounted`).
+    """Returns the free resources of a node: at most what usable members leave (`taken`), and without those of members
+    whose placement group Ray does not count yet (`uncounted`).
 
     ASSIGNED members have no group and are subtracted. FORMING members have one that Ray may count or not. They are
     subtracted as long as the free resources cover them: at worst this hides their room for a second until they are

@@ -38,8 +38,8 @@ class AcceleratorClasses:
         )
 
     def relative(self, measured: Mapping[str, float]) -> Throughputs:
-        """The throughput on each node type relative to the slowest. `measured`: throughput on node types, in any
-        unit."""
+        """Returns the throughput on each node type relative to the slowest. `measured`: throughput on node types, in
+        any unit."""
         found: dict[str, list[float]] = defaultdict(list)
         for name, rate in measured.items():
             if (class_ := self.types.get(name)) is not None:
@@ -53,18 +53,18 @@ class AcceleratorClasses:
 
 
 def cost_per_work(cost: float, node_type: str, paces: Throughputs) -> float:
-    """The cost of a unit of work on this type, given the cost of an hour."""
+    """Returns the cost of a unit of work on this type, given the cost of an hour."""
     return cost / paces.get(node_type, 1.0)
 
 
 def at_least_as_fast_as(node_type: str, paces: Throughputs) -> str:
-    """A label selector's value for the node types that are at least as fast as this one; empty for all."""
+    """Returns a label selector's value for the node types that are at least as fast as this one; empty for all."""
     least = paces.get(node_type, 1.0)
     return f"in({','.join(sorted(name for name, pace in paces.items() if pace >= least))})" if paces else ""
 
 
 def _class_of(node_type: NodeType) -> str:
-    """The accelerator's name; for types without one, a description of their resources."""
+    """Returns the accelerator's name; for types without one, a description of their resources."""
     held = " ".join(f"{name} {amount:g}" for name, amount in sorted(node_type.resources.items()))
     return node_type.labels.get(ACCELERATOR_LABEL) or held
 

@@ -25,8 +25,8 @@ class UnattributedUsage:
         self._snapshot = snapshot
 
     def yielded_slots(self, endpoint_view: EndpointView, starting: int) -> list[tuple[str, Resources]]:
-        """The slots that members yield to the endpoint's replicas, or just left: node ids with resources. Those that
-        starting replicas may have taken are left out."""
+        """Returns the slots that members yield to the endpoint's replicas, or just left: node ids with resources. Those
+        that starting replicas may have taken are left out."""
         need, found = endpoint_view.endpoint.spec.resources, []
         taken: Resources = {}
         for node_id, resources, is_hidden in self._yielded.get(endpoint_view.endpoint.name, ()):
@@ -58,8 +58,8 @@ class UnattributedUsage:
         return found
 
     def starting_replicas(self, endpoint_view: EndpointView, missing: int) -> int:
-        """The replicas without a known node that have room all the same: their process starts, and until then no node
-        is reported. A replica that Ray still queues has no room."""
+        """Returns the replicas without a known node that have room all the same: their process starts, and until then
+        no node is reported. A replica that Ray still queues has no room."""
         spec = endpoint_view.endpoint.spec
         queued = sum(d.count for d in self._snapshot.demand if is_replica_of(d, spec.name))
         if missing <= queued:
@@ -72,7 +72,7 @@ class UnattributedUsage:
         return min(missing - queued, found)
 
     def replicas_on(self, view: NodeView, endpoint_view: EndpointView) -> int:
-        """The endpoint's replicas that could account for unattributed usage on this node."""
+        """Returns the endpoint's replicas that could account for unattributed usage on this node."""
         spec = endpoint_view.endpoint.spec
         is_taken = view.node.state is NodeState.READY and fits(spec.resources, minus(view.total, view.available))
         return (

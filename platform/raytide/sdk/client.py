@@ -1,5 +1,4 @@
-"""The SDK: `rt.connect()` returns a Client of one cluster; its jobs and endpoints are handles that show themselves in a
-notebook."""
+"""The SDK: `rt.connect()` returns a Client of one cluster. Notebooks display its jobs and endpoints as tables."""
 
 from __future__ import annotations
 
@@ -41,10 +40,10 @@ SpecSource = Mapping[str, object] | str | Path
 
 
 class Client:
-    """One cluster, as one user sees it. Used as a context manager, leaving it ends a cluster that `rt.local()` started.
+    """A connection of one user to one cluster. As a context manager, it ends a cluster that `rt.local()` started.
 
     The keyword arguments of jobs are typed in `raytide.sdk.options`; `raytide.core.objects.resources` explains the
-    words for resources.
+    keywords for resources.
     """
 
     def __init__(self, client: ApiClient, *, on_exit: Callable[[], object] | None = None) -> None:
@@ -52,11 +51,11 @@ class Client:
         self._on_exit = on_exit
 
     def status(self) -> ClusterStatus:
-        """Returns the cluster's nodes, with what they cost, and counts of its jobs."""
+        """Returns the cluster's nodes with their prices, and the number of its jobs by state."""
         return self.client.status()
 
     def cost(self) -> CostReport:
-        """Returns what was spent, by team, job, endpoint and node."""
+        """Returns the cost by team, job, endpoint and node."""
         return self.client.cost()
 
     def jobs(self, *, limit: int = 100) -> list[Run]:
@@ -68,7 +67,7 @@ class Client:
         return run_of(self.client, self.client.job(job_id))
 
     def data(self, spec: DataSpec | SpecSource, **options: Unpack[GangOptions]) -> Run:
-        """Builds a token dataset on a leased node. Words for resources replace the spec's `gang`."""
+        """Submits the build of a token dataset on a leased node. Keywords for resources replace the spec's `gang`."""
         data = spec if isinstance(spec, DataSpec) else _parse(DataSpec, spec)
         job, gang = job_and_gang(options)
         if gang is not None:
@@ -77,7 +76,7 @@ class Client:
         return Run(self.client, self._submit(JobKind.DATA, data.gang, data.model_dump(mode="json"), named))
 
     def train(self, spec: TrainSpec | SpecSource, **options: Unpack[GangOptions]) -> TrainRun:
-        """Trains a model on a gang; losing members does not end it. Words for resources replace the spec's `gang`."""
+        """Submits a training that survives lost members. Keywords for resources replace the spec's `gang`."""
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
         job, gang = job_and_gang(options)
         if gang is not None:
@@ -96,10 +95,10 @@ class Client:
         retries: int = 0,
         **options: Unpack[GangOptions],
     ) -> Run:
-        """Runs a script on every node of a gang, with RANK, WORLD_SIZE and MASTER_ADDR as torchrun sets them.
+        """Submits a script that runs on every node of a gang, with torchrun's RANK, WORLD_SIZE and MASTER_ADDR.
 
-        The working directory is uploaded, without files that match `exclude`. After a failure the script is started up
-        to `retries` times more.
+        The working directory is uploaded, without files that match `exclude`. After a failure the script is restarted,
+        at most `retries` times.
         """
         folder = Path(working_dir)
         fields = {
@@ -124,10 +123,10 @@ class Client:
         slo_target: float | None = None,
         **options: Unpack[ServeOptions],
     ) -> EndpointHandle:
-        """Serves a Hugging Face directory over the OpenAI API.
+        """Serves a Hugging Face directory over the OpenAI API and returns the endpoint.
 
-        With `replicas=(1, 8)` their number follows the load; with `slo_target` too, it is the cheapest with which that
-        share of first tokens comes within `slo_ttft_s`. A ServeSpec has the options for the rest.
+        With `replicas=(1, 8)` their number follows the load. With `slo_target` too, it is the cheapest number at which
+        this share of first tokens arrives within `slo_ttft_s`. A ServeSpec has all other options.
         """
         if isinstance(model, ServeSpec):
             if name or options or replicas != 1 or slo_ttft_s is not None or slo_target is not None:
@@ -149,9 +148,9 @@ class Client:
 
     @contextmanager
     def gang(self, *, timeout_s: float = 600.0, **options: Unpack[GangOptions]) -> Iterator[Gang]:
-        """Holds nodes for any Ray code in this process; they come through the queue like those of every other job.
+        """Holds nodes for any Ray code in this process, as a job of the queue.
 
-        The lease ends with the block, or ten seconds after this process stopped asking for it.
+        The lease ends with the block, or ten seconds after this process stopped polling it.
         """
         with self.submit_gang(options, timeout_s) as gang:
             yield gang
@@ -159,11 +158,11 @@ class Client:
     def task(
         self, *, timeout_s: float = 600.0, retries: int = 3, **options: Unpack[NodeOptions]
     ) -> Callable[[Callable[P, T]], Task[P, T]]:
-        """A decorator for a function whose calls are jobs: each waits in the queue and runs on a leased node.
+        """Returns a decorator for a function whose calls are jobs: each waits in the queue and runs on a leased node.
 
         `f(x)` blocks and returns the result, `f.remote(x)` returns a future, and `f.map(xs)` one for each of `xs`. This
-        process, on a machine of the cluster, is the driver. A lost node costs one of `retries`; an exception of the
-        function costs none and is raised.
+        process, on a machine of the cluster, is the driver. A lost node uses up one of `retries`; an exception of the
+        function is raised without a retry.
         """
         return lambda work: client_task(lambda: self, work, timeout_s, retries, options)
 
@@ -181,7 +180,7 @@ class Client:
         return scaling(lambda: self.submit_gang(named, timeout_s), self.client, workers, dict(shape.resources))
 
     def submit_gang(self, options: GangOptions | NodeOptions, timeout_s: float) -> Gang:
-        """Queues a gang and returns it; entering it waits for its lease, for `timeout_s` at most."""
+        """Queues a gang and returns it. Entering it waits for its lease, at most `timeout_s`."""
         from raytide.actors.gang import Gang
 
         job, gang = job_and_gang(options)
@@ -222,7 +221,7 @@ class Client:
 def client_task(
     client: Callable[[], Client], work: Callable[P, T], timeout_s: float, retries: int, options: NodeOptions
 ) -> Task[P, T]:
-    """Returns the task of a function whose jobs go to the client that is found at a call."""
+    """Returns the task of a function. Each call gets its client from `client()`."""
 
     def hold(name: str) -> Gang:
         named: NodeOptions = {"name": name, **options}
@@ -232,13 +231,18 @@ def client_task(
 
 
 def connect(cluster: str | None = None) -> Client:
-    """Returns a client of the cluster of that name on this machine, or of the one that RAYTIDE_API and RAYTIDE_TOKEN
-    name. Drivers under `ray job submit`, which run on the head, find their cluster in the same way."""
+    """Returns a client of this machine's cluster of that name, or of the cluster at RAYTIDE_API with RAYTIDE_TOKEN.
+
+    It also works in drivers of `ray job submit`, which run on the head.
+    """
     return Client(ApiClient.find(cluster))
 
 
 def local(config: str | Path | None = None, *, name: str = "local") -> Client:
-    """Starts a cluster on this machine; leaving the `with` block, `.close()` and the end of this process all end it."""
+    """Starts a cluster on this machine and returns its client.
+
+    The end of the `with` block, `.close()` and the end of this process all end the cluster.
+    """
     from raytide.control.bootstrap.local import down, up
     from raytide.core.io.process import Process
 
@@ -247,7 +251,7 @@ def local(config: str | Path | None = None, *, name: str = "local") -> Client:
 
 
 def _team_of(spec: TrainSpec | DataSpec) -> dict[str, str]:
-    """Empty where the spec names no team: the API then takes the token's."""
+    """Returns the spec's team as a field; empty if it names none, so that the API uses the token's team."""
     return {"team": spec.team} if "team" in spec.model_fields_set else {}
 
 

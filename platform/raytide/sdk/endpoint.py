@@ -19,7 +19,7 @@ _POLL_S = 0.3
 
 
 class EndpointHandle:
-    """An endpoint as last seen; `refresh` and `wait` look again."""
+    """An endpoint in its last known state; `refresh` and `wait` update it."""
 
     def __init__(self, client: ApiClient, status: EndpointStatus) -> None:
         self._client = client
@@ -31,7 +31,7 @@ class EndpointHandle:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as `base_url`."""
+        """The `base_url` for OpenAI clients."""
         return self.status.base_url
 
     def refresh(self) -> EndpointHandle:
@@ -39,13 +39,13 @@ class EndpointHandle:
         return self
 
     def wait(self, *, replicas: int = 1, timeout_s: float = 600.0) -> EndpointHandle:
-        """Block until that many replicas answer."""
+        """Blocks until this many replicas answer and returns the endpoint. Raises EngineError or WaitTimeoutError."""
         for _ in self.watch(replicas=replicas, timeout_s=timeout_s):
             pass
         return self
 
     def watch(self, *, replicas: int = 1, timeout_s: float = 600.0) -> Iterator[EndpointStatus]:
-        """The endpoint at each look, until that many replicas answer."""
+        """Yields the endpoint's status at each poll, until this many replicas answer."""
         deadline = time.monotonic() + timeout_s
         while self.refresh().status.ready_replicas < replicas:
             if self.status.endpoint.state is EndpointState.FAILED:
@@ -60,7 +60,7 @@ class EndpointHandle:
             time.sleep(_POLL_S)
 
     def openai(self, **options: Any) -> OpenAI:
-        """The official client, pointed here."""
+        """Returns the official OpenAI client with this endpoint's address."""
         from openai import OpenAI
 
         return OpenAI(base_url=self.base_url, api_key=options.pop("api_key", "none"), **options)

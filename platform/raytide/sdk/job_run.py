@@ -1,4 +1,4 @@
-"""A submitted job in the SDK: wait for it, watch it, ask it why. What a training run adds is in train_run.py."""
+"""A submitted job in the SDK: wait for it, watch it, ask why it waits. `train_run.py` extends it for training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """A job as last seen; `refresh`, `wait` and `watch` look again."""
+    """A job in its last known state; `refresh`, `wait` and `watch` update it."""
 
     def __init__(self, client: ApiClient, view: JobView) -> None:
         self._client = client
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def out(self) -> str:
-        """Where it writes: its spec's `out`; a script and a gang have none."""
+        """The directory or URL to which it writes: its spec's `out`; empty for scripts and gangs."""
         return str(self.view.job.spec.config.get("out", ""))
 
     def refresh(self) -> Self:
@@ -54,7 +54,7 @@ class Run:
         return self
 
     def watch(self, timeout_s: float = 86_400.0) -> Iterator[JobView]:
-        """The job each time that anything about it changed, until it is over."""
+        """Yields the job whenever it has changed, until it ends. Raises WaitTimeoutError."""
         deadline = time.monotonic() + timeout_s
         seen: JobView | None = None
         while True:
@@ -66,22 +66,23 @@ class Run:
                 return
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
-                    f"{self.id} is still {self.state} after {timeout_s:g} s.", hint=f"`raytide why {self.id}` says why."
+                    f"{self.id} is still {self.state} after {timeout_s:g} s.",
+                    hint=f"`raytide why {self.id}` shows why.",
                 )
             time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float = 86_400.0) -> Self:
-        """Block until it is over; raises what made it fail."""
+        """Blocks until the job ends, and returns it. RaytideError if it failed, WaitTimeoutError after `timeout_s`."""
         for _ in self.watch(timeout_s=timeout_s):
             pass
         if self.state is not JobState.SUCCEEDED:
             raise RaytideError(
-                f"{self.id} {self.state}: {self.view.job.reason}", hint=f"`raytide logs {self.id}` has its output."
+                f"{self.id} {self.state}: {self.view.job.reason}", hint=f"`raytide logs {self.id}` prints its output."
             )
         return self
 
     def output(self) -> str:
-        """What it made: the dataset's directory, or the exported model's. Waits for its end."""
+        """Waits for the end and returns the directory of the result: the dataset, or the exported model."""
         self.wait()
         return str(self.progress.get("model", self.out))
 
@@ -92,14 +93,14 @@ class Run:
     def logs(self, *, follow: Literal[True], tail: int | None = None) -> Iterator[str]: ...
 
     def logs(self, *, follow: bool = False, tail: int | None = None) -> str | Iterator[str]:
-        """Returns what the job has printed, or its last `tail` lines; with `follow`, yields the text as it is printed,
-        until the job is over."""
+        """Returns the job's output, or its last `tail` lines; with `follow`, yields it as it is printed, until the job
+        ends."""
         return self._follow(tail) if follow else "".join(part.text for part in self.log_parts(tail=tail))
 
     def _follow(self, tail: int | None) -> Iterator[str]:
         after, is_over = "", False
         while not is_over:
-            is_over = patiently(self.id, self.refresh).view.job.is_final  # first: its last words are not missed
+            is_over = patiently(self.id, self.refresh).view.job.is_final  # first, so that no output is missed
             for part in self.log_parts(after, tail=tail):
                 after, tail = part.after, None
                 if part.text:
@@ -108,7 +109,7 @@ class Run:
                 time.sleep(_POLL_S)
 
     def log_parts(self, after: str = "", *, tail: int | None = None) -> Iterator[LogPart]:
-        """Yields what the job has printed from that place on, in parts: a log may be larger than memory."""
+        """Yields the job's output from the position `after` on, in parts, because a log may be larger than memory."""
         part = LogPart("", after, has_more=True)
         while part.has_more:
             ask = partial(self._client.log_part, self.id, after=part.after, tail=tail)
@@ -121,11 +122,11 @@ class Run:
         return self
 
     def why(self) -> str:
-        """What it waits for, or why it ended, in words."""
+        """Returns a text: what the job waits for, or why it ended."""
         return explain(self.refresh().view)
 
     def waits_for(self) -> WhyView:
-        """The same as data: the first unmet constraint, what would meet it, and when it would start."""
+        """Returns the first unmet constraint, what would meet it, and when the job would start."""
         return self._client.why(self.id)
 
     def json(self) -> dict[str, Any]:
@@ -143,20 +144,20 @@ class Run:
 
 
 def patiently(job_id: str, ask: Callable[[], T], *, goes_on: bool = True) -> T:
-    """The answer of an API that may be restarting: a job that is not over goes on meanwhile."""
+    """Returns the result of `ask`, and tries again while the API restarts. An active job keeps running meanwhile."""
     deadline = time.monotonic() + AWAY_S
     while True:
         try:
             return ask()
         except ClusterError as error:
             if time.monotonic() >= deadline:
-                hint = f"{job_id} goes on: `raytide logs -f {job_id}` follows it." if goes_on else error.hint
+                hint = f"{job_id} keeps running: `raytide logs -f {job_id}` follows it." if goes_on else error.hint
                 raise ClusterError(error.message, hint=hint) from None
             time.sleep(_POLL_S)
 
 
 def explain(view: JobView) -> str:
-    """One line of plain words: the state, its reason, what it waits for and what would help, and its deadline."""
+    """Returns one line of text: the state, its reason, what the job waits for, what would help, and its deadline."""
     job, waiting = view.job, view.waiting
     parts = [f"{job.id} is {job.state}"]
     if view.position is not None:
@@ -164,7 +165,9 @@ def explain(view: JobView) -> str:
     text = ", ".join(parts) + "."
     due = "" if view.stance is None else f"Deadline: {view.stance.reason}."
     if waiting is not None and not job.is_final:
-        soon = "" if waiting.wait_s is None else f"It starts in {ago(waiting.wait_s)} or so, if nothing else comes."
+        soon = (
+            "" if waiting.wait_s is None else f"It starts in {ago(waiting.wait_s)} or so, if nothing else is submitted."
+        )
         due = "" if waiting.constraint == "deadline" else due
         return printable(" ".join(part for part in (text, waiting.reason, waiting.remedy, soon, due) if part))
     reason = f"{job.reason}." if due and job.reason else job.reason

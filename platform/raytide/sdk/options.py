@@ -17,22 +17,22 @@ __all__ = ["GangOptions", "JobOptions", "NodeOptions", "ServeOptions", "job_and_
 
 
 class JobOptions(TypedDict, total=False):
-    """What the queue is told of a job."""
+    """Options of a job for the queue."""
 
     name: str
     team: str | None
-    """The token's own team where it is left out."""
+    """The job's team; the token's own by default."""
     priority: str
-    """A class of `metadata.raytide.priorities`: "low", "normal" or "high" unless the cluster names others."""
+    """A priority class of `metadata.raytide.priorities`; without those: "low", "normal" or "high"."""
     preemptible: bool | None
-    """Whether the queue may ask the job to checkpoint and free its nodes; None: training may be asked, nothing else."""
+    """True if the queue may ask the job to checkpoint and free its nodes; None allows that for training only."""
     deadline: datetime | timedelta | str | float | None
     """A time with a zone, a duration such as "8h", or seconds from now."""
     estimate_h: float | None
-    """Hours of work on the whole gang, until the job itself reports what is left."""
+    """Hours of work on the whole gang; used until the job reports its progress."""
     budget_usd: float | None
     soft_budget_usd: float | None
-    """Beyond it the job gets spot nodes only, and borrows no quota."""
+    """A limit beyond which the job gets spot nodes only, and borrows no quota."""
     budget_per: BudgetPer
     tags: Mapping[str, str]
     """The job's own labels, by which costs can be grouped: {"project": "search"}."""
@@ -40,7 +40,7 @@ class JobOptions(TypedDict, total=False):
 
 
 class NodeOptions(JobOptions, total=False):
-    """What one node must have."""
+    """Options for the resources of one node."""
 
     gpus: float | str
     cpus: float
@@ -53,18 +53,18 @@ class NodeOptions(JobOptions, total=False):
 
 
 class GangOptions(NodeOptions, total=False):
-    """What the nodes of a gang must have."""
+    """Options for the nodes of a gang."""
 
     nodes: int | tuple[int, int]
-    """How many; `(1, 4)` starts and goes on with any number between."""
+    """The number of nodes; `(1, 4)` runs with any number from 1 to 4."""
     together: str
-    """A node label (rack, zone): all nodes have one value of it."""
+    """A node label, such as a rack or zone, of which all nodes must have the same value."""
     shapes: Sequence[Shape]
-    """Several forms, in order of preference, in place of the words above."""
+    """Alternative shapes in order of preference, in place of the options above."""
 
 
 class ServeOptions(TypedDict, total=False):
-    """What an endpoint is told, besides its model and replicas."""
+    """Options of an endpoint, besides its model and replicas."""
 
     team: str
     priority: str
@@ -87,9 +87,9 @@ _SHAPE_WORDS = (*sorted(NODE_WORDS), "labels", "resources", "together")
 def job_and_gang(
     options: GangOptions | NodeOptions | JobOptions,
 ) -> tuple[dict[str, object], dict[str, object] | None]:
-    """Returns the options as fields of a JobSpec, and as those of a GangSpec; None for the latter where none was given.
+    """Returns the fields of a JobSpec, and those of a GangSpec (None if no resources were given).
 
-    Options that are None are left out: they ask for the default.
+    Options that are None are left out: they mean the default.
     """
     given = {key: value for key, value in options.items() if value is not None}
     gang = {key: given.pop(key) for key in _SHAPE_WORDS if key in given}
@@ -101,5 +101,5 @@ def job_and_gang(
 
 
 def gang_of(fields: dict[str, object] | None, *, where: str) -> GangSpec:
-    """Returns the gang of these fields; one node with one CPU without any."""
+    """Returns the gang of these fields; without fields, one node with one CPU. Raises ConfigError."""
     return GangSpec.parse(fields or {"cpus": 1}, where=where)

@@ -17,21 +17,21 @@ _SHAPE = re.compile(r"(?:(?:(\d+):)?(\d+)x)?([^@]+)(?:@(.+))?")
 
 
 def command_of(script: str, args: Sequence[str], working_dir: Path) -> tuple[str, ...]:
-    """What runs on the members, where the working directory is the current one.
+    """Returns the command for the members, which run it in the working directory. Raises UsageError.
 
-    A `.py` file below it runs in Python, another file as it is; what is no file is a command, like `python` itself.
+    A `.py` file runs in Python, another file is executed. A name that is no file is a command, such as `python`.
     """
     path = next((each for each in (Path(script), working_dir / script) if each.is_file()), None)
     if path is None:
         if script.endswith(".py") or os.sep in script or shutil.which(script) is None:
             raise UsageError(f"{script} is neither a file nor a command.", hint="Check the path.")
         return (script, *args)
-    below = _below(os.path.abspath(path), os.path.abspath(working_dir))  # what is a link below it is uploaded, too
+    below = _below(os.path.abspath(path), os.path.abspath(working_dir))  # links below it are uploaded too
     below = below or _below(os.path.realpath(path), os.path.realpath(working_dir))
     if below is None:
         raise UsageError(
             f"{script} is not below the working directory {working_dir}.",
-            hint="Name a --working-dir that holds it: only that is uploaded.",
+            hint="Name a --working-dir that contains it: only that folder is uploaded.",
         )
     if path.suffix == ".py":
         return ("python", below, *args)
@@ -45,7 +45,7 @@ def _below(path: str, folder: str) -> str | None:
 
 
 def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
-    """Returns the spec with what these words ask of a replica's node in place of its own amounts and labels."""
+    """Returns the spec with the resources and labels of these keywords in place of its own. Raises UsageError."""
     if not words:
         return spec
     try:
@@ -62,8 +62,10 @@ def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
 
 
 def parse_shape(text: str) -> Shape:
-    """`2xGPU:8,CPU:16@ray.io/accelerator-type=H100`: two nodes with so much on each, and labels that they must have;
-    `1:2x...` is elastic."""
+    """Returns the shape of a text; `1:2x...` is elastic. Raises UsageError.
+
+    `2xGPU:8,CPU:16@ray.io/accelerator-type=H100` means two nodes with these resources each and this label.
+    """
     found = _SHAPE.fullmatch(text.strip())
     pairs = [_pair(part, ":", text) for part in found[3].split(",")] if found else []
     try:
@@ -79,7 +81,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:
-    """`KEY=VALUE` options."""
+    """Returns a mapping of `KEY=VALUE` texts. Raises UsageError."""
     found = dict(text.partition("=")[::2] for text in texts)
     if odd := next((text for text in texts if not text.partition("=")[0] or "=" not in text), None):
         raise UsageError(f"{option} {odd} is not KEY=VALUE.")
@@ -87,13 +89,15 @@ def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:
 
 
 def parse_range(text: str, option: str) -> tuple[int, int]:
-    """`2` or `1:4`."""
+    """Returns the least and the most of a text such as `2` or `1:4`. Raises UsageError."""
     low, _, high = text.partition(":")
     if not (low.isdecimal() and (high.isdecimal() or ":" not in text)):
-        raise UsageError(f"{option} {text} is no number.", hint="Write 2, or 1:4 for what is elastic.")
+        raise UsageError(f"{option} {text} is not a number.", hint="Write 2, or 1:4 for an elastic number.")
     least, most = int(low), int(high or low)
     if not 1 <= least <= most:
-        raise UsageError(f"{option} {text} is no range from 1 on.", hint="Write 2, or 1:4 for what is elastic.")
+        raise UsageError(
+            f"{option} {text} is not a range from 1 upwards.", hint="Write 2, or 1:4 for an elastic number."
+        )
     return least, most
 
 
@@ -106,5 +110,5 @@ def _pair(text: str, mark: str, whole: str) -> tuple[str, str]:
 
 def _no_shape(text: str) -> UsageError:
     return UsageError(
-        f"{text!r} is no shape.", hint="Write 2xGPU:8,CPU:16, and after it @ray.io/accelerator-type=H100 if need be."
+        f"{text!r} is not a shape.", hint="Write 2xGPU:8,CPU:16, optionally followed by @ray.io/accelerator-type=H100."
     )

@@ -29,27 +29,27 @@ T = TypeVar("T")
 
 
 def status(*, cluster: str | None = None) -> ClusterStatus:
-    """As `Client.status`."""
+    """Calls `Client.status` of the connected cluster."""
     return connect(cluster).status()
 
 
 def cost(*, cluster: str | None = None) -> CostReport:
-    """As `Client.cost`."""
+    """Calls `Client.cost` of the connected cluster."""
     return connect(cluster).cost()
 
 
 def jobs(*, cluster: str | None = None, limit: int = 100) -> list[Run]:
-    """As `Client.jobs`."""
+    """Calls `Client.jobs` of the connected cluster."""
     return connect(cluster).jobs(limit=limit)
 
 
 def data(spec: DataSpec | SpecSource, *, cluster: str | None = None, **options: Unpack[GangOptions]) -> Run:
-    """As `Client.data`."""
+    """Calls `Client.data` of the connected cluster."""
     return connect(cluster).data(spec, **options)
 
 
 def train(spec: TrainSpec | SpecSource, *, cluster: str | None = None, **options: Unpack[GangOptions]) -> TrainRun:
-    """As `Client.train`."""
+    """Calls `Client.train` of the connected cluster."""
     return connect(cluster).train(spec, **options)
 
 
@@ -64,7 +64,7 @@ def run(
     retries: int = 0,
     **options: Unpack[GangOptions],
 ) -> Run:
-    """As `Client.run`."""
+    """Calls `Client.run` of the connected cluster."""
     return connect(cluster).run(
         script,
         *args,
@@ -87,7 +87,7 @@ def serve(
     slo_target: float | None = None,
     **options: Unpack[ServeOptions],
 ) -> EndpointHandle:
-    """As `Client.serve`."""
+    """Calls `Client.serve` of the connected cluster."""
     return connect(cluster).serve(
         model, name=name, replicas=replicas, slo_ttft_s=slo_ttft_s, slo_target=slo_target, **options
     )
@@ -95,7 +95,7 @@ def serve(
 
 @contextmanager
 def gang(*, cluster: str | None = None, timeout_s: float = 600.0, **options: Unpack[GangOptions]) -> Iterator[Gang]:
-    """As `Client.gang`."""
+    """Calls `Client.gang` of the connected cluster."""
     with connect(cluster) as client, client.gang(timeout_s=timeout_s, **options) as held:
         yield held
 
@@ -103,7 +103,7 @@ def gang(*, cluster: str | None = None, timeout_s: float = 600.0, **options: Unp
 def task(
     *, cluster: str | None = None, timeout_s: float = 600.0, retries: int = 3, **options: Unpack[NodeOptions]
 ) -> Callable[[Callable[P, T]], Task[P, T]]:
-    """As `Client.task`; the cluster is looked for at the first call."""
+    """Returns `Client.task` of the connected cluster, which is looked up at each call."""
     client = cache(lambda: connect(cluster))
     return lambda work: client_task(client, work, timeout_s, retries, options)
 
@@ -111,5 +111,5 @@ def task(
 def scaling_config(
     *, cluster: str | None = None, timeout_s: float = 30 * 86_400.0, **options: Unpack[GangOptions]
 ) -> ScalingConfig:
-    """As `Client.scaling_config`."""
+    """Calls `Client.scaling_config` of the connected cluster."""
     return connect(cluster).scaling_config(timeout_s=timeout_s, **options)

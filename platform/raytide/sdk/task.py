@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_AT_ONCE = 64
-"""Calls of one task that are in the queue together; each has a thread of this process, and further ones follow."""
+"""The number of calls of one task that are queued at once. Each has a thread of this process; further calls wait."""
 _LOOK_S = 1.0
 _REPLACED_WITHIN_S = 30.0
 """How long the platform may take to report a lost member; if it reports none, the node is alive."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Picture:
-    """A run's plot: shows itself in a notebook, and `str()` is SVG."""
+    """A run's plot: a notebook displays it, and `str()` returns SVG."""
 
     def __init__(self, svg: str) -> None:
         self._svg = svg
@@ -29,33 +29,33 @@ class Picture:
 
 
 class TrainRun(Run):
-    """A training job. What is read from its files needs a machine that reaches the spec's `out`."""
+    """A training job. Methods that read its files need a machine that can read the spec's `out`."""
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The steps so far, one line for each; those done again after a death count once."""
+        """Returns one mapping for each step so far; steps that were repeated after a failure appear once."""
         return self._history().steps
 
     def table(self) -> pa.Table:
-        """`metrics()` as an Arrow table."""
+        """Returns `metrics()` as an Arrow table."""
         import pyarrow as pa
 
         return pa.Table.from_pylist(self.metrics())
 
     def events(self) -> list[dict[str, Any]]:
-        """What happened to the gang and to single batches, in order."""
+        """Returns the events of the gang and of single batches, in order."""
         return self._history().events
 
     def plot(self) -> Picture:
         return Picture(plot.svg(self._history(), f"{self.view.job.spec.name} ({self.id})"))
 
     def profile(self, steps: int = 3) -> None:
-        """Have the next steps profiled: traces and tables appear in `out`/profile. The run goes on as it is."""
+        """Requests a profile of the next steps: traces and tables appear in `out`/profile. The run is not restarted."""
         from raytide.actors.trainer.run_log import profiler as profile
 
         profile.request(self.out, steps)
 
     def result(self, timeout_s: float = 86_400.0) -> RunResult:
-        """Wait for its end and say how it ended; raises what made it fail."""
+        """Waits for the end and returns the result. Raises RaytideError if the run failed."""
         self.wait(timeout_s)
         return history.result(self.out)
 
@@ -69,5 +69,5 @@ class TrainRun(Run):
 
 
 def run_of(client: ApiClient, view: JobView) -> Run:
-    """The handle that a job's kind calls for."""
+    """Returns the handle for a job of this kind."""
     return TrainRun(client, view) if view.job.spec.kind is JobKind.TRAIN else Run(client, view)

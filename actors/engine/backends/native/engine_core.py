@@ -193,7 +193,7 @@ class EngineCore:
         return self.runner.prompt_logits(self.input_processor.checked("logits", tokens))
 
     def stats(self) -> EngineStats:
-        """A snapshot."""
+        """Returns a snapshot."""
         return replace(
             self._counters,
             state=self.state,

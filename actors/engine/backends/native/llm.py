@@ -74,7 +74,7 @@ class LLM:
     def chat(
         self, messages: Items[Message | Mapping[str, str]], sampling: SamplingParams | None = None
     ) -> RequestOutput:
-        """The model's next turn in a conversation, by its chat template."""
+        """Returns the model's next turn in a conversation, by its chat template."""
         turns = [each if isinstance(each, Message) else Message(each["role"], each["content"]) for each in messages]
         return self._run([self._core.tokenizer.chat_prompt(turns)], [sampling or SamplingParams()])[0]
 
@@ -83,7 +83,7 @@ class LLM:
         return self._core.prompt_logits(token_ids)
 
     def embed(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
-        """A vector of length 1 for each prompt, pooled as the model directory says (else the last token's)."""
+        """Returns a vector of length 1 for each prompt, pooled as the model directory says (else the last token's)."""
         texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [self._core.input_processor.checked(f"input {i}", self._tokens(text)) for i, text in enumerate(texts)]
         return [each for group in groups(tokens, self._max_tokens) for each in operations.embed(self._core, group)]

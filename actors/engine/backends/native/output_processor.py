@@ -40,7 +40,7 @@ class SampleState:
     held: list[GenChunk] = field(default_factory=list)  # until best_of has chosen
 
     def push(self, token: int, ends: bool) -> str:
-        """The text that a new token makes safe to emit; `stops.stopped` when it completes a stop string."""
+        """Returns the text that a new token makes safe to emit; `stops.stopped` when it completes a stop string."""
         seq, stops = self.seq, self.stops
         text = "" if seq.finish_reason == "stop" else stops.push(self.text.push(token))
         if (seq.finish_reason or ends) and not stops.stopped:

@@ -22,7 +22,7 @@ from raytide.scheduling.state import SchedulingState
 
 
 def decide(snapshot: Snapshot) -> Plan:
-    """All actions of this tick, with reasons. The same snapshot always gives the same plan."""
+    """Returns all actions of this tick, with reasons. The same snapshot always gives the same plan."""
     return decide_constrained(with_market_constraints(snapshot))
 
 
@@ -41,7 +41,7 @@ def decide_constrained(seen: Snapshot) -> Plan:
 
 
 def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:
-    """The snapshot with these admissions, preemptions and grown gangs applied."""
+    """Returns the snapshot with these admissions, preemptions and grown gangs applied."""
     new = tuple(action.lease for action in actions if isinstance(action, Admit))
     leases = {lease.id: lease for lease in snapshot.leases}
     for action in actions:

@@ -120,7 +120,8 @@ def _check_part(part: str, what: str, *, links: bool) -> None:
 
 
 def safe_opener(path: str, flags: int) -> int:
-    """An opener for `open` that raises DeniedError if the opened file is private, even if links changed after a check.
+    """Returns an opener for `open` that raises DeniedError if the opened file is private, even if links changed after a
+    check.
 
     It refuses to write through a final link, and to open anything but regular files.
     """

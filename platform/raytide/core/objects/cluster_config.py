@@ -111,12 +111,12 @@ class RaytideSection(Config):
         return self
 
     def users(self) -> frozenset[str]:
-        """The users that scripts run as, without raytide's own."""
+        """Returns the users that scripts run as, without raytide's own."""
         named = {self.run_as} if isinstance(self.run_as, str) else set(self.run_as.values())
         return frozenset(named - {""})
 
     def user_of(self, team: str) -> str:
-        """The user that the team's scripts run as."""
+        """Returns the user that the team's scripts run as."""
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
 
 
@@ -159,7 +159,7 @@ characters."""
 
 
 def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, Any]:
-    """The `provider` section of a cluster.yaml; its type must be known to raytide."""
+    """Returns the `provider` section of a cluster.yaml; its type must be known to raytide."""
     section = file.get("provider")
     kind = section.get("type") if isinstance(section, Mapping) else None
     known = ("local", "fake", "kuberay", *CLOUDS)

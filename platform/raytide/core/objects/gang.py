@@ -62,15 +62,15 @@ class Shape(Config):
 
     @classmethod
     def computed(cls, resources: Mapping[str, float], labels: Mapping[str, str], together: str = "") -> Self:
-        """One member with computed or reported amounts. They are not validated, because users need not be allowed to
-        ask for them."""
+        """Returns one member with computed or reported amounts. They are not validated, because users need not be
+        allowed to ask for them."""
         return cls.model_construct(
             members=1, min_members=None, resources=dict(resources), labels=dict(labels), together=together
         )
 
     @classmethod
     def words(cls) -> frozenset[str]:
-        """The keys of a shape in a spec."""
+        """Returns the keys of a shape in a spec."""
         return frozenset({*cls.model_fields, *NODE_WORDS})
 
     @property

@@ -172,7 +172,7 @@ class Job:
         return min(max(0.0, self.progress_number("redo_s") or 0.0), _LONGEST_S)
 
     def progress_number(self, name: str) -> float | None:
-        """A number of its progress; None if it reported none, or an implausible one."""
+        """Returns a number of its progress; None if it reported none, or an implausible one."""
         return _plausible_number(self.progress, name)
 
 

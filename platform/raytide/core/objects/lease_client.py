@@ -12,10 +12,10 @@ class LeaseClient(Protocol):
     """The platform as the driver of a gang sees it. Every call also keeps a driver-held lease alive."""
 
     def lease(self, job_id: str) -> Lease:
-        """The present lease; raises LeaseLostError once it is over."""
+        """Returns the present lease; raises LeaseLostError once it is over."""
 
     def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
-        """The lease as soon as its epoch is above `newer_than`, or after `timeout_s` as it is then."""
+        """Returns the lease as soon as its epoch is above `newer_than`, or after `timeout_s` as it is then."""
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
         """Numbers for `raytide ps` and the SDK: step, steps, loss, tokens_per_s, restarts, ..."""

@@ -84,7 +84,7 @@ class NodeType(Config):
         return self.zone_prices_micro_usd_h.get(zone, self.price_micro_usd_h)
 
     def all_labels(self, zone: str) -> dict[str, str]:
-        """The labels of its nodes in Ray, market, zone and type included."""
+        """Returns the labels of its nodes in Ray, market, zone and type included."""
         return {**self.labels, MARKET_LABEL: str(self.market), ZONE_LABEL: zone, TYPE_LABEL: self.name}
 
 
@@ -125,8 +125,8 @@ class Node:
 
 
 def round_up_gpu_share(need: Resources) -> Resources:
-    """The resources that a member really takes: Ray never splits a share over two GPUs, so 0.4 of one is half of
-    one."""
+    """Returns the resources that a member really takes: Ray never splits a share over two GPUs, so 0.4 of one is half
+    of one."""
     share = need.get("GPU", 0.0)
     if not 0.0 < share < 1.0:
         return need
@@ -134,12 +134,12 @@ def round_up_gpu_share(need: Resources) -> Resources:
 
 
 def fits(need: Resources, free: Resources) -> bool:
-    """True if `free` covers `need`; resources that `free` does not name count as zero."""
+    """Returns True if `free` covers `need`; resources that `free` does not name count as zero."""
     return all(amount <= free.get(name, 0.0) + 1e-9 for name, amount in need.items())
 
 
 def dominant_share(need: Resources, total: Resources) -> float:
-    """The largest share of any resource that `need` takes; resources that `total` lacks do not count."""
+    """Returns the largest share of any resource that `need` takes; resources that `total` lacks do not count."""
     return min(1.0, max((n / total[name] for name, n in need.items() if total.get(name)), default=0.0))
 
 

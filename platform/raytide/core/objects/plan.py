@@ -178,7 +178,7 @@ class Plan:
     actions: tuple[Action, ...] = ()
 
     def for_storage(self) -> Plan:
-        """The plan as it is stored: without the Waits of jobs far back in the queue, which are only counted."""
+        """Returns the plan as it is stored: without the Waits of jobs far back in the queue, which are only counted."""
         waits = [action for action in self.actions if isinstance(action, Wait) and action.subject.startswith("job-")]
         if len(waits) <= MOST_WAITS:
             return self
@@ -193,7 +193,7 @@ class Plan:
 
 
 def describe(action: Action) -> dict[str, object]:
-    """An action as JSON, its kind first."""
+    """Returns an action as JSON, its kind first."""
     if isinstance(action, Admit):
         lease = {"id": action.lease.id, "shape": action.lease.shape.describe()}
         return {"action": "admit", **_fields(action), "lease": lease}

@@ -129,7 +129,7 @@ def _number(value: object, word: str) -> float:
 
 
 def _range(nodes: object) -> tuple[object, object]:
-    """The least and the most."""
+    """Returns the least and the most."""
     if isinstance(nodes, str):
         low, _, high = nodes.partition(":")
         nodes = (low, high or low)

@@ -57,7 +57,7 @@ class TeamSpec(Config):
 
 
 def merged(spec: TeamSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a spec overridden by `given`: mappings key by key, others whole."""
+    """Returns the fields of a spec overridden by `given`: mappings key by key, others whole."""
     fields = spec.model_dump(mode="json")
     for name, value in given.items():
         is_part = isinstance(value, Mapping) and isinstance(fields.get(name), Mapping)
@@ -66,8 +66,8 @@ def merged(spec: TeamSpec, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overlaid(spec: TeamSpec, given: Mapping[str, Any]) -> TeamSpec:
-    """The effective spec. Overrides were validated when they were set; a later change of the file cannot make them
-    fail."""
+    """Returns the effective spec. Overrides were validated when they were set; a later change of the file cannot make
+    them fail."""
     known = {name: value for name, value in given.items() if name in TeamSpec.model_fields and name != "parent"}
     fields = merged(spec, known)
     return TeamSpec.model_construct(**{**fields, "budget": Budget.model_construct(**fields["budget"])})

@@ -263,12 +263,12 @@ class TrainSpec(Config):
         return (self.out,) if self.checkpoint_dir is None else (self.out, self.checkpoint_dir)
 
     def first_micro_batch(self, sizes: Sizes) -> int:
-        """The micro-batch that ranks start with. A pipeline needs at least one micro-batch for each stage."""
+        """Returns the micro-batch that ranks start with. A pipeline needs at least one micro-batch for each stage."""
         if self.micro_batch != "auto":
             return self.micro_batch
         return max(1, math.ceil(self.global_batch / sizes.data) // sizes.pipeline)
 
     def digest(self) -> str:
-        """A hash of the fields that decide the data order; a checkpoint resumes only with the same digest."""
+        """Returns a hash of the fields that decide the data order; a checkpoint resumes only with the same digest."""
         keys = {"seed", "global_batch", "seq_len"}
         return hashlib.sha256(json.dumps(self.model_dump(include=keys), sort_keys=True).encode()).hexdigest()

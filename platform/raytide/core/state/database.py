@@ -51,7 +51,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A transaction with one consistent view."""
+        """Yields a transaction with one consistent view."""
         with _clear_errors(self.engine), self.engine.connect() as plain:
             level = None if self.is_sqlite else "REPEATABLE READ"
             connection = plain.execution_options(isolation_level=level) if level else plain
@@ -60,7 +60,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """A transaction that is committed as a whole, or rolled back when the block raises."""
+        """Yields a transaction that is committed as a whole, or rolled back when the block raises."""
         try:
             with _clear_errors(self.engine), self.engine.connect() as plain:
                 connection = plain.execution_options(raytide_write=True)
@@ -101,7 +101,7 @@ class Database:
 
     @contextmanager
     def _exclusive(self) -> Iterator[sa.Connection]:
-        """A write transaction while no other process opens the store."""
+        """Yields a write transaction while no other process opens the store."""
         if not self.is_sqlite:
             with self.write() as connection:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))

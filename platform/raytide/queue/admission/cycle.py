@@ -23,7 +23,7 @@ Victims = Callable[[], Ints]
 
 class Capacity(Protocol):
     def first(self, waiting: Ints) -> int | None:
-        """The index in `waiting` of the first row that may find room; those before it are skipped."""
+        """Returns the index in `waiting` of the first row that may find room; those before it are skipped."""
         ...
 
     def admit(self, row: int) -> bool:
@@ -59,5 +59,5 @@ def run_cycle(table: QueueTable, capacity: Capacity) -> Ints:
 
 
 def _below(table: QueueTable, lowest: Ints, height: Ints, row: int, rank: Ints) -> Ints:
-    """The candidates after this row in the order, from the end; none during its cool-down."""
+    """Returns the candidates after this row in the order, from the end; none during its cool-down."""
     return lowest[: 0 if table.in_cooldown[row] else height.searchsorted(-rank[row])]

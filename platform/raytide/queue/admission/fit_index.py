@@ -54,7 +54,9 @@ class FitIndex:
         return found
 
     def count(self, request: ShapeRequest, *, ready_only: bool = False) -> FitCount:
-        """An upper bound of the members that fit: on ready nodes only, or on all nodes and those that can be bought."""
+        """Returns an upper bound of the members that fit: on ready nodes only, or on all nodes and those that can be
+        bought.
+        """
         key = (request.member_key, ready_only)
         if (count := self._counts.get(key)) is None:
             count = self._counts[key] = self._count(request, ready_only)
@@ -68,7 +70,7 @@ class FitIndex:
         return count
 
     def members_at(self, count: FitCount, row: int, free: list[float]) -> int:
-        """The members that the node of this row would hold with these free resources."""
+        """Returns the members that the node of this row would hold with these free resources."""
         if (is_eligible := count.is_eligible.get(row)) is None:
             nodes = self.room.node_table
             is_eligible = bool(count.need) and nodes.matches(row, count.labels)

@@ -53,7 +53,7 @@ class PreemptionCandidates:
         self.is_candidate[list(rows)] = False
 
     def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
-        """The rows below: borrowers first, then those of any team or of its own only."""
+        """Yields the rows below: borrowers first, then those of any team or of its own only."""
         borrows = self._belongs_to(borrowing)[lower]
         yield from lower[borrows].tolist()
         others = lower[~borrows]
@@ -70,7 +70,7 @@ class PreemptionCandidates:
         yield from lower[~borrowers[lower]].tolist()
 
     def _belongs_to(self, teams: frozenset[str]) -> Bools:
-        """For each row: whether its team is one of these, which are mostly those of the previous call."""
+        """Returns, for each row, whether its team is one of these, which are mostly those of the previous call."""
         if self._last_lookup is None or (self._last_lookup[0] is not teams and self._last_lookup[0] != teams):
             among = np.zeros(len(self.team_numbers) + 1, dtype=bool)
             among[[self.team_numbers.get(team, -1) for team in teams]] = True
@@ -154,7 +154,7 @@ class Preemptor:
         return ()
 
     def victims_of(self, row: int) -> GangVictims:
-        """The members of a gang that have not been preempted yet."""
+        """Returns the members of a gang that have not been preempted yet."""
         if (found := self._gangs.get(row)) is None:
             found = self._gangs[row] = GangVictims.of(self.state, row)
         return found
@@ -198,7 +198,7 @@ class Preemptor:
         return gone
 
     def _rows_in_order(self, job: Job, lower: Ints, *, is_owner: bool) -> Iterator[int]:
-        """The candidates in the order of preemption: see `AdmissionState.preemptible_teams`."""
+        """Yields the candidates in the order of preemption: see `AdmissionState.preemptible_teams`."""
         need = self.state.requests.first(job).least
         borrowing = self.state.quotas.borrowing(need)
         if is_owner:
@@ -216,7 +216,7 @@ class Preemptor:
         return self._capacity
 
     def _room_after(self, head: Job) -> SchedulingState:
-        """The room left once all that the head waits for has ended or yielded, and the head has started."""
+        """Returns the room left once all that the head waits for has ended or yielded, and the head has started."""
         state, room = self.state, self.state.room.copy()
         for admission in state.admitted.values():
             for slot in admission.placed:

@@ -72,7 +72,7 @@ def ranked(table: QueueTable) -> Ints:
 
 
 def waiting(table: QueueTable, order: Ints) -> Ints:
-    """The waiting rows in scheduling order, those within their team's nominal quota before borrowers.
+    """Returns the waiting rows in scheduling order, those within their team's nominal quota before borrowers.
 
     Otherwise a borrower would be admitted in one cycle and preempted in the next.
     """
@@ -95,8 +95,8 @@ def bands(table: QueueTable) -> Ints:
 
 
 def fair_wait_s(table: QueueTable) -> float:
-    """The wait under first come, first served: the age of the oldest job that would find no room if all jobs before it
-    held their GPUs."""
+    """Returns the wait under first come, first served: the age of the oldest job that would find no room if all jobs
+    before it held their GPUs."""
     first = np.argsort(table.submitted_s, kind="stable")
     is_behind = np.cumsum(table.gpus[first]) > table.gpus[table.is_held].sum()
     return float(table.age_s[first][is_behind].max(initial=0.0))

@@ -63,7 +63,8 @@ def queued_jobs(snapshot: Snapshot) -> tuple[Job, ...]:
 
 
 def within_member_cap(snapshot: Snapshot) -> tuple[Snapshot, tuple[Wait, ...]]:
-    """The snapshot without the queued jobs that exceed their team's limit of members, and a Wait for each of them.
+    """Returns the snapshot without the queued jobs that exceed their team's limit of members, and a Wait for each of
+    them.
 
     Every tick visits each member, however small, so their number is limited. A team's jobs are counted in order of
     submission, so a large one is not passed for ever by smaller ones behind it.
@@ -101,7 +102,9 @@ def _over_cap(job: Job, held: int, most: int) -> Wait:
 
 
 def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> AdmissionState:
-    """The state before the cycle: resources of yielding members are free, those nominated for members are taken."""
+    """Returns the state before the cycle: resources of yielding members are free, those nominated for members are
+    taken.
+    """
     room, types = (
         room or SchedulingState.from_snapshot(snapshot),
         {node_type.name: node_type for node_type in snapshot.node_types},
@@ -150,7 +153,7 @@ def _nominate(snapshot: Snapshot, room: SchedulingState, lease: Lease) -> Placem
 
 
 def queue_table(state: AdmissionState) -> QueueTable:
-    """The jobs as rows. Those that neither wait nor hold a lease that stays (stopping, yielding) count as held."""
+    """Returns the jobs as rows. Those that neither wait nor keep a lease (stopping, yielding) count as held."""
     now_s, jobs = state.snapshot.at_s, state.jobs
     waits = {job.id for job in queued_jobs(state.snapshot)}
     classes, stances = state.snapshot.classes, state.snapshot.stances
@@ -190,7 +193,7 @@ def queue_table(state: AdmissionState) -> QueueTable:
 
 
 def _within_nominal_quota(state: AdmissionState, table: QueueTable) -> Bools:
-    """For each row: whether the job and those of its team before it fit into the team's nominal quota.
+    """Returns, for each row, whether the job and those of its team before it fit into the team's nominal quota.
 
     Once one of a team does not fit, no later one counts, so a job cannot overtake its own team by being small. Jobs
     that could not start on an empty fleet are left out.
@@ -212,7 +215,7 @@ def _within_nominal_quota(state: AdmissionState, table: QueueTable) -> Bools:
 
 
 def _leases_by_row(snapshot: Snapshot) -> dict[int, Lease]:
-    """The leases that stay, by the row of their job."""
+    """Returns the leases that stay, by the row of their job."""
     of_job = {lease.job_id: lease for lease in snapshot.leases if not lease.is_preempted}
     return {
         row: of_job[job.id]
@@ -250,7 +253,7 @@ def _change_shape(state: AdmissionState, table: QueueTable) -> list[Preempt]:
 
 
 def _allowed_instead(state: AdmissionState, row: int) -> list[ShapeRequest]:
-    """The shapes that budgets and quota would allow if the job held nothing."""
+    """Returns the shapes that budgets and quota would allow if the job held nothing."""
     job, quota = state.jobs[row], usage.lease_quota(state.leases[row], state.node_types)
     state.quotas.release(job.spec.team, quota)
     affordable = state.affordable_shapes(row).affordable
@@ -281,7 +284,7 @@ def _preemptions(state: AdmissionState) -> Iterator[Action]:
 
 
 def _shrink(state: AdmissionState, lease: Lease, yielded: Mapping[int, str]) -> Iterator[Shrink]:
-    """One Shrink for each preemptor."""
+    """Yields one Shrink for each preemptor."""
     until_s, left = state.snapshot.at_s + GRACE_S, len(usage.retained_members(lease))
     for by in dict.fromkeys(yielded.values()):
         members = tuple(sorted(index for index, other in yielded.items() if other == by))
@@ -296,7 +299,7 @@ def _preempt(state: AdmissionState, lease: Lease, reason: str, by: tuple[str, ..
 
 
 def _verdicts(state: AdmissionState, order: Sequence[int]) -> Iterator[Action]:
-    """An Admit or a Wait for each row that was tried."""
+    """Yields an Admit or a Wait for each row that was tried."""
     number = state.snapshot.next_lease
     for row in order:
         job = state.jobs[row]
@@ -327,7 +330,7 @@ def _grow(state: AdmissionState, order: Sequence[int]) -> Iterator[Grow]:
 
 
 def _contended_types(state: AdmissionState) -> set[str]:
-    """The node types that replicas or queued jobs wait for."""
+    """Returns the node types that replicas or queued jobs wait for."""
     contended = {name for shape in state.unplaced for name in state.requests.request(shape).node_types}
     for row, refusal in state.refused.items():
         shapes = state.jobs[row].spec.gang.shapes
@@ -346,14 +349,14 @@ def _waits_for_room(state: AdmissionState, row: int, refusal: Unschedulable) -> 
 
 
 def _parked(state: AdmissionState, row: int) -> list[Member]:
-    """The parked members that may come back."""
+    """Returns the parked members that may come back."""
     latest_s = state.snapshot.at_s - SETTLE_S
     members = state.leases[row].members
     return [m for m in members if m.is_parked and (m.leaves_at_s is None or m.leaves_at_s <= latest_s)]
 
 
 def _lease(lease_id: str, job: Job, shape: Shape, placed: int, now_s: float) -> Lease:
-    """A new lease; members beyond the placed ones are parked."""
+    """Returns a new lease; members beyond the placed ones are parked."""
     states = [MemberState.WAITING] * placed + [MemberState.PARKED] * (shape.members - placed)
     return Lease(
         id=lease_id,

@@ -86,7 +86,9 @@ def _place_replicas(preemptor: Preemptor, view: EndpointView, times: _StartTimes
 
 
 def _lacking(state: AdmissionState, view: EndpointView, times: _StartTimes) -> list[Slot | None]:
-    """One entry for each member that needs room now: the slot that it would have to wait for, None if there is none."""
+    """Returns one entry for each member that needs room now: the slot that it would have to wait for, None if there is
+    none.
+    """
     without_slot: list[Slot | None] = [None] * reservations.missing_members(state.room, view)
     if view.endpoint.spec.members > 1:
         return without_slot
@@ -140,7 +142,7 @@ class _Donors:
         self._order = sorted(self._keys.values())
 
     def spare_members(self) -> Iterator[Victim]:
-        """The victims: of each gang no more than it has beyond its minimum."""
+        """Yields the victims: of each gang no more than it has beyond its minimum."""
         for *_, row in self._order:
             yield from self._victims(row)[: _spare_count(self._state, row)]
 
@@ -156,8 +158,8 @@ class _Donors:
                 insort(self._order, self._keys[row])
 
     def _victims(self, row: int) -> list[Victim]:
-        """The gang's members on ready nodes that match the endpoint's labels; first those of nodes on which the fewest
-        have to leave for a replica, so that the spare members are not scattered over nodes."""
+        """Returns the gang's members on ready nodes that match the endpoint's labels; first those of nodes on which the
+        fewest have to leave for a replica, so that the spare members are not scattered over nodes."""
         state, nodes, index = self._state, self._state.room.node_table, self._state.index
         by_node: defaultdict[int, list[Victim]] = defaultdict(list)
         need = nodes.columns(state.leases[row].shape.resources)
@@ -198,7 +200,7 @@ def _spare_count(state: AdmissionState, row: int) -> int:
 
 
 def _refusal(state: AdmissionState, view: EndpointView, row: int) -> str:
-    """Why a gang may not shrink for this endpoint; empty if it may."""
+    """Returns why a gang may not shrink for this endpoint; empty if it may."""
     job = state.jobs[row]
     if not attained_service.may_be_preempted(job):
         return "it cannot be preempted"
@@ -213,7 +215,7 @@ def _refusal(state: AdmissionState, view: EndpointView, row: int) -> str:
 
 
 def _rejected(state: AdmissionState, view: EndpointView, lacking: Sequence[Slot | None]) -> tuple[Rejected, ...]:
-    """The alternatives to the preemption, and why they were not taken."""
+    """Returns the alternatives to the preemption, and why they were not taken."""
     name, found = view.endpoint.name, []
     if count := sum(slot is None for slot in lacking):
         found.append(Rejected("a node", state.room.why_not(replica_shape(view), count, f"endpoint {name}").reason))
@@ -233,6 +235,6 @@ def _job_priority(state: AdmissionState, row: int) -> int:
 
 
 def _priority_of(state: AdmissionState, view: EndpointView) -> float:
-    """The endpoint's class; above all others if it names none."""
+    """Returns the endpoint's class; above all others if it names none."""
     priority = view.endpoint.spec.priority
     return math.inf if priority is None else state.snapshot.classes.get(priority, 0)

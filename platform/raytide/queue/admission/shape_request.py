@@ -55,12 +55,12 @@ class ShapeRequests:
     _spot_by_job: dict[str, tuple[ShapeRequest, ...]] = field(default_factory=dict)
 
     def first(self, job: Job) -> ShapeRequest:
-        """The first shape of its spec, in whatever market."""
+        """Returns the first shape of its spec, in whatever market."""
         is_free = job.id not in self.stances and job.id not in self.throughputs
         return self.for_job(job)[0] if is_free else self.request(job.spec.gang.shapes[0])
 
     def for_job(self, job: Job) -> tuple[ShapeRequest, ...]:
-        """The shapes that the job may have now, the cheapest for its work first; none while it waits for spot."""
+        """Returns the shapes that the job may have now, the cheapest for its work first; none if it waits for spot."""
         if (found := self._by_job.get(job.id)) is None:
             shapes = _cheapest_first(job.spec.gang.shapes, self.offerings, self.throughputs.get(job.id, {}))
             allowed = constrain(shapes, self.stances.get(job.id))
@@ -68,7 +68,7 @@ class ShapeRequests:
         return found
 
     def on_spot(self, job: Job) -> tuple[ShapeRequest, ...]:
-        """The same shapes, restricted to spot nodes where they name no market."""
+        """Returns the same shapes, restricted to spot nodes where they name no market."""
         if (found := self._spot_by_job.get(job.id)) is None:
             shapes = [each.shape for each in self.for_job(job)]
             spot = [shape.model_copy(update={"labels": {**_SPOT, **shape.labels}}) for shape in shapes]
@@ -138,7 +138,7 @@ def _unaffordable(job: Job, request: ShapeRequest, budgets: Budgets, over_soft_l
 
 
 def _cheapest_first(shapes: Sequence[Shape], offerings: Offerings, throughputs: Throughputs) -> Sequence[Shape]:
-    """The shapes by cost per unit of work; in the job's own order at equal cost, or if no throughput is known."""
+    """Returns the shapes by cost per unit of work; in the job's own order at equal cost or unknown throughput."""
     if len(shapes) < 2 or not throughputs:
         return shapes
     return sorted(shapes, key=lambda shape: _cost_per_work(shape, offerings, throughputs))

@@ -35,7 +35,7 @@ def forecast_starts(snapshot: Snapshot) -> Mapping[str, float]:
 
 
 def _ended(snapshot: Snapshot, job_id: str) -> Snapshot:
-    """The snapshot without that job and its lease, whose resources are free."""
+    """Returns the snapshot without that job and its lease, whose resources are free."""
     over = [lease for lease in snapshot.leases if lease.job_id == job_id]
     return replace(
         snapshot,
@@ -55,7 +55,7 @@ def _freed(view: NodeView, over: list[Lease]) -> NodeView:
 
 
 def _started(snapshot: Snapshot, new: list[Admit]) -> Snapshot:
-    """The snapshot with these leases."""
+    """Returns the snapshot with these leases."""
     ids = {action.job_id for action in new}
     return replace(
         snapshot,

@@ -124,7 +124,7 @@ class AdmissionState:
         return True
 
     def node_of(self, row: int, member: Member) -> str:
-        """The member's node or the one nominated for it; "" if there is none."""
+        """Returns the member's node or the one nominated for it; "" if there is none."""
         return member.node_id or self.nominated.get((row, member.index), "")
 
     def member_quota(self, row: int, member: Member) -> Resources:
@@ -135,7 +135,7 @@ class AdmissionState:
         return found
 
     def micro_usd_h(self, lease: Lease) -> float:
-        """The price of the retained members."""
+        """Returns the price of the retained members."""
         members = usage.retained_members(lease)
         types = [self.node_types[member.node_id] for member in members if member.node_id in self.node_types]
         return usage.price_per_hour(lease.shape, types)
@@ -147,12 +147,12 @@ class AdmissionState:
         return self._index
 
     def may_reclaim(self, job: Job) -> bool:
-        """True if the job's minimum is within its team's nominal quota, which other teams may be using."""
+        """Returns True if the job's minimum is within its team's nominal quota, which other teams may be using."""
         return self.quotas.may_reclaim(job.spec.team, self.requests.first(job).least)
 
     def preemptible_teams(self, job: Job) -> frozenset[str] | None:
-        """The teams that this job may preempt; None for all. A borrower may not preempt another team that is within
-        its nominal quota, because that team would reclaim it at once."""
+        """Returns the teams that this job may preempt; None for all. A borrower may not preempt another team that is
+        within its nominal quota, because that team would reclaim it at once."""
         need = self.requests.first(job).least
         if self.quotas.limited.isdisjoint(need) or self.quotas.may_reclaim(job.spec.team, need):
             return None
@@ -185,14 +185,14 @@ class AdmissionState:
         return found
 
     def lacking_quota(self, row: int, need: Resources) -> str | None:
-        """The first resource whose quota does not allow `need`. Jobs that cannot be preempted borrow nothing, nor do
-        those beyond a soft budget."""
+        """Returns the first resource whose quota does not allow `need`. Jobs that cannot be preempted borrow nothing,
+        nor do those beyond a soft budget."""
         may_borrow = not self.affordable_shapes(row).over_soft_limit
         team = self.jobs[row].spec.team
         return self.quotas.lacking(team, need, is_preemptible=self.is_preemptible[row], may_borrow=may_borrow)
 
     def _find(self, row: int) -> tuple[Shape, Placements] | Unschedulable:
-        """The first of the job's shapes that fits, with its reserved slots."""
+        """Returns the first of the job's shapes that fits, with its reserved slots."""
         refusals = []
         shapes = self.affordable_shapes(row)
         if not shapes.requests:
@@ -232,7 +232,7 @@ class AdmissionState:
             self.release_on(slot.node_id, shape.resources)
 
     def _within_budgets(self, job: Job, shape: Shape, placed: Placements) -> Placements | Unschedulable:
-        """All slots if the budgets allow an hour of them, else the minimum of the gang."""
+        """Returns all slots if the budgets allow an hour of them, else the minimum of the gang."""
 
         def refuse(slots: Placements) -> Unschedulable | None:
             types = usage.placed_types(slots, self.snapshot.node_types)
@@ -260,7 +260,7 @@ class AdmissionState:
         return Unschedulable("quota", f"{reason}.", "Submit it as preemptible, or wait for the team's own quota.")
 
     def _allowed_members(self, row: int, request: ShapeRequest) -> int:
-        """The members that quota allows."""
+        """Returns the members that quota allows."""
         quotas, team, most = self.quotas, self.jobs[row].spec.team, float(request.shape.members)
         for name, amount in request.one.items():
             if name not in quotas.limited or amount <= 0:
@@ -274,7 +274,7 @@ class AdmissionState:
         return max(0, int(most + 1e-6))
 
     def _beside_head(self, row: int, shape: Shape, placed: Placements) -> Placements | Unschedulable:
-        """The slots that a job which cannot be preempted may take without delaying the head of the queue.
+        """Returns the slots that a job which cannot be preempted may take without delaying the head of the queue.
 
         So the head starts at the latest when all that ran before it, and cannot be preempted, has ended.
         """

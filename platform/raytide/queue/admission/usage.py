@@ -14,7 +14,7 @@ _RETAINED = (MemberState.READY, MemberState.LEAVING, MemberState.FORMING, Member
 
 
 def retained_members(lease: Lease) -> tuple[Member, ...]:
-    """The members that are neither parked nor yielding, the most useful first.
+    """Returns the members that are neither parked nor yielding, the most useful first.
 
     A member that waits for a node is last: it uses quota and the room reserved for it, and loses nothing by yielding.
     """

@@ -82,7 +82,7 @@ class Simulation:
         """Victims whose quota may not be up to date."""
 
     def fits(self) -> bool:
-        """True if one of the requests has room and quota."""
+        """Returns True if one of the requests has room and quota."""
         for request in self._requests:
             if request.total >= request.request.at_least:
                 self._update_quotas()
@@ -142,7 +142,7 @@ class _Request:
 
 
 def select_victims(simulation: Simulation, candidates: Iterable[Victim]) -> list[Victim]:
-    """The candidates that have to be preempted until it fits, in their order: no more than necessary.
+    """Returns the candidates that have to be preempted until it fits, in their order: no more than necessary.
 
     Empty if not even all of them would make room, or if there are none.
     """
@@ -161,7 +161,7 @@ def select_victims(simulation: Simulation, candidates: Iterable[Victim]) -> list
 
 
 def gang_victims_in_order(gangs: Iterable[GangVictims]) -> Iterator[Victim]:
-    """The spare members of all gangs, then the gangs' minimums."""
+    """Yields the spare members of all gangs, then the gangs' minimums."""
     seen = []
     for gang in gangs:
         seen.append(gang)
@@ -171,7 +171,7 @@ def gang_victims_in_order(gangs: Iterable[GangVictims]) -> Iterator[Victim]:
 
 
 def _needed(simulation: Simulation, preempted: list[Victim]) -> list[Victim]:
-    """The necessary ones of these victims. A gang whose minimum goes loses its spare members too."""
+    """Returns the necessary ones of these victims. A gang whose minimum goes loses its spare members too."""
     if len(preempted) == 1:
         return preempted
     minimums = _prune(simulation, [victim for victim in preempted if victim.is_minimum], preempted[-1])

@@ -33,7 +33,7 @@ def attained_gpu_s(job: Job, now_s: float) -> float:
 
 
 def queued_s(job: Job, now_s: float) -> float:
-    """All of its waiting time: before admission, between its runs, and while its nodes started."""
+    """Returns all of its waiting time: before admission, between its runs, and while its nodes started."""
     return max(0.0, now_s - job.submitted_at_s - job.held_for_s(now_s))
 
 

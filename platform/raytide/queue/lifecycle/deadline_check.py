@@ -14,7 +14,7 @@ from raytide.scheduling.diagnosis import copies_that_fit, open_zones
 
 
 def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float) -> JobSpec:
-    """The spec with its deadline as a point in time.
+    """Returns the spec with its deadline as a point in time.
 
     Raises UsageError if there is not enough time, CapacityError if only spot nodes could hold its gang.
     """
@@ -43,6 +43,6 @@ def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float
 
 
 def _holds(shape: Shape, node_type: NodeType) -> bool:
-    """True if the type is on-demand and can hold a member."""
+    """Returns True if the type is on-demand and can hold a member."""
     is_open = node_type.market is CapacityType.ON_DEMAND and node_type.max_nodes > 0 and open_zones(shape, node_type)
     return bool(is_open and copies_that_fit(shape.resources, node_type.resources))

@@ -47,7 +47,8 @@ class DriverStatus:
 def advance(
     job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float, *, silent_s: float | None = None
 ) -> tuple[Job, Lease | None]:
-    """The job's next state, and its lease, released when the job is over. A status of another attempt is ignored.
+    """Returns the job's next state, and its lease, released when the job is over. A status of another attempt is
+    ignored.
 
     `silent_s`: seconds since the driver of a gang last asked for its lease; None while that is unknown.
     """
@@ -85,7 +86,7 @@ def requeued(job: Job, reason: str) -> Job:
 
 
 def wanted_drivers(jobs: Iterable[Job]) -> frozenset[DriverKey]:
-    """The drivers that should be alive; missing ones are started, all others are ended.
+    """Returns the drivers that should be alive; missing ones are started, all others are ended.
 
     A driver starts as soon as its job is admitted, while nodes launch, and stays alive while its job is queued again.
     """

@@ -22,7 +22,7 @@ _WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEA
 def advance(
     lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, PlacementGroupInfo] | None, now_s: float
 ) -> Lease:
-    """The lease's next state. `epoch` grows exactly when the holder has to react.
+    """Returns the lease's next state. `epoch` grows exactly when the holder has to react.
 
     `groups` is None while Ray does not answer: nothing is concluded, and the time to form restarts.
     """
@@ -98,7 +98,7 @@ def release(lease: Lease, reason: str) -> Lease:
 
 
 def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
-    """The placement groups that should exist now; every other group of raytide is removed."""
+    """Returns the placement groups that should exist now; every other group of raytide is removed."""
     return {
         key: WantedGroup(key, member.ray_node_id, lease.shape.resources)
         for lease in leases
@@ -110,7 +110,7 @@ def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
 
 
 def _with_members(lease: Lease, members: Iterable[Member]) -> Lease:
-    """The lease with these members; the same object if they are unchanged, as at most ticks."""
+    """Returns the lease with these members; the same object if they are unchanged, as at most ticks."""
     changed = tuple(members)
     return lease if changed == lease.members else replace(lease, members=changed)
 
@@ -120,18 +120,18 @@ def _key(lease: Lease, member: Member) -> GroupKey:
 
 
 def _vacate(member: Member) -> Member:
-    """The member without a node. Its group, if any, has the old incarnation's name and is not wanted any more."""
+    """Returns the member without a node. Its group, if any, has the old incarnation's name and is no longer wanted."""
     return Member(member.index, incarnation=member.incarnation + 1)
 
 
 def _park(member: Member, now_s: float) -> Member:
-    """The parked member. It remembers its node until that is seen to be free."""
+    """Returns the parked member. It remembers its node until that is seen to be free."""
     parked = replace(_vacate(member), state=MemberState.PARKED, leaves_at_s=now_s)
     return replace(parked, given_to=member.given_to, node_id=member.node_id if member.given_to else "")
 
 
 def _yielding(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
-    """The member usable for a while longer; parked at once if it is not usable yet."""
+    """Returns the member usable for a while longer; parked at once if it is not usable yet."""
     if member.is_parked or member.gives_way:
         return member
     member = replace(member, given_to=", ".join(action.by) if isinstance(action, Shrink) else "")
@@ -239,7 +239,7 @@ def _is_ready(lease: Lease, member: Member, groups: Mapping[GroupKey, PlacementG
 
 
 def _with_reason(before: Lease, after: Lease) -> Lease:
-    """The lease with its reason set if the state or the number of usable members changed."""
+    """Returns the lease with its reason set if the state or the number of usable members changed."""
     if after is before:
         return after
     usable, total = len(after.usable), len(after.members)
@@ -251,6 +251,6 @@ def _with_reason(before: Lease, after: Lease) -> Lease:
 
 
 def _visible_state(lease: Lease) -> tuple[object, ...]:
-    """The parts of a lease to which its holder reacts."""
+    """Returns the parts of a lease to which its holder reacts."""
     usable = tuple((m.index, m.incarnation, m.state, m.leaves_at_s) for m in lease.usable)
     return lease.state is LeaseState.ACTIVE, usable

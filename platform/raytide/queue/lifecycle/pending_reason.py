@@ -27,7 +27,9 @@ class PendingReason:
 
 
 def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
-    """The reason of an admitted job: members without a node, nodes that are not ready, or groups that Ray is making."""
+    """Returns the reason of an admitted job: members without a node, nodes that are not ready, or groups that Ray is
+    making.
+    """
     waiting = [member for member in lease.members if member.state is MemberState.WAITING]
     needed = lease.shape.at_least - lease.member_count
     if needed > 0 and waiting:
@@ -42,7 +44,7 @@ def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
 
 
 def given_away_text(lease: Lease) -> str:
-    """The jobs and endpoints that took some of its members; empty if it has them all."""
+    """Returns the jobs and endpoints that took some of its members; empty if it has them all."""
     to = Counter(member.given_to for member in lease.members if member.gives_way or member.is_parked)
     gpus = lease.shape.resources.get("GPU", 0.0)
     each, what = (gpus, "GPUs") if gpus else (1.0, "members")
@@ -60,7 +62,7 @@ def _is_job(name: str) -> bool:
 
 
 def _vacated(snapshot: Snapshot) -> PendingReason | None:
-    """The reason of a job that was admitted to slots which are still being vacated."""
+    """Returns the reason of a job that was admitted to slots which are still being vacated."""
     yielding = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.gives_way]
     if not yielding:
         return None

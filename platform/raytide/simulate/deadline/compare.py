@@ -43,7 +43,7 @@ class Terms:
         return cls(work, restart, int(work * (1 + slack) + 1e-9) + restart, tick_s)
 
     def usd(self, held: int) -> float:
-        """The price of one tick."""
+        """Returns the price of one tick."""
         price_usd_h = 0.0 if held == NONE else self.ondemand_usd_h if held == ON_DEMAND else self.spot_usd_h
         return price_usd_h * self.tick_s / 3600
 

@@ -137,7 +137,7 @@ class LiveWorld:
         )
 
     def _is_up(self, node: Node) -> bool:
-        """Tells whether it is in Ray: joined nodes until they end, new nodes once they have started."""
+        """Returns whether it is in Ray: joined nodes until they end, new nodes once they have started."""
         if node.id in self._left or node.state in (NodeState.REQUESTED, NodeState.TERMINATING, NodeState.GONE):
             return False
         return node.ready_at_s is not None or self.provider.is_up(node.id)
