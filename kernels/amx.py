@@ -41,7 +41,7 @@ def _least_s(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 @register("linear", "cpu", priority=25, probe=_is_faster)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """oneDNN for bfloat16; AMX knows no float32."""
+    """Returns a linear layer by oneDNN, for bfloat16 only: AMX has no float32."""
     if weight.dtype == torch.bfloat16 or not compiled.can_run():
         return cpu.linear(weight, bias)
     return compiled.linear(weight, bias)

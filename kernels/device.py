@@ -29,7 +29,10 @@ class Device:
 
 
 def resolve_device(name: str = "auto") -> Device:
-    """`auto` takes the accelerator that this torch sees, else the CPU. ROCm's torch calls itself cuda."""
+    """Returns the device of a name. `auto` selects the accelerator that torch finds, else the CPU.
+
+    ROCm's device is named cuda.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":

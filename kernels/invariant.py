@@ -49,7 +49,7 @@ def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callabl
 
 @register("attention", "any", priority=_PRIORITY, invariant=True)
 def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
-    """Each token as a sequence of its own, that ends with it."""
+    """Returns attention that computes each token as its own sequence, so that results do not depend on the batch."""
     lens = list(zip(batch.query_lens, batch.context_lens, strict=True))
     contexts = [end for query, context in lens for end in range(context - query + 1, context + 1)]
     repeats = torch.tensor(batch.query_lens, device=batch.block_tables_BM.device)

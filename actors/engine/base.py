@@ -101,7 +101,7 @@ class Engine(Protocol):
         ...
 
     async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
-        """Feature "embeddings". One vector for each text or list of token ids, of length 1."""
+        """Returns one vector (feature "embeddings") for each text or list of token ids, of length 1."""
         ...
 
     async def export_kv(self, request_id: str) -> KvHandle:

@@ -7,7 +7,7 @@ clients send, and low enough that no request delays others by more than millisec
 from __future__ import annotations
 
 MAX_BODY_BYTES = 4 << 20
-"""For a request to any route."""
+"""The most bytes of a request to any route."""
 MAX_JSON_VALUES = 1 << 18
 """Values in a body: each number, text, list and object counts. A prompt as token ids has one for each token."""
 MAX_JSON_TEXTS = 1 << 16
@@ -30,7 +30,7 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 """Tools of one request, and calls of one message."""
 MAX_ARGUMENT_CHARS = 1 << 18
-"""In the arguments of one call, and in the description of a tool."""
+"""The most characters in the arguments of one call, and in the description of a tool."""
 MAX_EMBEDDING_INPUTS = 2048
 MAX_EMBEDDING_TOKENS = 300_000
 """Tokens of all inputs of an embedding request together, as at OpenAI."""
@@ -51,7 +51,7 @@ MAX_LOGPROB_ENTRIES = 1 << 16
 MAX_PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose log probabilities are computed in one step, over all requests."""
 MAX_PROMPT_LOGITS = 1 << 22
-"""The same times the vocabulary: models with a large one compute fewer positions in a step."""
+"""This limit times the vocabulary: models with a large one compute fewer positions in a step."""
 MAX_PENDING_ENTRIES = 1 << 14
 """Tokens and log probabilities of one answer that wait for a slow reader."""
 MAX_PRIORITY = 100

@@ -38,7 +38,7 @@ class Structured:
 
     @property
     def size(self) -> int:
-        """In characters; choices count with their separators."""
+        """The size in characters; choices count with their separators."""
         return len(self.spec) if isinstance(self.spec, str) else sum(len(choice) + 4 for choice in self.spec)
 
 

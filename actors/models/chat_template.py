@@ -26,7 +26,7 @@ class ChatTemplate:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether the template shows tools to the model and renders calls and their results."""
+        """True if the template shows tools to the model and renders calls and their results."""
         return re.search(r"\btools\b", self.source) is not None
 
     def render(self, turns: Sequence[Turn], *, prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:

@@ -50,7 +50,7 @@ class Fields:
         return value
 
     def optional_whole(self, name: str, default: int | None = None) -> int | None:
-        """None if the field is null; `default` if it is missing."""
+        """Returns the field; None if it is null, `default` if it is missing. Raises for any other type."""
         if name not in self.body:
             return default
         return None if self.body[name] is None else self.whole(name)
@@ -62,7 +62,7 @@ class Fields:
         return float(value)
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
-        """None if the field is null; `default` if it is missing."""
+        """Returns the field; None if it is null, `default` if it is missing. Raises for any other type."""
         if name not in self.body:
             return default
         return None if self.body[name] is None else self.number(name)

@@ -80,7 +80,7 @@ ON_REFERENCE = "On a GPU it runs on torch's reference operators, which are slow;
 
 
 def _automatic(spec: ServeSpec) -> EngineChoice:
-    """vLLM on a GPU, raytide's own engine on a CPU; options such as `device: cpu` do not change that."""
+    """Returns vLLM on a GPU and raytide's own engine on a CPU; options such as `device: cpu` do not change that."""
     if spec.resources.get("GPU"):
         return EngineChoice("vllm", "its replicas have GPUs, and vLLM's kernels are made for them.")
     return EngineChoice("native", "its replicas have no GPU, and on CPUs raytide's own engine is the faster one.")

@@ -37,7 +37,7 @@ RESUME_S = 90.0
 SLOWER = 1.5
 """A launch may take this many times the slowest one of its node type."""
 PREFERS_ON_DEMAND: tuple[CapacityType, ...] = (CapacityType.ON_DEMAND, CapacityType.SPOT)
-"""On demand first, spot rather than nothing."""
+"""The preference of late jobs: on demand first, but spot rather than nothing."""
 MOST_STEPS = 256
 """The size of the value table in steps; a deadline that is further away uses longer steps."""
 
@@ -160,7 +160,7 @@ class _Fleet:
         return _Options(max(launches_s, default=0.0), zones, forecast, _price_ratio(self.offerings, shapes))
 
     def _zone_view(self, shapes: Sequence[Shape], offering: Offering, is_up: bool, since_s: float) -> ZoneView:
-        """A pool that may be tried again after a refusal counts as one that has just come back."""
+        """Returns the state of a pool. One that may be tried again after a refusal counts as just available again."""
         is_available = self.offerings.refusal(offering) is None or any(
             self._has_room(shape.resources, offering) for shape in shapes
         )

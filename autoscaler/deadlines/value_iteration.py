@@ -30,7 +30,7 @@ class Values:
     kept: Floats
     """Transition probabilities over one step while the held zone stays up."""
     moved: Floats
-    """The same when the held zone is lost, or none was up."""
+    """The values if the held zone is lost, or none was up."""
     step_s: float
     price_ratio: float
     """Spot price over on-demand price."""

@@ -109,7 +109,7 @@ class _Shedding:
             del self.candidates[rank]
 
     def _rank(self, tenants: Tenants) -> DisruptionRank | None:
-        """None for a node that stays."""
+        """Returns the position of a node in the order of disruption; None for a node that stays."""
         node, is_idle = tenants.view.node, _is_idle(tenants.view)
         if tenants.replicas or (node.subject in self.endpoints and not is_idle):
             return None

@@ -51,7 +51,7 @@ def disruption_cost(occupancy: NodeOccupancy, olds: Sequence[Tenants], now_s: fl
         stays = usable - count >= lease.shape.at_least
         if stays:
             cost = price * (REFORM_S + NOTICE_S * count / usable) / 3600.0
-            notes.append(f"{job.id} goes on with {usable - count} of {usable} members meanwhile")
+            notes.append(f"{job.id} continues with {usable - count} of {usable} members meanwhile")
         elif job.spec.is_preemptible:
             cost = price * (NOTICE_S + STOP_S) / 3600.0
             notes.append(f"{job.id} stops for about {NOTICE_S + STOP_S:.0f} s")

@@ -1,4 +1,4 @@
-"""Rescheduling simulation: tells whether the tenants of a node fit on other ready nodes.
+"""Rescheduling simulation: decides whether the tenants of a node fit on other ready nodes.
 
 Targets are nodes in use, or cheaper ones: an idle node of the same price should rather be terminated itself. Lookups
 are cached by shape, because on thousands of nodes nearly all tenants fit nowhere else.

@@ -39,7 +39,7 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
 
 
 def wanted(spec: ServeSpec, load: EndpointLoad) -> int:
-    """Returns the replicas that the load needs, within the bounds."""
+    """Returns the number of replicas that the load needs, within the bounds."""
     return bounded(spec, math.ceil(load_target(spec.replicas, load).replicas - 1e-9))
 
 

@@ -1,1 +1,2 @@
-"""New nodes for what does not fit: which offerings, for whom, and which were rejected."""
+"""New nodes for replicas and members that do not fit: the chosen offerings, the reservations on them, the rejected
+alternatives."""

@@ -34,7 +34,7 @@ class _Zone:
     """Since when nodes have run there, or launches succeeded."""
     seen_s: float
     lost_s: float = -math.inf
-    """When it last reclaimed a node."""
+    """The time of the last reclaim of a node."""
     reclaims: float = 0.0
     expected: float = 0.0
     """Reclaims expected at the rates of all zones."""

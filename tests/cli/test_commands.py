@@ -184,7 +184,7 @@ def test_options_of_serve_that_would_do_nothing_are_refused(args: list[str]) -> 
 
 
 def test_a_promise_without_a_time_is_refused_before_anything_is_sent() -> None:
-    with pytest.raises(ConfigError, match="slo_ttft_s must say what is in time"):
+    with pytest.raises(ConfigError, match="slo_target needs slo_ttft_s"):
         Client(ApiClient(NOWHERE, "")).serve("model", slo_target=0.9)
 
 

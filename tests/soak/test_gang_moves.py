@@ -104,4 +104,4 @@ def _check_plans(actions: list[dict[str, object]], say: Callable[[str], None]) -
             assert "is ready for" in str(action["reason"]) or " fit on " in str(action["reason"])
     assert sorted(set(drained)) == sorted(bought) and len(bought) == 4
     assert sum("stops for about" in reason for reason in bought.values()) == 2
-    assert sum("goes on with 1 of 2 members meanwhile" in reason for reason in bought.values()) == 2
+    assert sum("continues with 1 of 2 members meanwhile" in reason for reason in bought.values()) == 2

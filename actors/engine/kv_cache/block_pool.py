@@ -25,7 +25,9 @@ def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """`keeps_cold`: cached blocks go to the host before they are reused, while it has room."""
+    """Allocates the KV blocks of device and host memory, and shares those of cached prefixes.
+
+    With `keeps_cold`, cached blocks are moved to free host memory before they are reused."""
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         if num_blocks < 1 or block_size < 1:

@@ -59,7 +59,7 @@ class PagedDecoder:
 
     @torch.inference_mode()
     def head(self, hidden_RN: Tensor) -> Tensor:
-        """float32 logits [R, V] of last hidden states."""
+        """Returns the float32 logits [R, V] of last hidden states."""
         logits_RV, cap = self._head(hidden_RN).float(), self.arch.logit_softcap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 

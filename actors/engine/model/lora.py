@@ -123,7 +123,7 @@ def _pair(weights: Weights, name: str, target: _Target, path: Path) -> tuple[Ten
 
 
 def _module(name: str, arch: Architecture, path: Path) -> str:
-    """`base_model.model.<path of the module>.lora_A.weight`, in a model with or without its head."""
+    """Returns the module's path in a key `base_model.model.<path>.lora_A.weight`; the head may be missing."""
     match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
     if match is None:
         raise ConfigError(
@@ -149,7 +149,7 @@ def _kinds(targets: Iterable[str]) -> str:
 
 
 def _scale(config: Fields, module: str, rank: int) -> float:
-    """PEFT's: alpha over the rank, or over its root for rank-stabilized adapters (Kalajdzievski 2023)."""
+    """Returns PEFT's scale: alpha over the rank, or over its root for rank-stabilized adapters (Kalajdzievski 2023)."""
     patterns = config.section("alpha_pattern")
     pattern = next((each for each in patterns.body if re.match(rf"(.*\.)?({each})$", module)), None)
     alpha = config.number("lora_alpha", 8.0) if pattern is None else patterns.number(pattern)

@@ -101,7 +101,7 @@ class WeightLoader:
         return HeadNorms(q, k, arch.norm_eps)
 
     def _offset(self, weight: Tensor) -> Tensor:
-        """Gemma's 1 + weight."""
+        """Returns 1 + weight, as Gemma's norms use it."""
         offset = self._arch.norm_offset
         return (weight.float() + offset).to(weight.dtype) if offset else weight
 

@@ -165,7 +165,7 @@ def _choose(logits_RV: Tensor, batch: _Batch) -> Tensor:
 
 
 def _greedy(logits_RV: Tensor) -> list[Sampled]:
-    """NaN and infinity count as the largest: the chosen logit shows whether the row is sound."""
+    """Returns the most likely token of each row. NaN and infinity win, so the chosen logit shows if a row is valid."""
     tokens_R = _argmax(logits_RV)
     is_sound_R = logits_RV.gather(-1, tokens_R[:, None]).isfinite().squeeze(1)
     return list(map(Sampled, torch.where(is_sound_R, tokens_R, -1).tolist()))

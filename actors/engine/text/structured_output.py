@@ -211,7 +211,7 @@ class GrammarCompiler:
 
 
 def _vocabulary(tokenizer_json: str, vocab_size: int, eos: list[int]) -> Any:
-    """llguidance needs an end token: a model without one gets a token that has no text."""
+    """Returns llguidance's tokenizer. It needs an end token: a model without one gets a token without text."""
     import llguidance
 
     if not eos:
@@ -258,7 +258,7 @@ def _refused(structured: Structured, why: str) -> UsageError:
 
 
 def _shortened(why: str) -> str:
-    """The library's messages may contain the whole grammar."""
+    """Returns the message cut to a bounded length, because it may contain the whole grammar."""
     return why if len(why) <= _MAX_REASON_CHARS else f"{why[:_MAX_REASON_CHARS]}..."
 
 

@@ -32,7 +32,9 @@ from raytide.core.errors import RaytideError
 
 
 def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
-    """With `owns_server` the app starts and stops the server with its own lifespan; else the caller does."""
+    """Returns the ASGI app. With `owns_server` the app starts and stops the server with its own lifespan; else the
+    caller does.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -52,20 +52,21 @@ class ApiError(Exception):
 
 
 def invalid(message: str, *, param: str | None, code: str | None = None, status: int = 400) -> ApiError:
-    """An invalid request: sending it again changes nothing."""
+    """Returns the error of an invalid request, which a retry cannot help."""
     return ApiError(status, message, type=_INVALID, param=param, code=code)
 
 
 def overloaded(message: str) -> ApiError:
-    """A full queue: the same request may succeed a moment later."""
+    """Returns the error of a full queue (429), with a time to retry."""
     return ApiError(
         429, message, type="requests", code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)}
     )
 
 
 def refused_by_the_dead(error: EngineDeadError) -> ApiError:
-    """A request that arrived after the engine's death: another replica may answer it. Requests in flight at that time
-    are not sent elsewhere, since one of them may have been the cause.
+    """Returns the error of a request that arrived after the engine's death; its header lets another replica answer it.
+
+    Requests in flight at the engine's death are not retried, since one of them may have been the cause.
     """
     headers = {"retry-after": str(RETRY_AFTER_S), RETRY_ELSEWHERE: "1"}
     return ApiError(error.http_status, str(error), type="server_error", code=error.code, headers=headers)

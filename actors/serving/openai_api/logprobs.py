@@ -57,7 +57,7 @@ def chat_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> ChatLo
 
 
 def text_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes, offset: int = 0) -> TextLogprobs:
-    """`offset` is the first token's place in the answer's text, in characters."""
+    """Returns the log probabilities of a text. `offset` is the first token's position in it, in characters."""
     found = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, figures in scored:
         text = _text(bytes_of(token))

@@ -46,7 +46,7 @@ _FIELD_OF: dict[Feature, str] = {"prompt_logprobs": "echo", "stop_strings": "sto
 
 
 def sampling_of(request: GenerationRequest, forced: Structured | None = None) -> SamplingParams:
-    """`forced` is the constraint of a tool call that the request requires."""
+    """Returns the sampling parameters. `forced` is the constraint of a tool call that the request requires."""
     _refuse_unknown(request)
     defaults = SamplingParams()
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())

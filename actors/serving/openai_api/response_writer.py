@@ -193,7 +193,7 @@ class ChatWriter(_Writer):
         )
 
     def _finish_reason(self, reason: FinishReason, has_calls: bool) -> FinishReason:
-        """A call that the client forced by name ends with "stop", as OpenAI's do."""
+        """Returns the reason. As with OpenAI, a call that the client forced by name ends with "stop"."""
         return "tool_calls" if reason == "stop" and has_calls and not self._use.is_named else reason
 
     def _choice(self, choice: ChunkChoice) -> bytes:

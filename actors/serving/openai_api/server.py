@@ -92,7 +92,7 @@ class Server:
             raise invalid(f"{feature} is not supported by {self.model}.", param=param)
 
     def tool_use(self, request: ChatRequest) -> ToolUse:
-        """Returns which tools the model sees and how their calls are told from text."""
+        """Returns the tools that the model sees, and the syntax of their calls."""
         return tool_use_of(request, self.info.chat)
 
     async def generate(self, request: CompletionRequest | ChatRequest) -> GenerationStream:

@@ -23,7 +23,9 @@ LOOK_TIMEOUT_S = 4.0
 
 
 class ServeControl:
-    """Needs a process that is connected to the cluster (`ray.init`) whenever a method is called."""
+    """Reads and sets the state of Ray Serve: deployments, replica counts, loads.
+
+    Its methods need a process that is connected to the cluster (`ray.init`) whenever a method is called."""
 
     def __init__(
         self,

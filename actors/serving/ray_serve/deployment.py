@@ -65,7 +65,7 @@ class EngineReplica:
             raise EngineError(f"replica {self._server.replica}: {problem}.")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve calls this several times a second and passes the numbers to `policy.py` with the time."""
+        """Returns the load counters. Serve polls them several times a second and passes them to `policy.py`."""
         return self._server.metrics.load_counters(await self._server.engine.stats())
 
     async def __del__(self) -> None:

@@ -233,7 +233,7 @@ class OutputParser:
         return self.max_calls is None or self.calls <= self.max_calls
 
     def _arguments(self, at_end: bool) -> Iterator[Piece]:
-        """The arguments go on as they come; what closes the call around them is dropped."""
+        """Yields the arguments as they arrive, without the text that closes the call."""
         assert self.tools is not None
         assert self._scanner is not None
         taken = self._scanner.feed(self._buffer)
@@ -275,7 +275,7 @@ class OutputParser:
             self._state = "text"
 
     def _whole_object(self, at_end: bool) -> Iterator[Piece]:
-        """A call whose head is not in the usual order, or is not complete yet: read when its object is."""
+        """Yields a call with fields in an unusual order, once its object is complete."""
         assert self.tools is not None
         scanner = JsonScanner()
         taken = scanner.feed(self._buffer)
@@ -300,7 +300,7 @@ class OutputParser:
         self._after_call()
 
     def _give_up(self) -> Iterator[Piece]:
-        """What began like a call is text."""
+        """Yields the incomplete call as text."""
         assert self.tools is not None
         begin = self.tools.begin if self.calls or not self.tools.starts else ""
         text, self._buffer, self._raw = begin + self._raw + self._buffer, "", ""

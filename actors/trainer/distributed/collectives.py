@@ -33,7 +33,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """As `gather`, without gradients."""
+    """Returns `dim` gathered from all ranks, like `gather` but without gradients."""
     world = dist.get_world_size(group)
     parts = x.new_empty(world * x.shape[0], *x.shape[1:])
     torch_compat.all_gather(parts, x.contiguous(), group=group)

@@ -80,7 +80,7 @@ class ProcessGroup:
 
     @property
     def gradient_divisor(self) -> int:
-        """FSDP averages gradients over this many ranks, where their sum is needed."""
+        """The number of ranks over which FSDP averages gradients. The trainer multiplies by it to get their sum."""
         return self.sizes.data * self.sizes.context
 
     @property

@@ -19,7 +19,7 @@ class Recovery:
     leave_s: float
     """Time that the slowest survivor took to leave, part of the time until `ended_s`."""
     ended_s: float
-    """When every rank of the old generation had ended."""
+    """The time at which every rank of the old generation had ended."""
     step: int
     """The last step done before."""
     assigned_s: float = 0.0

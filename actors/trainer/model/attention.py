@@ -19,7 +19,7 @@ from raytide.kernels.core import AttentionSpec
 
 
 def attend(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec) -> Tensor:
-    """out_BHTC. The queries are the last T of the keys' S positions."""
+    """Returns out_BHTC. The queries are the last T of the keys' S positions."""
     same = q_BHTC.shape[2] == k_BKTC.shape[2]
     windowed = spec.window is not None and spec.window < k_BKTC.shape[2]
     if q_BHTC.is_cuda and (windowed or spec.softcap is not None):
@@ -58,7 +58,7 @@ def _capped(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec)
 
 
 def flex(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec) -> Tensor:
-    """out_BHTC. The queries are the last T of the keys' S positions."""
+    """Returns out_BHTC. The queries are the last T of the keys' S positions."""
     run = _compiled_flex() if q_BHTC.is_cuda else cast("Callable[..., Any]", flex_attention)
     out: Tensor = run(
         q_BHTC,

@@ -65,7 +65,9 @@ class Optimizer(ABC):
             group["lr"] = lr
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the state as a checkpoint keeps it, by `parameter.key`. Load into these, then hand them to `load`."""
+        """Returns the state for a checkpoint, by `parameter.key`. A checkpoint fills these tensors; `load` then sets
+        them.
+        """
         return {
             f"{self.names[parameter]}.{key}": self.placed(parameter, key, value)
             for parameter, state in self.state.items()
@@ -74,7 +76,7 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` gave, with other values in it since."""
+        """Sets the state from the tensors of `tensors`, which a checkpoint has filled."""
         for parameter, state in self.state.items():
             for key in self.checkpoint_keys(state):
                 self.from_full_precision(state, key, local(tensors[f"{self.names[parameter]}.{key}"]))

@@ -53,13 +53,13 @@ class Bf16:
             _scatter(flat, bucket)
 
     def reset_errors(self) -> None:
-        """Nothing is carried over."""
+        """Does nothing: no error is carried over to the next step."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing is carried over."""
+        """Does nothing: no error is carried over to the next step."""
 
 
 class Int8:
@@ -91,7 +91,7 @@ class Int8:
         return {f"error.{index}": error for index, error in enumerate(self._errors)} | of_mean
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """It was filled in place."""
+        """Does nothing: the tensors of `state_dict` were filled in place."""
 
     def _exchange(self, flat: Tensor, error: Tensor, mean_error: Tensor) -> Tensor:
         size = self.group.size()
@@ -145,7 +145,7 @@ class PowerSgd:
         return {f"error.{name}": error for name, error in self._errors.items()} | rights
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """It was filled in place."""
+        """Does nothing: the tensors of `state_dict` were filled in place."""
 
     def _gains(self, name: str, grad: Tensor) -> bool:
         if not is_hidden(name, grad) or not grad.numel():
@@ -196,7 +196,7 @@ def _scatter(flat: Tensor, into: Named) -> None:
 
 
 def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> int:
-    """All-reduce in place. Returns the bytes that each rank of a ring sends."""
+    """Sums in place over all ranks. Returns the bytes that each rank of a ring sends."""
     dist.all_reduce(flat, group=group)
     return 2 * (group.size() - 1) * _bytes(flat) // group.size()
 

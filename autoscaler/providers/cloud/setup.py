@@ -62,7 +62,7 @@ class CloudSetUp:
             thread.start()
 
     def wait(self, node_id: str, timeout_s: float) -> bool:
-        """Waits, and tells whether the machine is set up."""
+        """Waits for the set-up to end. Returns True if it succeeded."""
         self._under_way[node_id].join(timeout_s)
         return node_id in self._done
 
@@ -88,7 +88,7 @@ class NoSetUp:
     """No set-up, for callers that only end machines."""
 
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def with_token(config: Mapping[str, Any], token_file: Path | str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class NodeFolder:
         return None if record is None else LocalMachine(**record)
 
     def buy(self, purchase: LocalMachine) -> bool:
-        """Writes the purchase, and tells whether this call was the first."""
+        """Writes the purchase. Returns True if this call was the first."""
         return create_json(self.path / "machine.json", asdict(purchase))
 
     def take_lock(self) -> int | None:

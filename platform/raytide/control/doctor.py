@@ -87,7 +87,9 @@ def _torch() -> Finding:
 
 
 def _torch_companions() -> Finding:
-    """A torchvision, torchaudio or torchcodec built for CUDA beside a CPU torch breaks transformers on import."""
+    """Checks that torchvision, torchaudio and torchcodec match a CPU torch: builds for CUDA break transformers on
+    import.
+    """
     torch = installed_version("torch")
     have = {name: found for name in COMPANIONS if (found := installed_version(name)) is not None}
     broken = broken_torch_packages()

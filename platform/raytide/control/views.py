@@ -26,7 +26,7 @@ _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    """Cached, because building an adapter is slow."""
+    """Returns the adapter of a type, cached because building one is slow."""
     if cls not in _adapters:
         _adapters[cls] = TypeAdapter(cls)
     return _adapters[cls]

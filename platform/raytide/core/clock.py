@@ -64,7 +64,7 @@ class SteadyClock:
 
 @functools.cache
 def _steady() -> SteadyClock:
-    """One clock for the process, so that all its parts agree on the time."""
+    """Returns the one clock of the process, so that all its parts agree on the time."""
     return SteadyClock()
 
 

@@ -1,1 +1,1 @@
-"""The queue, jobs and leases as pure functions: what was read in, what shall be out. The controller applies it."""
+"""The queue as pure functions from a Snapshot to decisions: admission, preemption, the states of jobs and leases."""

@@ -58,7 +58,7 @@ class Budgets:
         return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
 
     def over_soft_limit(self, job: Job) -> str:
-        """Returns the job, or the nearest team above it, that is beyond its soft limit; "" if none is."""
+        """Returns the job or its nearest team beyond a soft limit; "" if none is."""
         own_usd = job.spec.soft_budget_usd
         if own_usd is not None and _reached(self._cost(job), own_usd):
             return job.id

@@ -1,4 +1,4 @@
-"""Why something cannot be placed: the first unmet constraint, and the nearest change that would meet it."""
+"""Explains why something cannot be placed: the first unmet constraint, and the nearest change that would meet it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def open_zones(shape: Shape, node_type: NodeType) -> tuple[str, ...]:
 
 
 def describe_amounts(shape: Shape) -> str:
-    """`8 x H100 + 4 CPU`: a member's resources, accelerators first, under their own name if the shape names it."""
+    """Returns a text such as `8 x H100 + 4 CPU`: a member's resources, accelerators first, under their own name if the
+    shape names it.
+    """
     ordered = sorted((n for n, amount in shape.resources.items() if amount), key=lambda n: (n != "GPU", n))
     return " + ".join(_amount(name, shape.resources[name], shape.labels) for name in ordered)
 

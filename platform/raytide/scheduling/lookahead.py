@@ -49,8 +49,9 @@ class PendingDemand:
         self._turn += 1
 
     def value(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
-        """For each of these offerings with `members` of this need on a node: the value of its remaining room for other
-        shapes, and how many of each shape it would hold. `left`: how many of each shape remain."""
+        """Returns, for each of these offerings with `members` of this need on a node, the value of its remaining room
+        for other shapes, and how many of each shape it would hold. `left`: how many of each shape remain.
+        """
         need_R = self._table.vector(round_up_gpu_share(need))
         free_PR = self._table.totals_PR[rows] - members[:, None] * need_R
         value, fits = np.zeros(len(rows)), np.zeros((len(rows), len(left)))

@@ -169,7 +169,7 @@ class NodeTable:
         return restore
 
     def set_free(self, row: int, free: Resources, labels: Mapping[str, str]) -> None:
-        """Replaces the node of this row."""
+        """Sets the free resources and the labels of this row."""
         self._free_RN[:, row], self._labels[row] = self._vector(free), labels
         for (key, want), mask in self._masks.items():
             mask[row] = labels_match({key: want}, labels)
@@ -202,7 +202,7 @@ class NodeTable:
         return np.where(has_gpus, (after - before).round(9), 0.0)
 
     def _fragmentation(self, free_RN: Floats, gpu: int) -> Floats:
-        """GPUs on each node that the usual members cannot use, on average."""
+        """Returns the GPUs on each node that the usual members cannot use, on average."""
         lacks_KN = self._usual_KR[:, 0, None] > free_RN[0] + _EPS
         for at in range(1, len(free_RN)):
             lacks_KN |= self._usual_KR[:, at, None] > free_RN[at] + _EPS
@@ -229,7 +229,7 @@ class NodeTable:
 
 
 def members_in(need: Need, free: Sequence[float]) -> int:
-    """Returns the members that fit into a node's free resources."""
+    """Returns the number of members that fit into a node's free resources."""
     least = math.inf
     for column, amount in need:
         if (here := (free[column] + _EPS) // amount) < least:

@@ -77,7 +77,7 @@ class OfferingTable:
         self._in_menu: dict[frozenset[str] | None, Mask] = {}
 
     def members(self, shape: Shape) -> Ints:
-        """Returns, for each offering, the members of this shape that a node would hold; 0 where labels do not match."""
+        """Returns, for each offering, how many members of this shape a node would hold; 0 where labels do not match."""
         key = tuple(shape.resources.items()), tuple(shape.labels.items())
         if (found := self._members.get(key)) is None:
             need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
@@ -196,7 +196,7 @@ class Offerings:
         return sum(max_nodes.values()) >= count
 
     def purchasable(self, purchase: Purchase = _NOTHING) -> Ints:
-        """Returns, for each offering, the nodes that can be bought beside this purchase."""
+        """Returns, for each offering, how many nodes can be bought beside this purchase."""
         left = self.left[self.table.type_of]
         if purchase.size:
             taken = np.zeros_like(self.left)
@@ -210,7 +210,7 @@ class Offerings:
         return np.maximum(0, left)
 
     def members_to_buy(self, shape: Shape) -> int:
-        """Returns the members of this shape that purchasable nodes would hold, of each type in its best zone."""
+        """Returns how many members of this shape purchasable nodes would hold, of each type in its best zone."""
         best = np.zeros_like(self.left)
         np.maximum.at(best, self.table.type_of, self.purchasable() * self.table.members(shape))
         return int(best.sum())

@@ -18,7 +18,7 @@ def is_fresh(load: EndpointLoad | None, now_s: float) -> bool:
 
 
 def silent_replicas(load: EndpointLoad, now_s: float) -> int:
-    """Returns the ready replicas without a recent report of their own."""
+    """Returns the number of ready replicas without a recent report of their own."""
     return max(0, load.ready - sum(now_s - replica.at_s <= FRESH_S for replica in load.replicas))
 
 

@@ -50,7 +50,7 @@ def missing_members(room: SchedulingState, view: EndpointView) -> int:
 
 
 def members_at_once(view: EndpointView, lacking: int) -> int:
-    """Returns the members, out of `lacking`, that belong to one replica; those of a broken replica come first."""
+    """Returns how many members, out of `lacking`, belong to one replica; those of a broken replica come first."""
     return lacking % view.endpoint.spec.members or view.endpoint.spec.members
 
 

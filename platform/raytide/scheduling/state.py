@@ -197,7 +197,7 @@ class SchedulingState:
         spread_from: Counter[str] | None = None,
         paces: Throughputs | None = None,
     ) -> Placements:
-        """`place` for as many of `count` members as fit."""
+        """Returns `place` for as many of `count` members as fit."""
         slots = self.place(
             shape, count, subject="", at_least=0, menu=menu, max_new=max_new, spread_from=spread_from, paces=paces
         )

@@ -25,7 +25,9 @@ class AcceleratorClasses:
 
     @classmethod
     def of(cls, node_types: Iterable[NodeType], need: Resources) -> AcceleratorClasses:
-        """`need`: a member's resources. The `speed` of a type with GPUs applies to work on GPUs only."""
+        """Returns the classes of these node types. `need`: a member's resources. The `speed` of a type with GPUs
+        applies to work on GPUs only.
+        """
         by_class: dict[str, list[NodeType]] = defaultdict(list)
         for node_type in node_types:
             by_class[_class_of(node_type)].append(node_type)

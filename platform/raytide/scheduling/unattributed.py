@@ -13,7 +13,7 @@ from raytide.scheduling.diagnosis import copies_that_fit
 from raytide.scheduling.replicas import is_replica_of
 
 LAG_S = 3.0
-"""For so long after a member left, Ray may still count it, and Serve may not know which replica took its slot."""
+"""For this time after a member left, Ray may still count it, and Serve may not know which replica took its slot."""
 
 _COUNTED = (MemberState.FORMING, MemberState.READY, MemberState.LEAVING)
 
@@ -58,8 +58,9 @@ class UnattributedUsage:
         return found
 
     def starting_replicas(self, endpoint_view: EndpointView, missing: int) -> int:
-        """Returns the replicas without a known node that have room all the same: their process starts, and until then
-        no node is reported. A replica that Ray still queues has no room."""
+        """Returns the number of replicas without a known node that have room all the same: their process starts, and
+        until then no node is reported. A replica that Ray still queues has no room.
+        """
         spec = endpoint_view.endpoint.spec
         queued = sum(d.count for d in self._snapshot.demand if is_replica_of(d, spec.name))
         if missing <= queued:
@@ -72,7 +73,7 @@ class UnattributedUsage:
         return min(missing - queued, found)
 
     def replicas_on(self, view: NodeView, endpoint_view: EndpointView) -> int:
-        """Returns the endpoint's replicas that could account for unattributed usage on this node."""
+        """Returns the number of the endpoint's replicas that could account for unattributed usage on this node."""
         spec = endpoint_view.endpoint.spec
         is_taken = view.node.state is NodeState.READY and fits(spec.resources, minus(view.total, view.available))
         return (

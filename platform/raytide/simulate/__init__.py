@@ -1,1 +1,1 @@
-"""Production decisions on recorded traces and a virtual clock, beside faithful baselines and lower bounds."""
+"""Runs production decisions on recorded traces and a virtual clock, with baselines and lower bounds for comparison."""

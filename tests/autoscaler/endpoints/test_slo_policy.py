@@ -459,7 +459,7 @@ def test_mixed_replicas_that_stay_do_what_is_worth_it_on_demand(
 
 
 def test_an_slo_without_a_time_is_refused() -> None:
-    with pytest.raises(ConfigError, match="slo_ttft_s must say what is in time"):
+    with pytest.raises(ConfigError, match="slo_target needs slo_ttft_s"):
         Replicas.parse({"slo_target": 0.9}, where="spec")
 
 

@@ -216,7 +216,7 @@ class NativeEngine(BasicEngine):
                 stream.put_nowait(output)
 
     def _end(self, error: EngineError) -> None:
-        """The thread has ended."""
+        """Ends all requests with an error, after the end of the thread."""
         self._accepting = False
         for request_id, stream in self._streams.items():
             stream.put_nowait(RequestFailure(request_id, copy(error)))

@@ -42,7 +42,9 @@ _FAILURES_ALONE = 3
 
 
 class EngineCore:
-    """Not thread-safe: one thread adds, steps and aborts. `state` says whether there are steps to take."""
+    """The native engine without threads: queues, steps and aborts requests, and survives failed steps.
+
+    It is not thread-safe. `state` tells whether it serves, is paused, sleeps or is dead."""
 
     def __init__(self, config: EngineConfig) -> None:
         model_dir = Path(config.model_dir)
@@ -189,11 +191,13 @@ class EngineCore:
         self.scheduler.invalidate()  # what was computed cannot be trusted
 
     def prompt_logits(self, tokens: Items[int]) -> Tensor:
-        """float32 [T, V]: what follows each token of a prompt. Raises UsageError as `add` does."""
+        """Returns float32 logits [T, V]: row t predicts the token after token t of the prompt. Raises UsageError as
+        `add` does.
+        """
         return self.runner.prompt_logits(self.input_processor.checked("logits", tokens))
 
     def stats(self) -> EngineStats:
-        """Returns a snapshot."""
+        """Returns the present counts of requests, tokens and blocks."""
         return replace(
             self._counters,
             state=self.state,

@@ -79,7 +79,9 @@ class LLM:
         return self._run([self._core.tokenizer.chat_prompt(turns)], [sampling or SamplingParams()])[0]
 
     def logits(self, token_ids: Items[int]) -> Tensor:
-        """float32 [T, V]: row t is the model's prediction after the first t + 1 tokens of a prompt. For checks."""
+        """Returns float32 logits [T, V]: row t is the model's prediction after the first t + 1 tokens of a prompt. For
+        checks.
+        """
         return self._core.prompt_logits(token_ids)
 
     def embed(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:

@@ -24,7 +24,7 @@ _ALWAYS: frozenset[Feature] = frozenset(
 
 
 class StepRecorder:
-    """A vLLM stat logger that keeps the last values. Its core sends some with every step."""
+    """A vLLM stat logger that keeps the latest values. vLLM's core sends new ones with every step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -50,10 +50,10 @@ class StepRecorder:
         """Required of every stat logger; does nothing."""
 
     def log(self) -> None:
-        """The same."""
+        """Required of every stat logger; does nothing."""
 
     def record_sleep_state(self, *_: object) -> None:
-        """The same."""
+        """Required of every stat logger; does nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class Closed:
     """The final records of a cluster."""
 
     nodes: tuple[Node, ...]
-    """All nodes ever, newest first."""
+    """All nodes that the cluster ever had, newest first."""
     cost: CostReport
     differences: tuple[Difference, ...]
     """Nodes whose entries differ from the provider's bill; empty unless there is a bug."""

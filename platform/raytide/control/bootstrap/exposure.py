@@ -42,7 +42,7 @@ def check_file(file: Mapping[str, Any], *, where: str) -> None:
         raise ConfigError(
             f"{where}: {'; '.join(problems)}.",
             hint="Use `RAY_AUTH_MODE=token ray start` without --dashboard-host, as the shipped cluster.yaml does. "
-            "If nobody else can reach these machines: `raytide up --insecure`.",
+            "If no other user can reach these machines: `raytide up --insecure`.",
         )
 
 
@@ -75,7 +75,7 @@ def check_running(gcs_address: str, dashboard_url: str) -> None:
         raise ClusterError(
             f"Ray at {gcs_address} {' and '.join(problems)}.",
             hint="Start it with `RAY_AUTH_MODE=token ray start --head` and without --dashboard-host. "
-            "If nobody else can reach this machine: `raytide head --insecure`.",
+            "If no other user can reach this machine: `raytide head --insecure`.",
         )
 
 

@@ -180,7 +180,8 @@ class Claim:
 
 @contextmanager
 def committing(places: Sequence[str], token: str) -> Iterator[None]:
-    """A context in which the holder of this claim may publish. Raises ConflictError if another run holds the claim.
+    """Opens a context in which the holder of this claim may publish. Raises ConflictError if another run holds the
+    claim.
 
     In local folders the claim cannot be taken over inside the context. An empty token disables the check.
     """

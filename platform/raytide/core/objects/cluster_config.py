@@ -173,7 +173,7 @@ def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, 
     if kind in _KEEPS_STOPPED and keeps:
         raise ConfigError(
             f"{where}: Ray would stop machines of {kind} and keep them, with their disks, instead of ending them.",
-            hint="Say `cache_stopped_nodes: false` in the provider section.",
+            hint="Set `cache_stopped_nodes: false` in the provider section.",
         )
     return section
 

@@ -36,12 +36,12 @@ def parse(value: object) -> Due:
 
 
 def text(due: Due) -> str:
-    """The inverse of `parse`."""
+    """Returns a text that `parse` reads as the same deadline."""
     return due.isoformat() if isinstance(due, datetime) else f"{due.total_seconds():g}s"
 
 
 def moment(at_s: float) -> str:
-    """`Nov 22 19:40 UTC`: coarse, so that reasons do not change at every tick. Accepts any number."""
+    """Returns a text such as `Nov 22 19:40 UTC`, coarse so that reasons do not change each tick. Accepts any number."""
     return datetime.fromtimestamp(min(max(0.0, at_s), _FAR_S), tz=UTC).strftime("%b %d %H:%M UTC")
 
 

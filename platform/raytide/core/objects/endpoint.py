@@ -60,7 +60,7 @@ class Replicas(Config):
         if self.min > self.max:
             raise ValueError(f"min {self.min} is above max {self.max}")
         if self.slo_target is not None and self.slo_ttft_s is None:
-            raise ValueError("slo_target is the share that is in time: slo_ttft_s must say what is in time")
+            raise ValueError("slo_target needs slo_ttft_s: the time within which a first token is in time")
         return self
 
     @property
@@ -100,8 +100,8 @@ class ServeSpec(Config):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, fields: object) -> object:
-        """`gpus`, `cpus`, `memory` and `spot` (see `raytide.core.objects.resources`) stand for the replica's resources
-        and labels."""
+        """`gpus`, `cpus`, `memory` and `spot` (see `raytide.core.objects.resources`) are expanded to resources
+        and labels of the replica."""
         return expand(fields, RESOURCE_WORDS) if isinstance(fields, Mapping) else fields
 
     @property

@@ -51,7 +51,7 @@ class Shape(Config):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, fields: object) -> object:
-        """The words of `raytide.core.objects.resources` stand for the fields."""
+        """Expands the keywords of `raytide.core.objects.resources` to fields."""
         return expand(fields) if isinstance(fields, Mapping) else fields
 
     @model_validator(mode="after")
@@ -70,7 +70,7 @@ class Shape(Config):
 
     @classmethod
     def words(cls) -> frozenset[str]:
-        """Returns the keys of a shape in a spec."""
+        """Returns the keywords with which a spec writes a shape."""
         return frozenset({*cls.model_fields, *NODE_WORDS})
 
     @property
@@ -99,7 +99,7 @@ class GangSpec(Config):
     @model_validator(mode="before")
     @classmethod
     def _one_shape(cls, fields: object) -> object:
-        """A gang with one shape may say it without `shapes`: `{gpus: "H100:8", nodes: [1, 4]}`."""
+        """Expands a gang with one shape that is written without `shapes`: `{gpus: "H100:8", nodes: [1, 4]}`."""
         if not isinstance(fields, Mapping) or not fields.keys() & Shape.words():
             return fields
         shape = {key: value for key, value in fields.items() if key in Shape.words()}

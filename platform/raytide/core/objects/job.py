@@ -65,7 +65,7 @@ class JobSpec(Config):
     soft_budget_usd: bounds.Dollars | None = None
     """Once it has cost this much it is admitted to spot nodes only, and borrows nothing."""
     deadline: datetime | timedelta | None = None
-    """When it must be done; a time from now is resolved at submission."""
+    """The time by which it must be done; a time from now is resolved at submission."""
     estimate_h: float | None = Field(default=None, gt=0)
     """Hours of work on the whole gang, until the job itself reports how much is left."""
     labels: bounds.Labels = Field(default_factory=dict)
@@ -112,7 +112,7 @@ class Job:
     ended_at_s: float | None = None
     stop_requested: bool = False
     reason: str = ""
-    """Why it is in this state; for a failure, what failed and what to do."""
+    """The reason for this state; for a failure, what failed and what to do."""
     restarts: int = 0
     """Driver attempts after the first."""
     heartbeat_at_s: float | None = None
@@ -132,7 +132,7 @@ class Job:
     reserved_micro_usd: int = 0
     """The total that it may have cost before its next reservation: see `raytide.queue.budget`."""
     struck_at_s: float | None = None
-    """When it last lost members, by preemption or with their node."""
+    """The time at which it last lost members, by preemption or with their node."""
     struck_by: str = ""
     """The preemptor, or the node."""
     unreadable: str = ""

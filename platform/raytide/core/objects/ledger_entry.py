@@ -90,7 +90,7 @@ class Spent:
     """Booked micro-dollars. Open intervals are at most a minute old; budgets leave more time than that."""
 
     jobs: Mapping[str, int] = field(default_factory=dict)
-    """In total."""
+    """Micro-dollars in total, by job."""
     jobs_month: Mapping[str, int] = field(default_factory=dict)
-    """In one month."""
+    """Micro-dollars in one month, by job."""
     teams_month: Mapping[str, int] = field(default_factory=dict)

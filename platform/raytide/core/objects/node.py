@@ -31,7 +31,7 @@ class Signal:
 
     value: float
     at_s: float
-    """When it was measured, not when it was read."""
+    """The time of the measurement, not of its reading."""
 
     def is_fresh(self, now_s: float) -> bool:
         return now_s - self.at_s <= FRESH_S
@@ -121,7 +121,7 @@ class Node:
     subject: str = ""
     """The purpose it was bought for: a lease, an endpoint, `unmanaged` or `minimum`."""
     reason: str = ""
-    """Why it is in this state."""
+    """The reason for this state."""
 
 
 def round_up_gpu_share(need: Resources) -> Resources:
@@ -144,7 +144,7 @@ def dominant_share(need: Resources, total: Resources) -> float:
 
 
 def minus(free: Resources, used: Resources) -> dict[str, float]:
-    """`free` without `used`; names that only `used` has become negative."""
+    """Returns `free` without `used`; names that only `used` has become negative."""
     return {name: free.get(name, 0.0) - used.get(name, 0.0) for name in {**free, **used}}
 
 
@@ -159,7 +159,9 @@ def add(total: dict[str, float], more: Resources) -> None:
 
 
 def labels_match(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Ray's label selector: `v`, `!v`, `in(a,b)` and `!in(a,b)`; a missing label matches only the negated forms."""
+    """Returns True if the labels match Ray's label selector: `v`, `!v`, `in(a,b)` and `!in(a,b)`; a missing label
+    matches only the negated forms.
+    """
     return all(_matches(want, labels.get(key)) for key, want in selector.items())
 
 

@@ -201,7 +201,7 @@ def describe(action: Action) -> dict[str, object]:
 
 
 def _fields(action: Action) -> dict[str, object]:
-    """`dataclasses.asdict` without its deep copies, which are slow for gangs of thousands of members."""
+    """Returns the fields as `dataclasses.asdict` does, without its deep copies, which are slow for large gangs."""
     return {field.name: _plain(getattr(action, field.name)) for field in fields(action)}
 
 

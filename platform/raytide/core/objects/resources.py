@@ -58,7 +58,7 @@ def expand(fields: Mapping[str, object], words: frozenset[str] = NODE_WORDS) -> 
         _add(labels, MARKET_LABEL, str(CapacityType.SPOT if spot else CapacityType.ON_DEMAND), "spot")
     if "nodes" in words and (nodes := fields.get("nodes")) is not None:
         if "members" in rest or "min_members" in rest:
-            raise ValueError("nodes and members say the same: leave one of them out")
+            raise ValueError("nodes and members mean the same: leave one of them out")
         rest["min_members"], rest["members"] = _range(nodes)
     return {**rest, "resources": {name: amount for name, amount in resources.items() if amount}, "labels": labels}
 
@@ -69,7 +69,7 @@ def parse_gpus(text: object) -> tuple[float, str]:
     try:
         count = float((found["count"] or found["plain"] or 1) if found else "")
     except ValueError:
-        raise ValueError(f"gpus {text!r} is no number of GPUs: write 8, H100 or H100:8") from None
+        raise ValueError(f"gpus {text!r} is not a number of GPUs: write 8, H100 or H100:8") from None
     return count, (found["model"] or "") if found else ""
 
 
@@ -79,7 +79,7 @@ def bytes_of(memory: object) -> float:
     if isinstance(memory, float | int) and not isinstance(memory, bool) and memory >= 0:
         return float(memory)
     if found is None:
-        raise ValueError(f"memory {memory!r} is no amount: write 64GiB, or a number of bytes")
+        raise ValueError(f"memory {memory!r} is not an amount: write 64GiB, or a number of bytes")
     base = 1024 if found["binary"] else 1000
     return float(found["amount"]) * float(base ** _PREFIXES.index(found["prefix"].upper()))
 
@@ -125,7 +125,7 @@ def _number(value: object, word: str) -> float:
     try:
         return float(str(value))
     except ValueError:
-        raise ValueError(f"{word} {value!r} is no number") from None
+        raise ValueError(f"{word} {value!r} is not a number") from None
 
 
 def _range(nodes: object) -> tuple[object, object]:

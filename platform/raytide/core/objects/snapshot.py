@@ -32,7 +32,7 @@ class NodeView:
     use: Use = field(default_factory=dict)
     """The last values of its meters, however old."""
     busy: str = ""
-    """Why it does not count as idle although Ray calls it so; empty if there is no reason."""
+    """The reason why it is not idle although Ray reports it as idle; empty if there is none."""
 
     @property
     def stable_total(self) -> Resources:

@@ -153,7 +153,7 @@ def member_values(lease_id: str, member: Member) -> Values:
 
 
 def lease(row: Row[Any], members: Iterable[Row[Any]]) -> Lease:
-    """`members` must be ordered by index."""
+    """Returns the lease of a row. `members` must be ordered by index."""
     return Lease(
         id=row.id,
         job_id=row.job_id,

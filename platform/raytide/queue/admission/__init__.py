@@ -1,1 +1,1 @@
-"""Admission: which jobs get a lease in this tick, and which jobs are preempted for them."""
+"""Admission: chooses the jobs that get a lease in this tick, and the victims that are preempted for them."""

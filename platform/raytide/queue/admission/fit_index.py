@@ -54,8 +54,8 @@ class FitIndex:
         return found
 
     def count(self, request: ShapeRequest, *, ready_only: bool = False) -> FitCount:
-        """Returns an upper bound of the members that fit: on ready nodes only, or on all nodes and those that can be
-        bought.
+        """Returns an upper bound of the number of members that fit: on ready nodes only, or on all nodes and those that
+        can be bought.
         """
         key = (request.member_key, ready_only)
         if (count := self._counts.get(key)) is None:
@@ -70,7 +70,7 @@ class FitIndex:
         return count
 
     def members_at(self, count: FitCount, row: int, free: list[float]) -> int:
-        """Returns the members that the node of this row would hold with these free resources."""
+        """Returns the number of members that the node of this row would hold with these free resources."""
         if (is_eligible := count.is_eligible.get(row)) is None:
             nodes = self.room.node_table
             is_eligible = bool(count.need) and nodes.matches(row, count.labels)

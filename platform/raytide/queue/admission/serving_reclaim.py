@@ -115,7 +115,7 @@ class _StartTimes:
         return cls(at_s, views, {name: fmean(times) for name, times in seen.items()})
 
     def ready_in_s(self, slot: Slot) -> float:
-        """When the slot's node will be ready, by the mean of its type; infinite if unknown or overdue."""
+        """Returns the seconds until the slot's node is ready, by its type's mean; infinite if unknown or overdue."""
         view, mean_s = self.views.get(slot.node_id), self.mean_s.get(slot.node_type)
         if view is not None and view.node.state is NodeState.READY:
             return 0.0

@@ -40,7 +40,7 @@ class ShapeRequest:
     micro_usd_h: float
     """The lowest price of a member."""
     never: Unschedulable | None
-    """Why not even an empty fleet could hold it."""
+    """The reason why even an empty fleet could not hold it, if so."""
 
 
 @dataclass(slots=True, eq=False)

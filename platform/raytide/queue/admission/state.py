@@ -260,7 +260,7 @@ class AdmissionState:
         return Unschedulable("quota", f"{reason}.", "Submit it as preemptible, or wait for the team's own quota.")
 
     def _allowed_members(self, row: int, request: ShapeRequest) -> int:
-        """Returns the members that quota allows."""
+        """Returns the number of members that the quota allows."""
         quotas, team, most = self.quotas, self.jobs[row].spec.team, float(request.shape.members)
         for name, amount in request.one.items():
             if name not in quotas.limited or amount <= 0:

@@ -55,7 +55,7 @@ def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resource
 
 
 def price_per_hour(shape: Shape, types: Iterable[NodeType]) -> float:
-    """Micro-dollars an hour of one member on each of these types, by its share of the dominant resource."""
+    """Returns the micro-dollars an hour of one member on each of these types, by its share of the dominant resource."""
     return sum(
         node_type.price_micro_usd_h * dominant_share(shape.resources, node_type.resources) for node_type in types
     )

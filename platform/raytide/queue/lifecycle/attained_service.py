@@ -8,7 +8,7 @@ from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import Job
 
 COOL_DOWN_S = 600.0
-"""For so long after its preemption a job takes free room only: it preempts no other."""
+"""After its preemption, a job takes only free room for this time and preempts no other."""
 MAX_PREEMPTIONS = 100
 """After this many preemptions a job counts as one that cannot be preempted."""
 

@@ -6,8 +6,8 @@
   QUEUED <--------+----------+
        +----------+----------+-> STOPPING -> STOPPED
 
-TRAIN, DATA and SCRIPT jobs have a driver that raytide runs: `wanted_drivers` says which should be alive. The driver of
-a GANG job is somebody else's: it keeps the job alive by asking for its lease, and gives it back when it is done.
+TRAIN, DATA and SCRIPT jobs have a driver that raytide starts: `wanted_drivers` returns those that should be alive. The
+driver of a GANG job is a user's process: it keeps the job alive by polling its lease, and releases it at the end.
 """
 
 from __future__ import annotations

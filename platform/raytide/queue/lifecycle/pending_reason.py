@@ -1,4 +1,4 @@
-"""Why an admitted job has not started, and what would help. For queued jobs the decision itself says it."""
+"""The reason why an admitted job has not started, and what would help. Queued jobs have theirs in a Wait."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def greedy(terms: Terms) -> TickPolicy:
 
 
 def uniform_progress(leaves: Callable[[bool, bool], bool]) -> Callable[[Terms], TickPolicy]:
-    """`leaves(is_ahead, has_spot)` tells whether to release an on-demand node."""
+    """Returns the Uniform Progress policy. `leaves(is_ahead, has_spot)` decides when to release an on-demand node."""
 
     def policy(terms: Terms) -> TickPolicy:
         pace = terms.work / terms.deadline

@@ -26,7 +26,7 @@ Up = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The job and the prices. Times in ticks."""
+    """The job (in ticks of `tick_s` seconds) and the prices of its node."""
 
     work: int
     restart: int
@@ -37,7 +37,7 @@ class Terms:
 
     @classmethod
     def of(cls, hours: float, restart_h: float, slack: float, tick_s: float) -> Terms:
-        """`slack` is the share of the work that the deadline leaves beyond it; one restart comes on top."""
+        """Returns the terms of a job. The deadline is `hours` times (1 + `slack`) plus one restart after the start."""
         work = max(1, round(hours * 3600 / tick_s))
         restart = max(1, round(restart_h * 3600 / tick_s))
         return cls(work, restart, int(work * (1 + slack) + 1e-9) + restart, tick_s)
@@ -49,7 +49,7 @@ class Terms:
 
     @property
     def ondemand_usd(self) -> float:
-        """The whole job on demand."""
+        """The cost of the whole job on demand."""
         return self.usd(ON_DEMAND) * (self.work + self.restart)
 
 

@@ -20,7 +20,7 @@ def optimal(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
 
 
 def cheapest_usd(terms: Terms, up: Up) -> float:
-    """V(tick, held, work left) = min(go on, start another one, hold nothing)."""
+    """Returns the least possible cost: V(tick, held, work left) = min(continue, start another, hold nothing)."""
     holds = (ON_DEMAND, *range(len(up)))
     ticks = up.shape[1]
     free = np.full(terms.work + 1, np.inf)

@@ -52,7 +52,7 @@ class Result:
     samples: tuple[FleetSample, ...] = ()
 
     def to_json(self) -> dict[str, object]:
-        """Returns all but the samples."""
+        """Returns all fields except the samples."""
         shown = {name: getattr(self, name) for name in self.__slots__ if name != "samples"}
         return {**shown, "node_hours": {str(market): hours for market, hours in self.node_hours.items()}}
 

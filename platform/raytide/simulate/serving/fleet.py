@@ -58,7 +58,7 @@ class SimulatedFleet:
         self._done_s = [_NEVER_S] * work.count
         self._routed: list[SimulatedReplica] = []
         self._starts: list[float] = []
-        """When each routed replica can start another request."""
+        """The time at which each routed replica can start another request."""
         self._waiting: list[int] = []
         seconds = int(setup.horizon_s) + 2
         self._arrivals = np.bincount(np.ceil(work.arrival_s).astype(int), minlength=seconds)[:seconds].tolist()

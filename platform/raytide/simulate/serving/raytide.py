@@ -78,7 +78,7 @@ class RaytidePolicy:
         return FleetState(self.model.value(self.hazard), pools, self._nodes(fleet), goal.cold_start_s)
 
     def _act(self, fleet: SimulatedFleet) -> bool:
-        """Applies a plan, and tells whether another decision is needed."""
+        """Applies a plan. Returns True if another decision is needed."""
         decided = self.state(fleet).plan()
         by_id = {str(replica.number): replica for replica in fleet.alive}
         for node_id in decided.release:

@@ -99,7 +99,7 @@ class Inputs:
             raise DataError(f"{model} is not a model directory: it has no config.json.", hint="Use an exported model.")
 
     def _look(self, url: str, caller: Caller, most: int = _MOST_BYTES) -> FileCheck:
-        """`most` is the number of bytes to read."""
+        """Returns what is known of a file, and at most `most` of its bytes."""
         path = local_path(url)
         if path is None:
             return _UNKNOWN
@@ -128,7 +128,7 @@ class Inputs:
 
 
 def check_file(path: str, most: int, *, for_everybody: bool) -> FileCheck:
-    """With `for_everybody`, returns only what a user without rights of their own can see."""
+    """Returns what is known of a file. With `for_everybody`, only what a user without special rights can see."""
     try:
         real = os.path.realpath(path)
         if real.startswith(_NO_FILES) and not real.startswith("/dev/shm/"):  # only read  # nosec B108
