@@ -62,7 +62,10 @@ _GROUP_MARK = "_group_"
 
 
 class GcsReader:
-    """Connects on first use, and again after any error, so that the next call finds a restarted GCS."""
+    """Reads nodes and demand from Ray's GCS.
+
+    Connects on first use, and again after any error, so that the next call finds a restarted GCS.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address

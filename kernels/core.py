@@ -50,7 +50,9 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """`window` is the number of positions a token sees, itself included; scores become c * tanh(score / c) with
+    """The fixed parameters of an attention operator.
+
+    `window` is the number of positions a token sees, itself included; scores become c * tanh(score / c) with
     `softcap` c.
     """
 

@@ -13,7 +13,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`kind` is the operator registry's key. `block_size` is the KV block that suits its attention."""
+    """The device of a model, with its dtypes and defaults.
+
+    `kind` is the operator registry's key. `block_size` is the KV block that suits its attention.
+    """
 
     kind: str
     torch_device: torch.device

@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 @register("norm", "any", priority=0)
 def norm(x_TN: Tensor, by: NormWeights) -> Tensor:
-    """x / rms(x) * weight, or (x - mean) / std * weight + bias; over the last dimension, moments in float32."""
+    """Returns x / rms(x) * weight, or (x - mean) / std * weight + bias; over the last dimension, moments in float32."""
     if by.kind == "layer":
         return F.layer_norm(x_TN, by.weight.shape, by.weight, by.bias, by.eps)
     return _rms(x_TN, by.weight, by.eps)
@@ -42,7 +42,7 @@ def activate(x_TF: Tensor, kind: Activation) -> Tensor:
 
 @register("activate_mul", "any", priority=0, invariant=True)
 def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
-    """activate(gate) * up, where gate and up are the two halves of the last dimension."""
+    """Returns activate(gate) * up, where gate and up are the two halves of the last dimension."""
     gate, up = gate_up_T2F.chunk(2, -1)
     return activate(gate, kind) * up
 

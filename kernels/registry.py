@@ -65,7 +65,7 @@ def register(
     probe: Callable[[], bool] = lambda: True,
     invariant: bool = False,
 ) -> Callable[[Impl], Impl]:
-    """Registers an implementation of `op` on a device kind. `probe` says whether it works on this machine."""
+    """Registers an implementation of `op` on a device kind. `probe` returns whether it works on this machine."""
 
     def remember(impl: Impl) -> Impl:
         _variants.setdefault(op, []).append(_Variant(device, priority, probe, invariant, impl))

@@ -10,7 +10,10 @@ from raytide.core.config import Config
 
 
 class EngineConfig(Config):
-    """`max_batch_tokens` is the token budget of one step: it bounds how long a prefill delays the running decodes."""
+    """The options of the native engine.
+
+    `max_batch_tokens` is the token budget of one step: it bounds how long a prefill delays the running decodes.
+    """
 
     model_dir: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"

@@ -18,7 +18,9 @@ _LAST_POLL_S = 3.0
 
 
 class Gang:
-    """`with Gang(client, job_id) as gang: Worker.options(**gang.actor_options(0)).remote()`.
+    """A leased gang as user code sees it.
+
+    `with Gang(client, job_id) as gang: Worker.options(**gang.actor_options(0)).remote()`.
 
     A thread polls for the lease all the time, so the gang lives as long as this process and `members` is up to date.
     """
@@ -76,7 +78,7 @@ class Gang:
                 if not self._changed.wait_for(self._is_settled, self._timeout_s):
                     raise WaitTimeoutError(
                         f"{self.job_id} had no gang after {self._timeout_s:g} s.",
-                        hint=f"`raytide why {self.job_id}` says why.",
+                        hint=f"`raytide why {self.job_id}` shows why.",
                     )
                 if self._lost is not None:
                     raise self._lost

@@ -87,7 +87,10 @@ class ProcessReport:
 
 
 class MemberProcesses:
-    """Every method except `report` and `stop` returns at once."""
+    """Runs a script's processes on one member and reports their output and exits.
+
+    Every method except `report` and `stop` returns at once.
+    """
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="raytide-run-"))

@@ -27,7 +27,10 @@ LIST_TIMEOUT_S = 5.0
 
 
 class PlacementGroups:
-    """Needs a process that is connected to Ray."""
+    """Creates, lists and removes the placement groups of leases.
+
+    Needs a process that is connected to Ray.
+    """
 
     def list(self) -> dict[GroupKey, PlacementGroupInfo]:
         """Returns raytide's placement groups by key; removed ones for as long as Ray remembers them."""

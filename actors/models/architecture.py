@@ -27,7 +27,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`window` is the number of positions that a token sees, itself included; `rope` is an index into `ropes`."""
+    """The attention and feed-forward options of one layer.
+
+    `window` is the number of positions that a token sees, itself included; `rope` is an index into `ropes`.
+    """
 
     attention_scale: float
     window: int | None = None

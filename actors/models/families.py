@@ -269,7 +269,7 @@ def _checked(experts: Experts, fields: Fields) -> Experts:
     if experts.per_token > experts.count:
         raise DataError(
             f"{fields.where}: a token goes to {experts.per_token} of {experts.count} experts.",
-            hint="num_experts_per_tok must not be more than there are.",
+            hint="num_experts_per_tok must not exceed the number of experts.",
         )
     return experts
 

@@ -1,4 +1,4 @@
-"""The cost of moving members of gangs: an elastic gang goes on smaller meanwhile, others stop for a checkpoint and a
+"""The cost of moving members of gangs: an elastic gang continues with fewer members, others stop for a checkpoint and a
 restart."""
 
 from __future__ import annotations

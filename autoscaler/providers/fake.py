@@ -12,7 +12,10 @@ from raytide.core.objects.node import Node, NodeType
 
 
 class FakeProvider:
-    """Machines are billed from the launch call and can join Ray `launch_delay_s` later (`is_up`)."""
+    """A provider without machines, for tests and simulations.
+
+    Machines are billed from the launch call and can join Ray `launch_delay_s` later (`is_up`).
+    """
 
     def __init__(self, clock: Clock, *, launch_delay_s: float = 5.0) -> None:
         self._clock = clock

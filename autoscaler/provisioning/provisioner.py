@@ -21,7 +21,7 @@ from raytide.scheduling.state import Placements
 
 
 def provision_replicas(builder: PlanBuilder) -> None:
-    """Launches the nodes of missing replicas, which `SchedulingState` has placed, or says why they wait."""
+    """Launches the nodes of missing replicas, which `SchedulingState` has placed, or gives the reason why they wait."""
     for view in builder.snapshot.endpoints:
         name, shape = view.endpoint.name, replica_shape(view)
         if stale := targets.stale_signal(view, builder.snapshot.at_s):

@@ -51,7 +51,9 @@ class _Live:
 
 
 class FakeEngine(BasicEngine):
-    """`tokens_per_s` None answers as fast as the event loop turns. A prompt that contains `fail_on` fails with
+    """An engine without a model, for tests: it generates canned tokens at a set speed.
+
+    `tokens_per_s` None answers as fast as the event loop turns. A prompt that contains `fail_on` fails with
     EngineError; one that contains `die_on` ends the engine, as the death of its thread would.
 
     A block is one of the `max_running` places. With `kv_tokens` it is a token, and each generated token takes another

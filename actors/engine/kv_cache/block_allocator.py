@@ -12,7 +12,10 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockAllocator:
-    """Every operation is O(1) per block."""
+    """Allocates the blocks of one memory, counts their references, and finds shared blocks by hash.
+
+    Every operation is O(1) per block.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

@@ -23,7 +23,9 @@ _IDENTITY = ("model", "weights_version", "lora", "dtype", "layout", "block_size"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvHeader:
-    """`model` is a hash of the architecture, `layout` the bytes of one block in each layer. The blocks hold the KV of
+    """The description of an exported request's KV.
+
+    `model` is a hash of the architecture, `layout` the bytes of one block in each layer. The blocks hold the KV of
     the first `num_computed` of `tokens` (prompt and output); `seed` is the one in use.
     """
 

@@ -14,7 +14,10 @@ Tensor = torch.Tensor
 
 
 class KvCache:
-    """`layers` is what the model reads and writes: per layer [2, S, K, D], S slots in `num_blocks` blocks."""
+    """The KV memory of device and host, and the moves of blocks between them.
+
+    `layers` is what the model reads and writes: per layer [2, S, K, D], S slots in `num_blocks` blocks.
+    """
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
         self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks

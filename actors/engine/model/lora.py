@@ -127,7 +127,7 @@ def _module(name: str, arch: Architecture, path: Path) -> str:
     match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
     if match is None:
         raise ConfigError(
-            f"{path}: weight {name} is not supported.", hint="Only lora_A and lora_B of linear modules are."
+            f"{path}: weight {name} is not supported.", hint="Only lora_A and lora_B of linear modules are supported."
         )
     return match[1].removeprefix(NAMES[arch.names].root)
 
@@ -173,7 +173,7 @@ def _refuse_other_kinds(config: Fields) -> None:
         if is_set:
             raise ConfigError(
                 f"{config.where}: {what} is not supported.",
-                hint="Plain LoRA is: matrices A and B of linear modules. Or merge the adapter into the model.",
+                hint="Use plain LoRA (matrices A and B of linear modules), or merge the adapter into the model.",
             )
 
 

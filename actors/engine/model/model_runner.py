@@ -32,7 +32,10 @@ _MEASURED_TOKENS = 256
 
 
 class ModelRunner:
-    """Owns the weights, the KV cache and all device memory. The scheduler knows nothing of it."""
+    """Runs the model's steps.
+
+    Owns the weights, the KV cache and all device memory. The scheduler knows nothing of it.
+    """
 
     def __init__(self, config: EngineConfig, arch: Architecture) -> None:
         self.arch, self._device = arch, resolve_device(config.device)

@@ -36,7 +36,8 @@ def pooling_of(model_dir: Path) -> Pooling:
     asked = [name for name in fields.body if name.startswith("pooling_mode_") and fields.flag(name, False)]
     if len(asked) != 1 or asked[0] not in by_flag:
         raise ConfigError(
-            f"{path}: {' and '.join(asked) or 'no pooling'} is not supported.", hint=f"One of {', '.join(by_flag)} is."
+            f"{path}: {' and '.join(asked) or 'no pooling'} is not supported.",
+            hint=f"Supported: one of {', '.join(by_flag)}.",
         )
     return by_flag[asked[0]]
 

@@ -25,7 +25,9 @@ from raytide.core.errors import UsageError
 
 
 class Scheduler:
-    """Advances running sequences in the order of their ranks; each may evict those after it for a block it needs. A
+    """Plans each step: which sequences compute how many tokens, and which are preempted.
+
+    Advances running sequences in the order of their ranks; each may evict those after it for a block it needs. A
     waiting one goes before the running ones of higher levels, and may evict those of lower priority.
 
     Progress: the first in rank can take every other one's blocks, and `add` refuses a sequence that does not fit into

@@ -16,7 +16,8 @@ _MAX_ID_CHARS = 256
 
 
 class ResponseHeaders:
-    """`x-request-id` (the client's own, if it sent one), `openai-processing-ms`, `x-raytide-replica`.
+    """Middleware that adds response headers: `x-request-id` (the client's own, if it sent one), `openai-processing-ms`
+    and `x-raytide-replica`.
 
     Plain ASGI: Starlette's BaseHTTPMiddleware would hide a client's disconnect from the routes.
     """

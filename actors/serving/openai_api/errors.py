@@ -19,7 +19,10 @@ _MAX_MESSAGE_CHARS = 2000
 
 
 class ErrorDetail(BaseModel):
-    """All four keys are always present: OpenAI's schema requires them."""
+    """The `error` object of an OpenAI error.
+
+    All four keys are always present: OpenAI's schema requires them.
+    """
 
     message: str
     type: str

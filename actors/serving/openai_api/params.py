@@ -12,7 +12,7 @@ from raytide.actors.serving.openai_api.structure import structured_of
 from raytide.actors.serving.openai_api.wire import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for plain completions; a chat goes on until the model stops or the context is full."""
+"""OpenAI's default for plain completions; a chat continues until the model stops or the context is full."""
 
 _NO_EFFECT = frozenset(
     {

@@ -127,7 +127,10 @@ def _rendered(writer: ResponseWriter, batch: list[ChoiceDelta], bytes_of: TokenB
 
 
 class _EventStream(StreamingResponse):
-    """Calls `on_close` however the stream ends, also when the client disconnects before the first byte."""
+    """A streaming response of server-sent events.
+
+    Calls `on_close` however the stream ends, also when the client disconnects before the first byte.
+    """
 
     def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})

@@ -31,7 +31,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's newer field."""
+    """The options of vLLM's field `structured_outputs`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

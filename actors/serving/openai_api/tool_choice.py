@@ -24,8 +24,11 @@ _MOST_CALLS = 32
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`shown` are the tools as chat templates take them; `structured` is the constraint of a required call, None where
-    the model may answer in text. `is_named`: one tool is forced by its name."""
+    """The use of tools in one request.
+
+    `shown` are the tools as chat templates take them; `structured` is the constraint of a required call, None where
+    the model may answer in text. `is_named`: one tool is forced by its name.
+    """
 
     shown: tuple[dict[str, Any], ...]
     syntax: ToolSyntax | None = None

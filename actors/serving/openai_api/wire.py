@@ -242,7 +242,10 @@ class Completion(_Answer):
 
 
 class Reply(BaseModel):
-    """`tool_calls` and `reasoning_content` are left out on the wire where there are none."""
+    """The assistant's message in an answer.
+
+    `tool_calls` and `reasoning_content` are left out on the wire where there are none.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None

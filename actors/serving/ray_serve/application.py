@@ -17,7 +17,10 @@ _READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """Plain data, without calls to Serve."""
+    """The specification of an endpoint's Serve application.
+
+    Plain data, without calls to Serve.
+    """
 
     ready: int = 0
     replica_nodes: tuple[str, ...] = ()

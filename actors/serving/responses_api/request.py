@@ -31,7 +31,10 @@ class TextFormat(BaseModel):
 
 
 class ResponsesRequest(BaseModel):
-    """Fields that are not listed here stay in `model_extra`; `chat_request` refuses those that it cannot honour."""
+    """A request of the Responses API.
+
+    Fields that are not listed here stay in `model_extra`; `chat_request` refuses those that it cannot honour.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 

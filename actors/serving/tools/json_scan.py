@@ -6,8 +6,11 @@ __all__ = ["JsonScanner"]
 
 
 class JsonScanner:
-    """Follows the text of one JSON value. An object, an array or a string ends at its last character; any other value
-    ends before the first character that cannot belong to it."""
+    """Finds the end of a JSON value while its text arrives.
+
+    Follows the text of one JSON value. An object, an array or a string ends at its last character; any other value
+    ends before the first character that cannot belong to it.
+    """
 
     def __init__(self) -> None:
         self._depth = 0

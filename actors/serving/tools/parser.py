@@ -25,7 +25,7 @@ _THINK, _END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolSyntax:
-    """How a model writes calls: `begin`, the call, `end`.
+    """The syntax in which a model writes calls: `begin`, the call, `end`.
 
     The call is an object with name and arguments (`object`), an array of those (`array`), a name, `separator` and the
     arguments (`named`), or the arguments alone of the tool `name` (`arguments`). `starts` are texts that begin a call
@@ -186,7 +186,7 @@ class OutputParser:
             yield Piece(text=text)
 
     def _may_say_more(self) -> bool:
-        """Text after the last call that is allowed would belong to calls that are dropped."""
+        """Returns whether more text may follow. After the last allowed call, it would belong to dropped calls."""
         return self.max_calls is None or self.calls < self.max_calls or self._state != "text"
 
     def _begin_call(self) -> None:

@@ -22,7 +22,10 @@ from raytide.core.io.private_paths import check_opened, safe_opener
 
 
 class CheckpointStorage(Protocol):
-    """Paths are relative to the storage root and use `/`. FileNotFoundError for missing files."""
+    """The storage of a run's checkpoints: a local folder or an object store.
+
+    Paths are relative to the storage root and use `/`. FileNotFoundError for missing files.
+    """
 
     url: str
 

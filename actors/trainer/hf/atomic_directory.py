@@ -18,7 +18,9 @@ _CONFIGS = ("config.json", "adapter_config.json")
 
 
 class AtomicDirectory:
-    """Written under a hidden name beside the target (for a URL, in a local directory), which `publish` replaces.
+    """A directory that appears at its target as a whole or not at all.
+
+    Written under a hidden name beside the target (for a URL, in a local directory), which `publish` replaces.
 
     An error is kept until then, since other ranks may still be sending tensors.
     """

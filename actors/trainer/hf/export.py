@@ -165,7 +165,10 @@ def _json(path: Path, body: Mapping[str, object]) -> None:
 
 
 class FullParameters:
-    """All ranks gather the same parameters in the same order; only rank 0 receives them."""
+    """Gathers full parameters from all ranks, one after another.
+
+    All ranks gather the same parameters in the same order; only rank 0 receives them.
+    """
 
     def __init__(self, parts: Sequence[Transformer], group: ProcessGroup) -> None:
         self._group, self.is_first = group, group.is_first

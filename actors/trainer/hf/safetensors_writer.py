@@ -14,7 +14,10 @@ from raytide.actors.trainer.hf.weight_mapping import FileTensor
 
 
 class ShardedSafetensorsWriter:
-    """Holds at most one file's tensors. They must arrive in the announced order."""
+    """Writes tensors into safetensors files of limited size.
+
+    Holds at most one file's tensors. They must arrive in the announced order.
+    """
 
     def __init__(self, tensors: Sequence[FileTensor], dtype: torch.dtype, limit_bytes: float) -> None:
         self._dtype = dtype

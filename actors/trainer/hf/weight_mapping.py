@@ -27,7 +27,10 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """`rows` of a file's tensor from `start`, which are the parameter `parameter` or its expert `expert`."""
+    """The part of a file's tensor that belongs to one parameter.
+
+    `rows` of a file's tensor from `start`, which are the parameter `parameter` or its expert `expert`.
+    """
 
     parameter: str
     rows: int

@@ -64,7 +64,10 @@ class MemoryBudget:
 
 
 class HostPool(MemoryBudget):
-    """Pinned host buffers. Copies are ordered with computation by their shared stream."""
+    """A pool of pinned host memory for activations.
+
+    Pinned host buffers. Copies are ordered with computation by their shared stream.
+    """
 
     def put(self, tensor: Tensor) -> StoredTensor | None:
         count = tensor.numel() * tensor.element_size()

@@ -47,7 +47,7 @@ def causal_mask(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None) -> Tensor:
 
 
 def _capped(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention with Gemma 2's soft-cap, softcap * tanh(scores / softcap), which SDPA does not support."""
+    """Computes attention with Gemma 2's soft-cap, softcap * tanh(scores / softcap), which SDPA does not support."""
     assert spec.softcap is not None
     group = q_BHTC.shape[1] // k_BKTC.shape[1]
     k_BHTC, v_BHTC = k_BKTC.repeat_interleave(group, 1), v_BKTC.repeat_interleave(group, 1)

@@ -19,7 +19,10 @@ LORA_A, LORA_B = "lora_a.weight", "lora_b.weight"
 
 
 class LoraLinear(nn.Linear):
-    """y = x W^T + bias + (x A^T) B^T * scale. Only A and B are trained; B starts at zero."""
+    """A linear layer with a low-rank adapter: y = x W^T + bias + (x A^T) B^T * scale.
+
+    Only A and B are trained; B starts at zero.
+    """
 
     def __init__(self, base: nn.Linear, lora: LoraSpec) -> None:
         device = base.weight.device

@@ -21,7 +21,10 @@ STEP = "step"
 
 
 class Optimizer(ABC):
-    """`param_groups` hold `params`, `lr` and `weight_decay`, as in torch. Every rank calls every method."""
+    """The base of sharded optimizers: parameter groups, state and checkpoints.
+
+    `param_groups` hold `params`, `lr` and `weight_decay`, as in torch. Every rank calls every method.
+    """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: StateStorage) -> None:
         self.spec, self.storage = spec, home

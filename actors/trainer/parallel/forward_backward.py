@@ -29,7 +29,10 @@ def build(spec: TrainSpec, parts: list[Transformer], group: ProcessGroup) -> For
 
 
 class SingleStage:
-    """All layers on this rank, without a pipeline."""
+    """Forward and backward passes without a pipeline: all layers are on this rank.
+
+    All layers on this rank, without a pipeline.
+    """
 
     def __init__(self, layout: Parallelism, part: Transformer, group: ProcessGroup) -> None:
         self.layout, self.part, self.group = layout, part, group

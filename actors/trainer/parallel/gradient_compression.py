@@ -63,8 +63,11 @@ class Bf16:
 
 
 class Int8:
-    """Each replica averages one part of the bucket: parts are sent to it in int8, and it sends the mean back in
-    int8."""
+    """Averages gradients in int8.
+
+    Each replica averages one part of the bucket: parts are sent to it in int8, and it sends the mean back in
+    int8.
+    """
 
     def __init__(self, group: dist.ProcessGroup, weights: Named) -> None:
         self.group, self.sent_bytes = group, 0

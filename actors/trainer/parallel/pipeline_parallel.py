@@ -106,7 +106,7 @@ class Pipeline:
         return self.layout.stages_of(self.group.pipeline_rank)
 
     def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
-        """The last stage returns the loss itself, because only it holds the whole head weight."""
+        """Returns the output of the last stage. It is the loss, because only that stage has the whole head weight."""
         self._total += loss.detach()
         return loss * self._factor
 

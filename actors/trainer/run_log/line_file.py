@@ -17,7 +17,10 @@ MOST_KEPT = 100_000
 
 
 class LineFile:
-    """For one writer. Lines that cannot be written are kept and written with the next line."""
+    """An append-only file of JSON lines with one writer.
+
+    For one writer. Lines that cannot be written are kept and written with the next line.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

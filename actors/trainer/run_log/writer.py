@@ -29,8 +29,11 @@ MOST_STEPS = 10_000
 
 
 class StepLog:
-    """Appends to `metrics.jsonl`. In a gang rank 0 does so, after the step and before a checkpoint, so no checkpoint is
-    ahead of the file whenever a process is killed."""
+    """The log of a run's training steps.
+
+    Appends to `metrics.jsonl`. In a gang rank 0 does so, after the step and before a checkpoint, so no checkpoint is
+    ahead of the file whenever a process is killed.
+    """
 
     def __init__(self, spec: TrainSpec, clock: Clock) -> None:
         self.spec, self.clock, self.file = spec, clock, Path(spec.out) / "metrics.jsonl"

@@ -42,7 +42,10 @@ class SetUp(Protocol):
 
 
 class CloudProvider:
-    """`config` is cluster.yaml as `ray up` completes it, `cloud` Ray's NodeProvider for it: see `ray_internals`."""
+    """Buys and ends machines of a cloud through Ray's NodeProvider.
+
+    `config` is cluster.yaml as `ray up` completes it, `cloud` Ray's NodeProvider for it: see `ray_internals`.
+    """
 
     def __init__(
         self,

@@ -26,7 +26,10 @@ log = logger(__name__)
 
 
 class SpotPrices:
-    """`ec2` is boto3's client, `types` the AWS instance type of each spot node type."""
+    """Polls AWS's present spot prices in a thread.
+
+    `ec2` is boto3's client, `types` the AWS instance type of each spot node type.
+    """
 
     def __init__(self, ec2: Any, types: Mapping[str, str], clock: Clock) -> None:
         self._ec2, self._types, self._clock = ec2, types, clock

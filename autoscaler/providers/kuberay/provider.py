@@ -55,7 +55,10 @@ class _Pod:
 
 
 class KubeRayProvider:
-    """`cluster` is the RayCluster's name; its spec has `enableInTreeAutoscaling: false`."""
+    """Buys and ends pods of a RayCluster.
+
+    `cluster` is the RayCluster's name; its spec has `enableInTreeAutoscaling: false`.
+    """
 
     def __init__(self, api: KubeApi, cluster: str, run_dir: Path, clock: Clock) -> None:
         self._api, self._cluster, self._clock = api, cluster, clock

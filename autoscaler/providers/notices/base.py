@@ -35,7 +35,10 @@ class Metadata(Protocol):
 
 
 class MetadataService:
-    """Plain HTTP to an address that only the machine itself can reach. A 404 means that there is no notice."""
+    """Queries the metadata service of a cloud machine.
+
+    Plain HTTP to an address that only the machine itself can reach. A 404 means that there is no notice.
+    """
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self._url = url

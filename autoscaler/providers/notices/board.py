@@ -19,7 +19,10 @@ _TIMEOUT_S = 5.0
 
 
 class NoticeBoard:
-    """`connect` returns a GCS client; it is called again after any error, so that a restarted GCS is found."""
+    """The notices of all nodes, stored in Ray's GCS.
+
+    `connect` returns a GCS client; it is called again after any error, so that a restarted GCS is found.
+    """
 
     def __init__(self, connect: Callable[[], GcsClient]) -> None:
         self._connect = connect

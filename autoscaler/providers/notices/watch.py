@@ -29,7 +29,10 @@ log = logger(__name__)
 
 
 class NoticeWatcher:
-    """`look` is one poll; the next one retries what failed."""
+    """Polls a cloud for notices and writes them to the board.
+
+    `look` is one poll; the next one retries what failed.
+    """
 
     def __init__(self, node_id: str, metadata: Metadata, board: NoticeBoard, clock: Clock) -> None:
         self._node_id, self._metadata, self._board, self._clock = node_id, metadata, board, clock

@@ -67,7 +67,10 @@ _FORECAST_S = 10.0
 
 
 class Controller:
-    """`tick` is one pass; `run` repeats it every `tick_s`, and at once when the provider reports an event."""
+    """The control loop of a cluster: observe, decide, record, apply.
+
+    `tick` is one pass; `run` repeats it every `tick_s`, and at once when the provider reports an event.
+    """
 
     def __init__(self, store: Store, config: ClusterConfig, sources: Sources, clock: Clock, live_path: Path) -> None:
         self._store, self._config, self._sources, self._clock = store, config, sources, clock

@@ -1,4 +1,4 @@
-"""Checks whether a machine can run raytide, and says how to fix it. Checks change nothing."""
+"""Checks whether a machine can run raytide, and how to fix it. Checks change nothing."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Stage:
 
 
 class View:
-    """`with view.stage("train") as say: say("step 7 of 60")`."""
+    """Shows the stages of the demo on a console: `with view.stage("train") as say: say("step 7 of 60")`."""
 
     def __init__(self, titles: list[str], console: Console) -> None:
         self._stages = {title: Stage(title) for title in titles}

@@ -24,7 +24,10 @@ class _Released:
 
 @dataclass(frozen=True, slots=True)
 class RecentlyReleased:
-    """Call `observe` at each tick; `held` is an argument of `occupancies`."""
+    """The resources that were released but may still be in use.
+
+    Call `observe` at each tick; `held` is an argument of `occupancies`.
+    """
 
     before: Held = field(default_factory=dict)
     released: Mapping[tuple[str, Holder], _Released] = field(default_factory=dict)

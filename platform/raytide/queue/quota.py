@@ -95,7 +95,7 @@ class Quotas:
                 self._add(self._node(team, name), -need[name])
 
     def held(self, team: str, name: str) -> float:
-        """Usage of the team, and of its children beyond their local quota."""
+        """Returns the usage of the team, and of its children beyond their local quota."""
         return self._used[self._node(team, name).number] if name in self.limited else 0.0
 
     def available(self, team: str, name: str) -> float:

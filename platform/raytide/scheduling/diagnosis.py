@@ -15,8 +15,11 @@ from raytide.scheduling.offerings import Offerings
 
 @dataclass(frozen=True, slots=True)
 class Unschedulable:
-    """`impossible`: no fleet of these node types could; `capacity`: others hold it; `stock`: its pools back off;
-    `budget` and `rate`: it could be bought, but not within the limits; `deadline`: it has the time to wait for spot."""
+    """The reason why something cannot be placed, by its kind of constraint.
+
+    `impossible`: no fleet of these node types could; `capacity`: others hold it; `stock`: its pools back off;
+    `budget` and `rate`: it could be bought, but not within the limits; `deadline`: it has the time to wait for spot.
+    """
 
     constraint: Literal["impossible", "capacity", "stock", "budget", "rate", "quota", "behind", "deadline"]
     reason: str

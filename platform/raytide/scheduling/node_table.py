@@ -32,7 +32,9 @@ Need = tuple[tuple[int, float], ...]
 
 
 class NodeTable:
-    """`scale`: the most of each resource on one node, to compare a free GPU with a free CPU.
+    """The free resources and labels of nodes as arrays, one row for each node.
+
+    `scale`: the most of each resource on one node, to compare a free GPU with a free CPU.
 
     `usual`: the usual resources of a member, with their frequency.
     """

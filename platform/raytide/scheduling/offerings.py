@@ -261,7 +261,7 @@ class Offerings:
 
 
 def _caps(table: OfferingTable, limits: Limits) -> Ints | None:
-    """Spot is bought up to the hard limit, on-demand up to the soft one."""
+    """Returns the price limit of each offering: the hard limit for spot, the soft one for on-demand; None without."""
     if limits.soft_micro_usd_h is None and limits.hard_micro_usd_h is None:
         return None
     hard = _NO_CAP if limits.hard_micro_usd_h is None else limits.hard_micro_usd_h

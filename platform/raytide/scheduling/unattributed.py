@@ -94,7 +94,7 @@ class UnattributedUsage:
         return any(amount - known.get(name, 0.0) - free.get(name, 0.0) > 0 for name, amount in view.total.items())
 
     def amount(self, view: NodeView) -> Resources:
-        """Used resources beyond those accounted for; negative where Ray does not show known usage yet."""
+        """Returns the used resources beyond those accounted for; negative where Ray does not show known usage yet."""
         return minus(minus(view.total, self._known[view.node.id]), view.available)
 
     @cached_property

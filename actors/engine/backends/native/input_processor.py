@@ -30,7 +30,10 @@ class Prepared:
 
 
 class InputProcessor:
-    """Holds the model's limits, and numbers the requests that bring no seed."""
+    """Checks requests and turns them into sequences.
+
+    Holds the model's limits, and numbers the requests that bring no seed.
+    """
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class LLM:
         lora: str | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts, which are texts or lists of token ids; all run together.
+        """Returns the answers in the order of the prompts, which are texts or lists of token ids; all run together.
 
         `sampling` is one SamplingParams for all or a list with one each. A prompt that is empty or too long raises
         UsageError before anything runs; a request that fails while running has finish reason "error". `lora` names
@@ -64,7 +64,8 @@ class LLM:
         params = [sampling or SamplingParams()] * len(tokens) if not isinstance(sampling, Items) else list(sampling)
         if len(params) != len(tokens):
             raise UsageError(
-                f"{len(tokens)} prompts but {len(params)} sampling parameters.", hint="Give one, or one each."
+                f"{len(tokens)} prompts but {len(params)} sampling parameters.",
+                hint="Give one for all prompts, or one for each prompt.",
             )
         outputs = self._run(tokens, params, lora, progress)
         for output, text in zip(outputs, texts, strict=True):
@@ -105,7 +106,7 @@ class LLM:
         return weights.version
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was made."""
+        """Returns the counters since the engine was created."""
         return self._core.stats()
 
     def _tokens(self, prompt: str | Items[int]) -> list[int]:

@@ -41,7 +41,7 @@ def sleep(core: EngineCore, level: Literal[1, 2]) -> None:
 
 
 def wake(core: EngineCore) -> None:
-    """Allocates the memory again and resumes. After a failure the engine sleeps on, and `wake` can be tried again."""
+    """Allocates the memory again and resumes. After a failure the engine stays asleep, and `wake` can be repeated."""
     if core.state != "asleep":
         return
     if not core.runner.has_weights:

@@ -36,7 +36,9 @@ class _Call:
 
 
 class EngineThread:
-    """Use it from the event loop that calls `start`; `deliver` and `ended` are called there. `ended` gets the error
+    """Runs an EngineCore in its own thread and exchanges commands and outputs with an event loop.
+
+    Use it from the event loop that calls `start`; `deliver` and `ended` are called there. `ended` gets the error
     with which requests in flight end.
     """
 
@@ -95,7 +97,7 @@ class EngineThread:
                 _log.error("the engine's thread did not stop within %g s", _JOIN_S)
 
     def _serve(self, loaded: concurrent.futures.Future[EngineCore]) -> None:
-        """The thread's main loop: commands, then a step while there is work."""
+        """Runs the thread's main loop: commands, then a step while there is work."""
         try:
             core = EngineCore(self._config)
         except BaseException as error:

@@ -56,7 +56,10 @@ class _Live:
 
 
 class VllmEngine(BasicEngine):
-    """Use it from the event loop that called `start`. `launch` starts vLLM; tests share one."""
+    """vLLM behind the `Engine` protocol.
+
+    Use it from the event loop that called `start`. `launch` starts vLLM; tests share one.
+    """
 
     backend = "vllm"
 

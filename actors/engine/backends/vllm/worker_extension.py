@@ -11,7 +11,10 @@ import threading
 
 
 class EndsWithParent:
-    """Mixed into vLLM's worker by its `worker_extension_cls`."""
+    """Ends vLLM's worker when its parent process ends.
+
+    Mixed into vLLM's worker by its `worker_extension_cls`.
+    """
 
     def end_with_parent(self) -> None:
         """Kills this process when its parent ends: vLLM's core would outlive a killed parent, with all its memory."""

@@ -38,7 +38,10 @@ _CLOSE = {"Connection": "close"}
 
 
 class Gate:
-    """Responds with 401 without a valid token, 413 to a body that is too large and 408 to one that is too slow."""
+    """Middleware that authenticates requests and bounds their bodies.
+
+    Responds with 401 without a valid token, 413 to a body that is too large and 408 to one that is too slow.
+    """
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app, self._tokens = app, tokens

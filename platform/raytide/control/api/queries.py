@@ -122,6 +122,6 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _refuse(why: str, where: str = "") -> NoReturn:
-    """`where` is the top-level key in the body."""
+    """Raises the error of an invalid body. `where` is its top-level key."""
     named = f" in {where!r}" if where else ""
     raise UsageError(f"the request's body {why}{named}.", hint="Send one JSON object, as the client does.")

@@ -302,7 +302,7 @@ def _remove(place: str) -> None:
 
 @contextmanager
 def _locked(place: str) -> Iterator[None]:
-    """Alone at the claim file of a local folder, which is made; nothing at a URL."""
+    """Locks the claim file of a local folder, which is created; does nothing at a URL."""
     if not is_local(place):
         yield
         return

@@ -145,7 +145,7 @@ class Job:
         return self.state in FINAL_STATES
 
     def held_for_s(self, now_s: float) -> float:
-        """Time with its gang, over all its runs."""
+        """The seconds for which it has held a gang, over all its runs."""
         return self.held_s + (0.0 if self.spell_since_s is None else max(0.0, now_s - self.spell_since_s))
 
     def remaining_s(self, now_s: float) -> float | None:

@@ -73,7 +73,9 @@ DAY_US = 86_400_000_000
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A sum of entries with these values in common; `node_id` and `day` (since the epoch) only if grouped by."""
+    """The sum of all entries with these values. `node_id` and `day` (since the epoch) are set only when grouped by
+    them.
+    """
 
     kind: EntryKind
     subject: str

@@ -147,7 +147,10 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """`idle`: Ray refuses it if anything runs there. `notice`: the node leaves at `deadline_s` whatever runs."""
+    """Drains a node: Ray places nothing new on it.
+
+    `idle`: Ray refuses it if anything runs there. `notice`: the node leaves at `deadline_s` whatever runs.
+    """
 
     node_id: str
     kind: Literal["idle", "notice"]

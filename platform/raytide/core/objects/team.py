@@ -89,7 +89,7 @@ HALF_LIFE_S = 7 * 86400.0
 
 
 def decayed_usage(gpu_s: float, age_s: float) -> float:
-    """Usage of this age after decay."""
+    """Returns the usage that is left of an amount of this age after decay."""
     return gpu_s * float(0.5 ** (max(0.0, age_s) / HALF_LIFE_S))
 
 

@@ -66,7 +66,9 @@ def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], amount: st
 
 
 def next_number(c: sa.Connection, name: str) -> int:
-    """Returns the next number of a counter. A rollback returns it, so numbers have no gaps and no duplicates."""
+    """Returns the next number of a counter. A rollback also resets the counter, so numbers have no gaps and no
+    duplicates.
+    """
     upsert_first = sqlite.insert(counters) if c.dialect.name == "sqlite" else postgresql.insert(counters)
     taken = upsert_first.values(name=name, next=2).on_conflict_do_update(
         index_elements=["name"], set_={"next": counters.c.next + 1}

@@ -145,7 +145,7 @@ def _cheapest_first(shapes: Sequence[Shape], offerings: Offerings, throughputs: 
 
 
 def _cost_per_work(shape: Shape, offerings: Offerings, throughputs: Throughputs) -> float:
-    """Cost of the work that one GPU of the slowest node type does in an hour, losses on spot included."""
+    """Returns the cost of the work that one GPU of the slowest node type does in an hour, losses on spot included."""
     costs = [
         cost_per_work(
             offering.cost_micro_usd_h * dominant_share(shape.resources, offering.node_type.resources),

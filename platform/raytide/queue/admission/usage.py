@@ -67,7 +67,7 @@ def placed_types(placed: Placements, node_types: Sequence[NodeType]) -> list[Nod
 
 
 def fleet_capacity(node_types: Iterable[NodeType]) -> Resources:
-    """Resources of the largest fleet that max_nodes allow, accelerators also by name."""
+    """Returns the resources of the largest fleet that max_nodes allow, accelerators also by name."""
     total: Resources = {}
     for t in node_types:
         model = t.labels.get(ACCELERATOR_LABEL, "")

@@ -34,7 +34,9 @@ class DriverKey:
 
 @dataclass(frozen=True, slots=True)
 class DriverStatus:
-    """`died`: the process vanished (out of memory, killed, node lost) and may run again; `failed`: it reported failure.
+    """The status of a job's driver.
+
+    `died`: the process vanished (out of memory, killed, node lost) and may run again; `failed`: it reported failure.
 
     `unknown`: the status could not be read, so nothing follows from it.
     """

@@ -27,7 +27,10 @@ class _Work:
 
 
 class LiveRay:
-    """`move` applies changes and places waiting work. Leases get their placement groups at once."""
+    """Simulates Ray for a look ahead from a live cluster.
+
+    `move` applies changes and places waiting work. Leases get their placement groups at once.
+    """
 
     def __init__(self, seen: Snapshot) -> None:
         self._seen = seen

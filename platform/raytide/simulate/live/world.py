@@ -29,7 +29,10 @@ from raytide.simulate.live.ray import LiveRay
 
 
 class LiveWorld:
-    """`step` advances the clock and runs one tick of the controller."""
+    """Simulates a live cluster: provider, Ray and controller on a virtual clock.
+
+    `step` advances the clock and runs one tick of the controller.
+    """
 
     def __init__(self, seen: Snapshot, *, launch_s: float, job_s: float | None) -> None:
         self._seen, self._job_s = seen, job_s

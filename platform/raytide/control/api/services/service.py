@@ -54,7 +54,7 @@ class ApiService:
         self.endpoints = EndpointService(store, config, clock, self.live, inputs, self.accounts, serve_url)
 
     def status(self, caller: Caller) -> ClusterStatus:
-        """Costs are those of the caller's team; a token for all teams sees all."""
+        """Returns the cluster's status. Costs are those of the caller's team; a token for all teams sees all."""
         now = self._clock.now_s()
         live = self.live()
         nodes = self._store.nodes(live=True)
