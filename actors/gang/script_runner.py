@@ -166,6 +166,6 @@ class _Runner:
         return False
 
     def _environment(self) -> dict[str, str]:
-        """Libraries recognize a launched process by torchrun's variables."""
+        """Returns torchrun's variables, by which libraries recognize a launched process."""
         torchrun = {"TORCHELASTIC_RUN_ID": self._job_id, "TORCHELASTIC_RESTART_COUNT": str(self._number - 1)}
         return {"RAYTIDE_JOB": self._job_id, "RAYTIDE_ATTEMPT": str(self._number), **torchrun, **self._spec.env}

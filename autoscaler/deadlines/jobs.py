@@ -279,7 +279,7 @@ def _table(rates: _Rates, step_s: float, price_ratio: float) -> Values:
 
 
 def _shapes_key(job: Job) -> _ShapesKey:
-    """Identifies what decides which offerings hold a member."""
+    """Returns a key that is equal for shapes which the same offerings hold."""
     shapes = job.spec.gang.shapes
     return tuple((tuple(shape.resources.items()), tuple(shape.labels.items())) for shape in shapes)
 

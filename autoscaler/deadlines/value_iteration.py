@@ -73,7 +73,7 @@ def _step(
     slack: NDArray[np.int64],
     price_ratio: float,
 ) -> None:
-    """Fills one step of the table: the best of waiting, starting and running on, by remaining work."""
+    """Fills one step of the table: the best of waiting, starting and continuing, by remaining work."""
     idle = (kept + moved) @ after[NONE]
     spot = price_ratio + kept @ after[SPOT] + moved @ after[NONE]
     demand = 1 + (kept + moved) @ after[ON_DEMAND]

@@ -53,7 +53,7 @@ class StartMeter:
         return float(np.quantile(seen, QUANTILE)) if len(seen) >= ENOUGH else None
 
     def observe(self, load: EndpointLoad, hosts: Mapping[str, Node], endpoint: str) -> None:
-        """`hosts`: nodes by Ray's id."""
+        """Records the starts that a load report shows. `hosts`: nodes by Ray's id."""
         before = self._last_report
         last_report = {} if before is None else before
         new = [replica for replica in load.replicas if replica.id not in last_report]

@@ -100,7 +100,7 @@ class HysteresisCount:
     """Cost of each replica beyond its value, since it was last worth its price."""
 
     def update(self, worth_usd_h: Floats, usd_h: float, start_usd: float, dt_s: float) -> None:
-        """`worth_usd_h`: the value of the first replica, the second..."""
+        """Updates the count. `worth_usd_h`: the value of the first replica, of the second, and so on."""
         if len(self._regret_usd) != len(worth_usd_h):
             self._regret_usd = np.zeros(len(worth_usd_h))
         node = np.arange(1, len(worth_usd_h) + 1)

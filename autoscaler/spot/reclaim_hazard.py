@@ -51,7 +51,7 @@ class ReclaimHazard:
     _losses: float = PRIOR_LOSSES
 
     def observe(self, held: Mapping[str, float], lost: Mapping[str, int], now_s: float, dt_s: float) -> None:
-        """`held`: nodes by zone now; `lost`: nodes reclaimed since the last call."""
+        """Updates the hazards. `held`: nodes by zone now; `lost`: nodes reclaimed since the last call."""
         for name in sorted({*held, *lost}):
             zone = self.zones.get(name)
             if zone is None or now_s - zone.seen_s > STALE_S:

@@ -119,7 +119,7 @@ def _any_call(tools: Sequence[Tool], most: int) -> dict[str, Any]:
 
 
 def _renamed(schema: Any, index: int) -> Any:
-    """References to a tool's own definitions lead to those of the whole schema."""
+    """Returns a schema whose references to a tool's own definitions lead to those of the whole schema."""
     if isinstance(schema, dict):
         return {
             key: re.sub(r"^#/(?:\$defs|definitions)/", f"#/$defs/tool{index}_", value)

@@ -250,7 +250,7 @@ class OutputParser:
             self._after_call()
 
     def _drop_rest(self) -> None:
-        """Drops what an object has after its arguments."""
+        """Drops the fields of an object after its arguments."""
         assert self._rest is not None
         self._buffer = self._buffer[self._rest.feed(self._buffer) :]
         if self._rest.is_complete:
@@ -262,7 +262,7 @@ class OutputParser:
             self._state = "after"
 
     def _after(self, at_end: bool) -> None:
-        """Drops what closes the call, and sees whether another one follows."""
+        """Drops the text that closes the call, and checks whether another call follows."""
         assert self.tools is not None
         self._buffer = self._buffer.lstrip()
         if end := next((each for each in self.tools.ends if self._buffer.startswith(each)), None):

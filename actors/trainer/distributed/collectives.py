@@ -42,7 +42,7 @@ def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def summed(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Like `scatter`, without gradients."""
+    """Returns the result of `scatter`, without gradients."""
     world = dist.get_world_size(group)
     parts = x.unflatten(dim, (world, -1)).movedim(dim, 0).contiguous()
     out = torch.empty_like(parts[0])

@@ -80,7 +80,9 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def without_dim(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
-    """Like `like`, for the parameter reduced over `dim`, which is replicated along that dimension's ranks."""
+    """Returns the result of `like` for the parameter reduced over `dim`, which is replicated along that dimension's
+    ranks.
+    """
     if not isinstance(parameter, DTensor):
         return value
     placements: list[Placement] = []

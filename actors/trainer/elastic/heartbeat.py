@@ -58,7 +58,7 @@ class HeartbeatMonitor:
             self._next_s = dict.fromkeys(self._next_s, 0.0)
 
     def silent_s(self, rank: int) -> float:
-        """Seconds that the rank's pending poll has been unanswered."""
+        """Returns the seconds for which the rank's pending poll has been unanswered."""
         return time.monotonic() - self._pending[rank][1] if rank in self._pending else 0.0
 
     def last(self, rank: int) -> LastHeartbeat:

@@ -46,7 +46,9 @@ def export(
     group: ProcessGroup,
     commit: Commit = nullcontext,
 ) -> str:
-    """Write `out`/model, and with adapters `out`/adapter, each atomically. All ranks call it together."""
+    """Writes `out`/model, and with adapters `out`/adapter, each atomically; returns the URL of the model. All ranks
+    call it together.
+    """
     parameters = FullParameters(parts, group)
     if spec.finetune is not None:
         _export_adapter(parameters, spec, spec.finetune.lora, origin, group, commit)

@@ -26,7 +26,9 @@ def lost(entries: Iterable[Entry], until_us: int, lost_us: int, cause: str) -> t
 
 
 def _moved(together: list[Entry], from_us: int, until_us: int, cause: str) -> tuple[Entry, ...]:
-    """`together`: an entry, the reversals that cut it short, and the pair of an earlier loss, if any."""
+    """Returns entries that move the lost part to waste. `together`: an entry, the reversals that cut it short, and the
+    pair of an earlier loss, if any.
+    """
     first = next((entry for entry in together if not (entry.is_reversal or entry.cause)), None)
     if first is None or any(entry.cause for entry in together):
         return ()

@@ -93,8 +93,9 @@ class NodeTable:
             self._free_RN[column, row] += amount
 
     def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
-        """Rows with room, the best first, and the members that each would hold: until `enough` members fit, or all
-        rows."""
+        """Returns the rows with room, the best first, and the members that each would hold: until `enough` members fit,
+        or all rows.
+        """
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
         if but >= 0:
@@ -114,13 +115,13 @@ class NodeTable:
         return rows[first], copies
 
     def rows_with_room(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
-        """Rows with room, in order, and the members that each would hold."""
+        """Returns the rows with room, in order, and the members that each would hold."""
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
         return rows, self._copies(need, rows)
 
     def _able(self, need: Resources, selector: Mapping[str, str]) -> Rows:
-        """Rows with room for one member; none if `need` is empty."""
+        """Returns the rows with room for one member; none if `need` is empty."""
         if not need or not need.keys() <= self._column.keys():
             return np.zeros(0, dtype=np.int64)
         count = len(self)
@@ -142,7 +143,7 @@ class NodeTable:
         return tuple((self._column[name], amount) for name, amount in asked.items())
 
     def free_at(self, row: int) -> list[float]:
-        """Free resources by column."""
+        """Returns the free resources by column."""
         free: list[float] = self._free_RN[:, row].tolist()
         return free
 
@@ -240,7 +241,7 @@ def members_in(need: Need, free: Sequence[float]) -> int:
 
 
 def _least(key: Floats, count: int) -> Rows:
-    """Indices of the `count` smallest keys, smallest first; ties by position."""
+    """Returns the indices of the `count` smallest keys, smallest first; ties by position."""
     if len(key) <= count:
         return np.argsort(key, kind="stable")
     near = np.flatnonzero(key <= np.partition(key, count - 1)[count - 1])

@@ -39,25 +39,27 @@ def replica_throughputs(view: EndpointView) -> Throughputs:
 
 
 def published_members(view: EndpointView) -> int:
-    """Members of all published replicas."""
+    """Returns the number of members of all published replicas."""
     return view.endpoint.target_replicas * view.endpoint.spec.members
 
 
 def departing_nodes(snapshot: Snapshot) -> frozenset[str]:
-    """Ray ids of the nodes that no replica stays on."""
+    """Returns the Ray ids of the nodes that no replica stays on."""
     gone = (NodeState.DRAINING, NodeState.TERMINATING)
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.state in gone) - {""}
 
 
 def released_nodes(snapshot: Snapshot) -> frozenset[str]:
-    """Ray ids of the nodes that endpoints release in this decision: their replicas do not stay there either."""
+    """Returns the Ray ids of the nodes that endpoints release in this decision: their replicas do not stay there
+    either.
+    """
     given_up = {node_id for view in snapshot.endpoints for node_id in view.given_up}
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.id in given_up) - {""}
 
 
 def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
-    """Members of published replicas that need a node. Those on draining nodes are included because Serve moves them; it
-    moves a replica whole, so no member of one that moves stays.
+    """Returns the number of members of published replicas that need a node. Those on draining nodes are included
+    because Serve moves them; it moves a replica whole, so no member of one that moves stays.
 
     Without a fresh report only replicas that Ray itself cannot place count, so that a restarted controller does not buy
     nodes for running replicas.

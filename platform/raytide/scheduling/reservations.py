@@ -44,7 +44,7 @@ def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
 
 
 def missing_members(room: SchedulingState, view: EndpointView) -> int:
-    """Members of published replicas that fit nowhere, not even on nodes that can be bought."""
+    """Returns the number of members of published replicas that fit nowhere, not even on nodes that can be bought."""
     name = view.endpoint.name
     return room.missing.get(name, 0) - len(room.replicas.get(name, ()))
 
@@ -120,7 +120,7 @@ def _need(view: EndpointView) -> Resources:
 
 
 def _used_by_replicas(snapshot: Snapshot, room: SchedulingState) -> Mapping[str, Mapping[str, float]]:
-    """Resources of each node that replicas use or are about to use."""
+    """Returns the resources of each node that replicas use or are about to use."""
     used: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     ids = {view.node.ray_node_id: view.node.id for view in snapshot.nodes if view.node.ray_node_id}
     for view in snapshot.endpoints:

@@ -351,7 +351,7 @@ def _is_known(view: NodeView, snapshot: Snapshot) -> bool:
 
 
 def _uncounted_members(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, Shape]]]:
-    """Members by node whose placement groups Ray may not count yet."""
+    """Returns the members by node whose placement groups Ray may not count yet."""
     found: dict[str, list[tuple[Member, Shape]]] = {}
     for lease in leases:
         for member in lease.members:
@@ -361,7 +361,9 @@ def _uncounted_members(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, 
 
 
 def _taken_by_usable(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
-    """Resources of usable members by node. Ray shows them a second or two after their placement groups are ready."""
+    """Returns the resources of usable members by node. Ray shows them a second or two after their placement groups are
+    ready.
+    """
     found: dict[str, dict[str, float]] = {}
     for lease in leases:
         need = lease.shape.resources.items()

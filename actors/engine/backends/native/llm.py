@@ -99,7 +99,7 @@ class LLM:
         operations.unload_lora(self._core, name)
 
     def load_weights(self, source: str | Path, version: str | None = None) -> str:
-        """Generate with the weights of another directory of the same architecture; returns their version."""
+        """Loads the weights of another directory of the same architecture; returns their version."""
         model, weights = operations.read_weights(self._core, str(source), version)
         operations.use_weights(self._core, model, weights)
         self.info = self._core.info

@@ -45,7 +45,7 @@ def apply(
     node_types: Mapping[str, NodeType],
     now_s: float,
 ) -> ApplyResult:
-    """Executes all that is due. Failed calls are reported, and the next tick retries them; the others go on."""
+    """Executes all that is due. Failed calls are reported, and the next tick retries them; the others are executed."""
     result = ApplyResult()
 
     def attempt(what: str, act: Callable[[], object]) -> None:

@@ -69,7 +69,7 @@ class OwnedCluster:
 
 
 def owner_of(run_dir: Path, cluster_id: str | None = None) -> OwnedCluster | None:
-    """Returns None when the cluster has no owner, or is no longer the one of this id."""
+    """Returns the cluster with its owner; None if it has no owner, or another cluster has taken its place."""
     record = read_json(run_dir / "cluster.json") or {}
     if not record.get("owner_pid") or cluster_id not in (None, record["cluster_id"]):
         return None

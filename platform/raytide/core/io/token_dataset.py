@@ -37,7 +37,7 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f\\/:]{1,255}")
 
 
 def inside(value: str) -> str:
-    """Returns a path that stays inside its folder; raises ValueError for any other."""
+    """Returns the path if it stays inside its folder; raises ValueError for any other."""
     parts = value.split("/")
     if len(value) > 1024 or any(not _NAME.fullmatch(part) or part in (".", "..") for part in parts):
         raise ValueError("lies inside its dataset")

@@ -149,8 +149,9 @@ class Job:
         return self.held_s + (0.0 if self.spell_since_s is None else max(0.0, now_s - self.spell_since_s))
 
     def remaining_s(self, now_s: float) -> float | None:
-        """Seconds of work left on its present gang: as reported (`left_s`), else by the rate of its steps, else by
-        its estimate. None if unknown."""
+        """Returns the seconds of work left on its present gang: as reported (`left_s`), else by the rate of its steps,
+        else by its estimate. None if unknown.
+        """
         left_s = self._left_s(now_s)
         return None if left_s is None else min(max(0.0, left_s), _LONGEST_S)
 

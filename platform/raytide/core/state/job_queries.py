@@ -62,7 +62,7 @@ class JobQueries:
             return {str(row[0]): int(row[1]) for row in c.execute(query)}
 
     def oldest_s(self, share: float, now_s: float) -> float:
-        """Returns the age in seconds (at its end, or now) below which all jobs are but this share."""
+        """Returns the age in seconds that only this share of all jobs exceeded (at their end, or now)."""
         c_, j = t.counters.c, t.jobs.c
         with self._db.read() as c:
             counts = {

@@ -48,7 +48,7 @@ class FitIndex:
             self._free.pop(row, None)
 
     def free_at(self, row: int) -> list[float]:
-        """Free resources by column of the node table; callers must not change the list."""
+        """Returns the free resources by column of the node table; callers must not change the list."""
         if (found := self._free.get(row)) is None:
             found = self._free[row] = self.room.node_table.free_at(row)
         return found

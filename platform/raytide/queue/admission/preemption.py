@@ -60,7 +60,9 @@ class PreemptionCandidates:
         yield from (others if any_team else others[self.team[others] == self.team_numbers[team]]).tolist()
 
     def for_owner(self, lower: Ints, borrowing: frozenset[str], team: str) -> Iterator[int]:
-        """Reclaim of nominal quota: all borrowers first, whatever their place in the order, then the rows below."""
+        """Yields the candidates for a reclaim of nominal quota: all borrowers first, whatever their place in the order,
+        then the rows below.
+        """
         is_lower = np.zeros(len(self.is_candidate), dtype=bool)
         is_lower[lower] = True
         borrowers = self.is_candidate & self._belongs_to(borrowing) & (self.team != self.team_numbers[team])
@@ -127,7 +129,10 @@ class Preemptor:
         return cls(state, PreemptionCandidates.of(state.jobs, state.leases))
 
     def first(self, waiting: Ints) -> int | None:
-        """Every row is tried, and gets its reason, until too many have preempted others."""
+        """Returns the index of the next row to try: the first, until too many rows have preempted others; then None.
+
+        The remaining rows get that as their reason.
+        """
         if self.count < MOST_PREEMPTORS:
             return 0 if len(waiting) else None
         reason = f"{self.count} jobs before it preempt others in this decision."

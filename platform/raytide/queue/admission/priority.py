@@ -67,7 +67,7 @@ class QueueTable:
 
 
 def ranked(table: QueueTable) -> Ints:
-    """Row indices in scheduling order."""
+    """Returns the row indices in scheduling order."""
     return np.asarray(np.lexsort((table.submitted_s, table.share, bands(table), -table.priority)))
 
 

@@ -58,7 +58,7 @@ def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[A
 
 
 def queued_jobs(snapshot: Snapshot) -> tuple[Job, ...]:
-    """Jobs that wait for a lease, oldest submission first."""
+    """Returns the jobs that wait for a lease, oldest submission first."""
     return tuple(job for job in snapshot.jobs if job.state is JobState.QUEUED and not job.stop_requested)
 
 

@@ -17,7 +17,9 @@ MOST_DECISIONS = 2000
 
 
 def forecast_starts(snapshot: Snapshot) -> Mapping[str, float]:
-    """Seconds until each queued job would be admitted if no other job came; without jobs for which that is unknown."""
+    """Returns the seconds until each queued job would be admitted if no other job came; without jobs for which that is
+    unknown.
+    """
     jobs = {job.id: job for job in snapshot.jobs}
     ends = sorted(
         (left, lease.job_id)

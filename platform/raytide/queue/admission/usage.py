@@ -23,7 +23,8 @@ def retained_members(lease: Lease) -> tuple[Member, ...]:
 
 
 def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
-    """Quota that one member on each of these node types uses: its resources, and its GPUs under the accelerator's name.
+    """Returns the quota that one member on each of these node types uses: its resources, and its GPUs under the
+    accelerator's name.
 
     None stands for a node that is not chosen yet.
     """
@@ -36,17 +37,17 @@ def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
 
 
 def lease_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
-    """Quota that the retained members use, those without a node included. `types`: by node id."""
+    """Returns the quota that the retained members use, those without a node included. `types`: by node id."""
     return quota_usage(lease.shape, [types.get(member.node_id) for member in retained_members(lease)])
 
 
 def least_quota(shape: Shape) -> Resources:
-    """Quota that the minimum of a gang uses, whatever its nodes."""
+    """Returns the quota that the minimum of a gang uses, whatever its nodes."""
     return {name: amount * shape.at_least for name, amount in quota_usage(shape, [None]).items()}
 
 
 def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resources:
-    """Quota that an endpoint's published replicas use, placed or not. `types`: by Ray's node id."""
+    """Returns the quota that an endpoint's published replicas use, placed or not. `types`: by Ray's node id."""
     if view.endpoint.state not in SERVING_STATES:
         return {}
     hosts = view.load.replica_nodes if view.load else ()

@@ -14,7 +14,7 @@ from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Runs,
 
 
 def greedy(terms: Terms) -> TickPolicy:
-    """Uses spot when it is up, else waits; switches to on demand for good when time gets short."""
+    """Returns a policy that uses spot when it is up, else waits; it switches to on demand when time gets short."""
 
     def choose(view: TickView) -> int:
         if view.held != NONE:

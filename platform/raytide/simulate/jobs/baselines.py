@@ -77,19 +77,21 @@ def drf(queue: JobQueue) -> Ints:
 
 
 def las(queue: JobQueue) -> Ints:
-    """Least attained service first, in three bands; first come, first served within one (NSDI'19)."""
+    """Returns the jobs to run, least attained service first, in three bands; first come, first served within one
+    (NSDI'19).
+    """
     band = np.searchsorted(LAS_LIMITS_GPU_S, queue.attained_gpu_s[queue.active], side="right")
     return _filled(queue, queue.active[np.argsort(band, kind="stable")])
 
 
 def srpt(queue: JobQueue) -> Ints:
-    """Least remaining GPU-time first."""
+    """Returns the jobs to run, least remaining GPU-time first."""
     left = queue.left_s[queue.active] * queue.gpus[queue.active]
     return _filled(queue, queue.active[np.argsort(left, kind="stable")])
 
 
 def _filled(queue: JobQueue, order: Ints) -> Ints:
-    """Assigns GPUs in this order, to each job all or none."""
+    """Returns the jobs that get GPUs in this order, each all of its GPUs or none."""
     free, rest, taken = queue.gpus_total, order, [order[:0]]
     while free and len(rest := rest[queue.gpus[rest] <= free]):
         sums = np.cumsum(queue.gpus[rest])

@@ -78,7 +78,7 @@ class ApiService:
         )
 
     def plans(self, caller: Caller, limit: int, until_s: float | None) -> list[dict[str, object]]:
-        """Needs a token for all teams, because plans show all jobs and their limits."""
+        """Returns the latest plans. It needs a token for all teams, because plans show all jobs and their limits."""
         caller.require_all()
         return [
             {"at_s": plan.at_s, "last_at_s": plan.last_at_s, "actions": [dict(action) for action in plan.actions]}
