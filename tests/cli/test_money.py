@@ -65,7 +65,7 @@ def test_a_budget_is_dollars_in_all_or_a_month(said: str, expected: tuple[float,
     "said", ["", "/month", "5/", "5/week", "5/Month", "5 per month", "$5", "-1", "nan/month", "inf"]
 )
 def test_what_is_no_budget_is_refused(said: str) -> None:
-    with pytest.raises(UsageError, match="no budget"):
+    with pytest.raises(UsageError, match="is not a budget"):
         parse_limit(said)
 
 

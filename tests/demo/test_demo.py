@@ -83,7 +83,7 @@ def test_a_stage_that_took_too_long_is_told_without_what_was_not_reached(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends_with(
-        monkeypatch, WaitTimeoutError("job-2 is still running after 600 s.", hint="`raytide why job-2` says why.")
+        monkeypatch, WaitTimeoutError("job-2 is still running after 600 s.", hint="`raytide why job-2` shows why.")
     )
     assert demo.run(keep=False, out=None, json=False) == 1
     shown = capsys.readouterr().out
