@@ -20,7 +20,7 @@ from raytide.kernels.registry import register
 Tensor = torch.Tensor
 
 _GROUP_SLOTS = 4096  # padded context slots gathered at once
-_PACK_ROWS = 64  # the row count that oneDNN is told to pack for
+_PACK_ROWS = 64  # the row count for which oneDNN packs the weight
 
 
 @register("norm", "cpu")

@@ -70,11 +70,11 @@ class ProcessLaunch:
 class ProcessExit:
     rank: int
     code: int
-    """As in a shell: 128 plus the signal's number for a signal."""
+    """The exit code as in a shell: 128 plus the signal's number for a signal."""
     tail: str
     """The last lines of its output."""
     at_s: float
-    """On the clock of its node."""
+    """The time on the clock of its node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class WorkerExit:
     detail: str = ""
     error: RaytideError | None = None
     timed_out: bool = False
-    """For broken: the collective timed out, rather than the peer closing its connection."""
+    """True if a broken collective timed out, False if the peer closed its connection."""
     last_status: WorkerStatus | None = None
 
 

@@ -12,7 +12,7 @@ from raytide.core.objects.gang import Lease, LeaseState, MemberState
 from raytide.scheduling.offerings import RESTART_S
 
 NOTICE_S = 60.0
-"""The time that members keep working before they leave, for a checkpoint or for the rest to go on without them."""
+"""The time that members keep working before they leave, for a checkpoint or for the rest to continue without them."""
 STOP_S = 120.0
 """The downtime of a gang that stopped: nodes, processes, reading its checkpoint."""
 REFORM_S = 30.0

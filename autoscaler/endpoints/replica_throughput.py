@@ -45,7 +45,7 @@ class ThroughputMeter:
     """The speed of one endpoint's replicas on one node type."""
 
     known: Speed | None = None
-    """As an earlier controller learned it; used until `ENOUGH` stretches are measured."""
+    """The speed that an earlier controller learned; used until `ENOUGH` stretches are measured."""
     stretches: deque[_Stretch] = field(default_factory=lambda: deque(maxlen=MOST))
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
 

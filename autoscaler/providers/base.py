@@ -26,7 +26,7 @@ class Machine:
     meter: str = ""
     """`host:port` of the machine's own utilization exporter; empty where Ray's agent covers the machine."""
     reason: str = ""
-    """Why it ended: "terminated", "reclaimed", "exited with 1"."""
+    """The reason for its end: "terminated", "reclaimed", "exited with 1"."""
     earlier: tuple[tuple[float, int], ...] = ()
     """Earlier prices as (valid until, micro-dollars an hour), oldest first."""
 

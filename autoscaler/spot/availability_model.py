@@ -1,7 +1,7 @@
 """A model of one spot market: the rates at which up and down intervals of its zones end, by their age.
 
-Intervals are heavy-tailed (a long one tends to go on), so rates are kept by age band. The model follows a virtual
-holder, who takes the zone with the lowest hazard, keeps it until it is lost, and then takes the next.
+Intervals are heavy-tailed (a long one tends to last longer), so rates are kept by age band. The model follows a virtual
+holder, which takes the zone with the lowest hazard, keeps it until it is lost, and then takes the next.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class AvailabilityModel:
             self._held_seconds[bands[self._held]] += weight_s * (1.0 if now[self._held] else 0.5)
 
     def _take_next(self, bands: Ints, drought: int) -> None:
-        """Moves the holder, who has no zone or lost it at these ages, to the next zone."""
+        """Moves the holder, which has no zone or lost it at these ages, to the next zone."""
         lost, self._held = self._held, self._best()
         self.ends += lost is not None or self._held is not None
         if lost is None:

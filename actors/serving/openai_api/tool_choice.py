@@ -19,7 +19,7 @@ __all__ = ["NO_TOOLS", "ToolUse", "tool_use_of"]
 
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MOST_CALLS = 32
-"""Calls of one answer to a request with `tool_choice: required`, which would otherwise go on for ever."""
+"""Calls of one answer to a request with `tool_choice: required`, which would otherwise never end."""
 
 
 @dataclass(frozen=True, slots=True)

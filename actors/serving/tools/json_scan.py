@@ -1,4 +1,4 @@
-"""Where a JSON value ends, found character by character while its text is still being generated."""
+"""Finds the end of a JSON value character by character, while its text is still being generated."""
 
 from __future__ import annotations
 

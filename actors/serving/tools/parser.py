@@ -144,7 +144,7 @@ class OutputParser:
             (self._has_thought and not held)
             or any(opening.startswith(held) and opening != held for opening in openings)
         ):
-            return  # also while nothing was said yet
+            return  # also before any text
         if self.reasoning == "tagged" and held.startswith(_THINK):
             self._buffer, self._state = held[len(_THINK) :], "think"
         elif self.tools is not None and (self.tools.body == "arguments" or held.startswith(self.tools.starts)):

@@ -176,7 +176,7 @@ def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: 
     """Remove checkpoints older than the newest `keep` steps up to the committed one, and older bad ones.
 
     Newer folders belong to another generation and are neither counted nor removed. Unfinished ones may still be written
-    to; only a restart can tell.
+    to; only a restart can show it.
     """
     kept_steps: set[int] = set()
     for name in folders_newest_first(store):

@@ -1,4 +1,4 @@
-"""The staging buffer: a copy of a rank's shards in one reusable block of memory, written while training goes on."""
+"""The staging buffer: a copy of a rank's shards in one reusable block of memory, written while training continues."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class _Pod:
     machine: str
     """The Kubernetes node that it runs on."""
     leaves_at_s: float | None
-    """When Kubernetes kills it; None while it stays."""
+    """The time at which Kubernetes kills it; None while it stays."""
 
 
 class KubeRayProvider:

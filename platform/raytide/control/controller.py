@@ -225,7 +225,7 @@ class Controller:
         return replace(booking, entries=(*booking.entries, *losses.entries))
 
     def _record(self, records: ClusterRecords, result: ApplyResult, now_s: float) -> None:
-        """Persists what only the execution could tell, with its effect on launch back-off."""
+        """Persists what only the execution could show, with its effect on launch back-off."""
         before = [records.nodes[node_id] for node_id in result.nodes]
         rested = launch_backoff.update_pools(tuple(records.pools.values()), before, result.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if records.pools.get((pool.node_type, pool.zone)) != pool)

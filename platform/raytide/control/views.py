@@ -113,7 +113,7 @@ class JobView:
     lease: Lease | None = None
     waiting: Waiting | None = None
     stance: MarketConstraint | None = None
-    """For deadline jobs."""
+    """The markets of a deadline job; None for other jobs."""
     month_micro_usd: int | None = None
     """The cost booked this month (UTC), for jobs with a monthly budget."""
 
@@ -197,7 +197,7 @@ class WhyView:
     wait_s: float | None
     """The forecast time until it starts, in seconds, if nothing else arrives; None if unknown."""
     stance: MarketConstraint | None = None
-    """For deadline jobs: the markets that it may use, and why."""
+    """The markets that a deadline job may use, and why; None for other jobs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from typing import ClassVar
 
 
 class RaytideError(Exception):
-    """An error with a message that names the object, and a hint that tells the user what to do."""
+    """An error with a message that names the object, and a hint about what to do."""
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1

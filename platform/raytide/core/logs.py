@@ -1,4 +1,4 @@
-"""JSON-lines logging: one object a line, for people who grep and for machines.
+"""JSON-lines logging: one object a line, for grep and for log collectors.
 
 Modules use `log = logger(__name__)` and `log.info("lease is active", extra={"lease": "lease-3"})`: the message is
 constant, and fields hold what varies. A process calls `log_to` once; otherwise Python's usual logging applies.

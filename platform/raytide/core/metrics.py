@@ -27,7 +27,7 @@ class MetricSample:
     metric: Metric
     value: float
     labels: tuple[str, ...] = ()
-    """In the order of the metric's labels."""
+    """The values of the metric's labels, in order."""
 
 
 NODES = Metric("raytide_nodes", "gauge", "Nodes by type, market and state", ("type", "market", "state"))

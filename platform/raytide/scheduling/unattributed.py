@@ -58,7 +58,7 @@ class UnattributedUsage:
         return found
 
     def starting_replicas(self, endpoint_view: EndpointView, missing: int) -> int:
-        """Returns the number of replicas without a known node that have room all the same: their process starts, and
+        """Returns the number of replicas without a known node that have room nevertheless: their process starts, and
         until then no node is reported. A replica that Ray still queues has no room.
         """
         spec = endpoint_view.endpoint.spec

@@ -24,7 +24,7 @@ from raytide.core.errors import ConflictError, EngineError, OverloadedError, Ray
 T = TypeVar("T")
 
 _ABORT_S = 10.0
-"""How long `drain` waits for the requests that it aborts."""
+"""The seconds for which `drain` waits for the requests that it aborts."""
 
 
 class NativeEngine(BasicEngine):

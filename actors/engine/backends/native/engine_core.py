@@ -44,7 +44,7 @@ _FAILURES_ALONE = 3
 class EngineCore:
     """The native engine without threads: queues, steps and aborts requests, and survives failed steps.
 
-    It is not thread-safe. `state` tells whether it serves, is paused, sleeps or is dead."""
+    It is not thread-safe. `state` shows whether it serves, is paused, sleeps or is dead."""
 
     def __init__(self, config: EngineConfig) -> None:
         model_dir = Path(config.model_dir)

@@ -34,7 +34,7 @@ def resume(core: EngineCore) -> None:
 
 
 def sleep(core: EngineCore, level: Literal[1, 2]) -> None:
-    """Frees the KV, at level 2 also the weights. An engine that sleeps at level 1 can go on to 2."""
+    """Frees the KV, at level 2 also the weights. An engine that sleeps at level 1 can change to level 2."""
     core.scheduler.invalidate()
     core.state = "asleep"
     core.runner.sleep(level)
@@ -69,7 +69,7 @@ def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[Pa
 
 
 def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -> None:
-    """Compute with these weights from the next step on; running requests go on with them."""
+    """Computes with these weights from the next step on, also for running requests."""
     core.runner.use(model)
     core.weights = weights
     core.info = replace(core.info, weights_version=weights.version)

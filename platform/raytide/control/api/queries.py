@@ -21,7 +21,7 @@ MOST_DEPTH = 64
 MOST_VALUES = 20_000
 _MOST_INT = 2**64
 _LATEST_S = 1e11
-"""In seconds since the epoch; some three thousand years from now."""
+"""The latest time that is accepted, in seconds since the epoch: about three thousand years from now."""
 _BAD_TEXT = re.compile("[\0\ud800-\udfff]")
 
 _NAME = r"^[^\x00-\x1f\x7f/]+$"

@@ -90,7 +90,7 @@ def observe(
     def query(what: str, call: Callable[[], T]) -> T | None:
         try:
             return call()
-        except Exception as error:  # sources may raise anything; the tick goes on
+        except Exception as error:  # sources may raise anything; the tick continues
             log.warning("source failed", extra={"source": what, "error": str(error)})
             errors.append(f"{what}: {error}")
             return None

@@ -33,7 +33,7 @@ NAME = ".claim.json"
 BEAT_S = 5.0
 WATCH_S = 3 * BEAT_S
 SETTLE_S = 1.0
-"""At a URL, the time between writing a claim and reading it back."""
+"""The seconds, at a URL, between writing a claim and reading it back."""
 LOCK_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 
@@ -77,7 +77,7 @@ class Claim:
         beat_s: float = BEAT_S,
         watch_s: float = WATCH_S,
     ) -> None:
-        """`places` are folders or URLs, `is_over(holder)` tells whether another holder's job has ended. Without a
+        """`places` are folders or URLs, `is_over(holder)` returns whether another holder's job has ended. Without a
         `holder` this process counts as a run of its own."""
         self.token = secrets.token_hex(8)
         self.holder = holder or f"a process without a job, {secrets.token_hex(4)}"
@@ -242,7 +242,7 @@ def _boot() -> str:
 
 
 def _is_alive(found: ClaimRecord) -> bool | None:
-    """Returns whether the process of this machine is alive; None if the kernel does not tell."""
+    """Returns whether the process of this machine is alive; None if the kernel does not show it."""
     try:
         if found.pid < 1:
             return None

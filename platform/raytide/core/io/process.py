@@ -25,7 +25,7 @@ _PROC = Path("/proc")
 class Process:
     pid: int
     start_time: int
-    """In clock ticks after boot, from /proc/PID/stat."""
+    """The start in clock ticks after boot, from /proc/PID/stat."""
     what: str = ""
 
     @classmethod

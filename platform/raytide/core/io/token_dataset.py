@@ -61,7 +61,7 @@ class Shard(Config):
 
 
 class Source(Config):
-    """The origin of the tokens, which tells whether a build would give the same dataset again."""
+    """The origin of the tokens, which shows whether a build would give the same dataset again."""
 
     digest: str = ""
     """A hash of the spec and its inputs (names, sizes, versions)."""

@@ -52,10 +52,10 @@ class LimitsSection(Config):
     soft_usd_h: float | None = Field(default=None, ge=0)
     """Above it only spot is bought."""
     hard_usd_h: float | None = Field(default=None, ge=0)
-    """Above it nothing is bought; if the fleet costs 5 % more all the same, the least valuable nodes leave."""
+    """Above it nothing is bought; if the fleet still costs 5 % more, the least valuable nodes leave."""
     month_usd: float | None = Field(default=None, ge=0)
     """For a calendar month (UTC): nothing is bought that would exceed it if all that runs stayed until its end;
-    nodes that would exceed it all the same leave as above `hard_usd_h`."""
+    nodes that would still exceed it leave as above `hard_usd_h`."""
     launches_per_min: int | None = Field(default=None, ge=1)
     moves_after_s: float | None = Field(default=600.0, ge=0)
     """The age from which replicas and gangs may leave a node for a cheaper one; null: never."""

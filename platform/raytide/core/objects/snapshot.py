@@ -21,7 +21,7 @@ class NodeView:
 
     node: Node
     total: Resources
-    """As Ray reports it; its type's resources until it joined."""
+    """The resources that Ray reports; those of its type until it has joined."""
     available: Resources
     """Resources that are free in Ray: placement groups, actors and tasks are deducted. `total` until it joined."""
     labels: Mapping[str, str]

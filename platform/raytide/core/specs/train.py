@@ -81,7 +81,9 @@ class MemorySpec(Config):
     compile: bool = False
     """Compile each layer with torch.compile."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
-    """aot_eager runs the captured graph operator by operator: for tests, and to tell capture from code generation."""
+    """aot_eager runs the captured graph operator by operator: for tests, and to separate errors of capture from those
+    of code generation.
+    """
     compression: Compression = "none"
     """Compression of the gradients that replicas exchange; int8 and powersgd carry their error to the next step."""
     powersgd_rank: int = Field(default=4, ge=1)
@@ -174,7 +176,7 @@ class TrainSpec(Config):
     memory: MemorySpec = MemorySpec()
     seed: int = Field(default=0, ge=0, lt=2**63)
     checkpoint_every: int = Field(default=100, ge=1)
-    """In steps. The last step is always saved."""
+    """The number of steps between checkpoints. The last step is always saved."""
     keep_checkpoints: int = Field(default=2, ge=1)
     snapshot_every: int = Field(default=10, ge=0)
     """Steps between copies of the state in peers' memory, from which a gang recovers a lost member. 0: none."""

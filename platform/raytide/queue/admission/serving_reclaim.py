@@ -50,7 +50,7 @@ def reclaim_for_serving(preemptor: Preemptor, table: QueueTable) -> None:
             continue
         for node_id, resources in reserved:
             state.reserve_on(node_id, resources)
-        if reserved or view.pools is not None:  # else room that falls free would not be enough
+        if reserved or view.pools is not None:  # else the room that becomes free would not be enough
             state.unplaced.append(replica_shape(view))
 
 

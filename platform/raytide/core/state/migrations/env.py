@@ -1,4 +1,4 @@
-"""How alembic runs here: on the connection that `Database.upgrade` opened and locked, inside its transaction.
+"""Runs alembic on the connection that `Database.upgrade` opened and locked, inside its transaction.
 
 Schemas go forward only: the way back is a copy of the store from before.
 """

@@ -1,4 +1,4 @@
-"""What the queue counts of each job, seats that give way, limits and recent use of teams, and sums of the ledger."""
+"""Adds the queue's counts of each job, yielding members, limits and recent usage of teams, and sums of the ledger."""
 
 from __future__ import annotations
 

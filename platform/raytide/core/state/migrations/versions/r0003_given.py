@@ -1,4 +1,4 @@
-"""Whom a seat was given away to."""
+"""Adds the job or endpoint to which a member was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strikes a job and what it lost by it; the entries that move lost work to waste."""
+"""Adds interruptions of jobs, the work that they lost, and the ledger entries that move lost work to waste."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long each job took that is over, for the queue; it no longer asks for how long jobs held their GPUs."""
+"""Adds the age of each finished job for the queue, which no longer uses the time for which jobs held their GPUs."""
 
 from __future__ import annotations
 
