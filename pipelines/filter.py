@@ -76,7 +76,7 @@ def digest(document: bytes | None) -> bytes:
 
 
 def survey_of(documents: Iterable[bytes | None], rules: TextFilter) -> Survey:
-    """Judge and hash each document."""
+    """Returns the verdict and the digest of each document."""
     listed = list(documents)
     return survey_from_bytes(
         bytes(judge(document, rules) for document in listed), b"".join(digest(document) for document in listed)

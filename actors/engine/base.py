@@ -21,7 +21,9 @@ class Engine(Protocol):
     """One model that serves many requests at once, from one asyncio event loop."""
 
     async def start(self) -> EngineInfo:
-        """Load the model and begin to serve. Raises ConfigError or DataError when the model directory is unusable."""
+        """Loads the model, starts to serve and returns the engine's description. Raises ConfigError or DataError when
+        the model directory is unusable.
+        """
         ...
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:

@@ -190,7 +190,8 @@ class Trainer:
     def run(
         self, *, on_step: Callable[[StepResult], None], paused: Callable[[], StopRequest] = lambda: StopRequest.NO
     ) -> bool:
-        """Train to the end, saving as the spec says; False when some rank asked to pause: the state is saved then.
+        """Trains to the end and saves as the spec requires. Returns False if a rank requested a pause; the state is
+        then saved.
 
         TrainError when the guard stops the run: the weights are then still those of the step before.
         """

@@ -48,7 +48,9 @@ def bounded(spec: ServeSpec, replicas: int) -> int:
 
 
 def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endpoint:
-    """Updates since when the load is low or high. A stale report resets both, that of a single replica the low one."""
+    """Returns the endpoint with the times since which its load is low or high. A stale report resets both, that of a
+    single replica the low one.
+    """
     if load is None or not is_fresh(load, now_s):
         return replace(endpoint, low_since_s=None, high_since_s=None)
     need = wanted(endpoint.spec, load)

@@ -75,7 +75,7 @@ class TrafficMeter:
     usual: RequestRate = field(default_factory=RequestRate)
     deltas: CounterDeltas = field(default_factory=CounterDeltas)
     speeds: dict[str, ThroughputMeter] = field(default_factory=dict)
-    """Keyed by node type."""
+    """The learned speed of a replica, by node type."""
     starts: StartMeter = field(default_factory=StartMeter)
     total: Counters = field(default_factory=Counters)
     window: deque[tuple[float, Counters]] = field(default_factory=deque)
@@ -130,7 +130,7 @@ class TrafficMeter:
 
     @property
     def learned(self) -> dict[str, Speed]:
-        """Keyed by node type."""
+        """The learned speed of a replica, by node type."""
         return {name: speed for name, meter in self.speeds.items() if (speed := meter.speed) is not None}
 
     def _paces(self, speeds: Mapping[str, Speed]) -> tuple[tuple[str, ...], Throughputs]:

@@ -83,7 +83,9 @@ def _first_above(upto_RC: Tensor, point_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keep_likely(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
-    """Zeroes, in place, what top_k, then top_p, and min_p exclude. Ties with the least token kept are kept too."""
+    """Sets the probabilities that top_k, then top_p and min_p exclude to zero, in place, and returns them.
+
+    Ties with the least likely kept token are kept too."""
     filtered = [row for row, each in enumerate(params) if each.has_filters]
     if not filtered:
         return probs_RV

@@ -110,7 +110,9 @@ class Scheduler:
         self.pool.reset()
 
     def plan(self, now_s: float = 0.0) -> StepPlan:
-        """Plans the next step. Blocks for its tokens are allocated; nothing counts as computed before `commit`."""
+        """Returns the plan of the next step. Blocks for its tokens are allocated; nothing counts as computed before
+        `commit`.
+        """
         self._now_s = now_s
         size = self.pool.block_size
         # Decodes first: a long prefill never delays them, it gets what they leave.

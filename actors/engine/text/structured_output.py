@@ -116,7 +116,9 @@ class GrammarCompiler:
         self._kept_chars = 0
 
     def compile(self, structured: Structured) -> Grammar:
-        """Waits for a grammar. Raises UsageError for a bad or slow one, OverloadedError when too many wait."""
+        """Waits for a grammar and returns it. Raises UsageError for a bad or slow one, OverloadedError when too many
+        wait.
+        """
         try:
             return self._submit(structured).result(self._timeout_s)
         except TimeoutError:
@@ -125,7 +127,7 @@ class GrammarCompiler:
             raise copy(error) from None  # the cached one must not collect the callers' tracebacks
 
     async def compile_async(self, structured: Structured) -> Grammar:
-        """Compiles without blocking the event loop."""
+        """Returns the compiled grammar without blocking the event loop."""
         compiling = asyncio.wrap_future(self._submit(structured))
         try:
             return await asyncio.wait_for(asyncio.shield(compiling), self._timeout_s)

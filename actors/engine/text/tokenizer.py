@@ -73,7 +73,7 @@ class Tokenizer:
         return [token.content for token in self.rust.get_added_tokens_decoder().values() if token.special]
 
     async def encode_off_loop(self, text: str, *, enough: int | None = None) -> list[int]:
-        """Encodes without blocking the event loop: long texts in a thread."""
+        """Returns the token ids without blocking the event loop: long texts are encoded in a thread."""
         if len(text) > _INLINE_CHARS:
             return await self.pool.run(lambda: self.encode(text, enough=enough))
         try:

@@ -25,7 +25,9 @@ class TextPool:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-text")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Runs `work` in a thread. Raises OverloadedError when too many wait, EngineError when it panics."""
+        """Returns the result of `work`, which runs in a thread. Raises OverloadedError when too many wait, EngineError
+        when it panics.
+        """
         if self._jobs >= self._max_jobs:
             raise OverloadedError(f"{self._jobs} texts wait for the tokenizer already.", hint="Retry later.")
         self._jobs += 1

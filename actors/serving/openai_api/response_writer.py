@@ -148,7 +148,7 @@ class ChatWriter(_Writer):
         return b"".join(self._choice(ChunkChoice(index=index, delta=role)) for index in range(choices))
 
     def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
-        """Sends the text first and the finish reason with an empty delta after it, as OpenAI does."""
+        """Returns the events of a delta: the text first, then the finish reason with an empty delta, as OpenAI does."""
         if delta.index not in self._parsers:
             self._parsers[delta.index] = self._use.parser()
         parser = self._parsers[delta.index]

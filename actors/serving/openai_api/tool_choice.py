@@ -48,7 +48,7 @@ NO_TOOLS = ToolUse(())
 
 
 def tool_use_of(request: ChatRequest, chat: ChatFormat) -> ToolUse:
-    """Raises ApiError (400) for tools or a choice that make no sense."""
+    """Returns the use of tools in a request. Raises ApiError (400) for invalid tools or an invalid choice."""
     tools, choice = list(request.tools or ()), request.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):

@@ -79,7 +79,7 @@ class GenerationRunner:
         """Monotonic time and reason of the generation's end."""
 
     def run(self) -> GenerationResult:
-        """Train until the generation ends."""
+        """Trains until the generation ends, and returns how it ended."""
         if self._start_ranks():
             while self._running:
                 self._collect()

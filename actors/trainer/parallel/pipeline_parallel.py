@@ -49,7 +49,7 @@ class Pipeline:
         self._total = torch.zeros(())
 
     def accumulate(self, micros: list[tuple[Tensor, Tensor]], factor: float) -> float:
-        """See ForwardBackward. All microbatches have one shape."""
+        """Returns the loss as `ForwardBackward.accumulate` does. All microbatches have one shape."""
         inputs_BT, targets_BT = (
             context_parallel.shard_sequence(torch.cat(each), self.group) for each in zip(*micros, strict=True)
         )

@@ -84,7 +84,7 @@ class NativeEngine(BasicEngine):
         return await core.tokenizer.chat_prompt_off_loop(messages, tools, enough=core.info.max_model_len)
 
     async def stats(self) -> EngineStats:
-        """Raises EngineDeadError when the thread has died."""
+        """Returns the engine's counters. Raises EngineDeadError when the thread has died."""
         core, thread = self._started(), self._thread
         assert thread is not None
         if thread.death is not None:

@@ -115,7 +115,7 @@ class EngineCore:
         self.track_outputs(request, seqs, now_s)
 
     def salt(self, lora: str | None, cache_salt: str) -> bytes:
-        """Raises NotFoundError for an adapter that is not loaded."""
+        """Returns the salt of a request's block hashes. Raises NotFoundError for an adapter that is not loaded."""
         adapter = "" if lora is None else self.runner.lora_id(lora)
         return salt_of(self.weights.version, adapter, cache_salt)
 
@@ -135,7 +135,7 @@ class EngineCore:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
 
     def track_outputs(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:
-        """Starts to collect the output of sequences that are in the scheduler."""
+        """Returns the state of a request, and starts to collect the output of sequences that are in the scheduler."""
         samples = [SampleState(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
         answer = self._requests[request.request_id] = RequestState(request, samples, now_s)
         for sample in samples:
@@ -173,7 +173,7 @@ class EngineCore:
         return self.drain_outputs()
 
     def abort(self, request_id: str) -> bool:
-        """End a request's samples now. False if it is not here."""
+        """Ends a request's samples now. Returns False if there is no such request."""
         answer = self._requests.get(request_id)
         if answer is None:
             return False
@@ -215,7 +215,7 @@ class EngineCore:
         return any(sample.seq.lora == name for _, sample in self._samples.values())
 
     def request_state(self, request_id: str) -> RequestState:
-        """Raises NotFoundError when no such request is here."""
+        """Returns the state of a request. Raises NotFoundError if there is none."""
         if request_id not in self._requests:
             raise NotFoundError(f"no request {request_id} is here.", hint="It may have ended.")
         return self._requests[request_id]

@@ -49,7 +49,7 @@ def sole_lead(store: Store, holder: str) -> Iterator[None]:
 
 
 def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:
-    """Ends the records of a cluster whose processes are gone. It may be repeated."""
+    """Ends the records of a cluster whose processes are gone, and returns the final accounts. It may be repeated."""
     records = store.load()
     by_id = {machine.node_id: machine for machine in machines}
     nodes = {

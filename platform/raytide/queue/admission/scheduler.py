@@ -39,7 +39,7 @@ SETTLE_S = 15.0
 
 
 def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
-    """Preempts and Shrinks, then an Admit or Wait for each queued job in its order, then Grows.
+    """Returns Preempts and Shrinks, then an Admit or Wait for each queued job in its order, then Grows.
 
     `room` is that of the snapshot, if there is one already; it is changed.
     """

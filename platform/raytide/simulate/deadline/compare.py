@@ -144,7 +144,7 @@ def run(
     restart_h: float,
     count: int,
 ) -> DeadlineReport:
-    """Runs the policy on these zones from each start."""
+    """Runs the policy on these zones from each start and returns the mean costs."""
     is_sane = count >= 1 and 0 < hours < math.inf and 0 <= slack < math.inf and 0 < restart_h < math.inf
     if not is_sane:
         raise UsageError("--starts, --hours and --restart-hours are above zero, and --slack is not below it.")

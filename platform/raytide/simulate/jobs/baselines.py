@@ -12,14 +12,16 @@ LAS_LIMITS_GPU_S = np.array([3600.0, 36000.0])
 
 
 def fifo(queue: JobQueue) -> Ints:
-    """Starts jobs in order of submission; none overtakes the head."""
+    """Returns the jobs to run in order of submission; none overtakes the head."""
     waiting = queue.waiting
     fit = int(np.searchsorted(np.cumsum(queue.gpus[waiting]), queue.free, side="right"))
     return np.concatenate((queue.running, waiting[:fit]))
 
 
 def easy(queue: JobQueue) -> Ints:
-    """Backfills jobs that end before the head can start, or leave it enough GPUs. Durations are known exactly."""
+    """Returns the jobs to run; a job is backfilled if it ends before the head can start, or leaves it enough GPUs.
+    Durations are known exactly.
+    """
     started = fifo(queue)
     waiting = queue.waiting[len(started) - len(queue.running) :]
     free = queue.gpus_total - int(queue.gpus[started].sum())
@@ -54,7 +56,9 @@ def _backfilled(queue: JobQueue, behind: Ints, free: int, extra: int, shadow_s: 
 
 
 def drf(queue: JobQueue) -> Ints:
-    """Starts the next job of the team that holds least, repeatedly; first come, first served within a team."""
+    """Returns the jobs to run: repeatedly the next one of the team that holds least; first come, first served within a
+    team.
+    """
     waiting, free = queue.waiting, queue.free
     if not free or not len(waiting):
         return queue.running

@@ -48,7 +48,7 @@ class Outlook:
 def look_ahead(
     seen: Snapshot, *, hours: float = 1.0, launch_s: float | None = None, job_hours: float | None = None
 ) -> Outlook:
-    """Runs the production decision forward from this Snapshot, on a virtual clock.
+    """Runs the production decision forward from this Snapshot on a virtual clock; returns the plans, starts and costs.
 
     New nodes join after `launch_s` (default: as the cluster's own did); jobs end `job_hours` after their start
     (default: never).

@@ -17,7 +17,8 @@ SLOT_S = 300.0
 def lower_bound_usd(
     setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: Mapping[CapacityType, float]
 ) -> float:
-    """Covers the work of each slot. Nodes are o (on demand) and s_z (spot), their starts u and v_z; all are >= 0.
+    """Returns the least cost of an omniscient buyer that covers the work of each slot. Nodes are o (on demand) and s_z
+    (spot), their starts u and v_z; all are >= 0.
 
     min sum dt (c_o o + c_s sum s_z) + cold (c_o u + c_s sum v_z)
     with o + sum s_z >= need; s_z <= capacity_z; u_t >= o_t - o_(t-1); v_zt >= s_zt - s_z(t-1)
