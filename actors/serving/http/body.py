@@ -98,7 +98,7 @@ class JsonBody(Request):
     """A request whose body `load` reads and parses."""
 
     async def load(self, outline: Outline) -> None:
-        """Raises ApiError: 413 too large, 408 too slow, 415 compressed, 400 no JSON."""
+        """Reads and parses the body. Raises ApiError: 413 too large, 408 too slow, 415 compressed, 400 no JSON."""
         if self.headers.get("content-encoding", "identity") != "identity":
             raise invalid("A compressed body is not supported.", param=None, status=415)
         length = self.headers.get("content-length", "")

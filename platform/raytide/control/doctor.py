@@ -36,7 +36,9 @@ class Finding:
 
 
 def check() -> list[Finding]:
-    """Runs all checks, in the order of setting up a new machine. Takes seconds, because torch is imported."""
+    """Returns the findings of all checks, in the order of setting up a new machine. Takes seconds, because torch is
+    imported.
+    """
     return [one() for one in CHECKS]
 
 

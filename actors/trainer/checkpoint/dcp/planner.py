@@ -1,4 +1,5 @@
-"""DCP planners for tensor shards: which rank writes what, and which stored shards fill a new layout's.
+"""DCP planners for tensor shards: they choose the rank that writes each shard, and the stored shards that fill a new
+layout.
 
 DCP's own planners take state dicts of DTensors. These take shards, so that copies in memory and tensors that are not
 DTensors (pipeline stages, quantized state) work the same way.

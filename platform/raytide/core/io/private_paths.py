@@ -47,7 +47,9 @@ _STORE = re.compile(r"^(s3|s3a|gs|gcs|abfs|abfss|az|hf)://", re.IGNORECASE)
 
 
 def restrict_to(roots: Iterable[str]) -> None:
-    """Restricts specs to these paths and URLs, in this process and those that inherit `ROOTS`. No roots lifts it."""
+    """Restricts specs to these paths and URLs, in this process and those that inherit `ROOTS`. An empty list removes
+    the restriction.
+    """
     os.environ[ROOTS] = json.dumps([*roots])
 
 
