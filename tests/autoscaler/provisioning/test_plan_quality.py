@@ -89,8 +89,8 @@ prices = st.fixed_dictionaries({name: st.floats(0.8, 1.25) for name in MACHINES}
 @settings(max_examples=25, deadline=None)
 @given(demand=works, factors=prices)
 def test_i17_everything_is_held_for_little_more_than_the_bound(demand: list[Demand], factors: dict[str, float]) -> None:
-    """The bound cuts nodes and members: a node may be nearly empty, and what is left of many (7 CPUs of 8, where members
-    need 8) may be of no use, which came to 1.34 times the bound where no fleet is cheaper. The sum below is the measure.
+    """The bound cuts nodes and members. A node may be nearly empty, and what is left of many nodes (7 of 8 CPUs, where
+    members need 8) of no use: that came to 1.34 times the bound where no fleet is cheaper. The sum is the measure.
     """
     types = menu(factors)
     dearest = max(t.price_micro_usd_h for t in types) / 1e6
