@@ -73,11 +73,12 @@ def test_a_script_outlives_a_dead_node_and_its_processes_end_when_it_is_stopped(
 
 
 PRINTS = """
-import sys
+import sys, time
 line = "x" * 990
 for number in range(80_000):
     sys.stdout.write(f"{number:06d} {line}\\n")
 print("that was all", flush=True)
+time.sleep(4)  # the log is looked at every second
 """
 
 
@@ -89,7 +90,7 @@ def test_a_script_that_prints_without_end_fills_no_disk(
     run = tide.run(tmp_path / "prints.py", working_dir=tmp_path)
     eventually(lambda: tide.client.job(run.id).job.state is JobState.SUCCEEDED, within_s=200)
     (log,) = live.temp_dir.rglob(f"job-driver-raytide-{run.id}-0.log")
-    assert log.stat().st_size < 4 * DRIVER_KEPT_BYTES  # it grows between two looks, as fast as the script prints
+    assert log.stat().st_size < 2 * DRIVER_KEPT_BYTES
     part = tide.client.log_part(run.id)
     assert "bytes were dropped here" in part.text.splitlines()[0]
     last = tide.client.log_part(run.id, tail=1)
