@@ -65,7 +65,7 @@ def test_every_dependency_is_imported() -> None:
 def test_every_import_of_a_test_is_declared() -> None:
     known = declared(PROJECT["dependencies"]) | declared(PROJECT["optional-dependencies"]["dev"]) | {"vllm"}
     files = [file for folder in ("tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
-    beside = {normal(file.stem) for file in (ROOT / "benchmarks").glob("*.py")}  # a script may import its neighbour
+    beside = {normal(file.stem) for file in (ROOT / "benchmarks").rglob("*.py")}  # a script may import its neighbour
     assert {name: file for name, file in imported(files).items() if name not in known | beside} == {}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1500)]
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "absorber.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "trainer" / "absorber.py"
 
 
 def test_first_tokens_are_in_time_again_once_the_trainer_has_shrunk_and_not_otherwise(tmp_path: Path) -> None:

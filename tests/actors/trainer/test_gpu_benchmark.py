@@ -24,7 +24,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_the_gpu_benchmark_runs_a_tiny_shape_on_a_bare_machine(tmp_path: Path) -> None:
-    script, out = Path(__file__).parents[3] / "benchmarks" / "train_gpu.py", tmp_path / "rows.json"
+    script, out = Path(__file__).parents[3] / "benchmarks" / "trainer" / "train_gpu.py", tmp_path / "rows.json"
     rows = ["plain", "eager", "compile+chunk+fp8", "compile+chunk+selective"]
     command = [sys.executable, "-c", SCRIPT, str(script), "--shapes", "tiny", "--rows", *rows, "--steps", "2"]
     command += ["--warm-up", "1", "--backend", "aot_eager", "--json", str(out)]

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "autoscaler_packing.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "autoscaler" / "autoscaler_packing.py"
 
 PRICES = """instance_type,gpu,gpus,vcpus,mem_gib,ondemand_usd_h
 small,T4,1,8,32,0.5

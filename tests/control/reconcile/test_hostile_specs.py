@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Iterator
@@ -81,6 +82,10 @@ class Attack:
         return time.thread_time() - began_s
 
 
+def is_short(tick_s: float) -> bool:
+    return tick_s < MOST_TICK_CPU_S or tick_s < MOST_TICK_CPU_S * slowness()
+
+
 def slowness() -> float:
     """How much longer than on a quiet machine the same work takes now: beside others a second of CPU does less."""
     began_s = time.thread_time()
@@ -92,9 +97,12 @@ def slowness() -> float:
 @pytest.fixture
 def attack(tmp_path: Path) -> Iterator[Attack]:
     made = Attack(tmp_path)
+    gc.collect()
+    gc.freeze()  # else a tick is charged for walks over whatever the tests before this one have left
     with made.http:
         yield made
     made.loop.store.close()
+    gc.unfreeze()
 
 
 def assault(attack: Attack, seed: int, posts: int, folder: Path) -> None:
@@ -112,7 +120,7 @@ def assault(attack: Attack, seed: int, posts: int, folder: Path) -> None:
         accepted += attack.send(*request) == 200 and request[1] == "/v1/jobs"
         tick_s = attack.tick_cpu_s()
         worst_s = max(worst_s, tick_s)
-        assert tick_s < MOST_TICK_CPU_S or tick_s < MOST_TICK_CPU_S * slowness(), (number, tick_s, request)
+        assert is_short(tick_s), (number, tick_s, request)
         assert loop.controller._quarantine.held == {}, request
         assert not loop.controller._quarantine.errors, request
         if number % 100 == 50:
@@ -292,7 +300,7 @@ def test_tiny_replicas_of_endpoints_with_an_slo_take_no_time(
         assert attack.send("POST", "/v1/endpoints", spec) == 200
     attack.loop.world.ongoing = 1000.0
     for _ in range(12):
-        assert attack.tick_cpu_s() < MOST_TICK_CPU_S
+        assert is_short(attack.tick_cpu_s())
         assert attack.loop.controller._quarantine.held == {}
 
 

@@ -1,6 +1,6 @@
 """The share of a core that the API takes while drivers wait for their leases, and how soon they hear of a change.
 
-    python benchmarks/api_long_poll.py [--waiting 1000] [--poll 110] [--seconds 20] [--changes 2] [--repeats 3]
+    python benchmarks/queue/api_long_poll.py [--waiting 1000] [--poll 110] [--seconds 20] [--changes 2] [--repeats 3]
 
 The API runs in a process of its own over a SQLite store, as on a head. Half of the jobs are GANG jobs, whose waiting is
 their heartbeat. Each driver asks again as soon as it is answered, each time for `--poll` seconds. Meanwhile another
@@ -36,7 +36,7 @@ from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, Shape
 from raytide.core.objects.job import JobKind, JobSpec
 from raytide.core.state import Changes, Store, codec, tables
 
-LOCAL = Path(__file__).parents[1] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
+LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
 HOST, PORT = "127.0.0.1", 17400
 SHAPE = Shape(members=4, resources={"CPU": 1.0})
 

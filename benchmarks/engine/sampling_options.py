@@ -1,6 +1,6 @@
 """Measures what the sampling options of one request add to a step of many rows over a large vocabulary.
 
-    python benchmarks/sampling_options.py [--rows 128] [--vocab 100000] [--rounds 9]
+    python benchmarks/engine/sampling_options.py [--rows 128] [--vocab 100000] [--rounds 9]
 
 Each option's sampler chooses tokens for the same random logits, by turns in one process on one thread; CPU time of the
 sampler alone, median and spread. The yardstick is as many rows with a temperature of 1 and no other option. Seed 1.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
 
 from raytide.actors.engine.sampling.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams

@@ -1,6 +1,6 @@
 """raytide's serving policy beside Ray Serve on demand, spot alone and SpotHedge, on recorded requests and spot nodes.
 
-    benchmarks/autoscaler_serving.py --requests R.csv --envelope E.csv --spot S.json --collection A --results F.jsonl
+    ./dev bench autoscaler_serving --requests R.csv --envelope E.csv --spot S.json --collection A --results F.jsonl
 
 For each collection and depth: every policy's cost and share of requests in time (mean over the seeds, least and most),
 raytide's curve over its targets, the omniscient lower bound, and for each SpotHedge the cheapest point of the curve

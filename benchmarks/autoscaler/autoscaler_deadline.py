@@ -1,6 +1,6 @@
 """A training job with a deadline on recorded spot markets: raytide, greedy, Uniform Progress and the optimum.
 
-    python benchmarks/autoscaler_deadline.py SPOT.json [--collection NAME] [--starts 12] [--slack 0.1,0.25,0.5]
+    ./dev bench autoscaler_deadline SPOT.json [--collection NAME] [--starts 12] [--slack 0.1,0.25,0.5]
 
 SPOT is a file of spot traces as `raytide simulate deadline` reads it. Every zone alone and the zones of every region as
 one pool, 48 h of work, 0.2 h for each start, from evenly spread moments. Costs are shares of the job's cost on demand,
@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
 
 from raytide.simulate.deadline.compare import run
 from raytide.simulate.deadline.policies import POLICIES

@@ -9,8 +9,8 @@ The floor is the time to multiply the prompts' tokens with the weights, and in e
 context's KV from memory or to multiply, whichever is longer, at the rates measured in the same run. "own" is the share
 of a decoding step that the native engine spends outside of the model and the sampler.
 
-    python benchmarks/engine_cpu.py --vllm-python .venv-vllm/bin/python
-    python benchmarks/engine_cpu.py --shape 28M --dtype bfloat16 --threads 1 --concurrency 64
+    python benchmarks/engine/engine_cpu.py --vllm-python .venv-vllm/bin/python
+    python benchmarks/engine/engine_cpu.py --shape 28M --dtype bfloat16 --threads 1 --concurrency 64
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How long training stands still for a checkpoint: one process, a state of half a gigabyte, saved while it trains.
 
-    python benchmarks/checkpoint_stall.py [--mb 512] [--runs 7] [--threads 2] [--url s3://bucket/run]
+    python benchmarks/trainer/checkpoint_stall.py [--mb 512] [--runs 7] [--threads 2] [--url s3://bucket/run]
 
 Each run measures, one after the other: an in-memory copy of the whole state (into memory that was used before), a
 save that is waited for, and a save beside the training with the steps that run meanwhile. Prints the median, the

@@ -1,7 +1,7 @@
 """A stand-in for recorded conversations, for autoscaler_serving.py --requests: as many requests, and tokens of the same
 means, as the Azure conversation trace of 2023 is published to have. Their rate wanders by a fifth within minutes.
 
-    benchmarks/request_mix.py mix.csv
+    benchmarks/autoscaler/request_mix.py mix.csv
 """
 
 from __future__ import annotations

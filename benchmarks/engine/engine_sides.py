@@ -26,7 +26,7 @@ Answer = dict[str, float]
 
 
 def native(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
     from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
     from raytide.actors.engine.backends.native.engine_core import EngineCore
     from raytide.actors.engine.types import GenChunk
@@ -149,7 +149,7 @@ def floor(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
     """What the machine can do: bytes a second read from memory and matrix multiplications a second, the best of several
     ways to use it. The prompts do not matter.
     """
-    sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
     import torch
 
     from raytide.kernels.registry import ops_for

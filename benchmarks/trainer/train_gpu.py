@@ -5,7 +5,8 @@ the device waited for, after a warm-up: median, 10th and 90th percentile, and th
 6 N + 12 L d T (N without embeddings that do no product), the convention of published figures; the peak is that of dense
 bf16. Goals: 45 % at 350M and 50 % at 1B.
 
-    python benchmarks/train_gpu.py [--shapes 350m 1b] [--rows plain eager compile ...] [--steps 20] [--json FILE]
+    python benchmarks/trainer/train_gpu.py [--shapes 350m 1b] [--rows plain eager compile ...] [--steps 20]
+                                           [--json FILE]
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The queue on recorded jobs by windows: its mean against LAS, p99 against FIFO, and wait of gangs against EASY.
 
-    python benchmarks/queue_philly.py TRACE.csv [--windows busiest,0,10,20] [--days 14] [--loads 0.9,1.2,1.6]
+    python benchmarks/queue/queue_philly.py TRACE.csv [--windows busiest,0,10,20] [--days 14] [--loads 0.9,1.2,1.6]
                                       [--multi-gpu-shares 0,0.5] [--seed 0] [--baselines FILE]
 
 TRACE is a file as `raytide simulate jobs` reads it, a window `busiest` or the number of its first day. Ratios below
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
 
 from raytide.simulate.jobs import trace as job_trace
 from raytide.simulate.jobs.cluster import replay

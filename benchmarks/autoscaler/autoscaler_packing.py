@@ -1,7 +1,7 @@
 """What the fleet costs that Ray's own autoscaler would launch, and raytide's planner, for the same work on an empty
 cluster: $/h, work left without a node, the bound that no fleet can beat, and the time of the decision.
 
-    python benchmarks/autoscaler_packing.py --prices prices.csv --pods pods.csv --sizes 50 200 800 --seeds 3
+    python benchmarks/autoscaler/autoscaler_packing.py --prices prices.csv --pods pods.csv --sizes 50 200 800 --seeds 3
 
 Ray's side is the scheduler of the installed Ray (`ray.autoscaler.v2.scheduler.ResourceDemandScheduler`) as its monitor
 calls it: node types with their maxima, tasks by shape, placement groups as gangs with the constraints that its GCS
@@ -37,7 +37,7 @@ from ray.core.generated.autoscaler_pb2 import GangResourceRequest, ResourceReque
 from scipy.optimize import linprog
 from scipy.sparse import lil_array
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
 
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.planner import plan

@@ -3,7 +3,7 @@
 Both run in this process, in turns. A pair's ratio is ours over plain; the result is the median of the pairs. Also
 prints how much of a step waits for data.
 
-    python benchmarks/train_cpu.py [--pairs 5] [--steps 8] [--threads 2]
+    python benchmarks/trainer/train_cpu.py [--pairs 5] [--steps 8] [--threads 2]
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """How long a pass of the queue takes with 1,000 jobs of 200 teams waiting, and a page of 100 of them from the API.
 
-    python benchmarks/queue_pass.py [--jobs 1000] [--teams 200] [--nodes 64] [--repeats 20] [--seed 0] [--scale]
+    python benchmarks/queue/queue_pass.py [--jobs 1000] [--teams 200] [--nodes 64] [--repeats 20] [--seed 0] [--scale]
 
 Four passes: nobody may be preempted (the usual tick of a long queue), everybody may and as many are as one pass allows
 (the worst tick), an empty fleet that is filled, and an endpoint that takes a seat on each node from elastic gangs. The
@@ -40,7 +40,7 @@ from raytide.core.objects.team import Team, TeamSpec
 from raytide.core.state import Store
 from raytide.queue.admission.scheduler import schedule
 
-LOCAL = Path(__file__).parents[1] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
+LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
 MODEL = {"ray.io/accelerator-type": "H100"}
 SCALES = (1000, 64), (2000, 128), (4000, 256), (5000, 1000)
 """Jobs and nodes."""

@@ -1,6 +1,6 @@
 """What the prefix cache finds of a recorded day, against a cache without end, and what a hit saves.
 
-    python benchmarks/prefix_cache.py TRACE.jsonl [--requests 4000]
+    python benchmarks/engine/prefix_cache.py TRACE.jsonl [--requests 4000]
 
 TRACE is in Mooncake's format: timestamp (ms), input_length, output_length and hash_ids, one id for each 512 tokens of a
 prompt, equal ids for equal prefixes. All lengths are divided by 32, so that an id becomes a block of 16 tokens. The
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.sampling_params import SamplingParams

@@ -1,6 +1,6 @@
 """The shock absorber on real processes: a load spike on a served model takes GPUs from an elastic trainer.
 
-    python benchmarks/absorber.py [--tick 2] [--spike-s 45] [--spike-rps 7] [--slo-s 2] [--json FILE]
+    python benchmarks/trainer/absorber.py [--tick 2] [--spike-s 45] [--spike-rps 7] [--slo-s 2] [--json FILE]
 
 The cluster is that of `raytide up --local`: real raylets, the real controller, Ray Serve. One node has five logical
 GPUs, and no other is to be had. A trainer holds four, one each, and can do with two; an endpoint has the fifth. Its

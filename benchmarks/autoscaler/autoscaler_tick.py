@@ -4,7 +4,7 @@ Besides: 1,500 gangs that run or wait, 100 endpoints with 4,000 replicas, a queu
 another random state. Prints quantiles of the whole tick without I/O (records moved forward by what was seen, snapshot,
 queue, plan, plan written into the records) and of its parts, and the process's peak memory.
 
-    python benchmarks/autoscaler_tick.py --ticks 100
+    python benchmarks/autoscaler/autoscaler_tick.py --ticks 100
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
 
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.providers.base import Machine

@@ -1,6 +1,6 @@
 """How long from `import` to the first token, by phase: fresh processes, the 28M Llama shape with random weights.
 
-    python benchmarks/cold_start.py [--runs 5] [--cores 0,1] [--dtype bfloat16]
+    python benchmarks/engine/cold_start.py [--runs 5] [--cores 0,1] [--dtype bfloat16]
 
 Prints the median, the least and the most of each phase in milliseconds. "first ever" has an empty kernel cache, so that
 the C operators are built; the others find them there. The yardstick is transformers in the same run: import,
@@ -77,7 +77,7 @@ def run(script: str, model_dir: Path, dtype: str, cores: set[int], cache: str) -
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "RAYTIDE_KERNEL_CACHE": cache,
-        "PYTHONPATH": str(Path(__file__).parents[1] / "platform"),
+        "PYTHONPATH": str(Path(__file__).parents[2] / "platform"),
     }
     command = [sys.executable, "-W", "ignore", "-c", script, str(model_dir), dtype, json.dumps(PROMPT)]
     done = subprocess.run(

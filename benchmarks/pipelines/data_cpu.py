@@ -3,7 +3,7 @@
 The yardstick is `encode_batch_fast` on one thread, times the CPUs that the build has. The build's own figures are the
 encode stage (steady work) and the whole build, Ray Data's start included. Prints each run and the ratios.
 
-    python benchmarks/data_cpu.py [--cpus 2] [--runs 3] [--input DIR]
+    python benchmarks/pipelines/data_cpu.py [--cpus 2] [--runs 3] [--input DIR]
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """How long training stands still when a node is killed, and when one gets a notice: raytide's gang and, under the same
 kill in the same run on the same cluster, Ray Train's elastic TorchTrainer.
 
-    python benchmarks/elastic_cpu.py [--runs 3] [--members 3] [--dim 256] [--layers 4] [--seed 0]
+    python benchmarks/trainer/elastic_cpu.py [--runs 3] [--members 3] [--dim 256] [--layers 4] [--seed 0]
 
 The cluster is `raytide up --local`'s: real raylets, the real controller. Both train a decoder of the same size on the
 same tokens over `members` nodes of one CPU and may go on with one less; a kill is SIGKILL to a raylet, five steps after
