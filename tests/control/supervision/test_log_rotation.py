@@ -147,3 +147,21 @@ time.sleep(0.1)
     assert len(read) < printed / 2
     assert b"the last line\n" in read
     assert not list(tmp_path.glob(".*"))
+
+
+def test_the_log_of_a_driver_that_ends_before_the_next_look_is_cut_at_its_end(tmp_path: Path) -> None:
+    script = """
+from raytide.control.supervision import log_rotation as log_files
+log_files._EVERY_S = 3600
+log_files.cut.__kwdefaults__.update(most=1 << 20, kept=1 << 19)
+log_files.bound_driver_log()
+for number in range(30_000):
+    print(f"{number:09d} " + "x" * 90)
+print("the last line")
+"""
+    path = tmp_path / "job-driver-raytide-job-1-0.log"
+    with path.open("a") as log:
+        subprocess.run([sys.executable, "-c", script], stdout=log, stderr=subprocess.STDOUT, timeout=120, check=True)
+    read = path.read_bytes()
+    assert len(read) <= (1 << 19) + HEADER_BYTES
+    assert read.endswith(b"the last line\n")

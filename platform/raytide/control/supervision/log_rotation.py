@@ -5,10 +5,12 @@ Both are opened for appending, so their writers continue at the new end after a 
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import re
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -31,6 +33,8 @@ DRIVERS_BYTES = 2 << 30
 """The total of all drivers' logs in one folder; the oldest logs of ended drivers are deleted first."""
 _LEAST_BYTES = 64 << 10
 _EVERY_S = 1.0
+_LAST_CUT_S = 10.0
+"""The most time that the end of a driver waits for the last cut."""
 _COPY_BYTES = 1 << 20
 _IN_FLIGHT_S = 0.02
 """The time that a write to the old file may last after the new one replaced it."""
@@ -67,7 +71,7 @@ def _rotate(path: Path) -> None:
 
 
 def bound_driver_log(fd: int = 1) -> None:
-    """Limits the log of this process, a job's driver, while it runs, and deletes old logs of others.
+    """Limits the log of this process, a job's driver, while it runs and when it ends, and deletes old logs of others.
 
     Does nothing unless its output is a file opened for appending.
     """
@@ -76,14 +80,26 @@ def bound_driver_log(fd: int = 1) -> None:
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_SH)  # marks this log as in use
         forget_oldest(Path(os.readlink(f"/proc/self/fd/{fd}")).parent)
-    threading.Thread(target=_bound, args=(fd,), name="log-limit", daemon=True).start()
+    ended = threading.Event()
+    thread = threading.Thread(target=_bound, args=(fd, ended), name="log-limit", daemon=True)
+    thread.start()
+    atexit.register(_bound_at_exit, thread, ended)
 
 
-def _bound(fd: int) -> None:
-    pause = threading.Event()
-    while not pause.wait(_EVERY_S):
+def _bound(fd: int, ended: threading.Event) -> None:
+    """Cuts the log every second until the process ends, and then once more."""
+    is_last = False
+    while not is_last:
+        is_last = ended.wait(_EVERY_S)
         with suppress(OSError):  # a full disk: retried later
             cut(fd)
+
+
+def _bound_at_exit(thread: threading.Thread, ended: threading.Event) -> None:
+    """Lets the thread finish, since a cut that is interrupted loses lines."""
+    sys.stdout.flush()
+    ended.set()
+    thread.join(_LAST_CUT_S)
 
 
 def cut(fd: int, *, most: int = DRIVER_MOST_BYTES, kept: int = DRIVER_KEPT_BYTES) -> bool:
