@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -216,3 +217,21 @@ def test_an_option_of_raytide_s_after_the_script_is_said_to_be_the_script_s(scri
 def test_nodes_are_a_range_from_one_on(nodes: str) -> None:
     with pytest.raises(UsageError, match=f"--nodes {nodes} is not a range from 1 upwards"):
         parse_range(nodes, "--nodes")
+
+
+@pytest.mark.parametrize(
+    ("command", "spec", "kind"),
+    [
+        ("train", {"dataset": "tokens", "out": "model", "steps": 2}, JobKind.TRAIN),
+        ("data build", {"inputs": ["text"], "out": "tokens"}, JobKind.DATA),
+    ],
+)
+def test_the_options_for_nodes_replace_the_gang_of_the_file(
+    desk: Desk, tmp_path: Path, command: str, spec: dict[str, object], kind: JobKind
+) -> None:
+    (tmp_path / "spec.yaml").write_text(json.dumps(spec))
+    done = runner.invoke(app, [*command.split(), str(tmp_path / "spec.yaml"), "--cpus", "3", "--no-wait"])
+    assert done.stdout == "job-1 is queued; `raytide ps` shows it\n", done.exception
+    (job,) = desk.specs
+    assert job.kind is kind
+    assert job.gang.shapes[0].resources == {"CPU": 3.0}

@@ -118,34 +118,9 @@ def datasets() -> None:
     """Build datasets."""
 
 
-@data.command("build")
-def data_build(
-    spec: Spec,
-    gpus: Gpus = None,
-    cpus: Cpus = None,
-    memory: Memory = None,
-    nodes: Nodes = None,
-    spot: Spot = None,
-    labels: Labels = None,
-    shapes: Shapes = None,
-    priority: Priority = "normal",
-    budget: Budget = None,
-    deadline: Deadline = None,
-    estimate: EstimateH = None,
-    wait: Wait = True,
-    cluster: ClusterName = None,
-    json: Json = False,
-) -> None:
-    """Build a token dataset from text.
-
-    Options for nodes replace the `gang` of the file.
-    """
-    wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
-    options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
-    follow(Client(ApiClient.find(cluster)).data(spec, **options), wait, json)
-
-
+@data.command("build", help="Build a token dataset from text.\n\nOptions for nodes replace the `gang` of the file.")
 def train(
+    context: typer.Context,
     spec: Spec,
     gpus: Gpus = None,
     cpus: Cpus = None,
@@ -168,7 +143,9 @@ def train(
     """
     wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
     options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
-    follow(Client(ApiClient.find(cluster)).train(spec, **options), wait, json)
+    client = Client(ApiClient.find(cluster))
+    submit = client.train if context.command.name == "train" else client.data  # `data build` has the same options
+    follow(submit(spec, **options), wait, json)
 
 
 def follow(run: Run, wait: bool, json: bool) -> None:
