@@ -12,10 +12,8 @@ from collections.abc import Mapping
 
 from raytide.core.objects.ledger_entry import EntryKind, Occupancy, Share
 from raytide.core.objects.node import NodeState, Resources, minus, plus
+from raytide.core.objects.plan import UNMANAGED
 from raytide.core.objects.snapshot import NodeView, Snapshot
-
-UNMANAGED = "unmanaged"
-"""The implicit team of work in Ray without a lease."""
 
 Holder = tuple[EntryKind, str, str]
 """Kind, subject, team."""

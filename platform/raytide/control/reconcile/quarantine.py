@@ -18,15 +18,13 @@ from raytide.core.bounds import printable
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import Endpoint
 from raytide.core.objects.job import Job
-from raytide.core.objects.plan import Plan, Wait
+from raytide.core.objects.plan import UNMANAGED, Plan, Wait
 from raytide.core.objects.snapshot import NodeView, Snapshot
 
 T = TypeVar("T")
 
 log = logger(__name__)
 
-DEMAND = "unmanaged"
-"""The subject of all demand without a lease, which counts as one record."""
 RETRY_S, LAST_RETRY_S = 60.0, 3600.0
 """The wait in seconds before a record is retried; it doubles with each failure."""
 CHANGED_RETRY_S = 10.0
@@ -74,7 +72,7 @@ class Quarantine:
         self.errors = []
         for subject, entry in tuple(self.held.items()):
             record: Job | Endpoint | None = jobs.get(subject) or endpoints.get(subject)
-            if subject == DEMAND:
+            if subject == UNMANAGED:
                 continue
             if record is None:
                 del self.held[subject]
@@ -144,7 +142,7 @@ class Quarantine:
                     parts += [part[len(part) // 2 :], part[: len(part) // 2]]
                 elif part:
                     record = records.get(part[0])
-                    kind = DEMAND if record is None else _kind_of(record)
+                    kind = UNMANAGED if record is None else _kind_of(record)
                     self._add(part[0], kind, None if record is None else _state_of(record), error, snapshot.at_s)
         left = sum(len(part) for part in parts)
         if left:
@@ -201,7 +199,7 @@ def without_subjects(snapshot: Snapshot, subjects: Collection[str]) -> Snapshot:
         _occupied(view) if view.node.id in occupied or view.node.ray_node_id in hosts else view
         for view in snapshot.nodes
     )
-    demand = () if DEMAND in subjects else snapshot.demand
+    demand = () if UNMANAGED in subjects else snapshot.demand
     return replace(snapshot, jobs=jobs, leases=leases, endpoints=endpoints, nodes=nodes, demand=demand)
 
 
@@ -215,7 +213,7 @@ def _subjects(snapshot: Snapshot) -> Iterator[str]:
     yield from (view.endpoint.name for view in snapshot.endpoints)
     yield from (job.id for job in snapshot.jobs)
     if snapshot.demand:
-        yield DEMAND
+        yield UNMANAGED  # all demand without a lease counts as one record
 
 
 def _state_of(record: Job | Endpoint) -> object:
@@ -229,9 +227,9 @@ def _kind_of(record: Job | Endpoint) -> str:
 
 
 def _wait(subject: str, entry: Quarantined) -> Wait:
-    what = "work without a lease" if subject == DEMAND else f"{entry.kind} {subject}"
+    what = "work without a lease" if subject == UNMANAGED else f"{entry.kind} {subject}"
     end = f"raytide stop {subject}" if entry.kind == "job" else f"raytide serve --delete {subject}"
-    remedy = "" if subject == DEMAND else f"`{end}` ends it; submit it again with other values. "
+    remedy = "" if subject == UNMANAGED else f"`{end}` ends it; submit it again with other values. "
     return Wait(
         subject,
         "quarantined",

@@ -8,7 +8,7 @@ from typing import Literal
 from raytide.core.objects.gang import Lease
 
 UNMANAGED = "unmanaged"
-"""The subject of actions for work in Ray that holds no lease, and of the nodes bought for it."""
+"""The subject of actions for work in Ray that holds no lease and of the nodes bought for it, and the team that pays."""
 
 
 @dataclass(frozen=True, slots=True)
