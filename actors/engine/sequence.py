@@ -44,9 +44,8 @@ class Sequence:
     lora: str | None = None
     salt: bytes = b""
     reads_cache: bool = True  # False: every position's logits are wanted, so the whole prompt is computed
-    # The sample of the request.
     request_id: str = ""
-    index: int = 0
+    index: int = 0  # of this sample in its request
     # For each prompt position computed so far, when requested; None for the first.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     bad_words: BadWords | None = None  # that the output must not contain

@@ -59,6 +59,7 @@ class Storm:
             time.sleep(min(self.chance.uniform(0.1, 4.0), max(0.0, until - time.monotonic())))
 
     def deed(self) -> None:
+        """Does one random deed, which returns what it did, or "nothing" if it found nothing to do it to."""
         deeds = {
             self.submit: 30,
             self.stop: 3,
@@ -82,8 +83,6 @@ class Storm:
         for process in self.elsewhere.values():
             process.kill()
             process.wait()
-
-    # Users. Each deed says what it did; `nothing` means that it found nobody to do it to.
 
     def submit(self) -> str:
         if len(self._active()) >= MOST_ACTIVE:
@@ -120,8 +119,6 @@ class Storm:
         victim.wait()
         return "gang's holder killed"
 
-    # Whoever kills processes.
-
     def kill_controller(self) -> str:
         return self._kill("controller")
 
@@ -151,8 +148,6 @@ class Storm:
     def kill_replica(self) -> str:
         return self._kill_one("ray::ServeReplica", "replica killed")
 
-    # Clouds.
-
     def take_node(self) -> str:
         return self._at_a_node(lambda node: reclaim(self.cluster.run_dir, node.node_id), "node reclaimed")
 
@@ -175,8 +170,6 @@ class Storm:
     def fill_pools(self) -> str:
         set_stockouts(self.cluster.run_dir, ())
         return "pools filled"
-
-    # How.
 
     def _kill(self, what: str) -> str:
         process = self.cluster.process(what)

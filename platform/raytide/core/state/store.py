@@ -70,8 +70,6 @@ class Store:
         """Returns the failure of this process's last write; None if it succeeded."""
         return self._db.last_failure
 
-    # API.
-
     def submit_job(
         self,
         spec: JobSpec,
@@ -177,8 +175,6 @@ class Store:
         """Replaces the job's spec."""
         return self._write_job(job_id, spec=spec.model_dump(mode="json"))
 
-    # Controller.
-
     def lead(self, holder: str) -> str:
         """Tries to become the leader. Returns an empty string on success, else the leader's name: try again later."""
         if self._leader is None:
@@ -259,7 +255,15 @@ class Store:
             if ch.plan is not None:
                 store_plan(c, ch.plan)
 
-    # Reads.
+    def remove_old_jobs(self, ended_before_s: float) -> int:
+        """Deletes a batch of the jobs that ended before this time, with leases and events; returns their number.
+
+        Ledger entries stay, so costs stay exact. Raises ConflictError if another controller has taken over the lead.
+        """
+        with self._db.write() as c:
+            if self._leader is not None:
+                self._leader.fence(c)
+            return remove_jobs(c, ended_before_s)
 
     def job(self, job_id: str) -> Job:
         with self._db.read() as c:
@@ -342,16 +346,6 @@ class Store:
             query = query.where(t.plans.c.at_s <= until_s)
         with self._db.read() as c:
             return tuple(codec.stored_plan(row) for row in c.execute(query))[::-1]
-
-    def remove_old_jobs(self, ended_before_s: float) -> int:
-        """Deletes a batch of the jobs that ended before this time, with leases and events; returns their number.
-
-        Ledger entries stay, so costs stay exact. Raises ConflictError if another controller has taken over the lead.
-        """
-        with self._db.write() as c:
-            if self._leader is not None:
-                self._leader.fence(c)
-            return remove_jobs(c, ended_before_s)
 
     def _write_job(self, job_id: str, **values: object) -> Job:
         with self._db.write() as c:
