@@ -4,13 +4,16 @@ import ast
 import json
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 import raytide
+from raytide.control.views import ClusterStatus, to_json
 
-HEAVY = {"torch", "ray", "sqlalchemy", "pyarrow", "transformers"}
+HEAVY = {"torch", "ray", "sqlalchemy", "pyarrow", "transformers", "numpy", "httpx", "rich"}
 
 
 def loaded_by(*command: str) -> set[str]:
@@ -61,7 +64,39 @@ def test_importing_raytide_loads_nothing_heavy() -> None:
     assert loaded_by("import raytide") & HEAVY == set()
 
 
+def of_command(*args: str) -> tuple[str, ...]:
+    return "import sys", f"sys.argv = {['raytide', *args]}", "from raytide.cli import main", "main()"
+
+
 def test_the_command_line_s_help_loads_nothing_heavy() -> None:
-    loaded = loaded_by("import sys", "sys.argv = ['raytide', '--help']", "from raytide.cli import main", "main()")
+    loaded = loaded_by(*of_command("--help"))
+    assert "typer" in loaded
+    assert loaded & {*HEAVY, "pydantic"} == set()
+
+
+STATUS = ClusterStatus("local", 1.0, None, (), {}, 0, 0, 0, "", {}, "")
+
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        content = json.dumps(to_json(STATUS) if self.path == "/v1/status" else []).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("command", ["ps", "status"])
+def test_looking_at_a_cluster_loads_nothing_heavy(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HTTPServer(("127.0.0.1", 0), Answers) as api:
+        thread = threading.Thread(target=api.handle_request, daemon=True)
+        thread.start()
+        monkeypatch.setenv("RAYTIDE_API", f"http://127.0.0.1:{api.server_port}")
+        monkeypatch.setenv("RAYTIDE_TOKEN", "token")
+        loaded = loaded_by(*of_command(command))
+        thread.join(10)
     assert "typer" in loaded
     assert loaded & HEAVY == set()

@@ -12,7 +12,6 @@ def main() -> None:
     """Runs the `raytide` command and turns errors into exit codes."""
     from raytide.core.errors import RaytideError
 
-    sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]  # httpx's own command: it would load rich
     try:
         from raytide.cli.app import app
 

@@ -3,16 +3,16 @@ driver."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
-
-import httpx
+from urllib.parse import quote, urlencode, urlsplit
 
 from raytide.control.job_tokens import key_in, token_of
 from raytide.control.views import (
@@ -28,8 +28,7 @@ from raytide.control.views import (
 )
 from raytide.core import errors
 from raytide.core.config import environment, home
-from raytide.core.errors import ClusterError, NotFoundError, StorageError
-from raytide.core.io.working_dir import digest_of
+from raytide.core.errors import ClusterError, ConfigError, NotFoundError, StorageError
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import BudgetPer, JobSpec
@@ -41,17 +40,20 @@ _TIMEOUT_S = 15.0
 _UPLOAD_TIMEOUT_S = 300.0
 _AWAY_S = 10.0
 """The time for which writes are retried, in seconds, because an API that was killed is back soon."""
+_READ_AWAY_S = 1.5
+"""The time for which reads are retried, in seconds."""
 
 
 class ApiClient:
     """A client of one cluster. Its methods raise the errors that the API returns."""
 
     def __init__(self, address: str, token: str) -> None:
+        """Raises ConfigError if the address is none of HTTP, or the token cannot be sent."""
+        if not (token.isascii() and token.isprintable()):
+            raise ConfigError("the token has characters that no token has.", hint="Check RAYTIDE_TOKEN.")
         self.address = address
         self._token = token
-        transport = httpx.HTTPTransport(retries=3)
-        headers = {"Authorization": f"Bearer {token}"}
-        self._http = httpx.Client(base_url=address, headers=headers, timeout=_TIMEOUT_S, transport=transport)
+        self._http = HttpConnections(address, {"Authorization": f"Bearer {token}"})
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles as address and token, so that another process opens its own connection."""
@@ -103,13 +105,14 @@ class ApiClient:
 
     def upload(self, package: bytes) -> str:
         """Uploads a packed working directory for later jobs; returns its digest."""
+        from raytide.core.io.working_dir import digest_of
+
         digest = digest_of(package)
-        self._call("PUT", f"/v1/packages/{digest}", patience_s=_AWAY_S, content=package, timeout=_UPLOAD_TIMEOUT_S)
+        self._respond("PUT", f"/v1/packages/{digest}", None, package, patience_s=_AWAY_S, timeout_s=_UPLOAD_TIMEOUT_S)
         return digest
 
     def package(self, digest: str) -> bytes:
-        path = f"/v1/packages/{digest}"
-        return self._respond("GET", path, patience_s=_AWAY_S, timeout=_UPLOAD_TIMEOUT_S).content
+        return self._respond("GET", f"/v1/packages/{digest}", patience_s=_AWAY_S, timeout_s=_UPLOAD_TIMEOUT_S)
 
     def jobs(self, *, limit: int = 100, offset: int = 0, active: bool = False) -> list[JobView]:
         """Returns jobs, newest first; with `active`, only unfinished jobs."""
@@ -132,8 +135,8 @@ class ApiClient:
 
     def set_job_budget(self, job_id: str, usd: float | None, *, soft: bool = False, per: BudgetPer = "job") -> JobView:
         """Sets the most that the job may cost in total or per month (`soft`: on demand); None removes the limit."""
-        params = {"soft": soft} if usd is None else {"usd": usd, "soft": soft, "per": per}
-        return from_json(JobView, self._call("PUT", f"/v1/jobs/{job_id}/budget", patience_s=_AWAY_S, params=params))
+        query = {"soft": soft} if usd is None else {"usd": usd, "soft": soft, "per": per}
+        return from_json(JobView, self._write("PUT", f"/v1/jobs/{job_id}/budget", query=query))
 
     def log_part(self, job_id: str, *, after: str = "", tail: int | None = None) -> LogPart:
         """Returns at most a megabyte of the driver's output, from `after` on, or the last `tail` lines."""
@@ -166,7 +169,7 @@ class ApiClient:
         return from_json(EndpointStatus, self._get(f"/v1/endpoints/{name}"))
 
     def delete_endpoint(self, name: str) -> EndpointStatus:
-        return from_json(EndpointStatus, self._call("DELETE", f"/v1/endpoints/{name}", patience_s=_AWAY_S))
+        return from_json(EndpointStatus, self._write("DELETE", f"/v1/endpoints/{name}"))
 
     def plans(self, *, limit: int = 50, until_s: float | None = None) -> list[dict[str, Any]]:
         """Returns the latest plans (made by `until_s`) with actions, newest last, in the format of Plan.to_json."""
@@ -189,38 +192,113 @@ class ApiClient:
 
     def change_team(self, name: str, **changes: object) -> TeamSpec:
         """Sets some fields of the team's TeamSpec."""
-        return from_json(TeamSpec, self._call("PATCH", f"/v1/teams/{name}", patience_s=_AWAY_S, json=changes))
+        return from_json(TeamSpec, self._write("PATCH", f"/v1/teams/{name}", changes))
 
     def close(self) -> None:
         self._http.close()
 
     def _get(self, path: str, query: Mapping[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S) -> Any:
-        return self._call("GET", path, params=query, timeout=timeout_s)
+        return json.loads(self._respond("GET", path, query, patience_s=_READ_AWAY_S, timeout_s=timeout_s))
 
     def _post(self, path: str, body: object = None, query: Mapping[str, Any] | None = None) -> Any:
-        return self._call("POST", path, patience_s=_AWAY_S, json=body, params=query)
+        return self._write("POST", path, body, query)
 
-    def _call(self, method: str, path: str, *, patience_s: float = 0.0, **kwargs: Any) -> Any:
-        return self._respond(method, path, patience_s=patience_s, **kwargs).json()
+    def _write(self, method: str, path: str, body: object = None, query: Mapping[str, Any] | None = None) -> Any:
+        return json.loads(self._respond(method, path, query, body, patience_s=_AWAY_S))
 
-    def _respond(self, method: str, path: str, *, patience_s: float, **kwargs: Any) -> httpx.Response:
+    def _respond(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None = None,
+        body: object = None,
+        *,
+        patience_s: float,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> bytes:
         """Sends a request until the API answers. Every request may be repeated: submissions have a key, others are
         idempotent."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                response = self._http.request(method, path, **kwargs)
-            except httpx.HTTPError as error:
+                status, answer = self._http.request(method, path, query or {}, body, timeout_s=timeout_s)
+            except (OSError, http.client.HTTPException) as error:
                 if time.monotonic() >= deadline:
                     raise ClusterError(
-                        f"the API at {self.address} does not answer: {error}.",
+                        f"the API at {self.address} does not answer: {str(error) or type(error).__name__}.",
                         hint="`raytide status` shows what runs; `raytide up --local` starts a cluster.",
                     ) from None
                 time.sleep(random.uniform(0.1, 0.5))
                 continue
-            if response.is_success:
-                return response
-            raise _error(response)
+            if 200 <= status < 300:
+                return answer
+            raise _error(status, answer)
+
+
+class HttpConnections:
+    """Connections to one HTTP server, kept open between requests. Thread-safe.
+
+    The standard library's client does it, because the imports of others cost `raytide ps` more than its whole work.
+    """
+
+    def __init__(self, address: str, headers: Mapping[str, str]) -> None:
+        """Raises ConfigError if the address is none of HTTP."""
+        url = urlsplit(address)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ConfigError(f"{address!r} is not the address of an API.", hint="Write http://HOST:PORT.")
+        self._class = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+        self._host, self._prefix, self._headers = url.netloc, url.path.rstrip("/"), headers
+        self._idle: list[http.client.HTTPConnection] = []
+
+    def request(
+        self, method: str, path: str, query: Mapping[str, Any], body: object, *, timeout_s: float
+    ) -> tuple[int, bytes]:
+        """Sends bytes as they are, anything else but None as JSON. Returns the status and the body of the answer.
+        Raises OSError or HTTPException without an answer.
+
+        A request that fails on a connection which the server may have closed meanwhile is sent again on another.
+        """
+        headers, content = dict(self._headers), body if isinstance(body, bytes) else None
+        if body is not content:
+            headers["Content-Type"], content = "application/json", json.dumps(body, allow_nan=False).encode()
+        words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items()}
+        target = self._prefix + quote(path) + ("?" + urlencode(words) if words else "")
+        while True:
+            try:
+                connection, is_new = self._idle.pop(), False
+            except IndexError:
+                connection, is_new = self._class(self._host), True
+            try:
+                answer = _exchange(connection, method, target, content, headers, timeout_s)
+            except BaseException as error:
+                connection.close()
+                if is_new or not isinstance(error, ConnectionError | http.client.HTTPException):
+                    raise
+            else:
+                self._idle.append(connection)
+                return answer
+
+    def close(self) -> None:
+        """Closes the idle connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+
+def _exchange(
+    connection: http.client.HTTPConnection,
+    method: str,
+    target: str,
+    content: bytes | None,
+    headers: Mapping[str, str],
+    timeout_s: float,
+) -> tuple[int, bytes]:
+    connection.timeout = timeout_s
+    if connection.sock is not None:
+        connection.sock.settimeout(timeout_s)
+    with suppress(BrokenPipeError, ConnectionResetError):  # an answer may precede the end of a large body
+        connection.request(method, target, content, headers)
+    response = connection.getresponse()
+    return response.status, response.read()
 
 
 T = TypeVar("T")
@@ -246,9 +324,9 @@ def _cluster_storage() -> Iterator[None]:
         raise ClusterError(error.message, hint=error.hint) from error
 
 
-def _error(response: httpx.Response) -> errors.RaytideError:
+def _error(status: int, answer: bytes) -> errors.RaytideError:
     try:
-        body = response.json()["error"]
+        body = json.loads(answer)["error"]
     except (ValueError, KeyError, TypeError):
-        return ClusterError(f"the API answered {response.status_code}: {response.text[:300]}")
+        return ClusterError(f"the API answered {status}: {answer[:300].decode(errors='replace')}")
     return errors.from_json(body)

@@ -82,7 +82,7 @@ class ServeSpec(Config):
     lower classes. By default of all classes."""
     project: bounds.Word = ""
     """A label to group costs by."""
-    replicas: Replicas = Replicas()
+    replicas: Replicas = Field(default_factory=Replicas)
     resources: Needed = Field(default_factory=lambda: {"CPU": 1.0})
     """Resources of one replica, or of each of its members."""
     members: int = Field(default=1, ge=1, le=64)
