@@ -8,8 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
-from raytide.core.objects.gang import Lease, LeaseState, Member
-from raytide.core.objects.lease_client import GangClient
+from raytide.core.objects.gang import GangClient, Lease, LeaseState, Member
 
 _POLL_S = 110.0
 """A waiting poll also shows that this process is alive: it ends with the process."""

@@ -9,8 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
-from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
-from raytide.core.objects.lease_client import LeaseClient
+from raytide.core.objects.gang import Lease, LeaseClient, LeaseState, Member, MemberState
 
 POLL_S = 110.0
 RETRY_S = 0.5

@@ -21,8 +21,7 @@ from raytide.actors.gang.gang import Gang
 from raytide.actors.gang.lease_watch import LeaseWatch, ready_members, settled_members
 from raytide.actors.gang.placement_groups import placement_group_of
 from raytide.core.errors import UsageError
-from raytide.core.objects.gang import Member
-from raytide.core.objects.lease_client import GangClient
+from raytide.core.objects.gang import GangClient, Member
 from raytide.core.ray_internals import ray_train
 
 _train = ray_train()

@@ -16,8 +16,7 @@ from raytide.actors.gang.process_shim import ORPHAN_GRACE_S
 from raytide.actors.gang.script_attempt import Attempt, AttemptResult, MemberKey, member_key
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ScriptError
-from raytide.core.objects.gang import Lease, MemberState
-from raytide.core.objects.lease_client import LeaseClient
+from raytide.core.objects.gang import Lease, LeaseClient, MemberState
 from raytide.core.specs.script import ScriptSpec
 
 TICK_S = 0.05

@@ -23,8 +23,7 @@ from raytide.actors.trainer.types import RunResult, StepResult, WorkerStatus, ha
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ConflictError, LeaseLostError, RaytideError
 from raytide.core.io.claim import Claim
-from raytide.core.objects.gang import Lease
-from raytide.core.objects.lease_client import LeaseClient
+from raytide.core.objects.gang import Lease, LeaseClient
 from raytide.core.specs.train import TrainSpec
 
 TICK_S = 0.05

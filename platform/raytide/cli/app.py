@@ -10,14 +10,14 @@ import typer
 from typer.core import TyperGroup
 
 COMMANDS = {
-    "quota": ("money:quota", "Show or change the quotas of teams."),
-    "budget": ("money:budget", "Show or change the budgets of teams and jobs."),
+    "quota": ("tenancy.money:quota", "Show or change the quotas of teams."),
+    "budget": ("tenancy.money:budget", "Show or change the budgets of teams and jobs."),
     "demo": ("cluster:demo", "Run the whole life of a model on this machine."),
     "up": ("cluster:up", "Start a cluster: a Ray head, raytide's controller and its API."),
     "down": ("cluster:down", "End a cluster and check that no process of it is left."),
     "head": ("cluster:head", "Start controller and API beside the Ray head of this machine."),
     "status": ("cluster:status", "Show the nodes, jobs and cost of the cluster."),
-    "cost": ("money:cost", "Show the cost by job, endpoint and team, or grouped."),
+    "cost": ("tenancy.money:cost", "Show the cost by job, endpoint and team, or grouped."),
     "run": ("run:run", "Run a script on every node of a gang."),
     "ps": ("jobs:ps", "List jobs, with what each waits for and what it costs."),
     "why": ("jobs:why", "Show what a job waits for, or why it ended."),

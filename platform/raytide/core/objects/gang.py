@@ -1,11 +1,11 @@
-"""Gangs: members that are useful only together; and leases, which the queue grants to them."""
+"""Gangs: members that are useful only together; leases, which the queue grants to them; and the clients of leases."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Protocol, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -200,3 +200,23 @@ class Lease:
     @property
     def usable(self) -> tuple[Member, ...]:
         return tuple([member for member in self.members if member.state in _USABLE])
+
+
+class LeaseClient(Protocol):
+    """The platform as the driver of a gang sees it. Every call also keeps a driver-held lease alive."""
+
+    def lease(self, job_id: str) -> Lease:
+        """Returns the present lease; raises LeaseLostError once it is over."""
+
+    def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
+        """Returns the lease as soon as its epoch is above `newer_than`, or after `timeout_s` as it is then."""
+
+    def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
+        """Numbers for `raytide ps` and the SDK: step, steps, loss, tokens_per_s, restarts, ..."""
+
+
+class GangClient(LeaseClient, Protocol):
+    """A client that can also release the lease, for the holder of a GANG job."""
+
+    def release(self, job_id: str, *, error: str = "") -> None:
+        """Releases the lease because the work is done, or has failed with `error`."""

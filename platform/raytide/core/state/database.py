@@ -6,6 +6,9 @@ SQLite uses a write-ahead log. Writes take the lock when they begin, because a l
 from __future__ import annotations
 
 import fcntl
+import json
+import math
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -17,15 +20,15 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
+from raytide.core.bounds import encodable
 from raytide.core.errors import ConfigError, ConflictError, StorageError
-from raytide.core.state.json_text import dumps, loads
-
-_JSON: dict[str, Any] = {"json_serializer": dumps, "json_deserializer": loads}
 
 BUSY_TIMEOUT_S = 30.0
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 7_283_118_433
 """The key of the advisory lock that serializes migrations on PostgreSQL."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escaped surrogate, usually one of a valid pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ def _engine(url: str) -> sa.Engine:
         if parsed.get_backend_name() == "sqlite":
             return _sqlite(parsed)
         if parsed.get_backend_name() == "postgresql":
-            return sa.create_engine(parsed, pool_pre_ping=True, **_JSON)
+            return sa.create_engine(parsed, pool_pre_ping=True, json_serializer=dumps, json_deserializer=loads)
     except sa.exc.ArgumentError:
         raise ConfigError(
             f"{url!r} is not a state URL.", hint="Use sqlite:////path/state.db or postgresql://host/db."
@@ -155,7 +158,12 @@ def _sqlite(url: sa.URL) -> sa.Engine:
     with _clear_errors(None):
         Path(url.database).parent.mkdir(parents=True, exist_ok=True)
     # Autocommit: `_begin` opens transactions, not the driver.
-    engine = sa.create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S, "isolation_level": None}, **_JSON)
+    engine = sa.create_engine(
+        url,
+        connect_args={"timeout": BUSY_TIMEOUT_S, "isolation_level": None},
+        json_serializer=dumps,
+        json_deserializer=loads,
+    )
     sa.event.listen(engine, "connect", _configure)
     sa.event.listen(engine, "begin", _begin)
     return engine
@@ -185,3 +193,34 @@ def _clear_errors(engine: sa.Engine | None) -> Iterator[None]:
             f"the state at {where} cannot be read or written: {what}.",
             hint="Free space there, check its permissions, or start its server; no partial write was kept.",
         ) from error
+
+
+def dumps(value: Any) -> str:
+    """Returns JSON text that every database accepts: non-finite numbers become strings, and texts are storable."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except ValueError:  # NaN or infinity
+        text = json.dumps(_storable(value))
+    return json.dumps(_storable(value)) if _SURROGATE.search(text) else text
+
+
+def loads(stored: str | bytes) -> Any:
+    """Returns the stored value; None if it is nested too deeply to be read."""
+    text = stored if isinstance(stored, str) else stored.decode()
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        return None
+    return _storable(value) if _SURROGATE.search(text) else value
+
+
+def _storable(value: Any) -> Any:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {encodable(str(name)): _storable(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_storable(inner) for inner in value]
+    return value

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from raytide.cli import money
 from raytide.cli.app import app
 from raytide.cli.options import parse_limit
+from raytide.cli.tenancy import money
 from raytide.control.client import ApiClient
 from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable, JobView, TeamUse, TeamView
 from raytide.core.errors import UsageError
