@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -276,6 +277,13 @@ def endpoint(row: Row[Any]) -> Endpoint:
         ended_at_s=row.ended_at_s,
         reason=row.reason,
     )
+
+
+def audited(spec: JobSpec | ServeSpec) -> Values:
+    """Returns what the audit log keeps of a spec: no configuration, which may hold secrets, but its hash."""
+    kept = ("kind", "name", "team", "priority", "model", "budget_usd", "soft_budget_usd", "budget_per")
+    fields = {name: getattr(spec, name) for name in kept if hasattr(spec, name)}
+    return {**fields, "sha256": hashlib.sha256(spec.model_dump_json().encode()).hexdigest()}
 
 
 def pool_values(pool: Pool) -> Values:

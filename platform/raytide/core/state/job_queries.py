@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 
+from raytide.core.errors import NotFoundError
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, JobState
 from raytide.core.state import codec
@@ -138,3 +139,11 @@ def leases_where(c: sa.Connection, which: sa.ColumnElement[bool]) -> tuple[Lease
     for member in c.execute(by_index):
         members[member.lease_id].append(member)
     return tuple(codec.lease(row, members[row.id]) for row in rows)
+
+
+def no_job(job_id: str) -> NotFoundError:
+    return NotFoundError(f"job {job_id} does not exist.", hint="`raytide ps` lists jobs.")
+
+
+def no_endpoint(name: str) -> NotFoundError:
+    return NotFoundError(f"endpoint {name} does not exist.", hint="`raytide status` lists endpoints.")

@@ -12,7 +12,7 @@ from typing import Any, Self
 import sqlalchemy as sa
 
 from raytide.core import bounds
-from raytide.core.errors import ConflictError, NotFoundError
+from raytide.core.errors import ConflictError
 from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, Job, JobSpec
@@ -22,10 +22,13 @@ from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_endpoints, check_live_jobs, check_progress
 from raytide.core.state.database import Database, WriteFailure
-from raytide.core.state.job_queries import CHANGES, JobQueries, chunked, leases_where
+from raytide.core.state.job_queries import CHANGES, JobQueries, chunked, leases_where, no_endpoint, no_job
 from raytide.core.state.leader import Leader
 from raytide.core.state.ledger_queries import LedgerQueries
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
+from raytide.core.state.tenancy.audit import record
+from raytide.core.state.tenancy.keys import touch_key_table
+from raytide.core.state.tenancy.records import TenancyRecords
 from raytide.core.state.write import (
     add_up,
     append,
@@ -37,6 +40,7 @@ from raytide.core.state.write import (
     transitions,
     update,
     upsert,
+    write_team,
 )
 
 
@@ -49,6 +53,7 @@ class Store:
         """Queries on the ledger: entries, open intervals, sums."""
         self.census = JobQueries(database)
         """Queries on jobs and leases."""
+        self.tenancy = TenancyRecords(database)
         self._leader: Leader | None = None
 
     @classmethod
@@ -97,11 +102,12 @@ class Store:
             number = next_number(c, "job")
             c.execute(t.jobs.insert(), {**codec.new_job(number, spec, user, now_s, key), "client_digest": digest})
             note(c, [Event(now_s, f"job-{number}", "", "queued", f"submitted by {user}")])
+            record(c, "job.submit", f"job-{number}", codec.audited(spec))
             return codec.job(c.execute(_job(f"job-{number}")).one())
 
     def request_stop(self, job_id: str) -> Job:
         """Requests the end of a job; has no effect on a final job."""
-        return self._write_job(job_id, stop_requested=True)
+        return self._write_job(job_id, "job.stop", stop_requested=True)
 
     def heartbeat(self, job_id: str, now_s: float) -> Job:
         """Records that the job's driver is alive."""
@@ -123,7 +129,7 @@ class Store:
         with self._db.write() as c:
             row = c.execute(_job(job_id).with_for_update()).first()
             if row is None:
-                raise _no_job(job_id)
+                raise no_job(job_id)
             merged = {**row.progress, **codec.finite(progress)}
             check_progress(job_id, merged)
             update(c, t.jobs, {"id": job_id}, {"progress": merged, "heartbeat_at_s": now_s})
@@ -156,6 +162,8 @@ class Store:
                 update(c, t.endpoints, {"name": spec.name}, values)
             if row is None or row.state == EndpointState.DELETED:
                 note(c, [Event(now_s, spec.name, "", "deploying", f"requested by {user}")])
+            touch_key_table(c)
+            record(c, "endpoint.save", spec.name, codec.audited(spec))
             return codec.endpoint(c.execute(_endpoint(spec.name)).one())
 
     def request_delete(self, name: str) -> Endpoint:
@@ -163,17 +171,21 @@ class Store:
         with self._db.write() as c:
             update(c, t.endpoints, {"name": name}, {"delete_requested": True})
             if (row := c.execute(_endpoint(name)).first()) is None:
-                raise _no_endpoint(name)
+                raise no_endpoint(name)
+            touch_key_table(c)
+            record(c, "endpoint.delete", name)
             return codec.endpoint(row)
 
     def save_team(self, name: str, given: Mapping[str, Any]) -> None:
         """Sets the fields that override the team's configuration; an empty mapping removes them."""
         with self._db.write() as c:
-            _write_team(c, name, spec=dict(given) or None)
+            write_team(c, name, spec=dict(given) or None)
+            touch_key_table(c)
+            record(c, "team.change", name, {"given": dict(given)})
 
     def save_spec(self, job_id: str, spec: JobSpec) -> Job:
         """Replaces the job's spec."""
-        return self._write_job(job_id, spec=spec.model_dump(mode="json"))
+        return self._write_job(job_id, "job.change", spec=spec.model_dump(mode="json"))
 
     def lead(self, holder: str) -> str:
         """Tries to become the leader. Returns an empty string on success, else the leader's name: try again later."""
@@ -247,7 +259,7 @@ class Store:
             append(c, t.entries, [codec.entry_values(entry) for entry in ch.entries])
             add_up(c, t.totals, codec.totals_of(ch.entries), "amount_micro_usd")
             for team in ch.teams:
-                _write_team(c, team.name, recent_gpu_s=team.recent_gpu_s, recent_at_s=team.recent_at_s)
+                write_team(c, team.name, recent_gpu_s=team.recent_gpu_s, recent_at_s=team.recent_at_s)
             upsert(c, t.open_intervals, [codec.interval_values(interval) for interval in ch.intervals])
             for part in chunked(ch.closed):
                 c.execute(t.open_intervals.delete().where(t.open_intervals.c.node_id.in_(part)))
@@ -268,7 +280,7 @@ class Store:
     def job(self, job_id: str) -> Job:
         with self._db.read() as c:
             if (row := c.execute(_job(job_id)).first()) is None:
-                raise _no_job(job_id)
+                raise no_job(job_id)
             return codec.job(row)
 
     def jobs(
@@ -307,7 +319,7 @@ class Store:
     def endpoint(self, name: str) -> Endpoint:
         with self._db.read() as c:
             if (row := c.execute(_endpoint(name)).first()) is None:
-                raise _no_endpoint(name)
+                raise no_endpoint(name)
             return codec.endpoint(row)
 
     def endpoints(self, *, ended: bool = False) -> tuple[Endpoint, ...]:
@@ -347,12 +359,15 @@ class Store:
         with self._db.read() as c:
             return tuple(codec.stored_plan(row) for row in c.execute(query))[::-1]
 
-    def _write_job(self, job_id: str, **values: object) -> Job:
+    def _write_job(self, job_id: str, action: str = "", **values: object) -> Job:
         with self._db.write() as c:
             update(c, t.jobs, {"id": job_id}, values)
             if (row := c.execute(_job(job_id)).first()) is None:
-                raise _no_job(job_id)
-            return codec.job(row)
+                raise no_job(job_id)
+            job = codec.job(row)
+            if action:
+                record(c, action, job_id, codec.audited(job.spec))
+            return job
 
     def _endpoints(self, c: sa.Connection, *, ended: bool) -> tuple[Endpoint, ...]:
         query = t.endpoints.select().order_by(t.endpoints.c.name)
@@ -365,14 +380,6 @@ def _teams(c: sa.Connection) -> tuple[StoredTeam, ...]:
     return tuple(codec.team(row) for row in c.execute(t.teams.select().order_by(t.teams.c.name)))
 
 
-def _write_team(c: sa.Connection, name: str, **values: object) -> None:
-    """Writes some columns. The API writes the spec and the controller the usage; other columns keep their values."""
-    if c.execute(sa.select(t.teams.c.name).where(t.teams.c.name == name)).first() is None:
-        c.execute(t.teams.insert(), {"name": name, "spec": None, "recent_gpu_s": 0.0, "recent_at_s": 0.0, **values})
-    else:
-        update(c, t.teams, {"name": name}, values)
-
-
 def _job(job_id: str) -> sa.Select[Any]:
     return t.jobs.select().where(t.jobs.c.id == job_id)
 
@@ -383,11 +390,3 @@ def _job_of_key(team: str, key: str) -> sa.Select[Any]:
 
 def _endpoint(name: str) -> sa.Select[Any]:
     return t.endpoints.select().where(t.endpoints.c.name == name)
-
-
-def _no_job(job_id: str) -> NotFoundError:
-    return NotFoundError(f"job {job_id} does not exist.", hint="`raytide ps` lists jobs.")
-
-
-def _no_endpoint(name: str) -> NotFoundError:
-    return NotFoundError(f"endpoint {name} does not exist.", hint="`raytide status` lists endpoints.")

@@ -2,7 +2,7 @@
 
 Two processes write, each its own columns, so that they never conflict: the API inserts jobs and endpoints and writes
 the columns marked `API`; the controller writes all others. Times are seconds since the epoch, ledger times whole
-microseconds, money whole micro-dollars. The tables hold no secrets.
+microseconds, money whole micro-dollars. The tables hold no secrets: of API keys they hold hashes.
 """
 
 from __future__ import annotations
@@ -270,3 +270,98 @@ events = Table(
     Column("reason", SafeText, nullable=False),
     Index(None, "subject", "number"),
 )
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("id", String, nullable=False, unique=True),
+    Column("digest", String, nullable=False, unique=True),
+    Column("name", String, nullable=False),
+    Column("team", String, nullable=False),
+    Column("user", String, nullable=False),
+    Column("account", String, nullable=False),
+    Column("models", JSON, nullable=False),
+    Column("created_at_s", Double, nullable=False),
+    Column("expires_at_s", Double),
+    Column("revoked_at_s", Double),
+    Column("replaced_by", String, nullable=False),
+    Column("requests_per_min", BigInteger),
+    Column("tokens_per_min", BigInteger),
+    Column("budget_micro_usd", BigInteger),
+    Column("budget_per", String, nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("changed", BigInteger, nullable=False),
+    Index(None, "team", "number"),
+    Index(None, "changed"),
+)
+"""API keys of the gateway; `digest` is the SHA-256 of a random secret, `changed` the revision of the last change."""
+
+spending = Table(
+    "spending",
+    metadata,
+    Column("account", String, primary_key=True),
+    Column("period", String, primary_key=True),
+    Column("settled_micro_usd", BigInteger, nullable=False),
+    Column("carried_pico_usd", BigInteger, nullable=False),
+)
+"""The billed cost of an account in a month (`2026-11`, UTC), or in total (`life`), whose rest below a micro-dollar
+is carried to the next request."""
+
+reservations = Table(
+    "reservations",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("account", String, nullable=False),
+    Column("period", String, nullable=False),
+    Column("amount_micro_usd", BigInteger, nullable=False),
+    Column("gateway", String, nullable=False),
+    Index(None, "account", "period"),
+    Index(None, "gateway"),
+)
+
+gateways = Table(
+    "gateways",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("seen_at_s", Double, nullable=False),
+)
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("number", Row, primary_key=True),
+    Column("id", String, nullable=False, unique=True),
+    Column("at_s", Double, nullable=False),
+    Column("key", String, nullable=False),
+    Column("team", String, nullable=False),
+    Column("user", String, nullable=False),
+    Column("model", String, nullable=False),
+    Column("version", String, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("cost_micro_usd", BigInteger, nullable=False),
+    Column("waived_micro_usd", BigInteger, nullable=False),
+    Column("status", Integer, nullable=False),
+    Index(None, "at_s"),
+    Index(None, "team", "at_s"),
+    Index(None, "key", "at_s"),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("at_s", Double, nullable=False),
+    Column("actor", String, nullable=False),
+    Column("action", String, nullable=False),
+    Column("object", String, nullable=False),
+    Column("detail", Text, nullable=False),
+    Column("previous", String, nullable=False),
+    Column("hash", String, nullable=False),
+    Index(None, "at_s"),
+    Index(None, "actor", "seq"),
+    Index(None, "action", "seq"),
+)
+"""The hash-chained log of changes and of the gateways' requests. `detail` is JSON as it was hashed."""

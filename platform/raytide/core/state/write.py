@@ -14,7 +14,7 @@ from raytide.core.objects.plan import Plan
 from raytide.core.state.codec import event_values
 from raytide.core.state.job_queries import REMOVED_JOBS, chunked
 from raytide.core.state.records import Event
-from raytide.core.state.tables import counters, events, jobs, leases, members, plans
+from raytide.core.state.tables import counters, events, jobs, leases, members, plans, teams
 
 Values = Mapping[str, Any]
 
@@ -132,3 +132,11 @@ def store_plan(c: sa.Connection, plan: Plan) -> None:
     append(c, plans, [{"at_s": plan.at_s, "last_at_s": plan.at_s, "actions": actions}])
     if last is not None:
         c.execute(plans.delete().where(plans.c.number <= last.number + 1 - KEPT_PLANS))
+
+
+def write_team(c: sa.Connection, name: str, **values: object) -> None:
+    """Writes some columns. The API writes the spec and the controller the usage; other columns keep their values."""
+    if c.execute(sa.select(teams.c.name).where(teams.c.name == name)).first() is None:
+        c.execute(teams.insert(), {"name": name, "spec": None, "recent_gpu_s": 0.0, "recent_at_s": 0.0, **values})
+    else:
+        update(c, teams, {"name": name}, values)

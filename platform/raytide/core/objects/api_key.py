@@ -1,0 +1,242 @@
+"""API keys of the gateway: who sends a request, what it may use, and the records of what it used."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, StringConstraints
+
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.core.money import micro_usd
+
+__all__ = [
+    "ApiKey",
+    "AuditEntry",
+    "ChainVerdict",
+    "KeyBudget",
+    "KeySpec",
+    "RequestUsage",
+    "TokenPrice",
+    "UsageRow",
+    "UsageSum",
+    "digest_of_secret",
+    "new_secret",
+]
+
+LIFE = "life"
+"""The period of a budget that is never renewed."""
+_PREFIX = "rk-"
+_PICO = 1_000_000
+"""Pico-dollars of a micro-dollar. A token's price in them is a whole number."""
+_MODEL = Annotated[str, StringConstraints(min_length=1, max_length=100)]
+
+
+def new_secret() -> str:
+    """Returns a key that a client sends: 256 random bits, so that its hash needs no salt."""
+    return _PREFIX + secrets.token_urlsafe(32)
+
+
+def digest_of_secret(secret: str) -> str:
+    """Returns the SHA-256 of a key, in hex; only this is stored."""
+    return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
+
+
+class KeyBudget(Config):
+    """The most that the requests of a key may cost, by the prices of the endpoints."""
+
+    usd: float = Field(ge=0, le=bounds.MOST_USD)
+    per: Literal["month", "life"] = "month"
+    """Each calendar month (UTC), or in total."""
+
+
+class KeySpec(Config):
+    """`raytide key create`: what a key may use. A limit that is left out does not exist."""
+
+    name: bounds.Name
+    team: bounds.Name = "default"
+    models: tuple[_MODEL, ...] = Field(default=(), max_length=bounds.MOST_LABELS)
+    """The endpoints that it may use; all of them if empty."""
+    expires_in_s: float | None = Field(default=None, gt=0, le=bounds.MOST_DELAY_S)
+    requests_per_min: int | None = Field(default=None, ge=1, le=10**9)
+    tokens_per_min: int | None = Field(default=None, ge=1, le=10**12)
+    """Of prompts and completions together."""
+    budget: KeyBudget | None = None
+    priority: int = Field(default=0, ge=-100, le=100)
+    """The priority of its requests in the engine, lower being more urgent; an endpoint's `min_request_priority` bounds
+    it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key without its secret."""
+
+    id: str
+    name: str
+    team: str
+    user: str
+    account: str
+    """The id of the first key of a rotation. Keys of one account share its limits and its budget."""
+    models: tuple[str, ...] = ()
+    created_at_s: float = 0.0
+    expires_at_s: float | None = None
+    revoked_at_s: float | None = None
+    replaced_by: str = ""
+    """The key that replaced it at a rotation."""
+    requests_per_min: int | None = None
+    tokens_per_min: int | None = None
+    budget_micro_usd: int | None = None
+    budget_per: Literal["month", "life"] = "month"
+    priority: int = 0
+
+    @classmethod
+    def from_spec(cls, id: str, spec: KeySpec, user: str, now_s: float) -> Self:
+        budget = spec.budget
+        return cls(
+            id=id,
+            name=spec.name,
+            team=spec.team,
+            user=user,
+            account=id,
+            models=spec.models,
+            created_at_s=now_s,
+            expires_at_s=None if spec.expires_in_s is None else now_s + spec.expires_in_s,
+            requests_per_min=spec.requests_per_min,
+            tokens_per_min=spec.tokens_per_min,
+            budget_micro_usd=None if budget is None else micro_usd(budget.usd),
+            budget_per="month" if budget is None else budget.per,
+            priority=spec.priority,
+        )
+
+    def is_valid(self, now_s: float) -> bool:
+        """Returns whether it is neither revoked nor expired."""
+        return self.revoked_at_s is None and (self.expires_at_s is None or now_s < self.expires_at_s)
+
+    def allows(self, model: str) -> bool:
+        return not self.models or model in self.models
+
+
+class TokenPrice(Config):
+    """US dollars for a million tokens."""
+
+    prompt: float = Field(default=0.0, ge=0, le=1e6)
+    """Of prompt tokens that are not in the prefix cache."""
+    cached: float = Field(default=0.0, ge=0, le=1e6)
+    """Of prompt tokens that are."""
+    completion: float = Field(default=0.0, ge=0, le=1e6)
+
+    def cost_pico_usd(self, prompt: int, cached: int, completion: int) -> int:
+        """Returns the exact cost in pico-dollars of a request whose `prompt` tokens include the `cached` ones."""
+        uncached = max(0, prompt - cached)
+        prices = (micro_usd(self.prompt), micro_usd(self.cached), micro_usd(self.completion))
+        return sum(price * tokens for price, tokens in zip(prices, (uncached, cached, completion), strict=True))
+
+    def most_micro_usd(self, prompt: int, completion: int) -> int:
+        """Returns the most that a request with these tokens can cost in micro-dollars, rounded up."""
+        pico = max(self.cost_pico_usd(prompt, 0, completion), self.cost_pico_usd(prompt, prompt, completion))
+        return -(-pico // _PICO)
+
+
+def billed_micro_usd(carried_pico_usd: int, cost_pico_usd: int) -> tuple[int, int]:
+    """Returns the whole micro-dollars to bill for a cost, and the rest to carry to the account's next request.
+
+    The amount is the difference of two roundings of the account's cumulative cost, so amounts sum to it exactly.
+    """
+    total = carried_pico_usd + cost_pico_usd
+    amount = max(0, (total + _PICO // 2) // _PICO)
+    return amount, total - amount * _PICO
+
+
+class RequestUsage(Config):
+    """What a gateway reports of one request."""
+
+    id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,64}$")]
+    """Made by the gateway. A request that is reported again is not billed again."""
+    at_s: float = Field(ge=0, le=1e11)
+    key: Annotated[str, StringConstraints(max_length=64)] = ""
+    """The id of its API key; empty without one."""
+    team: bounds.Name
+    user: bounds.Word = ""
+    model: bounds.Word = ""
+    version: bounds.Word = ""
+    """The version of the model, where the endpoint has several."""
+    prompt_tokens: int = Field(default=0, ge=0, le=10**12)
+    cached_tokens: int = Field(default=0, ge=0, le=10**12)
+    """The part of the prompt that was in the prefix cache."""
+    completion_tokens: int = Field(default=0, ge=0, le=10**12)
+    cost_pico_usd: int = Field(default=0, ge=0, le=2**62)
+    status: int = Field(ge=100, le=599)
+    """The HTTP status; 499 if the client left."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """A billed request."""
+
+    id: str
+    at_s: float
+    key: str
+    team: str
+    user: str
+    model: str
+    version: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_micro_usd: int
+    """What was billed."""
+    waived_micro_usd: int
+    """The part of its cost that was not billed, because the budget had no room for it any more."""
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class UsageSum:
+    """The usage of all requests of one group."""
+
+    group: str
+    requests: int
+    errors: int
+    """Requests with a status of 400 and more."""
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost_micro_usd: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """An entry of the audit log. `hash` covers all other fields, and so, through `previous`, all earlier entries."""
+
+    seq: int
+    at_s: float
+    actor: str
+    action: str
+    object: str
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    previous: str = ""
+    hash: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainVerdict:
+    """What a check of the audit log found."""
+
+    entries: int
+    first_seq: int
+    head_seq: int
+    head_hash: str
+    """Noted elsewhere, it proves later that nothing up to here was rewritten."""
+    broken_seq: int | None = None
+    """The first entry that is wrong or missing."""
+    problem: str = ""
+    requests: int = 0
+    """Usage rows that were compared with the entries of their batches."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.broken_seq is None

@@ -1,0 +1,193 @@
+"""The audit log: a chain of entries, each of which covers the one before it with its hash.
+
+An entry is written in the transaction of the change that it describes, so there is neither without the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import sqlalchemy as sa
+
+from raytide.core.bounds import storable
+from raytide.core.objects.api_key import AuditEntry, ChainVerdict
+from raytide.core.state import tables as t
+from raytide.core.state.database import Database
+from raytide.core.state.job_queries import chunked
+from raytide.core.state.write import append, next_number
+
+__all__ = ["AuditLog", "acting", "add_entry", "digest_of_rows", "record"]
+
+REQUESTS, PRUNED, USAGE_PRUNED = "gateway.requests", "audit.prune", "usage.prune"
+"""Actions with a meaning for the check: a batch of requests, and deletions by age."""
+_COUNTER = "audit"
+_BATCH = 1000
+_actor: ContextVar[tuple[str, float] | None] = ContextVar("audit_actor", default=None)
+
+
+@contextmanager
+def acting(actor: str, at_s: float) -> Iterator[None]:
+    """Names the caller on whose behalf the store is changed inside the block, and in the threads that it starts."""
+    before = _actor.set((actor, at_s))
+    try:
+        yield
+    finally:
+        _actor.reset(before)
+
+
+def record(c: sa.Connection, action: str, object: str, detail: Mapping[str, Any] | None = None) -> None:
+    """Appends an entry for a change by the caller; none if the platform itself changes something.
+
+    Call it last in a transaction: it takes the lock that orders all entries.
+    """
+    if (actor := _actor.get()) is not None:
+        add_entry(c, actor[1], actor[0], action, object, detail or {})
+
+
+def add_entry(c: sa.Connection, at_s: float, actor: str, action: str, object: str, detail: Mapping[str, Any]) -> None:
+    seq = next_number(c, _COUNTER)
+    previous = c.execute(sa.select(t.audit.c.hash).where(t.audit.c.seq == seq - 1)).scalar()
+    fields = (storable(actor), action, storable(object), json.dumps(detail, sort_keys=True, default=str))
+    hash = _hash(seq, float(at_s), *fields, previous or "")
+    names = ("actor", "action", "object", "detail")
+    row = {"seq": seq, "at_s": float(at_s), **dict(zip(names, fields, strict=True))}
+    append(c, t.audit, [{**row, "previous": previous or "", "hash": hash}])
+
+
+def _hash(seq: int, at_s: float, actor: str, action: str, object: str, detail: str, previous: str) -> str:
+    text = json.dumps([seq, at_s, actor, action, object, detail, previous])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_of_rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the SHA-256 of usage rows, by which the log covers them."""
+    text = json.dumps([[row[name] for name in _COVERED] for row in rows])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_COVERED = [column.name for column in t.usage.c if column.name != "number"]
+
+
+class AuditLog:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def entries(
+        self,
+        *,
+        actor: str | None = None,
+        action: str | None = None,
+        object: str | None = None,
+        since_s: float = 0.0,
+        until_s: float | None = None,
+        before: int | None = None,
+        limit: int = 100,
+    ) -> tuple[AuditEntry, ...]:
+        """Returns entries, newest first, with a number below `before`. An action may be a prefix, such as `key.`."""
+        a = t.audit.c
+        query = t.audit.select().where(a.at_s >= since_s).order_by(a.seq.desc()).limit(limit)
+        if actor is not None:
+            query = query.where(a.actor == actor)
+        if action is not None:
+            query = query.where(a.action.startswith(action, autoescape=True))
+        if object is not None:
+            query = query.where(a.object == object)
+        if until_s is not None:
+            query = query.where(a.at_s < until_s)
+        if before is not None:
+            query = query.where(a.seq < before)
+        with self._db.read() as c:
+            return tuple(_entry(row) for row in c.execute(query))
+
+    def prune(self, before_s: float, now_s: float, limit: int = _BATCH) -> int:
+        """Deletes a batch of the oldest entries before this time; returns their number.
+
+        An entry with the hash of the last deleted one lets the rest of the chain be checked.
+        """
+        a = t.audit.c
+        with self._db.write() as c:
+            young = c.execute(sa.select(sa.func.min(a.seq)).where(a.at_s >= before_s)).scalar()
+            query = sa.select(a.seq, a.hash).order_by(a.seq).limit(limit)
+            old = c.execute(query if young is None else query.where(a.seq < young)).all()
+            if not old:
+                return 0
+            anchor = {"through": old[-1].seq, "hash": old[-1].hash, "entries": len(old)}
+            add_entry(c, now_s, "raytide", PRUNED, "audit", anchor)
+            c.execute(t.audit.delete().where(a.seq <= old[-1].seq))
+            return len(old)
+
+    def verify(self, head: tuple[int, str] | None = None) -> ChainVerdict:
+        """Checks the whole chain, and the usage rows that it covers.
+
+        `head` is the number and hash of an entry that were noted elsewhere before: without it, a rewritten chain that
+        is consistent in itself cannot be told from the true one.
+        """
+        a = t.audit.c
+        with self._db.read() as c:
+            anchor = c.execute(t.audit.select().where(a.action == PRUNED).order_by(a.seq.desc()).limit(1)).first()
+            through: Mapping[str, Any] = {} if anchor is None else _entry(anchor).detail
+            cuts = c.execute(sa.select(a.detail).where(a.action == USAGE_PRUNED)).scalars()
+            pruned_s = max((float(json.loads(cut).get("before_s", 0.0)) for cut in cuts), default=0.0)
+            numbered = sa.select(t.counters.c.next).where(t.counters.c.name == _COUNTER)
+            last = (c.execute(numbered).scalar() or 1) - 1
+            seq, previous = int(through.get("through", 0)), str(through.get("hash", ""))
+            first_seq, entries, requests = seq + 1, 0, 0
+            while rows := c.execute(t.audit.select().where(a.seq > seq).order_by(a.seq).limit(_BATCH)).all():
+                if entries == 0 and (early := c.execute(sa.select(a.seq).where(a.seq <= seq).limit(1)).first()):
+                    return ChainVerdict(0, first_seq, seq, previous, early.seq, "it stands before the first entry")
+                for row in rows:
+                    problem = _problem(row, seq + 1, previous)
+                    if not problem and row.action == REQUESTS:
+                        compared, problem = _compare(c, _entry(row), pruned_s)
+                        requests += compared
+                    if not problem and head is not None and row.seq == head[0] and row.hash != head[1]:
+                        problem = "its hash is not the one that was noted"
+                    if problem:
+                        broken = min(row.seq, seq + 1)
+                        return ChainVerdict(entries, first_seq, seq, previous, broken, problem, requests)
+                    seq, previous, entries = row.seq, row.hash, entries + 1
+        if seq != last:
+            return ChainVerdict(entries, first_seq, seq, previous, seq + 1, "it is missing", requests)
+        if head is not None and head[0] > seq:
+            return ChainVerdict(entries, first_seq, seq, previous, seq + 1, "it was noted and is missing", requests)
+        return ChainVerdict(entries, first_seq, seq, previous, requests=requests)
+
+
+def _problem(row: sa.Row[Any], seq: int, previous: str) -> str:
+    if row.seq != seq:
+        return "it is missing"
+    if row.previous != previous:
+        return "it does not follow from the entry before it"
+    if row.hash != _hash(row.seq, row.at_s, row.actor, row.action, row.object, row.detail, row.previous):
+        return "its content does not match its hash"
+    return ""
+
+
+def _compare(c: sa.Connection, entry: AuditEntry, pruned_s: float) -> tuple[int, str]:
+    """Returns the number of usage rows compared with a batch's entry, and what is wrong with them."""
+    listed = {str(each[0]): float(each[1]) for each in entry.detail.get("requests", ())}
+    found: dict[str, Mapping[str, Any]] = {}
+    for part in chunked(listed):
+        for row in c.execute(t.usage.select().where(t.usage.c.id.in_(part))).mappings():
+            found[row["id"]] = dict(row)
+    lost = [id for id, at_s in listed.items() if id not in found and at_s >= pruned_s]
+    if lost:
+        return 0, f"usage row {lost[0]} of it is missing"
+    if len(found) < len(listed):  # the rest was deleted by age
+        return 0, ""
+    is_same = digest_of_rows([found[id] for id in listed]) == entry.detail.get("rows")
+    return len(found), "" if is_same else "its usage rows were changed"
+
+
+def _entry(row: sa.Row[Any]) -> AuditEntry:
+    try:
+        detail = json.loads(row.detail)
+    except ValueError:
+        detail = {}
+    detail = detail if isinstance(detail, dict) else {}
+    return AuditEntry(row.seq, row.at_s, row.actor, row.action, row.object, detail, row.previous, row.hash)

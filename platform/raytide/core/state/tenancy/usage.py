@@ -1,0 +1,99 @@
+"""Queries on the usage of requests, and its deletion by age."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from raytide.core.money import MICRO
+from raytide.core.objects.api_key import UsageRow, UsageSum
+from raytide.core.objects.ledger_entry import DAY_US
+from raytide.core.state import tables as t
+from raytide.core.state.database import Database
+from raytide.core.state.tenancy.audit import USAGE_PRUNED, add_entry
+
+__all__ = ["UsageBy", "UsageFilter", "UsageQueries"]
+
+UsageBy = Literal["key", "team", "user", "model", "day"]
+_DAY_S = DAY_US // MICRO
+_BATCH = 1000
+
+
+class UsageFilter:
+    """Which requests are meant; a filter that is None matches all."""
+
+    def __init__(
+        self,
+        *,
+        key: str | None = None,
+        team: str | None = None,
+        user: str | None = None,
+        model: str | None = None,
+        since_s: float = 0.0,
+        until_s: float | None = None,
+    ) -> None:
+        given = {"key": key, "team": team, "user": user, "model": model}
+        self._wanted = {name: value for name, value in given.items() if value is not None}
+        self._since_s, self._until_s = since_s, until_s
+
+    def applied_to(self, query: sa.Select[Any]) -> sa.Select[Any]:
+        query = query.where(*(t.usage.c[name] == value for name, value in self._wanted.items()))
+        query = query.where(t.usage.c.at_s >= self._since_s)
+        return query if self._until_s is None else query.where(t.usage.c.at_s < self._until_s)
+
+
+class UsageQueries:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def rows(
+        self, which: UsageFilter, *, before: int | None = None, limit: int = 100
+    ) -> tuple[tuple[UsageRow, ...], int | None]:
+        """Returns a page of requests, newest first, and the number to pass as `before` for the next; None at the
+        end."""
+        u = t.usage.c
+        query = which.applied_to(t.usage.select()).order_by(u.number.desc()).limit(limit)
+        if before is not None:
+            query = query.where(u.number < before)
+        with self._db.read() as c:
+            found = c.execute(query).mappings().all()
+        rows = tuple(UsageRow(**{name: row[name] for name in UsageRow.__slots__}) for row in found)
+        return rows, int(found[-1]["number"]) if len(found) == limit else None
+
+    def sums(self, which: UsageFilter, by: UsageBy) -> tuple[UsageSum, ...]:
+        """Returns the usage by group; days are `2026-11-22`, in UTC, in order, other groups by falling cost."""
+        u = t.usage.c
+        day = sa.cast(sa.func.floor(u.at_s / _DAY_S), sa.BigInteger)
+        group: sa.ColumnElement[Any] = day if by == "day" else u[by]
+        tokens = [sa.func.sum(u[name]) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")]
+        errors = sa.func.sum(sa.case((u.status >= 400, 1), else_=0))
+        query = sa.select(group, sa.func.count(), errors, *tokens, sa.func.sum(u.cost_micro_usd)).group_by(group)
+        with self._db.read() as c:
+            found = c.execute(which.applied_to(query)).all()
+        sums = [UsageSum(_name(row[0], by), *(int(value) for value in row[1:])) for row in found]
+        if by == "day":
+            return tuple(sorted(sums, key=lambda each: each.group))
+        return tuple(sorted(sums, key=lambda each: (-each.cost_micro_usd, -each.requests, each.group)))
+
+    def prune(self, before_s: float, now_s: float, limit: int = _BATCH) -> int:
+        """Deletes a batch of the oldest usage rows from before this time; returns their number.
+
+        An entry of the audit log tells its check that they are gone. What accounts spent stays.
+        """
+        u = t.usage.c
+        with self._db.write() as c:
+            old = sa.select(u.number).where(u.at_s < before_s).order_by(u.at_s).limit(limit)
+            removed = c.execute(t.usage.delete().where(u.number.in_(old))).rowcount
+            if removed:
+                detail = {"before_s": before_s, "rows": removed}
+                add_entry(c, now_s, "raytide", USAGE_PRUNED, "usage", detail)
+            return removed
+
+
+def _name(group: object, by: UsageBy) -> str:
+    if by != "day":
+        return str(group)
+
+    return datetime.fromtimestamp(int(str(group)) * _DAY_S, UTC).strftime("%Y-%m-%d")
