@@ -64,7 +64,7 @@ class ServeControl:
         `is_there`: Serve has an application of that name, according to `applications`. Returns whether Serve was
         called.
         """
-        spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json()}".encode()
+        spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json(exclude={'price'})}".encode()
         if is_there and self._get([_spec_key(endpoint.name)]).get(_spec_key(endpoint.name)) == spec:
             return False
 

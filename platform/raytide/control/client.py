@@ -21,14 +21,18 @@ from raytide.control.views import (
     CostTable,
     EndpointStatus,
     JobView,
+    KeyView,
     LogPart,
+    NewKey,
     TeamView,
+    UsagePage,
     WhyView,
     from_json,
 )
 from raytide.core import errors
 from raytide.core.config import environment, home
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError, StorageError
+from raytide.core.objects.api_key import AuditEntry, ChainVerdict, KeySpec, UsageBy, UsageSum
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import BudgetPer, JobSpec
@@ -194,6 +198,50 @@ class ApiClient:
         """Sets some fields of the team's TeamSpec."""
         return from_json(TeamSpec, self._write("PATCH", f"/v1/teams/{name}", changes))
 
+    def create_key(self, spec: KeySpec) -> NewKey:
+        """Creates an API key. It is not retried: the secret in a lost answer cannot be had again."""
+        return from_json(NewKey, json.loads(self._respond("POST", "/v1/keys", None, _to_body(spec), patience_s=0.0)))
+
+    def keys(self, *, limit: int = 100, offset: int = 0, ended: bool = False) -> list[KeyView]:
+        """Returns API keys, newest first; with `ended`, also those that were revoked or have expired."""
+        query = {"limit": limit, "offset": offset, "ended": ended}
+        return from_json(list[KeyView], self._get("/v1/keys", query))
+
+    def key(self, key_id: str) -> KeyView:
+        return from_json(KeyView, self._get(f"/v1/keys/{key_id}"))
+
+    def rotate_key(self, key_id: str, *, grace_s: float = 0.0) -> NewKey:
+        """Replaces a key, which stays valid for `grace_s` seconds."""
+        path, query = f"/v1/keys/{key_id}/rotate", {"grace_s": grace_s}
+        return from_json(NewKey, json.loads(self._respond("POST", path, query, patience_s=0.0)))
+
+    def revoke_key(self, key_id: str) -> KeyView:
+        return from_json(KeyView, self._post(f"/v1/keys/{key_id}/revoke"))
+
+    def usage(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> UsagePage:
+        """Returns a page of requests, newest first. `which`: key, team, user, model, since_s, until_s."""
+        query = {
+            name: value for name, value in {**which, "before": before, "limit": limit}.items() if value is not None
+        }
+        return from_json(UsagePage, self._get("/v1/usage", query))
+
+    def usage_sums(self, by: UsageBy, **which: str | float | None) -> list[UsageSum]:
+        """Returns the usage by group, of the requests that `usage` would return."""
+        query = {name: value for name, value in which.items() if value is not None}
+        return from_json(list[UsageSum], self._get(f"/v1/usage/{by}", query))
+
+    def audit(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> list[AuditEntry]:
+        """Returns entries of the audit log, newest first. `which`: actor, action, object, since_s, until_s."""
+        query = {
+            name: value for name, value in {**which, "before": before, "limit": limit}.items() if value is not None
+        }
+        return from_json(list[AuditEntry], self._get("/v1/audit", query))
+
+    def verify_audit(self, head: str | None = None) -> ChainVerdict:
+        """Checks the audit log, and that it still holds the entry `NUMBER:HASH`, if given."""
+        query = None if head is None else {"head": head}
+        return from_json(ChainVerdict, self._get("/v1/audit/verify", query, timeout_s=_UPLOAD_TIMEOUT_S))
+
     def close(self) -> None:
         self._http.close()
 
@@ -309,7 +357,7 @@ def _clean(value: T) -> T | str:
     return value.encode(errors="replace").decode().replace("\0", "") if isinstance(value, str) else value
 
 
-def _to_body(spec: JobSpec | ServeSpec) -> dict[str, Any]:
+def _to_body(spec: JobSpec | ServeSpec | KeySpec) -> dict[str, Any]:
     """Returns the spec without its default team, because the API takes the token's team."""
     return spec.model_dump(mode="json", exclude=None if "team" in spec.model_fields_set else {"team"})
 

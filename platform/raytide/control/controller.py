@@ -62,6 +62,7 @@ GC_THRESHOLDS = (100_000, 20, 20)
 """A tick on a large cluster makes a million short-lived objects, for which Python's default collects far too often."""
 
 _REMOVE_S = 3600.0
+_DAY_S = 86_400.0
 _FORECAST_S = 10.0
 """The longest age of a start forecast, in seconds."""
 
@@ -142,7 +143,7 @@ class Controller:
         self._serve_sync.sync(e for e in records.endpoints.values() if _is_wanted(e))
         if result.nodes:
             self._record(records, result, now_s)
-        self._remove_old_jobs(now_s)
+        self._remove_old_records(now_s)
         self._publish(decided_on, plan, observed, result, time.monotonic() - began_s)
         return plan
 
@@ -231,12 +232,16 @@ class Controller:
         changed = tuple(pool for pool in rested if records.pools.get((pool.node_type, pool.zone)) != pool)
         self._store.commit(Changes(at_s=now_s, nodes=tuple(result.nodes.values()), pools=changed))
 
-    def _remove_old_jobs(self, now_s: float) -> None:
-        """Deletes one batch an hour of jobs past their retention, and one in each tick while batches are full."""
+    def _remove_old_records(self, now_s: float) -> None:
+        """Deletes a batch of records past their retention: once an hour, and in each tick while batches are full."""
         if now_s < self._remove_at_s:
             return
-        removed = self._store.remove_old_jobs(now_s - self._config.settings.job_retention_days * 86_400.0)
-        self._remove_at_s = now_s if removed == REMOVED_AT_ONCE else now_s + _REMOVE_S
+        settings = self._config.settings
+        removed = self._store.remove_old_jobs(now_s - settings.job_retention_days * _DAY_S)
+        gateway = settings.gateway
+        usage_s, audit_s = gateway.usage_retention_days * _DAY_S, gateway.audit_retention_days * _DAY_S
+        has_more = self._store.tenancy.prune(now_s - usage_s, now_s - audit_s, now_s)
+        self._remove_at_s = now_s if has_more or removed == REMOVED_AT_ONCE else now_s + _REMOVE_S
 
     def _publish(
         self, snapshot: Snapshot, plan: Plan, observed: ClusterObservation, result: ApplyResult, tick_s: float

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from raytide.core.io.atomic_file import read_json
 from raytide.core.money import format_usd
+from raytide.core.objects.api_key import ApiKey, KeySpending, UsageRow
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job, JobState
@@ -209,6 +210,29 @@ class TeamView:
     use: TeamUse
     given: tuple[str, ...] = ()
     """The fields that `raytide quota` or `raytide budget` set, which override the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyView:
+    """An API key, with what the keys of its account have spent."""
+
+    key: ApiKey
+    spending: KeySpending
+
+
+@dataclass(frozen=True, slots=True)
+class NewKey:
+    """A key that was just made, with its secret, which is shown this once and stored nowhere."""
+
+    key: ApiKey
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class UsagePage:
+    rows: tuple[UsageRow, ...]
+    before: int | None
+    """Passed on, it gives the next page; None on the last."""
 
 
 @dataclass(frozen=True, slots=True)

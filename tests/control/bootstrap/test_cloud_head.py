@@ -94,12 +94,14 @@ def test_tokens_of_users_outlive_down_and_up(cluster: HeadCluster) -> None:
     users = {"ana's": {"user": "ana", "team": "research"}}
     cluster.tokens_file.write_text(json.dumps(json.loads(cluster.tokens_file.read_text()) | users))
     cloud_head.down(cluster)
-    assert not cluster.client_file.exists()
+    assert not cluster.client_file.exists() and not cluster.gateway_file.exists()
     grant_access(cluster)
     tokens = json.loads(cluster.tokens_file.read_text())
-    assert tokens == {**users, operators: {"user": "admin", "team": "*"}}
+    gateways = json.loads(cluster.gateway_file.read_text())["token"]
+    assert tokens == {**users, operators: {"user": "admin", "team": "*"}, gateways: {"role": "gateway"}}
     assert json.loads(cluster.client_file.read_text())["token"] == operators
-    assert [file.stat().st_mode & 0o777 for file in (cluster.tokens_file, cluster.client_file)] == [0o600, 0o600]
+    files = (cluster.tokens_file, cluster.client_file, cluster.gateway_file)
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
 def test_a_head_whose_operators_token_was_taken_away_gets_another_one(cluster: HeadCluster) -> None:
@@ -107,7 +109,7 @@ def test_a_head_whose_operators_token_was_taken_away_gets_another_one(cluster: H
     cluster.tokens_file.write_text(json.dumps(users))
     grant_access(cluster)
     tokens = json.loads(cluster.tokens_file.read_text())
-    assert len(tokens) == 2 and tokens.items() > users.items()
+    assert len(tokens) == 3 and tokens.items() > users.items()
 
 
 def test_rays_token_goes_from_the_environment_into_a_file(

@@ -18,6 +18,8 @@ from raytide.core.state import Store
 _log = logging.getLogger(__name__)
 
 ANY_TEAM = "*"
+GATEWAY_ROUTES = "/v1/gateway/"
+GATEWAY_ROLE = "gateway"
 _THREADS = 8
 
 
@@ -28,6 +30,13 @@ class Caller:
     """`*` allows every team."""
     job: str = ""
     """The job of a job token; empty for a user's token."""
+    is_gateway: bool = False
+    """True for the gateway's own token, which opens its routes and nothing else."""
+
+    @property
+    def name(self) -> str:
+        """The name in the audit log."""
+        return f"{self.user}/{self.job}" if self.job else self.user
 
     @property
     def home(self) -> str:
@@ -66,6 +75,12 @@ class Caller:
             )
         return self
 
+    def require_route(self, path: str) -> None:
+        """Raises DeniedError if the path is the gateway's and the caller is not, or the other way round."""
+        if path.startswith(GATEWAY_ROUTES) is not self.is_gateway:
+            whose = "other routes than its own" if self.is_gateway else "the gateway's routes"
+            raise DeniedError(f"the token of {self.user} does not open {whose}.", hint="Use raytide's client.")
+
     def require_all(self) -> None:
         if self.team != ANY_TEAM:
             what = f"the token of {self.user} is for team {self.team}; this needs one for all teams."
@@ -90,7 +105,7 @@ class JobTokens:
 
 
 class Tokens:
-    """The tokens of users, from `tokens.json` ({token: {"user": ..., "team": ...}}), and of jobs.
+    """The tokens of users, from `tokens.json` ({token: {"user": ..., "team": ...}}), of the gateway, and of jobs.
 
     The file is read again when it changes. While it is missing or invalid, the tokens read last stay valid.
     """
@@ -140,6 +155,9 @@ def _callers(raw: object) -> dict[str, Caller]:
         raise ValueError("it is not a mapping")
     callers = {}
     for token, entry in raw.items():
+        if token and entry == {"role": GATEWAY_ROLE}:
+            callers[token] = Caller(GATEWAY_ROLE, "", is_gateway=True)
+            continue
         user, team = (entry.get("user"), entry.get("team")) if isinstance(entry, dict) else ("", "")
         if not (token and isinstance(user, str) and user and isinstance(team, str) and team):
             raise ValueError('an entry is not "TOKEN": {"user": ..., "team": ...}')

@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raytide.control.api.auth import Tokens
+from raytide.control.api.auth import GATEWAY_ROUTES, Caller, Tokens
 from raytide.core.errors import AuthError, RaytideError, TooLargeError, TooSlowError
 from raytide.core.io.working_dir import MOST_BYTES
+from raytide.core.state.tenancy.audit import acting
 
 SPEC_BYTES = 2**20
-"""The largest body of a job's or endpoint's spec."""
+"""The largest body of a job's or endpoint's spec, or of a gateway's report."""
 BODY_BYTES = 2**16
 """The largest body of every other request."""
 BODY_S = 20.0
@@ -43,16 +44,19 @@ class Gate:
     Responds with 401 without a valid token, 413 to a body that is too large and 408 to one that is too slow.
     """
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
-        self._app, self._tokens = app, tokens
+    def __init__(self, app: ASGIApp, tokens: Tokens, now_s: Callable[[], float] = time.time) -> None:
+        self._app, self._tokens, self._now_s = app, tokens, now_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        caller = Caller("", "")
         try:
             if scope["path"] not in _OPEN:
-                scope.setdefault("state", {})["caller"] = await self._tokens.caller(_authorization(scope["headers"]))
+                caller = await self._tokens.caller(_authorization(scope["headers"]))
+                caller.require_route(scope["path"])
+                scope.setdefault("state", {})["caller"] = caller
             elif _has_body(scope["headers"]):
                 raise TooLargeError(f"{scope['path']} takes no body.", hint="Send the request without a body.")
             admitted = await _admit(scope, receive)
@@ -63,7 +67,8 @@ class Gate:
             await _refuse(late)(scope, receive, send)
         else:
             if admitted is not None:
-                await self._app(scope, admitted, send)
+                with acting(caller.name, self._now_s()):
+                    await self._app(scope, admitted, send)
 
 
 async def _admit(scope: Scope, receive: Receive) -> Receive | None:
@@ -71,11 +76,13 @@ async def _admit(scope: Scope, receive: Receive) -> Receive | None:
     headers = scope["headers"]
     if not _has_body(headers):
         return receive
-    is_package = scope["method"] == "PUT" and _PACKAGE.fullmatch(scope["path"])
+    path = scope["path"]
+    is_package = scope["method"] == "PUT" and _PACKAGE.fullmatch(path)
     if is_package:
         most = MOST_BYTES
     else:
-        most = SPEC_BYTES if scope["method"] == "POST" and scope["path"] in _SPECS else BODY_BYTES
+        is_large = scope["method"] == "POST" and (path in _SPECS or path.startswith(GATEWAY_ROUTES))
+        most = SPEC_BYTES if is_large else BODY_BYTES
     announced = _length(headers)
     if announced is not None and announced > most:
         await _discard(receive, announced)

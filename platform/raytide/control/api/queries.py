@@ -15,6 +15,7 @@ from fastapi import Depends, Path, Query
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 
+from raytide.control.api.auth import Caller
 from raytide.core.errors import UsageError
 
 MOST_DEPTH = 64
@@ -38,14 +39,22 @@ Tail = Annotated[int | None, Query(ge=0, le=2**31 - 1)]
 Place = Annotated[str, Query(max_length=64)]
 Since = Annotated[float, Query(ge=0, le=_LATEST_S, allow_inf_nan=False)]
 Until = Annotated[float | None, Query(ge=0, le=_LATEST_S, allow_inf_nan=False)]
+Word = Annotated[str | None, Query(min_length=1, max_length=256, pattern=_NAME)]
+"""A value that a filter wants."""
+Number = Annotated[int | None, Query(ge=0, le=2**63 - 1)]
+Grace = Annotated[float, Query(ge=0, le=366 * 86_400, allow_inf_nan=False)]
+Head = Annotated[str | None, Query(pattern=r"^[0-9]{1,18}:[0-9a-f]{64}$")]
+"""The number and hash of an entry of the audit log."""
 Usd = Annotated[float | None, Query(gt=0, le=1e12, allow_inf_nan=False)]
 
 
 class Poll(BaseModel):
-    """The query of a lease poll. Its route avoids FastAPI's validation, because polls are frequent."""
+    """The query of a poll of a lease or the keys. Its routes avoid FastAPI's validation, because polls are frequent."""
 
     newer_than: int = Field(default=-1, ge=-1, le=2**63 - 1)
     timeout_s: float = Field(default=0.0, ge=0, le=86_400, allow_inf_nan=False)
+    gateway: str = Field(default="", max_length=100)
+    """The name of the gateway that polls for keys."""
 
     @classmethod
     def from_request(cls, request: Request) -> Poll:
@@ -75,6 +84,14 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         _refuse("is not a JSON object")
     _check(found)
     return found
+
+
+async def authenticated(request: Request) -> Caller:
+    caller: Caller = request.state.caller
+    return caller
+
+
+CallerInput = Annotated[Caller, Depends(authenticated)]
 
 
 async def json_object(request: Request) -> dict[str, Any]:

@@ -5,19 +5,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from raytide.control.api import queries as q
-from raytide.control.api.auth import Caller, Tokens
+from raytide.control.api.auth import Tokens
 from raytide.control.api.gate import Gate
 from raytide.control.api.services.service import ApiService
+from raytide.control.api.tenancy_routes import tenancy_routes
 from raytide.control.views import to_json
 from raytide.core.errors import NotFoundError, RaytideError, UsageError
 from raytide.core.objects.job import BudgetPer
@@ -46,16 +47,10 @@ async def _in(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwarg
 
 def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
     app = FastAPI(title="raytide", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Gate, tokens=tokens)
+    app.add_middleware(Gate, tokens=tokens, now_s=service.now_s)
     pools = Pools()
     uploads: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_UPLOADS))
     measured: dict[str, Any] = {"at_s": -_METRICS_S, "text": b""}
-
-    async def authenticated(request: Request) -> Caller:
-        found: Caller = request.state.caller
-        return found
-
-    CallerInput = Annotated[Caller, Depends(authenticated)]
 
     @app.exception_handler(RaytideError)
     async def known(_: Request, error: RaytideError) -> JSONResponse:
@@ -106,15 +101,15 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
         return Response(await _in(pools.metrics, measure), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/status")
-    def status(caller: CallerInput) -> Any:
+    def status(caller: q.CallerInput) -> Any:
         return to_json(service.status(caller))
 
     @app.post("/v1/jobs")
-    async def submit(caller: CallerInput, body: q.Body, key: q.Key = None) -> Any:
+    async def submit(caller: q.CallerInput, body: q.Body, key: q.Key = None) -> Any:
         return to_json(await _in(pools.submissions, service.jobs.submit, body, caller, key))
 
     @app.put("/v1/packages/{digest}")
-    async def upload(caller: CallerInput, digest: q.Digest, request: Request) -> Any:
+    async def upload(caller: q.CallerInput, digest: q.Digest, request: Request) -> Any:
         length = request.headers.get("content-length", "")
         async with uploads[caller.home]:
             await _in(pools.uploads, service.jobs.make_room, caller, int(length) if length else None)
@@ -124,87 +119,88 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
         return {}
 
     @app.get("/v1/packages/{digest}")
-    def package(caller: CallerInput, digest: q.Digest) -> Response:
+    def package(caller: q.CallerInput, digest: q.Digest) -> Response:
         return FileResponse(service.jobs.package(digest, caller))
 
     @app.get("/v1/jobs")
-    def jobs(caller: CallerInput, limit: q.Limit = 100, offset: q.Offset = 0, active: bool = False) -> Any:
+    def jobs(caller: q.CallerInput, limit: q.Limit = 100, offset: q.Offset = 0, active: bool = False) -> Any:
         return [to_json(view) for view in service.jobs.page(caller, min(limit, 1000), offset, active=active)]
 
     @app.get("/v1/jobs/{job_id}")
-    def job(caller: CallerInput, job_id: q.Name) -> Any:
+    def job(caller: q.CallerInput, job_id: q.Name) -> Any:
         return to_json(service.jobs.job(job_id, caller))
 
     @app.post("/v1/jobs/{job_id}/stop")
-    def stop(caller: CallerInput, job_id: q.Name) -> Any:
+    def stop(caller: q.CallerInput, job_id: q.Name) -> Any:
         return to_json(service.jobs.stop(job_id, caller))
 
     @app.post("/v1/jobs/{job_id}/retry")
-    async def retry(caller: CallerInput, job_id: q.Name, key: q.Key = None) -> Any:
+    async def retry(caller: q.CallerInput, job_id: q.Name, key: q.Key = None) -> Any:
         return to_json(await _in(pools.submissions, service.jobs.retry, job_id, caller, key))
 
     @app.get("/v1/jobs/{job_id}/why")
-    def why(caller: CallerInput, job_id: q.Name) -> Any:
+    def why(caller: q.CallerInput, job_id: q.Name) -> Any:
         return to_json(service.jobs.why(job_id, caller))
 
     @app.put("/v1/jobs/{job_id}/budget")
     def job_budget(
-        caller: CallerInput, job_id: q.Name, usd: q.Usd = None, soft: bool = False, per: BudgetPer = "job"
+        caller: q.CallerInput, job_id: q.Name, usd: q.Usd = None, soft: bool = False, per: BudgetPer = "job"
     ) -> Any:
         return to_json(service.jobs.set_budget(job_id, caller.require_person(), usd, soft=soft, per=per))
 
     @app.get("/v1/jobs/{job_id}/logs")
-    async def logs(caller: CallerInput, job_id: q.Name, after: q.Place = "", tail: q.Tail = None) -> Any:
+    async def logs(caller: q.CallerInput, job_id: q.Name, after: q.Place = "", tail: q.Tail = None) -> Any:
         return to_json(await _in(pools.slow, service.jobs.logs, job_id, caller, after, tail))
 
     @app.post("/v1/jobs/{job_id}/report")
-    def report(caller: CallerInput, job_id: q.Name, body: q.Body) -> Any:
+    def report(caller: q.CallerInput, job_id: q.Name, body: q.Body) -> Any:
         service.jobs.report(job_id, caller, body)
         return {}
 
     @app.post("/v1/jobs/{job_id}/release")
-    def release(caller: CallerInput, job_id: q.Name, body: q.Body) -> Any:
+    def release(caller: q.CallerInput, job_id: q.Name, body: q.Body) -> Any:
         service.jobs.release(job_id, caller, str(body.get("error", "")))
         return {}
 
     @app.post("/v1/endpoints")
-    async def serve(caller: CallerInput, body: q.Body) -> Any:
+    async def serve(caller: q.CallerInput, body: q.Body) -> Any:
         return to_json(await _in(pools.submissions, service.endpoints.serve, body, caller))
 
     @app.get("/v1/endpoints")
-    def endpoints(caller: CallerInput) -> Any:
+    def endpoints(caller: q.CallerInput) -> Any:
         return [to_json(status) for status in service.endpoints.all(caller)]
 
     @app.get("/v1/endpoints/{name}")
-    def endpoint(caller: CallerInput, name: q.Name) -> Any:
+    def endpoint(caller: q.CallerInput, name: q.Name) -> Any:
         return to_json(service.endpoints.get(name, caller))
 
     @app.delete("/v1/endpoints/{name}")
-    def delete_endpoint(caller: CallerInput, name: q.Name) -> Any:
+    def delete_endpoint(caller: q.CallerInput, name: q.Name) -> Any:
         return to_json(service.endpoints.delete(name, caller))
 
     @app.get("/v1/plans")
-    def plans(caller: CallerInput, limit: q.Limit = 50, until_s: q.Until = None) -> Any:
+    def plans(caller: q.CallerInput, limit: q.Limit = 50, until_s: q.Until = None) -> Any:
         return service.plans(caller, min(limit, 1000), until_s)
 
     @app.get("/v1/snapshot")
-    async def snapshot(caller: CallerInput) -> Response:
+    async def snapshot(caller: q.CallerInput) -> Response:
         return Response(await _in(pools.slow, service.snapshot, caller), media_type="application/json")
 
     @app.get("/v1/cost")
-    def cost(caller: CallerInput) -> Any:
+    def cost(caller: q.CallerInput) -> Any:
         return to_json(service.cost(caller))
 
     @app.get("/v1/cost/{by}")
-    def costs(caller: CallerInput, by: By, since_s: q.Since = 0.0) -> Any:
+    def costs(caller: q.CallerInput, by: By, since_s: q.Since = 0.0) -> Any:
         return to_json(service.costs(by, caller, since_s))
 
     @app.get("/v1/teams")
-    def teams(caller: CallerInput) -> Any:
+    def teams(caller: q.CallerInput) -> Any:
         return [to_json(team) for team in service.teams(caller)]
 
     @app.patch("/v1/teams/{name}")
-    def change_team(caller: CallerInput, name: q.Name, body: q.Body) -> Any:
+    def change_team(caller: q.CallerInput, name: q.Name, body: q.Body) -> Any:
         return to_json(service.accounts.change(name, body, caller))
 
+    app.include_router(tenancy_routes(service.tenancy))
     return app

@@ -73,7 +73,7 @@ def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0
             check_running(cluster.gcs_address, cluster.dashboard_url)
         provider(cluster).close()  # fail here rather than in the controller
         cluster.save()
-        if not cluster.client_file.exists():
+        if not (cluster.client_file.exists() and cluster.gateway_file.exists()):
             grant_access(cluster)
         start_supervisor(cluster)
         wait_for_api(cluster, timeout_s=timeout_s)
@@ -95,6 +95,7 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
     """Ends raytide's processes here and every node that it bought, and closes the books. Ray's head stays."""
     with hold_lock(cluster.run_dir / "head.lock"):
         cluster.client_file.unlink(missing_ok=True)
+        cluster.gateway_file.unlink(missing_ok=True)
         end_children(cluster)
         machines = _end_nodes(provider(cluster, only_ends=True), time.monotonic() + timeout_s)
         store = Store.open(cluster.state_url)

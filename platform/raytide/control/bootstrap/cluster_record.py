@@ -85,13 +85,18 @@ class RunningCluster(Config):
 
     @property
     def tokens_file(self) -> Path:
-        """{token: {user, team}}"""
+        """{token: {user, team}}, or {token: {role: gateway}}"""
         return self.run_dir / "tokens.json"
 
     @property
     def client_file(self) -> Path:
         """{address, token}; exists while the cluster is up."""
         return self.run_dir / "client.json"
+
+    @property
+    def gateway_file(self) -> Path:
+        """{address, token} of the API for gateways, whose token opens nothing else."""
+        return self.run_dir / "gateway.json"
 
     @property
     def ray_token_file(self) -> Path | None:

@@ -19,13 +19,14 @@ from raytide.core.io.process import Process, running, terminate_all
 __all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
 
 _OPERATOR = {"user": "admin", "team": "*"}
+_GATEWAY = {"role": "gateway"}
 _STOP_GRACE_S = 12.0
 """Longer than the supervisor's own grace period for its children."""
 
 
 def grant_access(cluster: RunningCluster) -> None:
-    """Writes a token for the cluster's operator to `client.json`. Existing tokens of users and of earlier starts
-    stay."""
+    """Writes a token for the cluster's operator to `client.json`, and one for its gateways to `gateway.json`. Existing
+    tokens of users and of earlier starts stay."""
     try:
         tokens = read_json(cluster.tokens_file) or {}
     except ValueError as error:
@@ -33,12 +34,17 @@ def grant_access(cluster: RunningCluster) -> None:
             f"{cluster.tokens_file} cannot be read: {error}.",
             hint="Fix it, or move it away: a new one without users is then created.",
         ) from None
-    token = next((token for token, entry in tokens.items() if entry == _OPERATOR), None)
-    if token is None:
-        token = secrets.token_urlsafe(24)
-        write_json(cluster.tokens_file, {**tokens, token: _OPERATOR})
+    known = dict(tokens)
+    access = {}
+    for file, entry in ((cluster.client_file, _OPERATOR), (cluster.gateway_file, _GATEWAY)):
+        token = next((token for token, each in known.items() if each == entry), None) or secrets.token_urlsafe(24)
+        known[token] = entry
+        access[file] = {"address": cluster.api_url, "token": token}
+    if known != tokens:
+        write_json(cluster.tokens_file, known)
     cluster.tokens_file.chmod(0o600)  # an editor may have replaced it
-    write_json(cluster.client_file, {"address": cluster.api_url, "token": token})
+    for file, content in access.items():
+        write_json(file, content)
 
 
 def start_supervisor(

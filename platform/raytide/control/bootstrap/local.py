@@ -199,6 +199,7 @@ def _end_everything(cluster: LocalCluster) -> None:
     A full disk does not stop it: costs that cannot be recorded now are booked when the books are closed.
     """
     cluster.client_file.unlink(missing_ok=True)
+    cluster.gateway_file.unlink(missing_ok=True)
     end_children(cluster)
     live = [folder for folder in node_folders(cluster.run_dir) if folder.end() is None]
     for folder in live:

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints
 
@@ -15,24 +15,37 @@ from raytide.core.config import Config
 from raytide.core.money import micro_usd
 
 __all__ = [
+    "LIFE",
+    "MOST_BATCH",
     "ApiKey",
+    "AskedReservation",
     "AuditEntry",
     "ChainVerdict",
     "KeyBudget",
     "KeySpec",
+    "KeySpending",
+    "KeyTableChange",
     "RequestUsage",
+    "ReservationBatch",
     "TokenPrice",
+    "UsageBatch",
+    "UsageBy",
     "UsageRow",
     "UsageSum",
+    "billed_micro_usd",
     "digest_of_secret",
     "new_secret",
 ]
 
+UsageBy = Literal["key", "team", "user", "model", "day"]
 LIFE = "life"
 """The period of a budget that is never renewed."""
 _PREFIX = "rk-"
 _PICO = 1_000_000
 """Pico-dollars of a micro-dollar. A token's price in them is a whole number."""
+MOST_BATCH = 1000
+"""The most requests in one report of a gateway."""
+MOST_BATCH_BYTES = 1 << 20
 _MODEL = Annotated[str, StringConstraints(min_length=1, max_length=100)]
 
 
@@ -120,6 +133,15 @@ class ApiKey:
         return not self.models or model in self.models
 
 
+@dataclass(frozen=True, slots=True)
+class KeySpending:
+    """What an account has spent and reserved, in micro-dollars."""
+
+    month: int = 0
+    life: int = 0
+    reserved: int = 0
+
+
 class TokenPrice(Config):
     """US dollars for a million tokens."""
 
@@ -171,6 +193,52 @@ class RequestUsage(Config):
     cost_pico_usd: int = Field(default=0, ge=0, le=2**62)
     status: int = Field(ge=100, le=599)
     """The HTTP status; 499 if the client left."""
+
+
+class AskedReservation(Config):
+    """The most that a request of a key may cost, reserved before it is admitted."""
+
+    id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,64}$")]
+    """The id of the request."""
+    key: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    amount_micro_usd: int = Field(ge=0, le=2**62)
+
+
+class ReservationBatch(Config):
+    """The reservations that a gateway asks for together."""
+
+    most_bytes: ClassVar[int] = MOST_BATCH_BYTES
+
+    gateway: bounds.Name
+    asked: tuple[AskedReservation, ...] = Field(default=(), max_length=MOST_BATCH)
+
+
+class UsageBatch(Config):
+    """The requests that a gateway has finished, or given up before they cost anything."""
+
+    most_bytes: ClassVar[int] = MOST_BATCH_BYTES
+
+    gateway: bounds.Name
+    requests: tuple[RequestUsage, ...] = Field(default=(), max_length=MOST_BATCH)
+    released: tuple[Annotated[str, StringConstraints(max_length=64)], ...] = Field(default=(), max_length=MOST_BATCH)
+    """Reservations of requests that cost nothing."""
+    unauthenticated: int = Field(default=0, ge=0, le=10**12)
+    """Requests without a valid key."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTableChange:
+    """What a gateway knows of keys, prices and teams, or what of it changed."""
+
+    revision: int
+    is_whole: bool
+    """`keys` replaces all that is known."""
+    keys: Mapping[str, ApiKey]
+    """By the SHA-256 of the secret."""
+    prices: Mapping[str, TokenPrice]
+    """Of all endpoints, by name."""
+    weights: Mapping[str, float]
+    """Of all teams in the fair share."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -73,6 +73,17 @@ class UnmanagedSection(Config):
     gpu: bool = False
 
 
+class GatewaySection(Config):
+    """The OpenAI address of all endpoints."""
+
+    require_keys: Literal["auto"] | bool = "auto"
+    """Whether requests need an API key; `auto`: unless the gateway listens on a loopback address."""
+    usage_retention_days: int = Field(default=400, ge=1, le=36_500)
+    """The time after which the usage of single requests is deleted; what keys have spent is kept."""
+    audit_retention_days: int = Field(default=800, ge=1, le=36_500)
+    """The time after which entries of the audit log, and keys that ended, are deleted; the rest stays verifiable."""
+
+
 class RaytideSection(Config):
     """`metadata.raytide` of cluster.yaml."""
 
@@ -82,6 +93,7 @@ class RaytideSection(Config):
     node_types: dict[str, NodeTypeSection]
     limits: LimitsSection = LimitsSection()
     unmanaged: UnmanagedSection = UnmanagedSection()
+    gateway: GatewaySection = GatewaySection()
     teams: dict[str, TeamSpec] = Field(default_factory=lambda: {"default": TeamSpec()})
     priorities: dict[str, int] = Field(default_factory=lambda: dict(CLASSES))
     """Priority classes: a higher number goes first, and may preempt a lower one."""

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
+from raytide.core.objects.api_key import TokenPrice
 from raytide.core.objects.gang import Needed
 from raytide.core.objects.resources import RESOURCE_WORDS, expand
 
@@ -96,6 +97,8 @@ class ServeSpec(Config):
     """Further requests to a replica wait in the router."""
     min_request_priority: int = Field(default=0, ge=-100, le=0)
     """The most urgent priority that a request may have (lower is more urgent); more urgent ones are raised to it."""
+    price: TokenPrice = TokenPrice()
+    """The price of tokens, which the gateway bills to API keys."""
 
     @model_validator(mode="before")
     @classmethod

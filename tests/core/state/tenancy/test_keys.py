@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from raytide.core.errors import ConflictError, NotFoundError, QuotaError
-from raytide.core.objects.api_key import KeyBudget, KeySpec, digest_of_secret, new_secret
+from raytide.core.objects.api_key import KeyBudget, KeySpec, RequestUsage, digest_of_secret, new_secret
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.state import Store
 from raytide.core.state.tenancy import keys
 from raytide.core.state.tenancy.records import TenancyRecords
+from raytide.core.state.tenancy.usage import UsageFilter
 
 SPEC = KeySpec(
     name="web",
@@ -84,3 +85,17 @@ def test_unknown_keys_and_too_many_are_refused(tenancy: TenancyRecords, monkeypa
     assert tenancy.keys.create(SPEC, "ana", "d2", 3700.0).id == "key-2"  # the first has expired
     assert tenancy.keys.prune(3699.0) == 0
     assert tenancy.keys.prune(3701.0) == 1
+
+
+def test_what_is_past_its_retention_goes_and_spending_stays(tenancy: TenancyRecords) -> None:
+    key = tenancy.keys.create(SPEC, "ana", "d1", 100.0)
+    row = RequestUsage(id="r", at_s=200.0, key=key.id, team="blue", cost_pico_usd=9 * 10**6, status=200)
+    tenancy.spending.settle("g", [row], 200.0)
+    assert tenancy.prune(150.0, 99_999.0, 1000.0) is False
+    assert (len(tenancy.usage.rows(UsageFilter())[0]), len(tenancy.audit.entries())) == (1, 1)
+    tenancy.prune(5000.0, 5000.0, 6000.0)
+    assert tenancy.usage.rows(UsageFilter())[0] == ()
+    assert tenancy.keys.page() == ()  # it expired at 3700
+    assert [entry.action for entry in tenancy.audit.entries()] == ["audit.prune", "usage.prune"]
+    assert tenancy.spending.spent([key.id], 200.0)[key.id].life == 9
+    assert tenancy.audit.verify().is_whole

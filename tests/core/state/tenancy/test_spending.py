@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.core.objects.api_key import KeyBudget, KeySpec, RequestUsage, TokenPrice
+from raytide.core.objects.api_key import AskedReservation, KeyBudget, KeySpec, KeySpending, RequestUsage, TokenPrice
 from raytide.core.state import Store
 from raytide.core.state.tenancy.records import TenancyRecords
-from raytide.core.state.tenancy.spending import KeySpending, Reservation
 from raytide.core.state.tenancy.usage import UsageFilter
 
 NOV, DEC = 1_795_000_000.0, 1_797_000_000.0  # 2026
 MICRO = 10**6
 """Pico-dollars of a micro-dollar."""
+
+
+def asks(id: str, key: str, micro_usd: int) -> AskedReservation:
+    return AskedReservation(id=id, key=key, amount_micro_usd=micro_usd)
 
 
 def key_with(tenancy: TenancyRecords, micro_usd: int | None, per: str = "month") -> str:
@@ -34,13 +37,13 @@ def usage(id: str, key: str, micro_usd: float, at_s: float = NOV, **fields: obje
 
 def test_a_reservation_that_does_not_fit_is_refused(tenancy: TenancyRecords) -> None:
     key = key_with(tenancy, 100)
-    asked = [Reservation("a", key, 60), Reservation("b", key, 50), Reservation("c", key, 40)]
+    asked = [asks("a", key, 60), asks("b", key, 50), asks("c", key, 40)]
     assert tenancy.spending.reserve("g", asked, NOV) == {"a": "", "b": "insufficient_quota", "c": ""}
-    assert tenancy.spending.reserve("g", [Reservation("a", key, 60)], NOV) == {"a": ""}  # again, and not twice
+    assert tenancy.spending.reserve("g", [asks("a", key, 60)], NOV) == {"a": ""}  # again, and not twice
     assert tenancy.spending.spent([key], NOV) == {key: KeySpending(reserved=100)}
     tenancy.spending.settle("g", [usage("a", key, 10)], NOV, released=["c"])
     assert tenancy.spending.spent([key], NOV) == {key: KeySpending(month=10, life=10)}
-    assert tenancy.spending.reserve("g", [Reservation("d", key, 90), Reservation("e", key, 1)], NOV) == {
+    assert tenancy.spending.reserve("g", [asks("d", key, 90), asks("e", key, 1)], NOV) == {
         "d": "",
         "e": "insufficient_quota",
     }
@@ -49,17 +52,17 @@ def test_a_reservation_that_does_not_fit_is_refused(tenancy: TenancyRecords) -> 
 def test_a_monthly_budget_is_renewed_and_one_for_life_is_not(tenancy: TenancyRecords) -> None:
     month, life = key_with(tenancy, 100), key_with(tenancy, 100, "life")
     for key in (month, life):
-        tenancy.spending.reserve("g", [Reservation(f"1{key}", key, 100)], NOV)
+        tenancy.spending.reserve("g", [asks(f"1{key}", key, 100)], NOV)
         tenancy.spending.settle("g", [usage(f"1{key}", key, 100, at_s=DEC)], DEC)  # it began in November
     assert tenancy.spending.spent([month], DEC) == {month: KeySpending(0, 100)}
-    refusals = tenancy.spending.reserve("g", [Reservation("m", month, 100), Reservation("l", life, 1)], DEC)
+    refusals = tenancy.spending.reserve("g", [asks("m", month, 100), asks("l", life, 1)], DEC)
     assert refusals == {"m": "", "l": "insufficient_quota"}
 
 
 def test_unknown_and_revoked_keys_reserve_nothing(tenancy: TenancyRecords) -> None:
     key = key_with(tenancy, 100)
     tenancy.keys.revoke(key, NOV)
-    asked = [Reservation("a", key, 1), Reservation("b", "key-99", 1)]
+    asked = [asks("a", key, 1), asks("b", "key-99", 1)]
     assert set(tenancy.spending.reserve("g", asked, NOV).values()) == {"invalid_api_key"}
 
 
@@ -84,10 +87,10 @@ def test_costs_below_a_micro_dollar_add_up_to_the_exact_sum(tenancy: TenancyReco
 
 def test_a_gateway_that_is_silent_loses_its_reservations_and_bills_only_what_is_left(tenancy: TenancyRecords) -> None:
     key = key_with(tenancy, 100)
-    tenancy.spending.reserve("dead", [Reservation("a", key, 80)], NOV)
-    tenancy.spending.reserve("alive", [Reservation("b", key, 20)], NOV + 50)
+    tenancy.spending.reserve("dead", [asks("a", key, 80)], NOV)
+    tenancy.spending.reserve("alive", [asks("b", key, 20)], NOV + 50)
     tenancy.spending.seen("alive", NOV + 65)
-    asked = [Reservation("c", key, 80)]
+    asked = [asks("c", key, 80)]
     assert tenancy.spending.reserve("new", asked, NOV + 70, silent_before_s=NOV) == {"c": "insufficient_quota"}
     assert tenancy.spending.reserve("new", asked, NOV + 70, silent_before_s=NOV + 10) == {"c": ""}
     tenancy.spending.settle("new", [usage("c", key, 70)], NOV + 71)
@@ -100,8 +103,8 @@ def test_a_gateway_that_is_silent_loses_its_reservations_and_bills_only_what_is_
 def test_rotated_keys_spend_from_one_budget(tenancy: TenancyRecords) -> None:
     old = key_with(tenancy, 100)
     new = tenancy.keys.rotate(old, "dd", NOV, 60.0).id
-    tenancy.spending.reserve("g", [Reservation("a", old, 70)], NOV)
-    assert tenancy.spending.reserve("g", [Reservation("b", new, 40)], NOV) == {"b": "insufficient_quota"}
+    tenancy.spending.reserve("g", [asks("a", old, 70)], NOV)
+    assert tenancy.spending.reserve("g", [asks("b", new, 40)], NOV) == {"b": "insufficient_quota"}
 
 
 def test_usage_is_shown_by_page_and_group(tenancy: TenancyRecords) -> None:
@@ -161,7 +164,7 @@ def test_no_interleaving_spends_more_than_the_budget(tmp_path: Path) -> None:
             for what, number, amount in steps:
                 id, gateway, key = f"{prefix}{number}", f"g{number % 2}", keys[number % len(keys)]
                 if what == "reserve":
-                    tenancy.spending.reserve(gateway, [Reservation(id, key, amount)], NOV)
+                    tenancy.spending.reserve(gateway, [asks(id, key, amount)], NOV)
                 elif what in ("settle", "late"):
                     tenancy.spending.settle(gateway, [usage(id, key, amount + 0.4)], NOV)
                 elif what == "release":
@@ -197,7 +200,7 @@ def test_two_hundred_requests_at_once_stay_within_the_budget(store: Store, url: 
                         if (number := next(todo, None)) is None:
                             return
                     id = f"r{number}"
-                    if records.spending.reserve(gateway, [Reservation(id, key, cost)], NOV)[id]:
+                    if records.spending.reserve(gateway, [asks(id, key, cost)], NOV)[id]:
                         continue
                     with lock:
                         granted.append(id)
@@ -227,5 +230,5 @@ def test_two_hundred_requests_at_once_stay_within_the_budget(store: Store, url: 
 @pytest.mark.parametrize("micro_usd", [0, 1])
 def test_a_budget_of_nothing_admits_nothing(tenancy: TenancyRecords, micro_usd: int) -> None:
     key = key_with(tenancy, 0)
-    answer = tenancy.spending.reserve("g", [Reservation("a", key, micro_usd)], NOV)
+    answer = tenancy.spending.reserve("g", [asks("a", key, micro_usd)], NOV)
     assert answer == {"a": "insufficient_quota" if micro_usd else ""}

@@ -14,6 +14,7 @@ from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.jobs import JobService
 from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.metrics import samples
+from raytide.control.api.services.tenancy import TenancyService
 from raytide.control.api.services.uploads import Packages
 from raytide.control.ray_jobs import RayJobs
 from raytide.control.reconcile.snapshot_request import request_snapshot
@@ -52,6 +53,10 @@ class ApiService:
         inputs = Inputs()
         self.jobs = JobService(store, config, drivers, clock, self.live, inputs, self.accounts, self.packages)
         self.endpoints = EndpointService(store, config, clock, self.live, inputs, self.accounts, serve_url)
+        self.tenancy = TenancyService(store, clock, self.accounts)
+
+    def now_s(self) -> float:
+        return self._clock.now_s()
 
     def status(self, caller: Caller) -> ClusterStatus:
         """Returns the cluster's status. Costs are those of the caller's team; a token for all teams sees all."""

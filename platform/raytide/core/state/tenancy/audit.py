@@ -21,12 +21,13 @@ from raytide.core.state.database import Database
 from raytide.core.state.job_queries import chunked
 from raytide.core.state.write import append, next_number
 
-__all__ = ["AuditLog", "acting", "add_entry", "digest_of_rows", "record"]
+__all__ = ["BATCH", "PRUNED", "REQUESTS", "USAGE_PRUNED", "AuditLog", "acting", "add_entry", "digest_of_rows", "record"]
 
 REQUESTS, PRUNED, USAGE_PRUNED = "gateway.requests", "audit.prune", "usage.prune"
 """Actions with a meaning for the check: a batch of requests, and deletions by age."""
 _COUNTER = "audit"
-_BATCH = 1000
+BATCH = 1000
+"""The most rows that are read or deleted at once."""
 _actor: ContextVar[tuple[str, float] | None] = ContextVar("audit_actor", default=None)
 
 
@@ -104,7 +105,7 @@ class AuditLog:
         with self._db.read() as c:
             return tuple(_entry(row) for row in c.execute(query))
 
-    def prune(self, before_s: float, now_s: float, limit: int = _BATCH) -> int:
+    def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
         """Deletes a batch of the oldest entries before this time; returns their number.
 
         An entry with the hash of the last deleted one lets the rest of the chain be checked.
@@ -137,7 +138,7 @@ class AuditLog:
             last = (c.execute(numbered).scalar() or 1) - 1
             seq, previous = int(through.get("through", 0)), str(through.get("hash", ""))
             first_seq, entries, requests = seq + 1, 0, 0
-            while rows := c.execute(t.audit.select().where(a.seq > seq).order_by(a.seq).limit(_BATCH)).all():
+            while rows := c.execute(t.audit.select().where(a.seq > seq).order_by(a.seq).limit(BATCH)).all():
                 if entries == 0 and (early := c.execute(sa.select(a.seq).where(a.seq <= seq).limit(1)).first()):
                     return ChainVerdict(0, first_seq, seq, previous, early.seq, "it stands before the first entry")
                 for row in rows:

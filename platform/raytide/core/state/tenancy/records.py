@@ -1,9 +1,9 @@
-"""The part of the store that is about tenancy, as one attribute of it."""
+"""The part of the store that is about tenancy, as one attribute of it, and its deletion by age."""
 
 from __future__ import annotations
 
 from raytide.core.state.database import Database
-from raytide.core.state.tenancy.audit import AuditLog
+from raytide.core.state.tenancy.audit import BATCH, AuditLog
 from raytide.core.state.tenancy.keys import KeyRecords
 from raytide.core.state.tenancy.spending import SpendingRecords
 from raytide.core.state.tenancy.usage import UsageQueries
@@ -15,3 +15,13 @@ class TenancyRecords:
         self.spending = SpendingRecords(database)
         self.usage = UsageQueries(database)
         self.audit = AuditLog(database)
+
+    def prune(self, usage_before_s: float, audit_before_s: float, now_s: float) -> bool:
+        """Deletes a batch of old usage, audit entries and ended keys; returns whether more may be left.
+
+        Entries outlive the usage that they cover, so audit entries go no earlier than usage does.
+        """
+        audit_before_s = min(audit_before_s, usage_before_s)
+        self.keys.prune(audit_before_s)
+        batches = (self.usage.prune(usage_before_s, now_s), self.audit.prune(audit_before_s, now_s))
+        return max(batches) == BATCH

@@ -9,41 +9,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from raytide.core.money import month_of, to_us
-from raytide.core.objects.api_key import LIFE, RequestUsage, billed_micro_usd
+from raytide.core.objects.api_key import LIFE, AskedReservation, KeySpending, RequestUsage, billed_micro_usd
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
 from raytide.core.state.job_queries import chunked
 from raytide.core.state.tenancy.audit import REQUESTS, add_entry, digest_of_rows
 from raytide.core.state.write import append, upsert
 
-__all__ = ["KeySpending", "Refusal", "Reservation", "SpendingRecords"]
+__all__ = ["Refusal", "SpendingRecords"]
 
 Refusal = Literal["", "insufficient_quota", "invalid_api_key"]
 """Why a reservation is refused; empty if it is granted."""
-
-
-class Reservation(NamedTuple):
-    """The most that one request of a key may cost."""
-
-    id: str
-    """The id of the request."""
-    key: str
-    amount_micro_usd: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeySpending:
-    """What an account has spent and reserved, in micro-dollars."""
-
-    month: int = 0
-    life: int = 0
-    reserved: int = 0
 
 
 @dataclass(slots=True)
@@ -78,7 +60,7 @@ class SpendingRecords:
         self._db = database
 
     def reserve(
-        self, gateway: str, asked: Sequence[Reservation], now_s: float, silent_before_s: float | None = None
+        self, gateway: str, asked: Sequence[AskedReservation], now_s: float, silent_before_s: float | None = None
     ) -> dict[str, Refusal]:
         """Reserves amounts of budgets, each as a whole or not at all; returns the refusal of each request by its id.
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import sqlalchemy as sa
 
 from raytide.core.money import MICRO
-from raytide.core.objects.api_key import UsageRow, UsageSum
+from raytide.core.objects.api_key import UsageBy, UsageRow, UsageSum
 from raytide.core.objects.ledger_entry import DAY_US
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
-from raytide.core.state.tenancy.audit import USAGE_PRUNED, add_entry
+from raytide.core.state.tenancy.audit import BATCH, USAGE_PRUNED, add_entry
 
-__all__ = ["UsageBy", "UsageFilter", "UsageQueries"]
+__all__ = ["UsageFilter", "UsageQueries"]
 
-UsageBy = Literal["key", "team", "user", "model", "day"]
 _DAY_S = DAY_US // MICRO
-_BATCH = 1000
 
 
 class UsageFilter:
@@ -77,7 +75,7 @@ class UsageQueries:
             return tuple(sorted(sums, key=lambda each: each.group))
         return tuple(sorted(sums, key=lambda each: (-each.cost_micro_usd, -each.requests, each.group)))
 
-    def prune(self, before_s: float, now_s: float, limit: int = _BATCH) -> int:
+    def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
         """Deletes a batch of the oldest usage rows from before this time; returns their number.
 
         An entry of the audit log tells its check that they are gone. What accounts spent stays.

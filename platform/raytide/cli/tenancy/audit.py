@@ -1,0 +1,73 @@
+"""audit: the log of all changes and of the gateway's requests, and the check of its chain."""
+
+from __future__ import annotations
+
+import json as json_
+import time
+from typing import Annotated
+
+import typer
+
+from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.tenancy.money import seconds
+from raytide.control.client import ApiClient
+from raytide.control.views import to_json
+
+audit = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show or check the audit log.")
+_MOST_DETAIL = 200
+
+
+@audit.command("list")
+def list_entries(
+    actor: Annotated[str | None, typer.Option(help="Only entries of this user or gateway.")] = None,
+    action: Annotated[str | None, typer.Option(help="Only actions that begin so: key., job.submit.")] = None,
+    subject: Annotated[str | None, typer.Option("--object", help="Only entries about this object: key-7.")] = None,
+    since: Annotated[str, typer.Option(help="Only entries of this last time: 12h, 30d; all if empty.")] = "",
+    before: Annotated[int | None, typer.Option(min=1, help="Only entries with lower numbers.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The number of entries, newest first.")] = 50,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """List entries of the log, newest first."""
+    since_s = time.time() - seconds(since) if since else None
+    which = {"actor": actor, "action": action, "object": subject, "since_s": since_s}
+    entries = ApiClient.find(cluster).audit(before=before, limit=limit, **which)
+    if json:
+        as_json([to_json(entry) for entry in entries])
+        return
+    rows = [
+        (
+            entry.seq,
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.at_s)),
+            entry.actor,
+            entry.action,
+            entry.object,
+            json_.dumps(entry.detail)[:_MOST_DETAIL],
+        )
+        for entry in entries
+    ]
+    as_table(("NUMBER", "AT", "ACTOR", "ACTION", "OBJECT", "DETAIL"), rows)
+
+
+@audit.command()
+def verify(
+    head: Annotated[
+        str | None, typer.Option(metavar="NUMBER:HASH", help="An entry that an earlier check printed as the last.")
+    ] = None,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Check that no entry was changed, removed or moved. Exits with 1 if one was.
+
+    Note the last entry elsewhere: with --head, a later check also finds a log that was written anew.
+    """
+    verdict = ApiClient.find(cluster).verify_audit(head)
+    if json:
+        as_json(to_json(verdict))
+    elif verdict.is_whole:
+        print(f"{verdict.entries} entries from {verdict.first_seq} on are whole; the last one is")
+        print(f"{verdict.head_seq}:{verdict.head_hash}")
+    else:
+        print(f"entry {verdict.broken_seq} is broken: {verdict.problem}")
+    if not verdict.is_whole:
+        raise typer.Exit(1)

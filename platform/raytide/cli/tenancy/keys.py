@@ -1,0 +1,233 @@
+"""key and usage: the API keys of the gateway, and what was requested with them."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from raytide.cli.options import parse_limit
+from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.tenancy.money import seconds
+from raytide.control.client import ApiClient
+from raytide.control.views import KeyView, NewKey, to_json
+from raytide.core.money import format_usd
+from raytide.core.objects.api_key import ApiKey, KeyBudget, KeySpec, UsageBy, UsageRow
+
+KeyId = Annotated[str, typer.Argument(help="The id of a key, such as key-7.")]
+
+key = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Manage the API keys of the gateway.")
+
+
+@key.command()
+def create(
+    name: Annotated[str, typer.Argument(help="What the key is for.")],
+    team: Annotated[str | None, typer.Option(help="Its team; the one of your token by default.")] = None,
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help="An endpoint that it may use; repeat it. All by default.")
+    ] = None,
+    expires: Annotated[str | None, typer.Option(help="The time after which it ends: 12h, 30d.")] = None,
+    rpm: Annotated[int | None, typer.Option(min=1, help="The most requests a minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(min=1, help="The most tokens a minute, of prompts and answers.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="USD[/month]", help="The most that it may cost in total, or each month.")
+    ] = None,
+    priority: Annotated[
+        int, typer.Option(min=-100, max=100, help="The priority of its requests; lower is more urgent.")
+    ] = 0,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Create a key and print its secret, which cannot be shown again."""
+    fields: dict[str, object] = {"name": name, "models": models or (), "priority": priority}
+    fields |= {"requests_per_min": rpm, "tokens_per_min": tpm}
+    if team is not None:
+        fields["team"] = team
+    if expires is not None:
+        fields["expires_in_s"] = seconds(expires)
+    if budget is not None:
+        usd, per = parse_limit(budget)
+        fields["budget"] = KeyBudget(usd=usd, per="month" if per == "month" else "life")
+    _show_new(ApiClient.find(cluster).create_key(KeySpec.parse(fields, where="key")), json)
+
+
+@key.command("list")
+def list_keys(
+    ended: Annotated[bool, typer.Option("--all", help="Include keys that were revoked or have expired.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The number of keys, newest first.")] = 100,
+    offset: Annotated[int, typer.Option(min=0, help="The number of keys to skip.")] = 0,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """List the keys of your team, with what they have spent."""
+    views = ApiClient.find(cluster).keys(limit=limit, offset=offset, ended=ended)
+    if json:
+        as_json([to_json(view) for view in views])
+        return
+    head = ("KEY", "NAME", "TEAM", "USER", "STATE", "MODELS", "RPM", "TPM", "BUDGET", "THIS MONTH", "TOTAL", "RESERVED")
+    as_table(head, [_row(view) for view in views])
+
+
+@key.command()
+def show(key_id: KeyId, cluster: ClusterName = None, json: Json = False) -> None:
+    """Show a key: its limits, and what it has spent."""
+    view = ApiClient.find(cluster).key(key_id)
+    if json:
+        as_json(to_json(view))
+        return
+    shown = view.key
+    fields = {
+        "name": shown.name,
+        "team": shown.team,
+        "user": shown.user,
+        "state": _state(shown),
+        "models": ", ".join(shown.models) or "all",
+        "requests/min": _limit(shown.requests_per_min),
+        "tokens/min": _limit(shown.tokens_per_min),
+        "budget": _budget(shown),
+        "priority": shown.priority,
+        "created": _time(shown.created_at_s),
+        "expires": "-" if shown.expires_at_s is None else _time(shown.expires_at_s),
+        "this month": format_usd(view.spending.month),
+        "total": format_usd(view.spending.life),
+        "reserved": format_usd(view.spending.reserved),
+    }
+    as_table(("KEY", shown.id), fields.items())
+
+
+@key.command()
+def rotate(
+    key_id: KeyId,
+    grace: Annotated[str, typer.Option(help="How long the old key stays valid: 0m, 12h, 7d.")] = "1d",
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Replace a key by one with the same limits and budget, and print the new secret."""
+    _show_new(ApiClient.find(cluster).rotate_key(key_id, grace_s=seconds(grace)), json)
+
+
+@key.command()
+def revoke(key_id: KeyId, cluster: ClusterName = None, json: Json = False) -> None:
+    """End a key at once."""
+    view = ApiClient.find(cluster).revoke_key(key_id)
+    if json:
+        as_json(to_json(view))
+    else:
+        print(f"{view.key.id} ({view.key.name}) is revoked")
+
+
+def usage(
+    by: Annotated[UsageBy, typer.Option(help="The grouping.")] = "key",
+    requests: Annotated[bool, typer.Option("--requests", help="List single requests, newest first.")] = False,
+    key_id: Annotated[str | None, typer.Option("--key", help="Only requests with this key.")] = None,
+    team: Annotated[str | None, typer.Option(help="Only requests of this team.")] = None,
+    user: Annotated[str | None, typer.Option(help="Only requests with keys of this user.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only requests to this endpoint.")] = None,
+    since: Annotated[str, typer.Option(help="Only requests of this last time: 12h, 30d; all if empty.")] = "30d",
+    limit: Annotated[int, typer.Option(min=1, help="The most single requests.")] = 100,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Show the requests of the gateway: their tokens and cost, by key or otherwise."""
+    client = ApiClient.find(cluster)
+    since_s = time.time() - seconds(since) if since else None
+    which = {"key": key_id, "team": team, "user": user, "model": model, "since_s": since_s}
+    if requests:
+        _show_requests(client, which, limit, json)
+        return
+    sums = client.usage_sums(by, **which)
+    if json:
+        as_json([to_json(each) for each in sums])
+        return
+    head = (by.upper(), "REQUESTS", "ERRORS", "PROMPT", "CACHED", "COMPLETION", "COST")
+    rows = [
+        (
+            each.group or "-",
+            each.requests,
+            each.errors,
+            each.prompt_tokens,
+            each.cached_tokens,
+            each.completion_tokens,
+            format_usd(each.cost_micro_usd),
+        )
+        for each in sums
+    ]
+    as_table(head, rows)
+
+
+def _show_requests(client: ApiClient, which: dict[str, str | float | None], limit: int, json: bool) -> None:
+    shown: list[UsageRow] = []
+    before: int | None = None
+    while len(shown) < limit:
+        page = client.usage(before=before, limit=min(1000, limit - len(shown)), **which)
+        shown += page.rows
+        if (before := page.before) is None:
+            break
+    if json:
+        as_json([to_json(row) for row in shown])
+        return
+    rows = [
+        (
+            _time(row.at_s),
+            row.id,
+            row.key or "-",
+            row.team,
+            row.model,
+            row.status,
+            row.prompt_tokens,
+            row.cached_tokens,
+            row.completion_tokens,
+            format_usd(row.cost_micro_usd),
+        )
+        for row in shown
+    ]
+    as_table(("AT", "REQUEST", "KEY", "TEAM", "MODEL", "STATUS", "PROMPT", "CACHED", "COMPLETION", "COST"), rows)
+
+
+def _show_new(made: NewKey, json: bool) -> None:
+    if json:
+        as_json(to_json(made))
+        return
+    print(f"{made.key.id} ({made.key.name}) of team {made.key.team}. Keep the secret: it cannot be shown again.")
+    print(made.secret)
+
+
+def _row(view: KeyView) -> tuple[object, ...]:
+    shown, spending = view.key, view.spending
+    return (
+        shown.id,
+        shown.name,
+        shown.team,
+        shown.user,
+        _state(shown),
+        " ".join(shown.models) or "all",
+        _limit(shown.requests_per_min),
+        _limit(shown.tokens_per_min),
+        _budget(shown),
+        format_usd(spending.month),
+        format_usd(spending.life),
+        format_usd(spending.reserved),
+    )
+
+
+def _state(shown: ApiKey) -> str:
+    if shown.revoked_at_s is not None:
+        return "revoked"
+    if not shown.is_valid(time.time()):
+        return f"replaced by {shown.replaced_by}" if shown.replaced_by else "expired"
+    return f"until {_time(shown.expires_at_s)}" if shown.expires_at_s is not None else "valid"
+
+
+def _limit(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _budget(shown: ApiKey) -> str:
+    if shown.budget_micro_usd is None:
+        return "-"
+    return f"{format_usd(shown.budget_micro_usd)}{'/month' if shown.budget_per == 'month' else ''}"
+
+
+def _time(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

@@ -1,0 +1,132 @@
+"""The routes of API keys, usage and the audit log, and those that only gateways may use."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from raytide.control.api import queries as q
+from raytide.control.api.services.tenancy import TenancyService
+from raytide.control.views import to_json
+from raytide.core.errors import DeniedError
+from raytide.core.objects.api_key import UsageBy
+from raytide.core.state.tenancy.usage import UsageFilter
+
+POLL_S = 0.1
+"""The time between two looks for a change of the keys, each of which is one small read of the store."""
+_MOST, _LONGEST_POLL_S = 1000, 30.0
+
+T = TypeVar("T")
+
+
+def tenancy_routes(service: TenancyService) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+    slow, polls, reports = CapacityLimiter(2), CapacityLimiter(4), CapacityLimiter(4)
+
+    async def run(pool: CapacityLimiter, work: Callable[..., T], *args: Any) -> T:
+        return await to_thread.run_sync(partial(work, *args), limiter=pool)
+
+    @router.post("/keys")
+    def create_key(caller: q.CallerInput, body: q.Body) -> Any:
+        return to_json(service.create_key(body, caller))
+
+    @router.get("/keys")
+    def keys(caller: q.CallerInput, limit: q.Limit = 100, offset: q.Offset = 0, ended: bool = False) -> Any:
+        return [to_json(view) for view in service.keys(caller, min(limit, _MOST), offset, ended=ended)]
+
+    @router.get("/keys/{key_id}")
+    def key(caller: q.CallerInput, key_id: q.Name) -> Any:
+        return to_json(service.key(key_id, caller))
+
+    @router.post("/keys/{key_id}/rotate")
+    def rotate_key(caller: q.CallerInput, key_id: q.Name, grace_s: q.Grace = 0.0) -> Any:
+        return to_json(service.rotate_key(key_id, caller, grace_s))
+
+    @router.post("/keys/{key_id}/revoke")
+    def revoke_key(caller: q.CallerInput, key_id: q.Name) -> Any:
+        return to_json(service.revoke_key(key_id, caller))
+
+    @router.get("/usage")
+    async def usage(which: _Filter, limit: q.Limit = 100, before: q.Number = None) -> Any:
+        return to_json(await run(slow, service.usage, which, before, min(limit, _MOST)))
+
+    @router.get("/usage/{by}")
+    async def usage_sums(which: _Filter, by: UsageBy) -> Any:
+        return [to_json(each) for each in await run(slow, service.usage_sums, which, by)]
+
+    @router.get("/audit")
+    def audit(
+        caller: q.CallerInput,
+        actor: q.Word = None,
+        action: q.Word = None,
+        object: q.Word = None,
+        since_s: q.Since = 0.0,
+        until_s: q.Until = None,
+        before: q.Number = None,
+        limit: q.Limit = 100,
+    ) -> Any:
+        found = service.audit(
+            caller,
+            actor=actor,
+            action=action,
+            object=object,
+            since_s=since_s,
+            until_s=until_s,
+            before=before,
+            limit=min(limit, _MOST),
+        )
+        return [to_json(entry) for entry in found]
+
+    @router.get("/audit/verify")
+    async def verify_audit(caller: q.CallerInput, head: q.Head = None) -> Any:
+        seq, _, hash = (head or "").partition(":")
+        return to_json(await run(slow, service.verify_audit, caller, (int(seq), hash) if head else None))
+
+    @router.get("/gateway/keys")
+    async def key_table(request: Request) -> Response:
+        """Responds once the revision differs from `newer_than`, or on a timeout."""
+        poll = q.Poll.from_request(request)
+        if poll.gateway:
+            await run(reports, service.seen, poll.gateway)
+        until_s = time.monotonic() + min(poll.timeout_s, _LONGEST_POLL_S)
+        while poll.newer_than == await run(polls, service.revision) and time.monotonic() < until_s:
+            await asyncio.sleep(POLL_S)
+            if await request.is_disconnected():
+                break
+        found = to_json(await run(polls, service.key_table, poll.newer_than))
+        return Response(json.dumps(found), media_type="application/json")
+
+    @router.post("/gateway/reservations")
+    async def reserve(body: q.Body) -> Any:
+        return await run(reports, service.reserve, body)
+
+    @router.post("/gateway/usage")
+    async def settle(body: q.Body) -> Any:
+        return {"new": await run(reports, service.settle, body)}
+
+    return router
+
+
+async def _filter(
+    caller: q.CallerInput,
+    key: q.Word = None,
+    team: q.Word = None,
+    user: q.Word = None,
+    model: q.Word = None,
+    since_s: q.Since = 0.0,
+    until_s: q.Until = None,
+) -> UsageFilter:
+    """Returns the filter of a query, within what the caller may see."""
+    if team is not None and not caller.sees(team):
+        raise DeniedError(f"the token of {caller.user} is for team {caller.team}, not {team}.", hint="Leave it out.")
+    team = caller.only_team or team
+    return UsageFilter(key=key, team=team, user=user, model=model, since_s=since_s, until_s=until_s)
+
+
+_Filter = Annotated[UsageFilter, Depends(_filter)]
