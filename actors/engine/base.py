@@ -8,10 +8,20 @@ part.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NoReturn, Protocol
 
 from raytide.actors.engine.kv_cache.handle import KvHandle
-from raytide.actors.engine.types import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message
+from raytide.actors.engine.types import (
+    EngineInfo,
+    EngineStats,
+    Feature,
+    GenChunk,
+    GenRequest,
+    Message,
+    SampleProgress,
+    check_progress,
+)
 from raytide.core.errors import UsageError
 
 Prompt = str | Sequence[int]
@@ -27,7 +37,8 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        """Stream one request, all its samples; the last chunk carries `usage`.
+        """Stream one request, all its samples; the last chunk carries `usage`. With `resume` (feature "resume") the
+        stream has what follows, and `usage` counts the whole output.
 
         Raises UsageError (bad or too long prompt, a feature that the engine lacks), ConflictError (request id in use),
         OverloadedError (queue full or draining) before the first chunk, EngineError when this request fails. Closing
@@ -191,6 +202,44 @@ def check_prompt(who: str, prompt: Sequence[int], *, max_len: int, vocab_size: i
         )
 
 
+def check_resume(
+    request: GenRequest, prompt_len: int, *, max_len: int, vocab_size: int, stop_token_ids: frozenset[int]
+) -> None:
+    """Raises UsageError when the progress of a resumed request has unknown tokens, or continues behind its end."""
+    for index, each in enumerate(request.resume):
+        tokens = each.token_ids
+        if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            raise UsageError(
+                f"request {request.request_id} cannot be resumed: a token id is outside 0 to {vocab_size - 1}.",
+                hint="Resume it on an engine with the same model.",
+            )
+        is_over = prompt_len + len(tokens) >= max_len or not stop_token_ids.isdisjoint(tokens)
+        check_progress(request, index, is_over=is_over)
+
+
+class StreamProgress:
+    """The progress of a request's stream, from which another engine can continue it."""
+
+    def __init__(self, request: GenRequest) -> None:
+        self._request = request
+        missing = request.sampling.n - len(request.resume)
+        samples = [*request.resume, *[SampleProgress()] * missing]
+        self._token_ids = [list(each.token_ids) for each in samples]
+        self._finish_reasons = [each.finish_reason for each in samples]
+
+    def add(self, chunk: GenChunk) -> None:
+        """Counts a chunk of the stream as received."""
+        self._token_ids[chunk.index] += chunk.token_ids
+        self._finish_reasons[chunk.index] = chunk.finish_reason or self._finish_reasons[chunk.index]
+
+    def resumed(self) -> GenRequest:
+        """Returns the request for the rest of the stream; the request itself before the first token."""
+        if not any(self._token_ids):
+            return self._request
+        pairs = zip(self._token_ids, self._finish_reasons, strict=True)
+        return replace(self._request, resume=tuple(SampleProgress(tuple(ids), reason) for ids, reason in pairs))
+
+
 def required_features(request: GenRequest) -> list[Feature]:
     """Returns the optional features that a request needs."""
     params = request.sampling
@@ -204,6 +253,7 @@ def required_features(request: GenRequest) -> list[Feature]:
         "n": params.num_samples > 1,
         "penalties": params.has_penalties,
         "prompt_logprobs": params.prompt_logprobs is not None,
+        "resume": bool(request.resume),
         "stop_strings": bool(params.stop),
         "structured": params.structured is not None,
     }

@@ -6,11 +6,13 @@ No torch in here: the scheduler, the router and the tests use these without a de
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal
 
 from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.core.errors import UsageError
 
 EngineState = Literal["serving", "paused", "asleep"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -30,6 +32,7 @@ Feature = Literal[
     "prefix_cache",
     "priority",
     "prompt_logprobs",
+    "resume",
     "sampling",
     "sleep",
     "stop_strings",
@@ -68,6 +71,14 @@ class ChatFormat:
     reasoning: Literal["", "tagged", "open"] = ""
 
 
+@dataclass(frozen=True, slots=True)
+class SampleProgress:
+    """The output of one sample that an engine has streamed: all its tokens, and its finish reason if it has ended."""
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenRequest:
     """One generation. `prompt` is text or token ids; `request_id` is unique among the requests in flight.
@@ -75,6 +86,9 @@ class GenRequest:
     `priority`: lower goes first, as in vLLM. `deadline_s`: the time after arrival in which the first token is wanted;
     the policy "deadline" serves by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no
     prefix.
+
+    `resume` continues a stream that another engine began: it has the progress of each sample by index, and the stream
+    has only what follows, as if it had never been cut. Samples beyond it start anew; those that have ended stay so.
     """
 
     request_id: str
@@ -84,6 +98,11 @@ class GenRequest:
     deadline_s: float | None = None
     lora: str | None = None
     cache_salt: str = ""
+    resume: tuple[SampleProgress, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.resume:
+            _check_resume(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +243,31 @@ class EngineStats:
     failed: int = 0
     pending_commands: int = 0
     commands_done: int = 0
+
+
+def _check_resume(request: GenRequest) -> None:
+    """Raises UsageError when the progress does not fit the request, or nothing is left to generate."""
+    params, resume = request.sampling, request.resume
+    if params.num_samples > params.n:
+        why = "best_of streams nothing before all samples have ended"
+    elif len(resume) > params.n:
+        why = f"the progress of {len(resume)} samples, but n is {params.n}"
+    elif len(resume) == params.n and all(each.finish_reason for each in resume):
+        why = "all samples have ended"
+    else:
+        for index, each in enumerate(resume):
+            check_progress(request, index, is_over=len(each.token_ids) >= (params.max_tokens or math.inf))
+        return
+    raise UsageError(f"request {request.request_id} cannot be resumed: {why}.", hint="Send it without resume.")
+
+
+def check_progress(request: GenRequest, index: int, *, is_over: bool) -> None:
+    """Raises UsageError when the output of a sample is complete although its progress has no finish reason."""
+    if is_over and request.resume[index].finish_reason is None:
+        raise UsageError(
+            f"request {request.request_id} cannot be resumed: the output of sample {index} is complete.",
+            hint="Give its finish reason, or pass the tokens as they were streamed.",
+        )
 
 
 _NOT_A_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)

@@ -9,8 +9,14 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raytide.actors.engine.backends.fake_generator import CannedGenerator, PrioritySemaphore, Prompts, direction
-from raytide.actors.engine.base import BasicEngine, Prompt, check_features
+from raytide.actors.engine.backends.fake_generator import (
+    VOCAB_SIZE,
+    CannedGenerator,
+    PrioritySemaphore,
+    Prompts,
+    direction,
+)
+from raytide.actors.engine.base import BasicEngine, Prompt, check_features, check_resume
 from raytide.actors.engine.kv_cache.handle import KvHandle, KvHeader
 from raytide.actors.engine.types import (
     EngineInfo,
@@ -19,6 +25,7 @@ from raytide.actors.engine.types import (
     GenChunk,
     GenRequest,
     Message,
+    SampleProgress,
     Timing,
     TokenUsage,
 )
@@ -35,6 +42,7 @@ _FEATURES: frozenset[Feature] = frozenset(
         "pause",
         "prefix_cache",
         "priority",
+        "resume",
         "sleep",
         "stop_strings",
         "weights_swap",
@@ -107,11 +115,12 @@ class FakeEngine(BasicEngine):
         )
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        return self._serve(request, said=0)
+        return self._serve(request)
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
         handle.check_fits(self._header(request, [], 0))
-        return self._serve(request, said=len(handle.header.tokens) - handle.header.prompt_len)
+        tokens = tuple(handle.header.tokens[handle.header.prompt_len :])
+        return self._serve(replace(request, resume=(SampleProgress(tokens),)))
 
     async def export_kv(self, request_id: str) -> KvHandle:
         live = self._live.get(request_id)
@@ -121,10 +130,8 @@ class FakeEngine(BasicEngine):
         tokens = [*live.prompt, *live.voices[0].tokens]
         return KvHandle(self._header(live.request, tokens, len(live.prompt)), ())
 
-    async def _serve(self, request: GenRequest, said: int) -> AsyncIterator[GenChunk]:
+    async def _serve(self, request: GenRequest) -> AsyncIterator[GenChunk]:
         live = self._live[request.request_id] = self._admit(request)
-        for _ in range(said):
-            live.voices[0].next()
         self._idle.clear()
         queued_s = asyncio.get_running_loop().time()
         self._stats.waiting += 1
@@ -167,9 +174,13 @@ class FakeEngine(BasicEngine):
                 f"{self._max_model_len - 1}.",
                 hint="Send a shorter prompt, but not an empty one.",
             )
-        return _Live(
-            request, prompt, [CannedGenerator(request, i, self._reply, room) for i in range(request.sampling.n)]
+        check_resume(
+            request, len(prompt), max_len=self._max_model_len, vocab_size=VOCAB_SIZE, stop_token_ids=frozenset()
         )
+        voices = [CannedGenerator(request, i, self._reply, room) for i in range(request.sampling.n)]
+        for voice, done in zip(voices, request.resume, strict=False):
+            voice.replay(done)
+        return _Live(request, prompt, voices)
 
     async def _speak(self, live: _Live, queued_s: float) -> AsyncIterator[GenChunk]:
         request, prompt, clock = live.request, live.prompt, asyncio.get_running_loop().time

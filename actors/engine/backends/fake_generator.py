@@ -10,7 +10,16 @@ import heapq
 from collections import deque
 
 from raytide.actors.engine.text.stop_strings import StopScanner
-from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, TokenLogprobs
+from raytide.actors.engine.types import (
+    FinishReason,
+    GenChunk,
+    GenRequest,
+    SampleProgress,
+    TokenLogprobs,
+    check_progress,
+)
+
+VOCAB_SIZE = 256
 
 
 class CannedGenerator:
@@ -24,8 +33,17 @@ class CannedGenerator:
         self._scanner = StopScanner.of(request.sampling)
 
     def next(self) -> GenChunk:
+        return self._append(self._reply[len(self.tokens) % len(self._reply)])
+
+    def replay(self, done: SampleProgress) -> None:
+        """Follows the tokens that another engine has streamed. Raises UsageError when they have ended."""
+        for token in done.token_ids:
+            self._append(token)
+        check_progress(self._request, self._index, is_over=self.finish_reason is not None)
+        self.finish_reason = done.finish_reason
+
+    def _append(self, token: int) -> GenChunk:
         params = self._request.sampling
-        token = self._reply[len(self.tokens) % len(self._reply)]
         self.tokens.append(token)
         text = self._scanner.push(chr(token))
         is_stop = token in params.stop_token_ids and len(self.tokens) > params.min_tokens

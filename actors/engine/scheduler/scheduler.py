@@ -248,7 +248,7 @@ class Scheduler:
         source.load(seq, self.pool)
         seq.block_ids += self.pool.allocate(self.pool.blocks_for(len(seq.tokens)) - len(seq.block_ids))
         if not seq.starts:
-            seq.num_cached = source.num_tokens
+            seq.num_cached = min(source.num_tokens, seq.prompt_len)  # a resumed output may be cached too
         self._start(seq, source.num_tokens, source.num_tokens // self.pool.block_size)
         step.fill(seq)
         return True

@@ -9,7 +9,7 @@ from raytide.actors.engine.scheduler.policy import SchedulingPolicy
 from raytide.actors.engine.sequence import Sequence
 
 _Entry = tuple[bool, float, int, Sequence]
-"""New or resumed, due time, arrival: the order within a priority, which does not change with time."""
+"""New or begun (here or on another engine), due time, arrival: the order within a priority, fixed while it waits."""
 
 
 class WaitingQueue:
@@ -37,7 +37,7 @@ class WaitingQueue:
             yield from list(parked.values())
 
     def push(self, seq: Sequence) -> None:
-        entry = (seq.starts == 0, self._policy.due_s(seq), seq.arrival, seq)
+        entry = (seq.starts == 0 and seq.output_len == 0, self._policy.due_s(seq), seq.arrival, seq)
         self._entries[seq.seq_id] = entry
         heappush(self._heaps.setdefault(self._policy.priority(seq), []), entry)
 

@@ -27,7 +27,15 @@ from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.stop_strings import StopScanner
 from raytide.actors.engine.text.structured_output import can_structure
 from raytide.actors.engine.text.tokenizer import Tokenizer
-from raytide.actors.engine.types import EngineInfo, EngineState, EngineStats, Feature, GenRequest, as_request_error
+from raytide.actors.engine.types import (
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    Feature,
+    GenRequest,
+    as_request_error,
+    check_progress,
+)
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, OverloadedError, UsageError
 
@@ -109,10 +117,16 @@ class EngineCore:
             request, prompt, self.salt(request.lora, request.cache_salt), now_s, prepared
         )
         self.check_room(seqs)
-        self.scheduler.add(parent)
-        for child in children:
-            self.scheduler.fork(parent, child)
-        self.track_outputs(request, seqs, now_s)
+        answer = self.new_state(request, seqs, now_s)
+        if request.resume:  # as evicted samples do, each computes its own tokens
+            for seq in seqs:
+                if seq.finish_reason is None:
+                    self.scheduler.add(seq)
+        else:
+            self.scheduler.add(parent)
+            for child in children:
+                self.scheduler.fork(parent, child)
+        self.track_outputs(answer)
 
     def salt(self, lora: str | None, cache_salt: str) -> bytes:
         """Returns the salt of a request's block hashes. Raises NotFoundError for an adapter that is not loaded."""
@@ -134,13 +148,22 @@ class EngineCore:
         if len(self.scheduler.waiting) >= self._max_waiting:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
 
-    def track_outputs(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:
-        """Returns the state of a request, and starts to collect the output of sequences that are in the scheduler."""
+    def new_state(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:
+        """Returns the state of a request's output, behind the tokens that its sequences have. Raises UsageError when
+        these have a stop string already.
+        """
         samples = [SampleState(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
-        answer = self._requests[request.request_id] = RequestState(request, samples, now_s)
-        for sample in samples:
+        for index, sample in enumerate(samples):
+            if request.resume and sample.seq.finish_reason is None:
+                sample.replay()
+                check_progress(request, index, is_over=sample.stops.stopped)
+        return RequestState(request, samples, now_s)
+
+    def track_outputs(self, answer: RequestState) -> None:
+        """Starts to collect the output of a request whose sequences are in the scheduler."""
+        self._requests[answer.request_id] = answer
+        for sample in answer.samples:
             self._samples[sample.seq.seq_id] = answer, sample
-        return answer
 
     def drain_outputs(self) -> list[Output]:
         """Returns the outputs since the last call."""
@@ -298,6 +321,7 @@ class EngineCore:
             del self._samples[sample.seq.seq_id]
             self.runner.release(sample.seq)
             self._counters.generated_tokens += sample.seq.output_len
+        self._counters.generated_tokens -= sum(len(each.token_ids) for each in answer.request.resume)
         parent = answer.samples[0].seq
         self._counters.finished += 1
         self._counters.prompt_tokens += parent.prompt_len
@@ -318,6 +342,7 @@ _ALWAYS: frozenset[Feature] = frozenset(
         "penalties",
         "priority",
         "prompt_logprobs",
+        "resume",
         "sampling",
         "sleep",
         "stop_strings",

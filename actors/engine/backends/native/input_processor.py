@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 
-from raytide.actors.engine.base import check_prompt
+from raytide.actors.engine.base import check_prompt, check_resume
 from raytide.actors.engine.limits import MAX_COPIED_TOKENS
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import Sequence
@@ -17,7 +17,7 @@ from raytide.actors.engine.text.bad_words import BadWords, bad_word_tokens
 from raytide.actors.engine.text.stop_strings import prepare_stops
 from raytide.actors.engine.text.structured_output import Grammar, GrammarCompiler
 from raytide.actors.engine.text.tokenizer import Tokenizer
-from raytide.actors.engine.types import GenRequest
+from raytide.actors.engine.types import GenRequest, SampleProgress
 from raytide.core.errors import UsageError
 
 
@@ -76,6 +76,7 @@ class InputProcessor:
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, prepared: Prepared | None = None
     ) -> list[Sequence]:
         """Returns one sequence for each sample. Sample i of a seeded request equals the request alone with seed + i.
+        Samples of a resumed request have their tokens so far, and a finish reason if they have ended.
 
         Without `prepared` the texts are compiled here and now.
         """
@@ -96,31 +97,38 @@ class InputProcessor:
                 f"request {request.request_id} asks for {params.num_samples} samples of {len(tokens)} tokens.",
                 hint=f"Samples times prompt tokens must be at most {MAX_COPIED_TOKENS}.",
             )
+        max_len = limit if params.max_tokens is None else min(limit, len(tokens) + params.max_tokens)
+        stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        check_resume(request, len(tokens), max_len=max_len, vocab_size=self._vocab_size, stop_token_ids=stop_token_ids)
+        progress = [*request.resume, *[SampleProgress()] * (params.num_samples - len(request.resume))]
+        # The prompt's log probabilities come with the first token of the first sample.
         others = replace(params, prompt_logprobs=None) if params.prompt_logprobs is not None else params
+        own = [others if index or done.token_ids else params for index, done in enumerate(progress)]
         if params.seed is None:
             self._seed += params.num_samples
         first_seed = self._seed - params.num_samples + 1 if params.seed is None else params.seed
         return [
             Sequence(
                 seq_id=request.request_id if index == 0 else f"{request.request_id}#{index}",
-                tokens=list(tokens),
+                tokens=[*tokens, *done.token_ids],
                 prompt_len=len(tokens),
-                params=params if index == 0 else others,
-                max_len=limit if params.max_tokens is None else min(limit, len(tokens) + params.max_tokens),
-                stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+                params=own[index],
+                max_len=max_len,
+                stop_token_ids=stop_token_ids,
                 seed=first_seed + index,
                 priority=request.priority,
                 deadline_s=math.inf if request.deadline_s is None else now_s + request.deadline_s,
                 arrival_s=now_s,
                 lora=request.lora,
                 salt=salt,
-                reads_cache=index > 0 or params.prompt_logprobs is None,
+                finish_reason=done.finish_reason,
+                reads_cache=own[index].prompt_logprobs is None,
                 request_id=request.request_id,
                 index=index,
                 bad_words=prepared.bad_words,
                 grammar=prepared.grammar,
             )
-            for index in range(params.num_samples)
+            for index, done in enumerate(progress)
         ]
 
     def _check_tokens(self, request_id: str, params: SamplingParams) -> None:

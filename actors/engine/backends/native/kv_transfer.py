@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from hashlib import blake2b
 
 from raytide.actors.engine.backends.native.engine_core import EngineCore
@@ -11,7 +12,7 @@ from raytide.actors.engine.backends.native.input_processor import Prepared
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.kv_cache.handle import KvHandle, KvHeader
 from raytide.actors.engine.sequence import Sequence
-from raytide.actors.engine.types import GenRequest
+from raytide.actors.engine.types import GenRequest, SampleProgress
 from raytide.core.errors import ConflictError, UsageError
 
 
@@ -35,25 +36,24 @@ def import_kv(
     """Continues an exported request. Without room for its KV now, it queues and is computed again."""
     header, now_s = handle.header, time.monotonic()
     check_features(request, core.info.features, core.info.backend)
-    seqs = core.input_processor.sequences(request, prompt, core.salt(request.lora, request.cache_salt), now_s, prepared)
-    core.check_room(seqs)
-    seq = seqs[0]
-    handle.check_fits(_header(core, seq))
-    if len(seqs) > 1 or seq.tokens != header.tokens[: header.prompt_len] or len(header.tokens) >= seq.max_len:
+    if request.sampling.num_samples > 1 or list(prompt) != header.tokens[: header.prompt_len]:
         raise UsageError(
             f"request {request.request_id} is not the one that was exported: that had one sample, a prompt of "
             f"{header.prompt_len} tokens and {len(header.tokens) - header.prompt_len} tokens of output.",
             hint="Import with the prompt and the parameters of the export.",
         )
-    seq.tokens, seq.seed, seq.num_cached = list(header.tokens), header.seed, header.num_cached
+    request = replace(request, resume=(SampleProgress(tuple(header.tokens[header.prompt_len :])),))
+    seqs = core.input_processor.sequences(request, prompt, core.salt(request.lora, request.cache_salt), now_s, prepared)
+    core.check_room(seqs)
+    seq = seqs[0]
+    handle.check_fits(_header(core, seq))
+    answer = core.new_state(request, seqs, now_s)
+    seq.seed, seq.num_cached = header.seed, header.num_cached
     if header.num_computed and core.state != "asleep" and core.scheduler.adopt(seq, header.num_computed):
         core.runner.cache.write(seq.block_ids[: header.num_blocks], handle.layers)
     else:
         core.scheduler.add(seq)
-    # The first engine has sent this text already; what it held back of it is held back again.
-    sample = core.track_outputs(request, seqs, now_s).samples[0]
-    for token in header.tokens[header.prompt_len :]:
-        sample.push(token, ends=False)
+    core.track_outputs(answer)
 
 
 def _header(core: EngineCore, seq: Sequence) -> KvHeader:

@@ -47,6 +47,11 @@ class SampleState:
             text += stops.push(self.text.flush()) + stops.flush()
         return text
 
+    def replay(self) -> None:
+        """Follows the tokens that another engine has streamed with their text: what it held back is held back here."""
+        for token in self.seq.tokens[self.seq.prompt_len :]:
+            self.push(token, ends=False)
+
     @property
     def mean_logprob(self) -> float:
         return self.logprob_sum / max(1, self.seq.output_len)
@@ -59,7 +64,7 @@ class RequestState:
         self.request, self.samples = request, samples
         self._count = request.sampling.n
         self._is_ranked = len(samples) > request.sampling.n
-        self._open = len(samples)
+        self._open = sum(sample.seq.finish_reason is None for sample in samples)
         self._added_s = added_s
         self._started_s: float | None = None
         self._first_token_s: float | None = None
@@ -128,8 +133,11 @@ class RequestState:
 
 def aborted_chunks(request: GenRequest, prompt_len: int) -> list[GenChunk]:
     """Returns the chunks of a request that was aborted before it had sequences."""
-    chunks = [GenChunk(request.request_id, [], "", "abort", index=index) for index in range(request.sampling.n)]
-    chunks[-1] = replace(chunks[-1], usage=TokenUsage(prompt_len, 0), timing=Timing(0.0, 0.0, 0.0))
+    ended = {index for index, each in enumerate(request.resume) if each.finish_reason is not None}
+    running = [index for index in range(request.sampling.n) if index not in ended]
+    chunks = [GenChunk(request.request_id, [], "", "abort", index=index) for index in running]
+    usage = TokenUsage(prompt_len, sum(len(each.token_ids) for each in request.resume))
+    chunks[-1] = replace(chunks[-1], usage=usage, timing=Timing(0.0, 0.0, 0.0))
     return chunks
 
 

@@ -16,8 +16,15 @@ from typing import Any, TypeVar
 from raytide.actors.engine.backends.vllm.config import VllmConfig
 from raytide.actors.engine.backends.vllm.launch import VllmCore, launch
 from raytide.actors.engine.backends.vllm.output import SampleOutput
-from raytide.actors.engine.backends.vllm.request import call, died, sample_id, tokens_prompt, translated
-from raytide.actors.engine.base import BasicEngine, check_features, check_prompt, refuse
+from raytide.actors.engine.backends.vllm.request import (
+    call,
+    check_resumable,
+    died,
+    sample_id,
+    tokens_prompt,
+    translated,
+)
+from raytide.actors.engine.base import BasicEngine, check_features, check_prompt, check_resume, refuse
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.types import (
@@ -106,12 +113,15 @@ class VllmEngine(BasicEngine):
     async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
         prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
         core = self._admit(request, prompt)
-        count = request.sampling.n
-        samples = [SampleOutput(request, index, prompt, self._vocabulary.stream()) for index in range(count)]
+        samples = [
+            SampleOutput(request, index, prompt, self._vocabulary.stream()) for index in range(request.sampling.n)
+        ]
+        running = [each for each in samples if each.finish_reason is None]
+        count = len(running)
         live = self._live[request.request_id] = _Live(request, prompt, samples)
         self._idle.clear()
         try:
-            async with aclosing(merge_streams([self._sample(core, live, each) for each in samples])) as chunks:
+            async with aclosing(merge_streams([self._sample(core, live, each) for each in running])) as chunks:
                 async for chunk in chunks:
                     count -= chunk.finish_reason is not None
                     yield chunk if count else _last(chunk, live)
@@ -248,6 +258,15 @@ class VllmEngine(BasicEngine):
             raise ConflictError(f"request {name} is already running.", hint="Give each request its own id.")
         check_features(request, core.features, self.backend)
         check_prompt(f"request {name}", prompt, max_len=core.max_model_len, vocab_size=core.vocab_size)
+        params = request.sampling
+        check_resumable(request)
+        check_resume(
+            request,
+            len(prompt),
+            max_len=core.max_model_len,
+            vocab_size=core.vocab_size,
+            stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_ids),
+        )
         if request.lora is not None and request.lora not in self._loras:
             raise NotFoundError(f"adapter {request.lora} is not loaded.", hint="Load it first.")
         if (
@@ -274,7 +293,8 @@ class VllmEngine(BasicEngine):
             self._idle.set()
         self._counters.finished += 1
         self._counters.prompt_tokens += len(live.prompt)
-        self._counters.generated_tokens += sum(each.num_tokens for each in live.samples)
+        resumed = sum(len(each.token_ids) for each in live.request.resume)
+        self._counters.generated_tokens += sum(each.num_tokens for each in live.samples) - resumed
         self._counters.cached_tokens += live.samples[0].num_cached
 
 

@@ -19,7 +19,17 @@ from raytide.core.io.torch_packages import broken_torch_packages, removal
 
 _GRACE_S = 1.0
 _ALWAYS: frozenset[Feature] = frozenset(
-    {"logit_bias", "logprobs", "min_tokens", "n", "penalties", "prompt_logprobs", "sampling", "stop_strings"}
+    (
+        "logit_bias",
+        "logprobs",
+        "min_tokens",
+        "n",
+        "penalties",
+        "prompt_logprobs",
+        "resume",
+        "sampling",
+        "stop_strings",
+    )
 )
 
 

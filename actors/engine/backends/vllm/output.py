@@ -8,7 +8,7 @@ from typing import Any
 from raytide.actors.engine.backends.vllm.request import token_logprobs
 from raytide.actors.engine.text.detokenizer import Detokenizer
 from raytide.actors.engine.text.stop_strings import StopScanner
-from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Timing
+from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, SampleProgress, Timing, check_progress
 from raytide.core.errors import EngineError
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
@@ -25,6 +25,16 @@ class SampleOutput:
         self._prompt = prompt
         self._text = text
         self._stops = StopScanner.of(request.sampling)
+        if index < len(request.resume):
+            self._replay(request.resume[index])
+
+    def _replay(self, done: SampleProgress) -> None:
+        """Follows the tokens that another engine has streamed with their text. Raises UsageError if they have ended."""
+        self.num_tokens, self.finish_reason = len(done.token_ids), done.finish_reason
+        if done.finish_reason is None:
+            for token in done.token_ids:
+                self._stops.push(self._text.push(token))
+            check_progress(self._request, self.index, is_over=self._stops.stopped)
 
     def take(self, output: Any) -> GenChunk:
         """Returns the chunk for one of vLLM's outputs, a delta of one or more tokens."""
@@ -40,7 +50,7 @@ class SampleOutput:
             text += self._stops.push(self._text.flush()) + self._stops.flush()
             reason = "stop" if self._stops.stopped else reason
         self.num_tokens += len(tokens)
-        self.num_cached = output.num_cached_tokens or self.num_cached
+        self.num_cached = min(output.num_cached_tokens or self.num_cached, len(self._prompt))
         self.finish_reason = reason
         if reason:
             self.timing = _timing(getattr(output, "metrics", None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from raytide.actors.engine.backends.vllm.launch import VllmCore
@@ -19,8 +20,12 @@ def sample_id(request_id: str, index: int) -> str:
 def call(
     core: VllmCore, request: GenRequest, prompt: list[int], index: int, end_ids: frozenset[int], lora: object
 ) -> dict[str, Any]:
-    """Returns the arguments of vLLM's `generate` for one sample. `lora` is vLLM's LoRARequest or None."""
+    """Returns the arguments of vLLM's `generate` for one sample. `lora` is vLLM's LoRARequest or None. The tokens of a
+    resumed sample become part of its prompt.
+    """
     modules, params = core.modules["sampling_params"], request.sampling
+    if index < len(request.resume) and (done := request.resume[index].token_ids):
+        prompt, params = [*prompt, *done], rest_of(params, len(done))
     fields = sampling_fields(
         params, index=index, room=core.max_model_len - len(prompt), end_ids=end_ids, vocab_size=core.vocab_size
     )
@@ -36,6 +41,31 @@ def call(
     if lora is not None:
         arguments["lora_request"] = lora
     return arguments
+
+
+def rest_of(params: SamplingParams, num_tokens: int) -> SamplingParams:
+    """Returns the sampling parameters for what follows the first tokens of an output."""
+    max_tokens = None if params.max_tokens is None else params.max_tokens - num_tokens
+    min_tokens = max(0, params.min_tokens - num_tokens)
+    return replace(params, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=None)
+
+
+def check_resumable(request: GenRequest) -> None:
+    """Raises UsageError for a resumed request with an option whose state vLLM has only for tokens of its own."""
+    params = request.sampling
+    asked = {
+        "seed": params.seed is not None and not params.is_greedy,
+        "presence_penalty": params.presence_penalty != 0.0,
+        "frequency_penalty": params.frequency_penalty != 0.0,
+        "bad_words": bool(params.bad_words),
+        "structured": params.structured is not None,
+    }
+    lost = [name for name, wanted in asked.items() if wanted]
+    if lost and any(each.token_ids for each in request.resume):
+        raise UsageError(
+            f"request {request.request_id} cannot be resumed: vLLM cannot continue {', '.join(lost)} from tokens.",
+            hint="Send it without resume.",
+        )
 
 
 def tokens_prompt(core: VllmCore, prompt: list[int], cache_salt: str) -> Any:
