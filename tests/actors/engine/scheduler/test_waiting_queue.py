@@ -47,6 +47,18 @@ def test_who_is_served_first(policy: str, order: list[str]) -> None:
     assert order_of_service(engine) == order
 
 
+def test_what_another_engine_began_goes_before_new_requests_of_its_priority() -> None:
+    engine = life()
+    engine.add(endless("first", [1]))
+    engine.step()
+    engine.add(sequence("new", [2], 2))
+    begun = sequence("begun", [3], 2)
+    begun.tokens.append(4)
+    engine.add(begun)
+    engine.add(sequence("urgent", [5], 2, priority=-1))
+    assert order_of_service(engine) == ["urgent", "first", "begun", "new"]
+
+
 def test_a_request_without_a_deadline_is_not_kept_waiting_for_ever() -> None:
     engine = life(policy="deadline")
     engine.add(endless("first", [1]))
