@@ -243,3 +243,11 @@ def test_an_engine_that_cannot_resume_refuses_by_name() -> None:
 def test_before_its_first_token_a_stream_is_asked_for_anew() -> None:
     request = ask("r", SamplingParams(n=2))
     assert StreamProgress(request).resumed() is request
+
+
+def test_log_probabilities_of_the_prompt_are_not_computed_again(model_dir: Path) -> None:
+    request, core = ask("r", SamplingParams(prompt_logprobs=1, seed=1, max_tokens=6)), start(model_dir)
+    whole = run(core, [request])["r"]
+    rest = run(core, [cut(request, whole[:2], "r")])["r"]
+    assert rest[-1].usage is not None
+    assert rest[-1].usage.cached_tokens > 0
