@@ -7,6 +7,7 @@ part.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Protocol
@@ -53,6 +54,10 @@ class Engine(Protocol):
         ...
 
     async def tokenize(self, text: str) -> list[int]: ...
+
+    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        """Returns the texts of prompts given as tokens, special tokens by their names."""
+        ...
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the text of a token in mid-text, as UTF-8 that may begin or end with half a character."""
@@ -138,6 +143,12 @@ class BasicEngine:
 
     def token_bytes(self, token: int) -> bytes:
         refuse(self.backend, "logprobs")
+
+    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        bytes_of = self.token_bytes
+        return await asyncio.to_thread(
+            lambda: [b"".join(map(bytes_of, prompt)).decode(errors="replace") for prompt in prompts]
+        )
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
         return 0

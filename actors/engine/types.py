@@ -139,7 +139,8 @@ class GenChunk:
     last one of the request also `usage` (of all samples) and `timing`. `prompt_logprobs` come with the first chunk,
     with None for the first token.
 
-    `text` can lag behind `token_ids` (half a character, or the possible start of a stop string, is held back).
+    `text` can lag behind `token_ids` (half a character, or the possible start of a stop string, is held back). A router
+    names the `replica` with the first chunk.
     """
 
     request_id: str
@@ -151,6 +152,7 @@ class GenChunk:
     index: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    replica: str = ""
 
 
 @dataclass(slots=True)

@@ -22,10 +22,8 @@ _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class ServingMetrics:
     """Metrics in a registry of their own, so that several apps fit in one process."""
 
-    def __init__(self, model: str, slo_ttft_s: float | None = None) -> None:
-        """First tokens later than `slo_ttft_s` are counted as late."""
+    def __init__(self, model: str) -> None:
         self._model = model
-        self._slo_ttft_s = slo_ttft_s or float("inf")
         self.registry = CollectorRegistry()
         self.first_token = self._histogram(
             "raytide_time_to_first_token_seconds", "From the request to its first token", _FIRST_TOKEN_S
@@ -34,8 +32,6 @@ class ServingMetrics:
             "raytide_inter_token_seconds", "Between two tokens of one request", _INTER_TOKEN_S
         )
         self.request = self._histogram("raytide_request_seconds", "From the request to its end", _REQUEST_S)
-        self._asked = self._first_tokens = self._late = 0
-        self._first_token_s = 0.0
         self._outcomes = Counter(
             "raytide_requests", "Requests by how they ended", ("model", "api", "outcome"), registry=self.registry
         )
@@ -46,62 +42,50 @@ class ServingMetrics:
     def track(self, api: str) -> RequestTracker:
         return RequestTracker(self, api)
 
-    def load_counters(self, stats: EngineStats) -> dict[str, float]:
-        """Returns the numbers for raytide's controller, by the names of `raytide.core.objects.endpoint.ReplicaLoad`."""
-        return {
-            "running": float(stats.running),
-            "waiting": float(stats.waiting),
-            "kv_use": _kv_use(stats),
-            "requests": float(self._asked),
-            "prompt_tokens": float(stats.prompt_tokens - stats.cached_tokens),
-            "output_tokens": float(stats.generated_tokens),
-            "first_tokens": float(self._first_tokens),
-            "first_token_s": self._first_token_s,
-            "finished": float(stats.finished),
-            "late": float(self._late),
-        }
-
-    def record_requests(self, prompts: int) -> None:
-        self._asked += prompts
-
-    def record_first_token(self, seconds: float, prompts: int) -> None:
-        self._first_tokens += 1
-        self._first_token_s += seconds
-        self._late += prompts * (seconds > self._slo_ttft_s)
-        self.first_token.observe(seconds)
-
-    def record_unanswered(self, seconds: float, outcome: Outcome, prompts: int) -> None:
-        """Records a request that ended without a token."""
-        self._late += prompts * (outcome == "rejected" or seconds > self._slo_ttft_s)
-
     def count_outcome(self, api: str, outcome: Outcome) -> None:
         self._outcomes.labels(self._model, api, outcome).inc()
 
     def render(self, stats: EngineStats) -> bytes:
         """Returns all metrics in Prometheus' text format."""
-        engine = CollectorRegistry()
-        engine.register(_EngineCollector(self._model, stats))
-        return generate_latest(engine) + generate_latest(self.registry)
+        return render_all([(self, stats)])
+
+    def collect(self, stats: EngineStats) -> Iterable[Metric]:
+        yield from _EngineCollector(self._model, stats).collect()
+        yield from self.registry.collect()
+
+
+def render_all(models: Iterable[tuple[ServingMetrics, EngineStats]]) -> bytes:
+    """Returns the metrics of several models in Prometheus' text format, each family once."""
+    families: dict[str, Metric] = {}
+    for metrics, stats in models:
+        for family in metrics.collect(stats):
+            if family.name in families:
+                families[family.name].samples.extend(family.samples)
+            else:
+                families[family.name] = family
+    return generate_latest(_Families(families.values()))
+
+
+class _Families(CollectorRegistry):
+    """A registry of metrics that were collected elsewhere."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 class RequestTracker:
-    """The times of one HTTP request: call `tokens` as they are sent, and `finish` once (later calls change nothing).
-
-    The engine and the controller count each prompt as a request.
-    """
+    """The times of one HTTP request: call `tokens` as they are sent, and `finish` once (later calls change nothing)."""
 
     def __init__(self, metrics: ServingMetrics, api: str) -> None:
         self._metrics = metrics
         self._api = api
         self._began_s = self._last_s = time.perf_counter()
         self._seen: set[int] = set()
-        self._prompts = 0
         self._done = False
-
-    def set_prompts(self, prompts: int) -> None:
-        """Sets the number of prompts once the request is known to be valid; embeddings have none."""
-        self._prompts = prompts
-        self._metrics.record_requests(prompts)
 
     def tokens(self, choice: int, count: int) -> None:
         """Records `count` new tokens of one choice, sent now."""
@@ -109,7 +93,7 @@ class RequestTracker:
             return
         now_s = time.perf_counter()
         if not self._seen:
-            self._metrics.record_first_token(now_s - self._began_s, self._prompts)
+            self._metrics.first_token.observe(now_s - self._began_s)
         elif choice in self._seen:
             for _ in range(count):
                 self._metrics.inter_token.observe((now_s - self._last_s) / count)
@@ -121,8 +105,6 @@ class RequestTracker:
             return
         self._done = True
         seconds = time.perf_counter() - self._began_s
-        if not self._seen:
-            self._metrics.record_unanswered(seconds, outcome, self._prompts)
         self._metrics.request.observe(seconds)
         self._metrics.count_outcome(self._api, outcome)
 

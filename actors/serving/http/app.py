@@ -1,9 +1,10 @@
-"""The HTTP routes of one replica, as a FastAPI app that runs under any ASGI server: plain uvicorn, or Ray Serve."""
+"""OpenAI's HTTP routes as a FastAPI app: for one engine under plain uvicorn, and for all endpoints in the gateway."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -31,9 +32,39 @@ from raytide.actors.serving.responses_api.writer import ResponsesWriter
 from raytide.core.errors import RaytideError
 
 
+class Models(Protocol):
+    """The models that an app serves: one engine's, or all endpoints of a cluster."""
+
+    async def server(self, model: str, request: Request) -> Server:
+        """Returns the server of a model. Raises ApiError for one that is unknown or that this caller may not use."""
+
+    def cards(self, request: Request) -> list[Model]:
+        """Returns the models that this caller may use."""
+
+    def count_refused_body(self, api: str) -> None:
+        """Counts a request that was refused before its model was known."""
+
+
+class SingleModel:
+    """One server, in the process of its engine."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def server(self, model: str, request: Request) -> Server:
+        self._server.card(model)
+        return self._server
+
+    def cards(self, request: Request) -> list[Model]:
+        return [self._server.card(self._server.model)]
+
+    def count_refused_body(self, api: str) -> None:
+        self._server.metrics.count_outcome(api, "invalid")
+
+
 def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
-    """Returns the ASGI app. With `owns_server` the app starts and stops the server with its own lifespan; else the
-    caller does.
+    """Returns the ASGI app of one model. With `owns_server` the app starts and stops the server with its own lifespan;
+    else the caller does.
     """
 
     @asynccontextmanager
@@ -44,50 +75,8 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
         if owns_server:
             await server.stop()
 
-    app = FastAPI(
-        title="raytide",
-        lifespan=lifespan,
-        redirect_slashes=False,  # to a host that the client names
-        responses={400: {"model": ErrorBody}, 404: {"model": ErrorBody}},
-    )
-    app.router.route_class = JsonRoute
+    app = openai_app(SingleModel(server), lifespan)
     app.add_middleware(ResponseHeaders, replica=server.replica)
-    _add_error_handlers(app, server)
-
-    @app.get("/v1/models")
-    async def models() -> ModelList:
-        return ModelList(data=[server.card(server.model)])
-
-    @app.get("/v1/models/{model}")
-    async def model(model: str) -> Model:
-        return server.card(model)
-
-    @app.post("/v1/completions", response_model=Completion)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await respond(server, body, request, CompletionWriter(server.model, includes_usage=body.includes_usage))
-
-    @app.post("/v1/chat/completions", response_model=ChatCompletion)
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        writer = ChatWriter(server.model, lambda: server.tool_use(body), includes_usage=body.includes_usage)
-        return await respond(server, body, request, writer)
-
-    @app.post("/v1/responses")
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
-        try:
-            chat = chat_request(body)
-        except ValidationError as error:
-            raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-        return await respond(server, chat, request, ResponsesWriter(body, lambda: server.tool_use(chat)))
-
-    @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest) -> EmbeddingList:
-        track = server.metrics.track("embeddings")
-        try:
-            answer = await embed(server, body)
-        except Exception as error:
-            raise failed(error, track) from error
-        track.finish("ok")
-        return answer
 
     @app.get("/health")
     async def health() -> Response:
@@ -102,9 +91,62 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
     return app
 
 
-def _add_error_handlers(app: FastAPI, server: Server) -> None:
+def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """Returns an app with OpenAI's routes and errors for these models."""
+    app = FastAPI(
+        title="raytide",
+        lifespan=lifespan,
+        redirect_slashes=False,  # to a host that the client names
+        responses={400: {"model": ErrorBody}, 404: {"model": ErrorBody}},
+    )
+    app.router.route_class = JsonRoute
+    _add_error_handlers(app, models)
+
+    @app.get("/v1/models")
+    async def list_models(request: Request) -> ModelList:
+        return ModelList(data=models.cards(request))
+
+    @app.get("/v1/models/{model:path}")
+    async def model_card(model: str, request: Request) -> Model:
+        return (await models.server(model, request)).card(model)
+
+    @app.post("/v1/completions", response_model=Completion)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        server = await models.server(body.model, request)
+        return await respond(server, body, request, CompletionWriter(body.model, includes_usage=body.includes_usage))
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        server = await models.server(body.model, request)
+        writer = ChatWriter(body.model, lambda: server.tool_use(body), includes_usage=body.includes_usage)
+        return await respond(server, body, request, writer)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        server = await models.server(body.model, request)
+        try:
+            chat = chat_request(body)
+        except ValidationError as error:
+            raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
+        return await respond(server, chat, request, ResponsesWriter(body, lambda: server.tool_use(chat)))
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> EmbeddingList:
+        server = await models.server(body.model, request)
+        track = server.metrics.track("embeddings")
+        try:
+            answer = await embed(server, body)
+        except Exception as error:
+            raise failed(error, track) from error
+        track.finish("ok")
+        return answer
+
+    return app
+
+
+def _add_error_handlers(app: FastAPI, models: Models) -> None:
     def count_refused_body(path: str) -> None:
-        server.metrics.count_outcome(path.rpartition("/v1/")[2].partition("/")[0], "invalid")
+        models.count_refused_body(path.rpartition("/v1/")[2].partition("/")[0])
 
     app.state.count_refused_body = count_refused_body
 

@@ -47,6 +47,8 @@ class GenerationStream:
         max_pending: int = MAX_PENDING_ENTRIES,
     ) -> None:
         self.token_bytes: TokenBytes = engine.token_bytes
+        self.replica = ""
+        """The replica that answers, as far as a router has named it."""
         self._requests = requests
         self._n = requests[0].sampling.n
         self.prompts = len(requests)
@@ -86,6 +88,7 @@ class GenerationStream:
         if chunk.finish_reason in ("abort", "error"):
             raise EngineError(f"request {chunk.request_id} was ended by the server.", hint="Send it again.")
         self._open -= chunk.usage is not None
+        self.replica = chunk.replica or self.replica
         index = place * self._n + chunk.index
         delta = self._deltas.setdefault(index, ChoiceDelta(index))
         delta.text += self._echoes.pop(index, "") + chunk.text

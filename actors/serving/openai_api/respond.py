@@ -25,6 +25,8 @@ from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionReques
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+REPLICA = "raytide.replica"
+"""The key of the ASGI scope under which a route leaves the name of the replica that answers, for the headers."""
 _MANY_ENTRIES = 1000
 """Log probabilities that take milliseconds to format: more are formatted in a thread."""
 
@@ -35,15 +37,16 @@ async def respond(
     track = server.metrics.track(writer.api)
     try:
         generation = await server.generate(body)
-        track.set_prompts(generation.prompts)
         try:
             reading = _Reading(generation, track)
             if body.stream:
                 # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.
                 first = await _unless_gone(request, reading.next())
+                _name_replica(request, generation)
                 events = _events(reading, first, writer, server.texts)
                 return _EventStream(events, reading.close)
             await _unless_gone(request, reading.to_the_end())
+            _name_replica(request, generation)
 
             def render_response() -> Response:
                 usage = usage_of(reading.choices)
@@ -64,6 +67,11 @@ async def respond(
         raise
     except Exception as error:
         raise failed(error, track) from error
+
+
+def _name_replica(request: Request, generation: GenerationStream) -> None:
+    if generation.replica:
+        request.scope[REPLICA] = generation.replica
 
 
 class _Reading:

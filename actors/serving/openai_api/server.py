@@ -35,13 +35,12 @@ class Server:
         replica: str = "local",
         stall_limit_s: float = 60.0,
         drain_s: float = 30.0,
-        slo_ttft_s: float | None = None,
         min_priority: int = 0,
     ) -> None:
         self.engine = engine
         self.model = model
         self.replica = replica
-        self.metrics = ServingMetrics(model, slo_ttft_s)
+        self.metrics = ServingMetrics(model)
         self._watch = ProgressWatch(stall_limit_s)
         self.texts = TextPool()
         self._drain_s, self._min_priority = drain_s, min_priority
@@ -55,6 +54,14 @@ class Server:
         """Lets running requests end, for at most `drain_s`, then frees the engine."""
         await self.engine.drain(self._drain_s)
         await self.engine.shutdown()
+
+    def describe(self, info: EngineInfo) -> None:
+        """Sets the engine's description, where others start the engine and its replicas may change."""
+        self._info = info
+
+    @property
+    def is_described(self) -> bool:
+        return self._info is not None
 
     @property
     def info(self) -> EngineInfo:
@@ -84,7 +91,8 @@ class Server:
                 code="model_not_found",
                 status=404,
             )
-        return Model(id=self.model, created=self._created, max_model_len=self.info.max_model_len)
+        length = None if self._info is None else self._info.max_model_len
+        return Model(id=self.model, created=self._created, max_model_len=length)
 
     def require(self, feature: Feature, *, param: str) -> None:
         """Raises ApiError for a feature that the engine lacks."""
@@ -146,10 +154,7 @@ class Server:
     async def _echoes(self, given: str | Sequence[object], prompts: list[list[int]]) -> list[str]:
         """Returns the prompts as texts, unchanged where they were given as texts."""
         texts = [given] if isinstance(given, str) else [item for item in given if isinstance(item, str)]
-        bytes_of = self.engine.token_bytes
-        return texts or await self.texts.run(
-            lambda: [b"".join(map(bytes_of, prompt)).decode(errors="replace") for prompt in prompts]
-        )
+        return texts or await self.engine.decode(prompts)
 
     def _check_length(self, prompt: list[int], field: str) -> None:
         limit = self.info.max_model_len

@@ -305,7 +305,7 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "raytide"
-    max_model_len: int
+    max_model_len: int | None = None
 
 
 class ModelList(BaseModel):

@@ -31,6 +31,10 @@ class Application:
     """The nodes of multi-member replicas that Serve moves elsewhere because the first member's node drains."""
     ready_on: Mapping[str, str] = field(default_factory=dict)
     """The node of each ready replica, by the replica's id."""
+    replica_ids: frozenset[str] = frozenset()
+    """All replicas that Serve knows, in any state."""
+    stopping_ids: frozenset[str] = frozenset()
+    """Those that take no more requests."""
     failure: str = ""
     """Serve's message when the deployment failed; empty otherwise, also for an UNHEALTHY one, which it repairs."""
 
@@ -58,11 +62,18 @@ class Application:
                     nodes += on
                     moving += on if is_gang and replica["state"] == "PENDING_MIGRATION" else ()
                     ready += [(replica, node)] if replica["state"] in _READY else []
+        states = {
+            str(replica.get("replica_id")): replica["state"]
+            for deployment in details["deployments"].values()
+            for replica in deployment["replicas"]
+        }
         return cls(
             ready=len(ready),
             replica_nodes=tuple(sorted(node for node in nodes if node)),
             moving=tuple(sorted(moving)),
             ready_on={str(replica.get("replica_id")): node for replica, node in ready if node},
+            replica_ids=frozenset(states),
+            stopping_ids=frozenset(name for name, state in states.items() if state not in _STAYING),
             failure=_failure(details) if details.get("status") == "DEPLOY_FAILED" else "",
         )
 

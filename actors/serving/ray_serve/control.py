@@ -12,12 +12,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 
-from raytide.actors.serving.ray_serve import edge, policy
 from raytide.actors.serving.ray_serve.application import Application
+from raytide.actors.serving.ray_serve.keys import (
+    KV_NAMESPACE,
+    load_key,
+    queue_prefix,
+    replica_prefix,
+    spec_key,
+    target_key,
+)
 from raytide.core import ray_internals
 from raytide.core.io.timeout import call_with_timeout
 from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, ReplicaLoad
 
+_QUEUE = b"/queue/"
+_QUEUE_REPORT_S = 5.0
+"""An older report on waiting requests is of a gateway that has ended."""
 LOOK_TIMEOUT_S = 4.0
 """The timeout of one look at Serve, however many endpoints there are."""
 
@@ -29,32 +39,24 @@ class ServeControl:
 
     def __init__(
         self,
-        http_host: str,
-        http_port: int,
         *,
         look_timeout_s: float = LOOK_TIMEOUT_S,
         call_timeout_s: float = 10.0,
         start_timeout_s: float = 90.0,
     ) -> None:
-        self._http_host = http_host
-        self._http_port = http_port
         self._look_timeout_s = look_timeout_s
         self._call_timeout_s = call_timeout_s
         self._start_timeout_s = start_timeout_s
 
     def start(self) -> None:
-        """Starts Serve's controller and one HTTP proxy on the head; neither takes a CPU. Does nothing when they run."""
+        """Starts Serve's controller, which takes no CPU. Does nothing when it runs. Requests come through raytide's
+        gateway: Serve's own proxy would serve them without keys.
+        """
 
         def call() -> None:
             from ray import serve
 
-            serve.start(
-                proxy_location="HeadOnly",
-                http_options={"host": self._http_host, "port": self._http_port},
-                controller_options={
-                    "runtime_env": {"env_vars": {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": edge.IMPORT_PATH}}
-                },
-            )
+            serve.start(proxy_location="Disabled")
 
         call_with_timeout(self._start_timeout_s, "Ray Serve to start", call)
 
@@ -74,11 +76,11 @@ class ServeControl:
             from raytide.actors.serving.ray_serve.deployment import application
 
             self._publish(endpoint.name, endpoint.target_replicas)
-            nothing = json.dumps({"at_s": time.time(), "ongoing": 0.0}).encode()
-            self._put(policy.load_key(endpoint.name), nothing, overwrite=False)  # its policy reports seconds later
-            target = serve.RunTarget(application(endpoint), name=endpoint.name, route_prefix=f"/{endpoint.name}")
+            nothing = json.dumps({"at_s": time.time()}).encode()
+            self._put(load_key(endpoint.name), nothing, overwrite=False)  # its policy reports seconds later
+            target = serve.RunTarget(application(endpoint), name=endpoint.name, route_prefix=None)
             serve.run_many([target], wait_for_applications_running=False)
-            self._put(_spec_key(endpoint.name), spec)
+            self._put(spec_key(endpoint.name), spec)
 
         call_with_timeout(self._start_timeout_s, f"Ray Serve to accept endpoint {endpoint.name}", call)
         return True
@@ -95,11 +97,15 @@ class ServeControl:
 
         def call() -> dict[str, EndpointLoad]:
             applications = _applications(self._look_timeout_s)
-            published = self._get([policy.load_key(name) for name in wanted])
+            keys = self._keys()
+            published = self._get([load_key(name) for name in wanted] + [key for key in keys if _QUEUE in key])
+            for name in wanted:
+                if name in applications:
+                    self._forget_replicas(name, applications[name], keys)
             return {
-                name: _load(applications[name], published[policy.load_key(name)])
+                name: _load(applications[name], published[load_key(name)], _queued(name, published))
                 for name in wanted
-                if name in applications and policy.load_key(name) in published
+                if name in applications and load_key(name) in published
             }
 
         return call_with_timeout(self._look_timeout_s, "Ray Serve to report its load", call)
@@ -116,24 +122,35 @@ class ServeControl:
             from ray import serve
 
             gcs = ray_internals.connected_gcs()
-            for key in (_spec_key(name), policy.target_key(name), policy.load_key(name)):
-                gcs.internal_kv_del(key, False, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
+            gcs.internal_kv_del(f"{name}/".encode(), True, KV_NAMESPACE, timeout=self._call_timeout_s)
             if is_there:
                 serve.delete(name, _blocking=False)
 
         call_with_timeout(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
 
+    def _forget_replicas(self, name: str, application: Application, keys: Iterable[bytes]) -> None:
+        """Deletes the addresses of replicas that have ended without doing so themselves."""
+        prefix = replica_prefix(name)
+        for key in keys:
+            if key.startswith(prefix) and key.removeprefix(prefix).decode() not in application.replica_ids:
+                gcs = ray_internals.connected_gcs()
+                gcs.internal_kv_del(key, False, KV_NAMESPACE, timeout=self._call_timeout_s)
+
+    def _keys(self) -> list[bytes]:
+        gcs = ray_internals.connected_gcs()
+        return list(gcs.internal_kv_keys(b"", KV_NAMESPACE, timeout=self._look_timeout_s))
+
     def _publish(self, name: str, target: int) -> None:
-        self._put(policy.target_key(name), str(target).encode())
+        self._put(target_key(name), str(target).encode())
 
     def _put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> None:
         gcs = ray_internals.connected_gcs()
-        gcs.internal_kv_put(key, value, overwrite, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
+        gcs.internal_kv_put(key, value, overwrite, KV_NAMESPACE, timeout=self._call_timeout_s)
 
     def _get(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """Returns the values of the keys that exist, in one call."""
         gcs = ray_internals.connected_gcs()
-        return dict(gcs.internal_kv_multi_get(list(keys), policy.KV_NAMESPACE, timeout=self._look_timeout_s))
+        return dict(gcs.internal_kv_multi_get(list(keys), KV_NAMESPACE, timeout=self._look_timeout_s))
 
 
 def _applications(timeout_s: float) -> dict[str, Application]:
@@ -152,20 +169,26 @@ def _applications(timeout_s: float) -> dict[str, Application]:
     }
 
 
-def _load(application: Application, published: bytes) -> EndpointLoad:
-    """Serve forgets the requests of a router that went silent; the engines still count them."""
+def _queued(name: str, published: Mapping[bytes, bytes]) -> float:
+    """Returns the requests that wait in gateways for a replica, by reports that are not old."""
+    reports = [json.loads(value) for key, value in published.items() if key.startswith(queue_prefix(name))]
+    return sum(float(report["queued"]) for report in reports if time.time() - report["at_s"] < _QUEUE_REPORT_S)
+
+
+def _load(application: Application, published: bytes, queued: float) -> EndpointLoad:
     seen = json.loads(published)
-    by_replica = sorted(seen.get("replicas", {}).items())
+    known = application.replica_ids - application.stopping_ids  # Serve keeps the last reports of others for a while
+    by_replica = sorted((name, stats) for name, stats in seen.get("replicas", {}).items() if name in known)
     replicas = tuple(_replica(name, stats, application.ready_on.get(name, "")) for name, stats in by_replica)
     held = sum(replica.running + replica.waiting for replica in replicas)
     return EndpointLoad(
         at_s=seen["at_s"],
-        ongoing=max(seen["ongoing"], held + seen.get("queued", 0.0)),
+        ongoing=held + queued,
         ready=application.ready,
         replica_nodes=application.replica_nodes,
         moving=application.moving,
         replicas=replicas,
-        queued=seen.get("queued", 0.0),
+        queued=queued,
     )
 
 
@@ -175,8 +198,3 @@ def _replica(name: str, stats: Mapping[str, float], node: str) -> ReplicaLoad:
         for kind in (ReplicaLoad, Counters)
     )
     return ReplicaLoad(id=name, node=node, counters=Counters(**since), **now)
-
-
-def _spec_key(name: str) -> bytes:
-    """Returns the key of the last deployed spec; its creation time distinguishes a recreated endpoint."""
-    return f"{name}/spec".encode()

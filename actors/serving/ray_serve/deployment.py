@@ -1,93 +1,64 @@
-"""A Serve deployment whose replicas contain the engine and answer HTTP: no token crosses a Serve handle."""
+"""A Serve deployment whose replicas own an engine process each. Serve places, counts and checks them, no more."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import logging
 import os
 import warnings
+from contextlib import suppress
 from typing import Any
 
-from fastapi import FastAPI
+import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from raytide.actors.serving.engines import build_engine
-from raytide.actors.serving.http.app import create_app
-from raytide.actors.serving.openai_api.errors import RETRY_AFTER_S
-from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.engine_child import EngineChild
 from raytide.actors.serving.ray_serve.application import DEPLOYMENT, SPANNING
+from raytide.actors.serving.ray_serve.keys import KV_NAMESPACE, ReplicaAddress, replica_key
+from raytide.core import ray_internals
 from raytide.core.errors import EngineError
 from raytide.core.objects.endpoint import Endpoint, ServeSpec
 from raytide.scheduling.replicas import replica_selector
-
-_log = logging.getLogger(__name__)
 
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 20.0
 DRAIN_S = 60.0
 """The time that a stopping replica may take to finish its requests."""
+END_S = 15.0
+"""The time after it for the end of the engine's process."""
 METRICS_PERIOD_S = 0.5
-PROBLEM_PERIOD_S = 0.5
-LAST_WORDS_S = 1.0
-"""The time from the detection of a broken engine to the end of the process, in which open requests get their errors."""
 LOAD_WINDOW_S = 1.0
+_GCS_TIMEOUT_S = 10.0
 
 
-@serve.ingress()
 class EngineReplica:
+    """Starts the engine in a process of its own and keeps it; requests reach that process without passing here."""
+
     async def __init__(self, spec: dict[str, Any]) -> None:  # type: ignore[misc] # Serve awaits it
         parsed = ServeSpec.parse(spec, where="endpoint")
         _limit_threads(parsed.resources.get("CPU", 0.0))
-        replica = serve.get_replica_context().replica_id.unique_id
-        slo_ttft_s = parsed.replicas.slo_ttft_s
-        self._server = Server(
-            build_engine(parsed),
-            model=parsed.name,
-            replica=replica,
-            drain_s=DRAIN_S,
-            slo_ttft_s=slo_ttft_s,
-            min_priority=parsed.min_request_priority,
-        )
-        await self._server.start()
-        # A full collection would go through all that was loaded, and stop the replica for 0.2 s.
-        gc.collect()
-        gc.freeze()
-        self._watching = asyncio.create_task(_exit_when_broken(self._server))
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._server, owns_server=False)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._key = replica_key(parsed.name, self._name)
+        host = ray.util.get_node_ip_address()
+        self._child = await EngineChild.start(parsed, host, self._name)
+        address = ReplicaAddress(host, self._child.port, self._child.secret)
+        gcs = ray_internals.connected_gcs()
+        gcs.internal_kv_put(self._key, address.dump(), True, KV_NAMESPACE, timeout=_GCS_TIMEOUT_S)
 
     async def check_health(self) -> None:
         """Serve replaces the replica after three failures in a row, or as soon as its process has ended."""
-        if problem := await self._server.problem():
-            raise EngineError(f"replica {self._server.replica}: {problem}.")
+        if problem := self._child.problem():
+            raise EngineError(f"replica {self._name}: {problem}.")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the load counters. Serve polls them several times a second and passes them to `policy.py`."""
-        return self._server.metrics.load_counters(await self._server.engine.stats())
+        return self._child.load()
 
     async def __del__(self) -> None:
-        """Serve calls this once when the replica stops, after its requests have ended."""
-        if hasattr(self, "_server"):  # not when the engine's options were refused
-            if hasattr(self, "_watching"):
-                self._watching.cancel()
-            await self._server.stop()
-
-
-async def _exit_when_broken(server: Server) -> None:
-    """Ends this process soon after the engine is found dead or hanging. A broken replica would fail requests at once,
-    attract more of them from a router that prefers idle replicas, and be given a minute by Serve to finish.
-    """
-    while True:
-        problem = await server.problem()
-        if problem is not None:
-            break
-        await asyncio.sleep(PROBLEM_PERIOD_S)
-    _log.critical("replica %s ends itself: %s", server.replica, problem)
-    await asyncio.sleep(LAST_WORDS_S)  # open requests get their errors
-    os._exit(1)
+        """Serve calls this once when the replica stops. Its requests end first, or go on elsewhere."""
+        if hasattr(self, "_child"):  # not when the engine's options were refused
+            with suppress(Exception):  # the controller deletes it otherwise
+                ray_internals.connected_gcs().internal_kv_del(self._key, False, KV_NAMESPACE, timeout=_GCS_TIMEOUT_S)
+            await self._child.stop(DRAIN_S)
 
 
 def application(endpoint: Endpoint) -> serve.Application:
@@ -95,13 +66,10 @@ def application(endpoint: Endpoint) -> serve.Application:
     deployment: Any = serve.deployment(
         EngineReplica,
         **_placing(spec),
-        max_ongoing_requests=spec.max_ongoing,
-        max_queued_requests=spec.max_ongoing * spec.replicas.max,
-        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
         autoscaling_config=_autoscaling(endpoint),
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_timeout_s=DRAIN_S + END_S,
         graceful_shutdown_wait_loop_s=0.5,
     )
     bound: serve.Application = deployment.bind(spec.model_dump())

@@ -27,7 +27,7 @@ def target_key(endpoint: str) -> bytes:
 
 
 def load_key(endpoint: str) -> bytes:
-    """Returns the key of the load that Serve last saw: JSON with at_s, ongoing (queued included), queued, running
+    """Returns the key of the load that Serve last saw: JSON with at_s, running
     replicas, and each replica's own statistics with their time.
     """
     return f"{endpoint}/load".encode()
@@ -52,8 +52,6 @@ def _exchange(ctx: AutoscalingContext, now_s: float) -> int | None:
     endpoint = str(ctx.app_name)
     load = {
         "at_s": now_s,
-        "ongoing": ctx.total_num_requests,
-        "queued": ctx.total_queued_requests or 0.0,
         "running": ctx.current_num_replicas,
         "replicas": _replica_stats(ctx),
     }
@@ -71,4 +69,6 @@ def _replica_stats(ctx: AutoscalingContext) -> dict[str, dict[str, float]]:
                 latest = stats.setdefault(replica.unique_id, {"at_s": series[-1].timestamp})
                 latest[name] = series[-1].value
                 latest["at_s"] = min(latest["at_s"], series[-1].timestamp)
+    for latest in stats.values():
+        latest["at_s"] -= latest.pop("age_s", 0.0)
     return stats

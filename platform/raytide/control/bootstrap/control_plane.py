@@ -11,7 +11,7 @@ import httpx
 
 from raytide.control.bootstrap.cluster_record import RunningCluster
 from raytide.control.supervision.daemon import spawn
-from raytide.control.supervision.supervisor import CHILDREN
+from raytide.control.supervision.supervisor import CHILDREN, arguments
 from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.io.atomic_file import read_json, write_json
 from raytide.core.io.process import Process, running, terminate_all
@@ -83,5 +83,5 @@ def end_children(cluster: RunningCluster) -> None:
 
 def _unrecorded(cluster: RunningCluster, whats: Sequence[str]) -> list[Process]:
     """Finds children that a full disk kept the supervisor from recording."""
-    modules = [CHILDREN[what] for what in whats if what in CHILDREN]
-    return [process for module in modules for process in running(["-m", module, str(cluster.run_dir)])]
+    children = [CHILDREN[what] for what in whats if what in CHILDREN]
+    return [process for child in children for process in running(arguments(child, str(cluster.run_dir)))]

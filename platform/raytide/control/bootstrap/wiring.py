@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from raytide.actors.gang.placement_groups import PlacementGroups
 from raytide.actors.serving.ray_serve.control import ServeControl
@@ -39,13 +38,12 @@ def sources(cluster: RunningCluster) -> Sources:
     import ray
 
     ray.init(address=cluster.gcs_address, namespace=RAY_NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
-    serve = urlsplit(cluster.serve_url)
     return Sources(
         provider=provider(cluster),
         gcs=GcsReader(cluster.gcs_address),
         groups=PlacementGroups(),
         drivers=RayJobs(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
-        serve=ServeControl(serve.hostname or cluster.head_ip, serve.port or 8000),
+        serve=ServeControl(),
         api=ApiProbe(cluster.api_url),
         meters=MeterReader(GcsReader(cluster.gcs_address), SystemClock()),
     )

@@ -25,8 +25,14 @@ from raytide.core.errors import RaytideError
 from raytide.core.io.atomic_file import read_json, sweep
 from raytide.core.io.process import Process, running, terminate_all
 
-CHILDREN = {"controller": "raytide.control.controller", "api": "raytide.control.api"}
-"""The module of each child, which runs as `python -m MODULE RUN_DIR`."""
+CHILDREN = {
+    "controller": "raytide.control.controller",
+    "api": "raytide.control.api",
+    "gateway-0": "raytide.gateway 0",
+    "gateway-1": "raytide.gateway 1",
+}
+"""The module of each child, which runs as `python -m MODULE RUN_DIR`, and its further arguments. Two gateways share a
+port: while one is restarted the other answers."""
 
 _log = logging.getLogger(__name__)
 
@@ -167,12 +173,18 @@ def _recorded(run_dir: Path, what: str) -> Process | None:
     return process if process is not None and process.alive else None
 
 
+def arguments(child: str, run_dir: str) -> list[str]:
+    """Returns Python's arguments for a child, as CHILDREN describes it."""
+    module, *more = child.split()
+    return ["-m", module, run_dir, *more]
+
+
 def main(run_dir: str, *children: str) -> None:
     modules = dict(child.split("=", 1) for child in children) or CHILDREN
     folder = Path(run_dir)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     with hold_lock(folder / "supervisor.lock"):
-        supervise(folder, {what: [sys.executable, "-m", module, run_dir] for what, module in modules.items()})
+        supervise(folder, {what: [sys.executable, *arguments(child, run_dir)] for what, child in modules.items()})
 
 
 if __name__ == "__main__":

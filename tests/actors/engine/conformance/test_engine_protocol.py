@@ -22,6 +22,7 @@ from tests.actors.engine.conformance.asking import (
 from tests.actors.engine.conformance.engines import MAX_LEN
 
 from raytide.actors.engine import GenChunk, Message, SamplingParams
+from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.types import Feature
 from raytide.core.errors import ConflictError, OverloadedError, UsageError
@@ -52,8 +53,19 @@ async def test_only_the_last_chunk_ends_the_stream_and_counts_it(start: Start) -
 
 
 async def test_the_bytes_of_a_texts_tokens_are_the_text(start: Start) -> None:
-    engine, _ = await start()
-    assert b"".join(map(engine.token_bytes, await engine.tokenize("import os"))) == b"import os"
+    engine, info = await start()
+    tokens = await engine.tokenize("import os")
+    assert await engine.decode([tokens, tokens[:0]]) == ["import os", ""]
+    if isinstance(engine, RemoteEngine):  # it knows the bytes of tokens whose log probabilities it was sent
+        need(info, "logprobs")
+        (chunk,) = await collect(engine, ask(sampling=SamplingParams(temperature=0, max_tokens=1, logprobs=2)))
+        assert chunk.logprobs is not None
+        tokens = [token for token, _ in chunk.logprobs[0].top]
+        assert [engine.token_bytes(token).decode(errors="replace") for token in tokens] == await engine.decode(
+            [[token] for token in tokens]
+        )
+    else:
+        assert b"".join(map(engine.token_bytes, tokens)) == b"import os"
 
 
 async def test_text_prompts_are_tokenized(start: Start) -> None:
@@ -318,4 +330,4 @@ async def test_shutdown_ends_every_stream_and_can_be_repeated(start: Start) -> N
     await engine.shutdown()
     results = await asyncio.gather(*readings, return_exceptions=True)
     ended = [result[-1].finish_reason if isinstance(result, list) else type(result).__name__ for result in results]
-    assert set(ended) <= {"abort", "length", "OverloadedError", "EngineError"}
+    assert set(ended) <= {"abort", "length", "OverloadedError", "EngineError", "EngineDeadError"}

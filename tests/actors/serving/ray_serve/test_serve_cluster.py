@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import openai
+import psutil
 import pytest
 from openai import OpenAI
 
@@ -29,13 +29,19 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 TOKENS = 400
 """At 100 tokens per second a stream lasts four seconds: a kill hits it in the middle."""
 
+GATEWAY = f"http://{HEAD}:8061"
+GATEWAY_SCRIPT = f"""
+from raytide.gateway.__main__ import listen, serve
+serve("{{gcs}}", listen("{HEAD}", 8061), "one")
+"""
+
 DEPLOY_AND_DIE = """
 import os, pickle, signal, sys
 import ray
-address, port, endpoint = sys.argv[1], int(sys.argv[2]), pickle.loads(bytes.fromhex(sys.argv[3]))
+address, endpoint = sys.argv[1], pickle.loads(bytes.fromhex(sys.argv[2]))
 ray.init(address=address, log_to_driver=False)
 from raytide.actors.serving.ray_serve.control import ServeControl
-control = ServeControl(address.split(":")[0], port)
+control = ServeControl()
 control.start()
 control.deploy(endpoint, is_there=False)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -70,9 +76,6 @@ def control() -> Iterator[ServeControl]:
     import ray
     from ray.cluster_utils import Cluster
 
-    with socket.socket() as free:
-        free.bind((HEAD, 0))
-        port: int = free.getsockname()[1]
     store = {"object_store_memory": 80 << 20}
     cluster = Cluster()
     try:
@@ -80,15 +83,37 @@ def control() -> Iterator[ServeControl]:
         cluster.add_node(num_cpus=3, node_ip_address=NODE, labels={"tide": "high"}, **store)
         blob = pickle.dumps(endpoint("m")).hex()
         died = subprocess.run(
-            [sys.executable, "-c", DEPLOY_AND_DIE, cluster.address, str(port), blob],
+            [sys.executable, "-c", DEPLOY_AND_DIE, cluster.address, blob],
             timeout=120, capture_output=True, check=False,
         )  # fmt: skip
         assert died.returncode == -signal.SIGKILL, died.stderr.decode()
         ray.init(address=cluster.address, log_to_driver=False)
-        yield ServeControl(HEAD, port)
+        yield ServeControl()
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gateway(control: ServeControl) -> Iterator[None]:
+    """A gateway process at GATEWAY."""
+    import ray
+
+    script = GATEWAY_SCRIPT.format(gcs=ray.get_runtime_context().gcs_address)
+    process = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        until("the gateway", _answers)
+        yield
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _answers() -> bool:
+    try:
+        return httpx.get(f"{GATEWAY}/m/v1/models").is_success
+    except httpx.TransportError:
+        return False
 
 
 def load_of(control: ServeControl, name: str = "m") -> EndpointLoad:
@@ -96,7 +121,7 @@ def load_of(control: ServeControl, name: str = "m") -> EndpointLoad:
 
 
 def base_url(control: ServeControl, name: str) -> str:
-    return f"http://{control._http_host}:{control._http_port}/{name}/v1"
+    return f"{GATEWAY}/{name}/v1"
 
 
 def client_of(control: ServeControl, **options: Any) -> OpenAI:
@@ -161,12 +186,18 @@ def test_the_published_number_is_the_number_of_replicas(control: ServeControl) -
 
 
 def test_the_load_counts_what_is_answered_now(control: ServeControl) -> None:
-    def ask() -> None:
-        client_of(control).chat.completions.create(model="m", messages=HELLO, max_tokens=TOKENS)
+    seen = threading.Event()
+
+    def ask() -> None:  # again and again: the first may go to a replica that is on its way out
+        while not seen.is_set():
+            client_of(control).chat.completions.create(model="m", messages=HELLO, max_tokens=TOKENS)
 
     with ThreadPoolExecutor(6) as pool:
         asking = [pool.submit(ask) for _ in range(6)]
-        until("a load of 6", lambda: load_of(control).ongoing > 5.5)
+        try:
+            until("a load of 6", lambda: load_of(control).ongoing > 5.5)
+        finally:
+            seen.set()
         assert abs(load_of(control).at_s - time.time()) < 30
         for future in asking:
             future.result()
@@ -187,7 +218,7 @@ def test_replicas_speak_for_themselves_and_one_that_hangs_falls_silent(control: 
     assert busy.kv_use == 1 / 64
     until("its counters", lambda: said()[busy.id].counters.output_tokens > busy.counters.output_tokens)
     assert said()[busy.id].counters.first_tokens >= 1
-    pid = pids(control)[busy.id]
+    (pid,) = (child.pid for child in psutil.Process(pids(control)[busy.id]).children())
     os.kill(pid, signal.SIGSTOP)
     try:
         silent_since_s = time.time()
@@ -199,21 +230,18 @@ def test_replicas_speak_for_themselves_and_one_that_hangs_falls_silent(control: 
         stream.close()
 
 
-def test_streams_end_and_new_requests_succeed_when_a_replica_is_killed(control: ServeControl) -> None:
+def test_streams_go_on_and_new_requests_succeed_when_a_replica_is_killed(control: ServeControl) -> None:
     scale(control, 2)
     began = []
 
     def stream() -> str:
-        try:
-            for _ in client_of(control).chat.completions.create(
-                model="m", messages=HELLO, max_tokens=TOKENS, stream=True
-            ):
-                began.append(1)
-        except openai.APIConnectionError:
-            return "connection"
-        except openai.APIError as error:
-            return str(error.code)
-        return "done"
+        text = ""
+        for chunk in client_of(control).chat.completions.create(
+            model="m", messages=HELLO, max_tokens=TOKENS, stream=True
+        ):
+            began.append(1)
+            text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        return text
 
     with ThreadPoolExecutor(32) as pool:
         streams = [pool.submit(stream) for _ in range(32)]
@@ -225,13 +253,11 @@ def test_streams_end_and_new_requests_succeed_when_a_replica_is_killed(control: 
             answer = fresh.completions.with_raw_response.create(model="m", prompt="hello", max_tokens=1)
             assert answer.headers["x-raytide-replica"] != replica
         ends = [future.result(timeout=30) for future in streams]
-    assert set(ends) <= {"done", "replica_lost", "connection"}
-    assert "done" in ends
-    assert "replica_lost" in ends
+    assert set(ends) == {"tide " * (TOKENS // 5)}
     until("the replica to be replaced", lambda: len(set(pids(control)) - {replica}) == 2)
 
 
-def test_a_client_that_leaves_frees_its_place_behind_the_proxy(control: ServeControl) -> None:
+def test_a_client_that_leaves_frees_its_place_behind_the_gateway(control: ServeControl) -> None:
     scale(control, 1)
     stream = client_of(control).chat.completions.create(model="m", messages=HELLO, max_tokens=4000, stream=True)
     next(iter(stream))
@@ -260,7 +286,7 @@ def test_a_replica_that_waits_for_a_node_is_on_none(control: ServeControl) -> No
 
 def test_a_look_at_a_serve_that_hangs_is_over_in_time(control: ServeControl) -> None:
     pid = ask_serve("get_pid")
-    hasty = ServeControl(HEAD, 0, look_timeout_s=0.5)
+    hasty = ServeControl(look_timeout_s=0.5)
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(RaytideError):

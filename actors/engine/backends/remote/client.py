@@ -1,0 +1,287 @@
+"""`RemoteEngine`: an engine in another process, used as if it were here."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, cast
+
+from raytide.actors.engine.backends.remote import wire
+from raytide.actors.engine.backends.remote.wire import Kind
+from raytide.actors.engine.base import BasicEngine, Prompt
+from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest, Message
+from raytide.core.errors import EngineDeadError, RaytideError
+
+_CONNECT_TIMEOUT_S = 5.0
+_SILENCE_S = 10.0
+"""A process that has sent nothing for this long, not even its status, is taken as dead."""
+
+Item = GenChunk | RaytideError
+
+
+class RemoteEngine(BasicEngine):
+    """The engine behind one connection. When the connection is lost or silent, every open request ends with
+    EngineDeadError; `on_lost` is called once. `token_texts` may be shared by connections to the same model.
+    """
+
+    backend = "remote"
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        *,
+        name: str = "",
+        token_texts: dict[int, bytes] | None = None,
+        on_status: Callable[[], None] = lambda: None,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name = name or f"{host}:{port}"
+        self._address, self._secret = (host, port), secret
+        self._token_texts = {} if token_texts is None else token_texts
+        self._on_status, self._on_lost = on_status, on_lost
+        self._connection: _Connection | None = None
+
+    async def start(self) -> EngineInfo:
+        """Connects. Raises EngineDeadError when nothing answers there."""
+        loop = asyncio.get_running_loop()
+        connection = _Connection(self.name, self._token_texts, self._on_status, self._on_lost)
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await loop.create_connection(lambda: connection, *self._address)
+                connection.send([Kind.OPEN, wire.VERSION, self._secret])
+                info: EngineInfo = await connection.hello
+        except (OSError, TimeoutError, EngineDeadError) as error:
+            connection.close()
+            raise EngineDeadError(f"engine {self.name} does not answer: {error!r}.", hint="Retry elsewhere.") from error
+        self._connection = connection
+        return info
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None and not self._connection.is_lost
+
+    @property
+    def status(self) -> Status:
+        """The last status that the process has sent."""
+        return self._connected().status
+
+    def generate(self, request: GenRequest, *, waited_s: float = 0.0) -> AsyncIterator[GenChunk]:
+        return self._connected().generate(request, waited_s)
+
+    async def tokenize(self, text: str) -> list[int]:
+        return list(await self._call("tokenize", text))
+
+    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        return list(await self._call("decode", prompts))
+
+    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        return list(await self._call("chat_prompt", wire.pack_messages(messages), list(tools)))
+
+    def token_bytes(self, token: int) -> bytes:
+        """Returns the text of a token for which log probabilities were received."""
+        return self._token_texts.get(token, b"")
+
+    async def abort(self, request_id: str) -> bool:
+        return bool(await self._call("abort", request_id))
+
+    async def stats(self) -> EngineStats:
+        """Returns the present statistics; `status` has those that were pushed last, without a question."""
+        return wire.unpack_stats(await self._call("stats"))
+
+    async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
+        return int(await self._call("cached_prefix", token_ids, lora, cache_salt))
+
+    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+        return list(await self._call("embed", batch))
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        await self._call("sleep", level)
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def load_weights(self, source: str, version: str | None = None) -> str:
+        return str(await self._call("load_weights", source, version))
+
+    async def load_lora(self, name: str, path: str) -> None:
+        await self._call("load_lora", name, path)
+
+    async def unload_lora(self, name: str) -> None:
+        await self._call("unload_lora", name)
+
+    async def drain(self, timeout_s: float) -> bool:
+        return bool(await self._call("drain", timeout_s))
+
+    async def shutdown(self) -> None:
+        """Closes the connection: this client's requests end, the engine goes on."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _connected(self) -> _Connection:
+        if self._connection is None:
+            raise EngineDeadError(f"engine {self.name} is not connected.", hint="Await start() first.")
+        self._connection.check()
+        return self._connection
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        return await self._connected().call(method, arguments)
+
+
+class Status:
+    """What a process last said of its engine. `load` has the counters for the controller."""
+
+    __slots__ = ("at_s", "is_draining", "load", "problem", "stats")
+
+    def __init__(self, stats: EngineStats | None, load: dict[str, float], problem: str | None, is_draining: bool):
+        self.stats, self.load, self.problem, self.is_draining = stats, load, problem, is_draining
+        self.at_s = time.monotonic()
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(
+        self,
+        name: str,
+        token_texts: dict[int, bytes],
+        on_status: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._name, self._token_texts, self._on_status, self._on_lost = name, token_texts, on_status, on_lost
+        self._loop = asyncio.get_running_loop()
+        self.hello: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self.status = Status(EngineStats(), {}, None, False)
+        self.is_lost = False
+        self._unpacker = wire.unpacker()
+        self._keys = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._streams: dict[int, tuple[str, asyncio.Queue[Item]]] = {}
+        self._transport: asyncio.Transport | None = None
+        self._watching: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods alone
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._unpacker.feed(data)
+            for message in self._unpacker:
+                self._take(message)
+        except Exception as error:  # the process is not ours, or broken
+            self._lose(repr(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose("its process ended" if exc is None else repr(exc))
+
+    def check(self) -> None:
+        if self.is_lost:
+            raise self._dead("its connection is lost")
+
+    def send(self, message: Sequence[object]) -> None:
+        if self._transport is not None and not self.is_lost:
+            self._transport.write(wire.pack(message))
+
+    def close(self) -> None:
+        self._lose("the connection was closed here")
+
+    async def call(self, method: str, arguments: Sequence[object]) -> Any:
+        key = next(self._keys)
+        done = self._calls[key] = self._loop.create_future()
+        self.send([Kind.CALL, key, method, list(arguments)])
+        try:
+            return await done
+        finally:
+            self._calls.pop(key, None)
+            if done.cancelled():
+                self.send([Kind.CLOSE, key])
+
+    async def generate(self, request: GenRequest, waited_s: float) -> AsyncIterator[GenChunk]:
+        self.check()
+        key, stream = next(self._keys), asyncio.Queue[Item]()
+        self._streams[key] = request.request_id, stream
+        self.send([Kind.GENERATE, key, wire.pack_request(request), waited_s])
+        ended = False
+        try:
+            while not ended:
+                item = await stream.get()
+                if not isinstance(item, GenChunk):
+                    ended = True
+                    raise item
+                ended = item.usage is not None
+                yield item
+        finally:
+            self._streams.pop(key, None)
+            if not (ended or self.is_lost):  # the id stays in use until the engine has aborted the request
+                closed = self._calls[key] = self._loop.create_future()
+                closed.add_done_callback(lambda done: self._calls.pop(key, None) and done.exception())
+                self.send([Kind.CLOSE, key])
+                with suppress(RaytideError):
+                    await asyncio.shield(closed)
+
+    def _take(self, message: list[Any]) -> None:
+        kind = message[0]
+        if kind == Kind.CHUNKS:
+            self._token_texts.update(message[2])
+            for key, packed in message[1]:
+                if (found := self._streams.get(key)) is not None:
+                    found[1].put_nowait(wire.unpack_chunk(found[0], packed))
+        elif kind == Kind.STATUS:
+            _, stats, load, problem, is_draining = message
+            self.status = Status(None if stats is None else wire.unpack_stats(stats), load, problem, is_draining)
+            self._on_status()
+        elif kind == Kind.RESULT:
+            if (done := self._calls.get(message[1])) is not None and not done.done():
+                done.set_result(message[2])
+        elif kind == Kind.ERROR:
+            self._fail(message[1], wire.unpack_error(message[2]))
+        elif kind == Kind.HELLO:
+            if not self.hello.done():
+                self.hello.set_result(wire.unpack_info(message[1]))
+        else:
+            raise ValueError(f"message of kind {kind!r}")
+
+    def _fail(self, key: int, error: RaytideError) -> None:
+        if (found := self._streams.get(key)) is not None:
+            found[1].put_nowait(error)
+        elif (done := self._calls.get(key)) is not None and not done.done():
+            done.set_exception(error)
+
+    def _watch(self) -> None:
+        """Ends a silent connection: its process hangs, or its machine is gone."""
+        if self.is_lost:
+            return
+        if time.monotonic() - self.status.at_s > _SILENCE_S:
+            self._lose("it has been silent")
+            return
+        self._watching = self._loop.call_later(_SILENCE_S / 10, self._watch)
+
+    def _lose(self, why: str) -> None:
+        if self.is_lost:
+            return
+        self.is_lost = True
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        error = self._dead(why)
+        if not self.hello.done():
+            self.hello.set_exception(error)
+            self.hello.exception()  # it may have no reader
+        for key in [*self._calls, *self._streams]:
+            self._fail(key, self._dead(why))
+        self._on_lost()
+
+    def _dead(self, why: str) -> EngineDeadError:
+        return EngineDeadError(f"engine {self._name}: {why}.", hint="Retry elsewhere.")

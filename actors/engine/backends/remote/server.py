@@ -1,0 +1,261 @@
+"""Serves an engine to other processes: one connection for each client process, many requests on each."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any, cast
+
+from raytide.actors.engine.backends.remote import wire
+from raytide.actors.engine.backends.remote.load_counters import LoadCounters
+from raytide.actors.engine.backends.remote.wire import Kind
+from raytide.actors.engine.base import Engine
+from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest, as_request_error
+from raytide.core.errors import EngineError, OverloadedError, RaytideError, UsageError
+
+_log = logging.getLogger(__name__)
+
+_OPEN_TIMEOUT_S = 5.0
+_MAX_UNSENT_BYTES = 64 << 20
+"""A client that leaves more unread loses its connection, and its requests end."""
+
+
+async def _stats(engine: Engine) -> dict[str, Any]:
+    return wire.pack_stats(await engine.stats())
+
+
+_CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
+    "tokenize": lambda engine, text: engine.tokenize(text),
+    "decode": lambda engine, prompts: engine.decode(prompts),
+    "chat_prompt": lambda engine, turns, tools: engine.chat_prompt(wire.unpack_messages(turns), tools),
+    "cached_prefix": lambda engine, ids, lora, salt: engine.cached_prefix(ids, lora=lora, cache_salt=salt),
+    "stats": _stats,
+    "abort": lambda engine, request_id: engine.abort(request_id),
+    "embed": lambda engine, batch: engine.embed(batch),
+    "pause": lambda engine: engine.pause(),
+    "resume": lambda engine: engine.resume(),
+    "sleep": lambda engine, level: engine.sleep(level),
+    "wake": lambda engine: engine.wake(),
+    "load_weights": lambda engine, source, version: engine.load_weights(source, version),
+    "load_lora": lambda engine, name, path: engine.load_lora(name, path),
+    "unload_lora": lambda engine, name: engine.unload_lora(name),
+}
+
+
+class EngineServer:
+    """Serves a started engine. Clients must know `secret`. `problem` returns why the engine is broken, or None."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        info: EngineInfo,
+        secret: str,
+        *,
+        problem: Callable[[], Awaitable[str | None]],
+        slo_ttft_s: float | None = None,
+    ) -> None:
+        self.engine, self.info = engine, info
+        self.counters = LoadCounters(slo_ttft_s)
+        self.is_draining = False
+        self._secret = secret.encode()
+        self._problem = problem
+        self._connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def listen(self, host: str) -> int:
+        """Starts to accept connections and returns the port."""
+        self._server = await asyncio.get_running_loop().create_server(lambda: _Connection(self), host, 0)
+        self._reporting = asyncio.create_task(self._report())
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Tells clients to send no more requests and waits for those that run; returns whether all ended in time."""
+        self.is_draining = True
+        await self._report_once()
+        return await self.engine.drain(timeout_s)
+
+    async def close(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._connections):
+            connection.close()
+
+    def is_known(self, secret: object) -> bool:
+        return isinstance(secret, str) and hmac.compare_digest(secret.encode(errors="replace"), self._secret)
+
+    def opened(self, connection: _Connection) -> None:
+        self._connections.add(connection)
+
+    def closed(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+
+    async def status(self) -> list[Any]:
+        problem = await self._problem()
+        try:
+            stats = await self.engine.stats()
+        except RaytideError as error:
+            return [Kind.STATUS, None, {}, problem or str(error), self.is_draining]
+        return [Kind.STATUS, wire.pack_stats(stats), self.counters.load(stats), problem, self.is_draining]
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(wire.STATUS_PERIOD_S)
+            await self._report_once()
+
+    async def _report_once(self) -> None:
+        packed = wire.pack(await self.status())
+        for connection in list(self._connections):
+            connection.write(packed)
+
+
+class _Connection(asyncio.Protocol):
+    """One client process."""
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._unpacker = wire.unpacker()
+        self._is_open = False
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._chunks: list[list[Any]] = []
+        self._new_tokens: dict[int, bytes] = {}
+        self._known_tokens: set[int] = set()
+        self._transport: asyncio.Transport
+        self._opening: asyncio.TimerHandle
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods alone
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._opening = self._loop.call_later(_OPEN_TIMEOUT_S, self._transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._unpacker.feed(data)
+            for message in self._unpacker:
+                self._take(message)
+        except Exception as error:  # not our protocol, or a bug in a client
+            _log.warning("a connection to the engine is closed: %r", error)
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._opening.cancel()
+        self._server.closed(self)
+        for task in self._tasks.values():
+            task.cancel()
+
+    def write(self, packed: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            _log.warning("a client of the engine reads nothing; its connection is closed")
+            self._transport.abort()
+            return
+        self._transport.write(packed)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _take(self, message: list[Any]) -> None:
+        kind = message[0]
+        if not self._is_open:
+            self._open(message)
+        elif kind == Kind.GENERATE:
+            self._start(message[1], self._generate(*message[1:]))
+        elif kind == Kind.CALL:
+            self._start(message[1], self._call(*message[1:]))
+        elif kind == Kind.CLOSE:
+            self._cancel(message[1])
+        else:
+            raise ValueError(f"message of kind {kind!r}")
+
+    def _open(self, message: list[Any]) -> None:
+        kind, version, secret = message
+        if kind != Kind.OPEN or version != wire.VERSION or not self._server.is_known(secret):
+            raise ValueError("the first message does not open the connection")
+        self._opening.cancel()
+        self._is_open = True
+        self._server.opened(self)
+        self.write(wire.pack([Kind.HELLO, wire.pack_info(self._server.info)]))
+        self._start(-1, self._first_status())
+
+    async def _first_status(self) -> None:
+        self.write(wire.pack(await self._server.status()))
+
+    def _cancel(self, key: int) -> None:
+        """Ends a call or a generation, and says so once it has left the engine."""
+        if (task := self._tasks.get(key)) is None:
+            self.write(wire.pack([Kind.RESULT, key, None]))
+        else:
+            task.add_done_callback(lambda _: self.write(wire.pack([Kind.RESULT, key, None])))
+            task.cancel()
+
+    def _start(self, key: int, work: Any) -> None:
+        task = self._tasks[key] = self._loop.create_task(work)
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def _call(self, key: int, method: str, arguments: Iterable[Any]) -> None:
+        try:
+            if method == "drain":
+                result: object = await self._server.drain(*arguments)
+            elif method in _CALLS:
+                result = await _CALLS[method](self._server.engine, *arguments)
+            else:
+                raise UsageError(f"the engine's process knows no call {method!r}.")
+            self.write(wire.pack([Kind.RESULT, key, result]))
+        except Exception as error:
+            self.write(wire.pack([Kind.ERROR, key, wire.pack_error(error)]))
+
+    async def _generate(self, key: int, packed: Mapping[str, Any], waited_s: float) -> None:
+        tracked = None
+        try:
+            request = _request(packed)
+            tracked = self._server.counters.track(waited_s)
+            async with aclosing(self._server.engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    tracked.first_chunk()
+                    self._add(key, chunk)
+        except BaseException as raised:
+            if tracked is not None:
+                tracked.end(is_refused=isinstance(raised, OverloadedError))
+            error = as_request_error(raised)
+            self._flush()
+            self.write(wire.pack([Kind.ERROR, key, wire.pack_error(error)]))
+
+    def _add(self, key: int, chunk: GenChunk) -> None:
+        """Adds a chunk to the message of this step, which is sent once all of its chunks are there."""
+        if not self._chunks:
+            self._loop.call_soon(self._flush)
+        self._chunks.append([key, wire.pack_chunk(chunk)])
+        if chunk.logprobs or chunk.prompt_logprobs:
+            self._add_tokens(chunk)
+
+    def _add_tokens(self, chunk: GenChunk) -> None:
+        marks = [each for each in (*(chunk.logprobs or ()), *(chunk.prompt_logprobs or ())) if each is not None]
+        named = {token for each in marks for token in (each.token_id, *(token for token, _ in each.top))}
+        for token in named - self._known_tokens:
+            self._new_tokens[token] = self._server.engine.token_bytes(token)
+        self._known_tokens |= named
+
+    def _flush(self) -> None:
+        if self._chunks:
+            packed = wire.pack([Kind.CHUNKS, self._chunks, self._new_tokens])
+            self._chunks, self._new_tokens = [], {}
+            self.write(packed)
+
+
+def _request(packed: Mapping[str, Any]) -> GenRequest:
+    try:
+        return wire.unpack_request(packed)
+    except RaytideError:
+        raise
+    except Exception as error:
+        raise EngineError(f"the request cannot be read: {error!r}.", hint="Are both sides of one release?") from error

@@ -1,0 +1,163 @@
+"""The messages between an engine's process and those who use it, as msgpack arrays whose first item is the kind.
+
+One connection carries many requests. The output of one step of the engine for all of them is one message, so that
+neither side's interpreter pays for each token. Nothing is pickled: the two sides need not trust each other's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+
+from raytide.actors.engine.sampling_params import SamplingParams, Structured
+from raytide.actors.engine.types import (
+    ChatFormat,
+    EngineInfo,
+    EngineStats,
+    GenChunk,
+    GenRequest,
+    Message,
+    SampleProgress,
+    Timing,
+    TokenLogprobs,
+    TokenUsage,
+    ToolCallTurn,
+)
+from raytide.core.errors import EngineError, RaytideError, from_json
+
+VERSION = 1
+_DEFAULT = SamplingParams()
+MAX_MESSAGE_BYTES = 64 << 20
+"""A larger message, or as many unread bytes, end the connection."""
+STATUS_PERIOD_S = 0.25
+
+
+class Kind(IntEnum):
+    """The first item of a message; the comment shows the others."""
+
+    OPEN = 0  # version, secret: the client's first message
+    HELLO = 1  # the engine's description: the answer
+    CALL = 2  # id, method, arguments
+    RESULT = 3  # id, value: ends a call
+    GENERATE = 4  # id, request, seconds that it has waited already
+    CHUNKS = 5  # [[id, chunk], ...], bytes of tokens with log probabilities that are new here: the output of one step
+    ERROR = 6  # id, error: ends a call or a generation
+    CLOSE = 7  # id: the client wants no more of a generation
+    STATUS = 8  # statistics, load counters, problem or None, whether it drains: every STATUS_PERIOD_S
+
+
+def pack(message: Sequence[object]) -> bytes:
+    packed: bytes = msgpack.packb(message, use_bin_type=True, unicode_errors="replace")
+    return packed
+
+
+def unpacker() -> msgpack.Unpacker:
+    """Returns a parser of a stream of messages: feed it bytes, and iterate over what is complete."""
+    return msgpack.Unpacker(raw=False, use_list=True, max_buffer_size=MAX_MESSAGE_BYTES, strict_map_key=False)
+
+
+def pack_request(request: GenRequest) -> dict[str, Any]:
+    packed = {each.name: getattr(request, each.name) for each in fields(request)}
+    packed["resume"] = [(each.token_ids, each.finish_reason) for each in request.resume]
+    packed["sampling"] = sampling = _changed(request.sampling)
+    if request.sampling.structured is not None:
+        sampling["structured"] = [request.sampling.structured.kind, request.sampling.structured.spec]
+    return packed
+
+
+def unpack_request(packed: Mapping[str, Any]) -> GenRequest:
+    """Raises UsageError for parameters out of their range, TypeError for unknown ones."""
+    sampling = dict(packed["sampling"])
+    if structured := sampling.pop("structured", None):
+        kind, spec = structured
+        sampling["structured"] = Structured(kind, spec if isinstance(spec, str) else tuple(spec))
+    resume = tuple(SampleProgress(tuple(tokens), reason) for tokens, reason in packed["resume"])
+    return GenRequest(**{**packed, "sampling": SamplingParams(**sampling), "resume": resume})
+
+
+def pack_chunk(chunk: GenChunk) -> list[Any]:
+    """Returns the chunk's fields in order, without those at the end that are not set."""
+    usage, timing, marks, prompt = chunk.usage, chunk.timing, chunk.logprobs, chunk.prompt_logprobs
+    packed: list[Any] = [chunk.index, chunk.token_ids, chunk.text]
+    if chunk.finish_reason or marks is not None or prompt is not None:
+        packed += [
+            chunk.finish_reason,
+            usage and (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            timing and (timing.queue_s, timing.prefill_s, timing.decode_s),
+            marks and [_pack_logprobs(each) for each in marks],
+            prompt and [each and _pack_logprobs(each) for each in prompt],
+        ]
+    return packed
+
+
+def unpack_chunk(request_id: str, packed: Sequence[Any]) -> GenChunk:
+    if len(packed) == 3:
+        return GenChunk(request_id, packed[1], packed[2], index=packed[0])
+    index, tokens, text, reason, usage, timing, marks, prompt = packed
+    return GenChunk(
+        request_id,
+        tokens,
+        text,
+        reason,
+        usage and TokenUsage(*usage),
+        timing and Timing(*timing),
+        index,
+        None if marks is None else tuple(map(_unpack_logprobs, marks)),
+        None if prompt is None else tuple(each and _unpack_logprobs(each) for each in prompt),
+    )
+
+
+def pack_info(info: EngineInfo) -> dict[str, Any]:
+    """Returns the description of an engine as its clients see it: KV does not travel through them."""
+    return {**asdict(info), "features": sorted(info.features - {"kv_transfer"})}
+
+
+def unpack_info(packed: Mapping[str, Any]) -> EngineInfo:
+    return EngineInfo(**{**packed, "features": frozenset(packed["features"]), "chat": ChatFormat(**packed["chat"])})
+
+
+def pack_stats(stats: EngineStats) -> dict[str, Any]:
+    return asdict(stats)
+
+
+def unpack_stats(packed: Mapping[str, Any]) -> EngineStats:
+    return EngineStats(**packed)
+
+
+def pack_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    return [asdict(message) for message in messages]
+
+
+def unpack_messages(packed: Iterable[Mapping[str, Any]]) -> list[Message]:
+    return [
+        Message(**{**each, "tool_calls": tuple(ToolCallTurn(**call) for call in each["tool_calls"])}) for each in packed
+    ]
+
+
+def pack_error(error: Exception) -> dict[str, str]:
+    if not isinstance(error, RaytideError):
+        error = EngineError(f"the engine's process failed: {error!r}.")
+    return error.to_json()
+
+
+def unpack_error(packed: dict[str, str]) -> RaytideError:
+    return from_json(packed)
+
+
+def _changed(params: SamplingParams) -> dict[str, Any]:
+    """Returns the parameters that differ from their defaults."""
+    named = ((each.name, getattr(params, each.name)) for each in fields(params))
+    return {name: value for name, value in named if value != getattr(_DEFAULT, name)}
+
+
+def _pack_logprobs(each: TokenLogprobs) -> tuple[int, float, int, tuple[tuple[int, float], ...]]:
+    return each.token_id, each.logprob, each.rank, each.top
+
+
+def _unpack_logprobs(packed: Sequence[Any]) -> TokenLogprobs:
+    token, logprob, rank, top = packed
+    return TokenLogprobs(token, logprob, rank, tuple((token, value) for token, value in top))

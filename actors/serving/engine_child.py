@@ -1,0 +1,99 @@
+"""Starts a replica's engine process and owns it: the process ends with its owner, whoever ends that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+import time
+from contextlib import suppress
+
+from raytide.actors.engine.backends.remote.client import RemoteEngine
+from raytide.core.errors import EngineDeadError, EngineError, from_json
+from raytide.core.objects.endpoint import ServeSpec
+
+_END_TIMEOUT_S = 10.0
+
+
+class EngineChild:
+    """A running engine process. `engine` is a connection to it; others may open more with `port` and `secret`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, engine: RemoteEngine, port: int, secret: str) -> None:
+        self._process, self.engine, self.port, self.secret = process, engine, port, secret
+
+    @classmethod
+    async def start(cls, spec: ServeSpec, host: str, name: str) -> EngineChild:
+        """Starts the process and waits until its engine is ready. Raises the error that the engine's start raised, or
+        EngineError when the process ended without one.
+        """
+        secret = secrets.token_hex(32)
+        reading, writing = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "raytide.actors.serving.engine_process",
+                str(writing),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=[writing],
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        try:
+            assert process.stdin is not None
+            order = {"spec": spec.model_dump(mode="json"), "host": host, "secret": secret}
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            answer = json.loads(await _line(reading) or b"{}")
+            if "error" in answer:
+                raise from_json(answer["error"])
+            if "port" not in answer:
+                code = await process.wait()
+                raise EngineError(f"the engine's process ended with code {code} during its start.", hint="See its log.")
+            engine = RemoteEngine(host, answer["port"], secret, name=name)
+            await engine.start()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                process.kill()
+            raise
+        return cls(process, engine, answer["port"], secret)
+
+    def problem(self) -> str | None:
+        """Returns why the engine is broken, or None."""
+        try:
+            return self.engine.status.problem
+        except EngineDeadError as error:
+            return str(error)
+
+    def load(self) -> dict[str, float]:
+        """Returns the engine's load counters and how old they are: it may hang."""
+        status = self.engine.status
+        return {**status.load, "age_s": time.monotonic() - status.at_s}
+
+    async def stop(self, drain_s: float) -> None:
+        """Lets running requests end, for at most `drain_s`, then ends the process."""
+        with suppress(EngineDeadError, TimeoutError):
+            async with asyncio.timeout(drain_s + _END_TIMEOUT_S):
+                await self.engine.drain(drain_s)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), _END_TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+
+async def _line(fd: int) -> bytes:
+    """Reads a line; empty when the other side closed the pipe."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb"))
+    try:
+        return await reader.readline()
+    finally:
+        transport.close()

@@ -1,0 +1,95 @@
+"""A replica's engine in a process of its own: `python -m raytide.actors.serving.engine_process REPORT_FD`.
+
+The engine's thread shares its interpreter with nothing but the server of its connections: HTTP is spoken elsewhere. The
+order arrives as a line of JSON on stdin, so that the secret is in no argument list; the answer is written to REPORT_FD.
+The process ends when stdin is closed, with its parent, and when its engine is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any, BinaryIO
+
+from raytide.actors.engine.backends.remote.server import EngineServer
+from raytide.actors.engine.base import Engine
+from raytide.actors.serving.engines import build_engine
+from raytide.actors.serving.health import ProgressWatch
+from raytide.core.errors import RaytideError
+from raytide.core.logs import log_to
+from raytide.core.objects.endpoint import ServeSpec
+
+_log = logging.getLogger(__name__)
+
+STALL_LIMIT_S = 60.0
+_PR_SET_PDEATHSIG = 1
+_PROBLEM_PERIOD_S = 0.5
+_LAST_WORDS_S = 1.0
+"""The time from the detection of a broken engine to the end of the process, in which open requests get their errors."""
+
+
+async def run(order: dict[str, Any], report: BinaryIO) -> None:
+    """Serves the ordered engine until stdin ends or the engine is broken."""
+    spec = ServeSpec.parse(order["spec"], where="endpoint")
+    try:
+        engine = build_engine(spec)
+        info = await engine.start()
+    except RaytideError as error:
+        _answer(report, {"error": error.to_json()})
+        return
+    health = _Health(engine)
+    slo_ttft_s = spec.replicas.slo_ttft_s
+    server = EngineServer(engine, info, order["secret"], problem=health.problem, slo_ttft_s=slo_ttft_s)
+    port = await server.listen(order["host"])
+    # A full collection would go through all that was loaded, and stop the engine for 0.2 s.
+    gc.collect()
+    gc.freeze()
+    _answer(report, {"port": port})
+    parent = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    while not parent.done():
+        if (problem := await health.problem()) is not None:
+            _log.critical("the engine of endpoint %s ends itself: %s", spec.name, problem)
+            await asyncio.sleep(_LAST_WORDS_S)
+            os._exit(1)
+        await asyncio.wait({parent}, timeout=_PROBLEM_PERIOD_S)
+    await server.close()
+    await engine.shutdown()
+
+
+class _Health:
+    """Finds why an engine is broken. A broken one fails requests at once, looks idle, and would attract more."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._watch = ProgressWatch(STALL_LIMIT_S)
+
+    async def problem(self) -> str | None:
+        try:
+            stats = await self._engine.stats()
+        except Exception as error:
+            return f"the engine does not answer: {error}"
+        return self._watch.problem(stats, time.monotonic())
+
+
+def _answer(report: BinaryIO, answer: dict[str, Any]) -> None:
+    with report:
+        report.write(json.dumps(answer).encode() + b"\n")
+
+
+def main(report_fd: str) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a killed replica leaves no engine behind
+    log_to()
+    order = json.loads(sys.stdin.readline())
+    asyncio.run(run(order, os.fdopen(int(report_fd), "wb")))
+    os._exit(0)  # a thread that hangs in a library would keep the process
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,64 @@
+"""The keys in the GCS's internal key-value store by which the controller, Serve's policy, replicas and gateways meet.
+
+Serve pickles `policy.py` by value, which imports nothing of raytide, so the keys that it uses are defined there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from raytide.actors.serving.ray_serve.policy import KV_NAMESPACE, load_key, target_key
+
+__all__ = [
+    "KV_NAMESPACE",
+    "ReplicaAddress",
+    "load_key",
+    "queue_key",
+    "queue_prefix",
+    "replica_key",
+    "replica_prefix",
+    "spec_key",
+    "target_key",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAddress:
+    """The place of a replica's engine process, and the secret that its connections need."""
+
+    host: str
+    port: int
+    secret: str
+
+    def dump(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def parse(cls, value: bytes) -> ReplicaAddress:
+        return cls(**json.loads(value))
+
+
+def spec_key(endpoint: str) -> bytes:
+    """Returns the key of the last deployed spec: its creation time, which distinguishes a recreated endpoint, a space
+    and the spec as JSON.
+    """
+    return f"{endpoint}/spec".encode()
+
+
+def replica_key(endpoint: str, replica: str) -> bytes:
+    """Returns the key of a replica's address. A killed replica leaves it behind; the controller deletes it."""
+    return replica_prefix(endpoint) + replica.encode()
+
+
+def replica_prefix(endpoint: str) -> bytes:
+    return f"{endpoint}/replica/".encode()
+
+
+def queue_key(endpoint: str, gateway: str) -> bytes:
+    """Returns the key of the requests that wait in a gateway for a replica: JSON with at_s and queued."""
+    return queue_prefix(endpoint) + gateway.encode()
+
+
+def queue_prefix(endpoint: str) -> bytes:
+    return f"{endpoint}/queue/".encode()

@@ -1,0 +1,76 @@
+"""One gateway process: `python -m raytide.gateway RUN_DIR NUMBER`. Several share the port by SO_REUSEPORT."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import uvicorn
+
+from raytide.control.bootstrap.cluster_record import load
+from raytide.control.supervision.daemon import hold_lock
+from raytide.core.logs import log_to
+from raytide.gateway.app import create_app
+from raytide.gateway.models import EndpointModels
+from raytide.gateway.replicas.directory import Directory, Listing
+
+_BACKLOG = 2048
+_DRAIN_S = 8
+
+
+def serve(gcs_address: str, listening: socket.socket, name: str) -> None:
+    """Serves until SIGTERM, then finishes what runs, for at most a few seconds."""
+    models = EndpointModels(name)
+
+    async def run() -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def update(listing: Listing) -> None:
+            loop.call_soon_threadsafe(models.update, listing)
+
+        directory = Directory(gcs_address, update)
+        directory.start()
+        reporting = asyncio.create_task(models.report_queues(directory))
+        yield
+        reporting.cancel()
+        directory.stop()
+        await models.close()
+
+    config = uvicorn.Config(
+        create_app(models, run),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_DRAIN_S,
+        backlog=_BACKLOG,
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a listening socket on a port that other gateway processes share."""
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listening.bind((host, port))
+    listening.listen(_BACKLOG)
+    return listening
+
+
+def main(run_dir: str, number: str) -> None:
+    folder = Path(run_dir)
+    cluster = load(folder)
+    assert cluster is not None, run_dir
+    log_to()
+    with hold_lock(folder / f"gateway-{number}.lock"):
+        address = urlsplit(cluster.serve_url)
+        listening = listen(address.hostname or cluster.head_ip, address.port or 8000)
+        serve(cluster.gcs_address, listening, f"{os.getpid()}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

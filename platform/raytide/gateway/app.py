@@ -1,0 +1,53 @@
+"""The gateway's HTTP app: OpenAI's routes for every endpoint, by model or by a path that names the endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from raytide.actors.serving.http.app import openai_app
+from raytide.actors.serving.http.headers import ResponseHeaders
+from raytide.gateway.models import ENDPOINT, EndpointModels
+
+_OWN = frozenset({"v1", "health", "metrics", "docs", "openapi.json", "redoc"})
+
+
+def create_app(models: EndpointModels, start: Callable[[], AsyncIterator[None]]) -> FastAPI:
+    """Returns the app. `start` runs beside it: its first part before the first request, the rest after the last."""
+    app = openai_app(models, asynccontextmanager(lambda _: start()))
+    app.add_middleware(EndpointPaths)
+    app.add_middleware(ResponseHeaders, replica="")
+
+    @app.get("/health")
+    async def health(request: Request) -> Response:
+        name = request.scope.get(ENDPOINT)
+        if name is not None and not models.endpoint(name)[1].ready:
+            return JSONResponse({"status": f"no replica of {name} takes requests"}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        name = request.scope.get(ENDPOINT)
+        text = await models.metrics(name)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+class EndpointPaths:
+    """Middleware that serves `/NAME/v1/...` as `/v1/...` of the endpoint NAME alone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            _, _, path = scope["path"].partition("/")
+            name, _, rest = path.partition("/")
+            if name not in _OWN and rest.partition("/")[0] in _OWN:
+                scope.update({"path": f"/{rest}", "raw_path": f"/{rest}".encode(), ENDPOINT: name})
+        await self._app(scope, receive, send)

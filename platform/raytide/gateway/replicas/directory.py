@@ -1,0 +1,111 @@
+"""Reads which endpoints and replicas exist from the GCS, without being part of the Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raytide.actors.serving.ray_serve.keys import KV_NAMESPACE, ReplicaAddress
+from raytide.core import ray_internals
+from raytide.core.errors import RaytideError
+from raytide.core.logs import logger
+from raytide.core.objects.endpoint import ServeSpec
+
+log = logger(__name__)
+
+PERIOD_S = 0.25
+_TIMEOUT_S = 4.0
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointEntry:
+    """An endpoint as it was last deployed, and the addresses of its replicas by their ids."""
+
+    spec: ServeSpec
+    created_at_s: float
+    replicas: Mapping[str, ReplicaAddress] = field(default_factory=dict)
+
+
+Listing = dict[str, EndpointEntry]
+
+
+class Directory:
+    """Polls the GCS in a thread and passes each changed listing to `on_change`, in that thread. While the GCS does not
+    answer, the last listing stays.
+    """
+
+    def __init__(self, gcs_address: str, on_change: Callable[[Listing], None]) -> None:
+        self._address, self._on_change = gcs_address, on_change
+        self._stopping = threading.Event()
+        self._reports: dict[bytes, bytes | None] = {}
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="gateway-directory", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(_TIMEOUT_S + 1)
+
+    def report(self, key: bytes, value: bytes | None) -> None:
+        """Writes a key with the next poll; None deletes it."""
+        with self._lock:
+            self._reports[key] = value
+
+    def _run(self) -> None:
+        gcs: Any = None
+        seen: dict[bytes, bytes] | None = None
+        while not self._stopping.wait(PERIOD_S):
+            try:
+                gcs = gcs or ray_internals.gcs_client(self._address)
+                self._write_reports(gcs)
+                found = _read(gcs)
+                if found != seen:
+                    seen = found
+                    self._on_change(listing(found))
+            except Exception as error:  # the GCS restarts, or is far away: the gateway serves what it knows
+                log.warning("the GCS does not answer the gateway", extra={"error": repr(error)})
+                gcs = None
+                self._stopping.wait(_RETRY_S)
+
+    def _write_reports(self, gcs: Any) -> None:
+        with self._lock:
+            reports, self._reports = self._reports, {}
+        for key, value in reports.items():
+            if value is None:
+                gcs.internal_kv_del(key, False, KV_NAMESPACE, timeout=_TIMEOUT_S)
+            else:
+                gcs.internal_kv_put(key, value, True, KV_NAMESPACE, timeout=_TIMEOUT_S)
+
+
+def _read(gcs: Any) -> dict[bytes, bytes]:
+    keys = [key for key in gcs.internal_kv_keys(b"", KV_NAMESPACE, timeout=_TIMEOUT_S) if _is_listed(key)]
+    return dict(gcs.internal_kv_multi_get(keys, KV_NAMESPACE, timeout=_TIMEOUT_S)) if keys else {}
+
+
+def _is_listed(key: bytes) -> bool:
+    return key.endswith(b"/spec") or b"/replica/" in key
+
+
+def listing(found: Mapping[bytes, bytes]) -> Listing:
+    """Returns the endpoints of these keys. An unreadable one is left out, and hides no other."""
+    endpoints: Listing = {}
+    replicas: dict[str, dict[str, ReplicaAddress]] = {}
+    for key, value in found.items():
+        name, kind, rest = (*key.decode().split("/", 2), "")[:3]
+        try:
+            if kind == "replica":
+                replicas.setdefault(name, {})[rest] = ReplicaAddress.parse(value)
+            else:
+                created_at_s, _, spec = value.decode().partition(" ")
+                endpoints[name] = EndpointEntry(ServeSpec.parse(json.loads(spec), where=name), float(created_at_s))
+        except (ValueError, TypeError, RaytideError) as error:
+            log.warning("a key of Serve's cannot be read", extra={"key": key.decode(), "error": str(error)})
+    return {
+        name: EndpointEntry(entry.spec, entry.created_at_s, replicas.get(name, {})) for name, entry in endpoints.items()
+    }

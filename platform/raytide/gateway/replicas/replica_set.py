@@ -1,0 +1,144 @@
+"""The replicas of one endpoint, each with its connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+
+from raytide.actors.engine.backends.remote.client import RemoteEngine
+from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest
+from raytide.actors.serving.ray_serve.keys import ReplicaAddress
+from raytide.core.errors import EngineDeadError, WaitTimeoutError
+from raytide.core.logs import logger
+
+log = logger(__name__)
+
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
+
+
+class Replica:
+    """One replica as a gateway sees it."""
+
+    def __init__(self, name: str, engine: RemoteEngine, info: EngineInfo) -> None:
+        self.name, self.engine, self.info = name, engine, info
+        self.in_flight = 0
+        """Requests of this gateway."""
+
+    @property
+    def load(self) -> float:
+        """The requests that it holds: this gateway's exactly, those of others as of its last status."""
+        status = self.engine.status
+        held = status.stats.running + status.stats.waiting if status.stats is not None else 0
+        return float(max(held, self.in_flight))
+
+    @property
+    def takes_requests(self) -> bool:
+        if not self.engine.is_connected:
+            return False
+        status = self.engine.status
+        return status.problem is None and not status.is_draining
+
+    async def generate(self, request: GenRequest, waited_s: float) -> AsyncIterator[GenChunk]:
+        self.in_flight += 1
+        try:
+            async for chunk in self.engine.generate(request, waited_s=waited_s):
+                yield chunk
+        finally:
+            self.in_flight -= 1
+
+
+class ReplicaSet:
+    """Keeps a connection to each replica of an endpoint. Use it from one event loop."""
+
+    def __init__(self, endpoint: str, on_info: Callable[[EngineInfo], None] = lambda info: None) -> None:
+        self.endpoint = endpoint
+        self.waiting = 0
+        """Requests that wait for a replica."""
+        self._on_info = on_info
+        self._addresses: dict[str, ReplicaAddress] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._replicas: dict[str, Replica] = {}
+        self.token_texts: dict[int, bytes] = {}
+        self._changed = asyncio.Event()
+
+    def update(self, addresses: Mapping[str, ReplicaAddress]) -> None:
+        """Connects to new replicas and forgets those that have gone."""
+        for name in self._addresses.keys() - addresses.keys():
+            # an open connection is kept: a draining replica deletes its address first and finishes its requests
+            if name not in self._replicas:
+                self._keepers.pop(name).cancel()
+        self._addresses = dict(addresses)
+        for name, address in addresses.items():
+            if name not in self._keepers or self._keepers[name].done():
+                self._keepers[name] = asyncio.create_task(self._keep(name, address))
+
+    @property
+    def connected(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if replica.engine.is_connected]
+
+    @property
+    def ready(self) -> list[Replica]:
+        """The replicas that take requests."""
+        listed = self._addresses
+        return [replica for name, replica in self._replicas.items() if name in listed and replica.takes_requests]
+
+    async def wait_ready(self, timeout_s: float) -> list[Replica]:
+        """Returns the replicas that take requests, as soon as there is one. Raises WaitTimeoutError."""
+        if ready := self.ready:
+            return ready
+        deadline_s = time.monotonic() + timeout_s
+        self.waiting += 1
+        try:
+            while not (ready := self.ready):
+                self._changed.clear()
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    await self._changed.wait()
+            return ready
+        except TimeoutError:
+            raise WaitTimeoutError(
+                f"no replica of {self.endpoint} was ready within {timeout_s:g} s.",
+                hint="It may be starting, or wait for a node: `raytide serve --status` shows why.",
+            ) from None
+        finally:
+            self.waiting -= 1
+
+    async def close(self) -> None:
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        for replica in self._replicas.values():
+            await replica.engine.shutdown()
+
+    async def _keep(self, name: str, address: ReplicaAddress) -> None:
+        """Keeps a replica connected for as long as its address exists."""
+        pause_s = _FIRST_RETRY_S
+        while self._addresses.get(name) == address:
+            lost = asyncio.Event()
+            engine = RemoteEngine(
+                address.host,
+                address.port,
+                address.secret,
+                name=name,
+                token_texts=self.token_texts,
+                on_status=self._changed.set,
+                on_lost=lost.set,
+            )
+            try:
+                info = await engine.start()
+            except EngineDeadError:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LAST_RETRY_S)
+                continue
+            pause_s = _FIRST_RETRY_S
+            self._replicas[name] = Replica(name, engine, info)
+            self._on_info(info)
+            self._changed.set()
+            try:
+                await lost.wait()
+                log.info("a replica's connection is lost", extra={"endpoint": self.endpoint, "replica": name})
+            finally:
+                self._replicas.pop(name, None)
+                with suppress(EngineDeadError):
+                    await engine.shutdown()
+        self._keepers.pop(name, None)

@@ -1,0 +1,178 @@
+"""`RoutedEngine`: all replicas of an endpoint as one engine, which loses no stream when it loses a replica."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from raytide.actors.engine.backends.remote.client import RemoteEngine
+from raytide.actors.engine.base import BasicEngine, Prompt
+from raytide.actors.engine.types import (
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    GenChunk,
+    GenRequest,
+    Message,
+    SampleProgress,
+)
+from raytide.core.errors import EngineDeadError, OverloadedError
+from raytide.gateway.replicas.replica_set import Replica, ReplicaSet
+
+T = TypeVar("T")
+
+COLD_START_S = 300.0
+"""The time for which a request waits for the first replica of its endpoint."""
+_REPLACEMENT_S = 60.0
+"""The time for which a request whose replica was lost waits for another one."""
+_MAX_STRIKES = 3
+"""Replicas that may die soon after they took a request before it is refused: it may be what kills them."""
+_STRIKE_S = 1.0
+
+
+class RoutedEngine(BasicEngine):
+    """Sends each request to a replica. One that refuses or dies before the first token is replaced by another; after
+    it, the request goes on from its tokens elsewhere.
+    """
+
+    backend = "routed"
+
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
+
+    async def start(self) -> EngineInfo:
+        """Waits for the first replica and returns its description."""
+        return (await self._any(COLD_START_S)).info
+
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        began_s = time.monotonic()
+        progress = _Progress(request)
+        refused: set[str] = set()
+        strikes = 0
+        while True:
+            replica = await self._choose(progress, refused)
+            taken_s, before = time.monotonic(), progress.tokens
+            try:
+                chunks = replica.generate(progress.rest(), waited_s=taken_s - began_s)
+                async with aclosing(chunks):  # type: ignore[type-var]
+                    async for chunk in chunks:
+                        if chunk.finish_reason == "abort":  # its drain is over, or another client ended it
+                            raise EngineDeadError(f"replica {replica.name} ended the request.", hint="Retry.")
+                        progress.add(chunk)
+                        yield chunk if progress.chunks > 1 else replace(chunk, replica=replica.name)
+                return
+            except OverloadedError:
+                if progress.tokens:
+                    raise
+                refused.add(replica.name)
+            except EngineDeadError:
+                strikes += progress.tokens == before or time.monotonic() - taken_s < _STRIKE_S
+                if strikes >= _MAX_STRIKES or not progress.may_continue(replica.info):
+                    raise
+
+    async def tokenize(self, text: str) -> list[int]:
+        return await self._ask(lambda engine: engine.tokenize(text))
+
+    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
+        return await self._ask(lambda engine: engine.decode(prompts))
+
+    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        return await self._ask(lambda engine: engine.chat_prompt(messages, tools))
+
+    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+        return await self._ask(lambda engine: engine.embed(batch))
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._replicas.token_texts.get(token, b"")
+
+    async def stats(self) -> EngineStats:
+        """Returns the sums over the replicas, as they last reported."""
+        total = EngineStats()
+        for replica in self._replicas.connected:
+            stats = replica.engine.status.stats
+            if stats is not None:
+                for name in _SUMMED:
+                    setattr(total, name, getattr(total, name) + getattr(stats, name))
+        return total
+
+    async def abort(self, request_id: str) -> bool:
+        return any([await replica.engine.abort(request_id) for replica in self._replicas.connected])
+
+    async def drain(self, timeout_s: float) -> bool:
+        return True
+
+    async def shutdown(self) -> None:
+        """Closes the connections; the replicas go on."""
+        await self._replicas.close()
+
+    async def _any(self, timeout_s: float = _REPLACEMENT_S) -> Replica:
+        """Returns the replica that holds the fewest requests."""
+        return min(await self._replicas.wait_ready(timeout_s), key=lambda replica: replica.load)
+
+    async def _ask(self, question: Callable[[RemoteEngine], Awaitable[T]]) -> T:
+        """Returns one replica's answer; a replica that dies meanwhile is replaced by another."""
+        for _ in range(_MAX_STRIKES - 1):
+            with suppress(EngineDeadError):
+                return await question((await self._any()).engine)
+        return await question((await self._any()).engine)
+
+    async def _choose(self, progress: _Progress, refused: set[str]) -> Replica:
+        ready = await self._replicas.wait_ready(_REPLACEMENT_S)
+        open_to_it = [replica for replica in ready if replica.name not in refused]
+        if not open_to_it:
+            raise OverloadedError(f"all replicas of {self._replicas.endpoint} are full.", hint="Retry later.")
+        return min(open_to_it, key=lambda replica: replica.load)
+
+
+_SUMMED = (
+    "running",
+    "waiting",
+    "free_blocks",
+    "num_blocks",
+    "steps",
+    "prompt_tokens",
+    "generated_tokens",
+    "cached_tokens",
+    "preemptions",
+    "finished",
+    "failed",
+)
+
+
+@dataclass(slots=True)
+class _Sample:
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+
+
+class _Progress:
+    """The output of a request so far, with which another replica can go on."""
+
+    def __init__(self, request: GenRequest) -> None:
+        sampling = request.sampling
+        if sampling.seed is None and not sampling.is_greedy:  # another replica must draw the same numbers
+            request = replace(request, sampling=replace(sampling, seed=secrets.randbits(62)))
+        self._request = request
+        self._samples = [_Sample([]) for _ in range(sampling.n)]
+        self.tokens = self.chunks = 0
+
+    def add(self, chunk: GenChunk) -> None:
+        sample = self._samples[chunk.index]
+        sample.token_ids += chunk.token_ids
+        sample.finish_reason = chunk.finish_reason
+        self.tokens += len(chunk.token_ids)
+        self.chunks += 1
+
+    def rest(self) -> GenRequest:
+        """Returns the request for what is still to come."""
+        if not self.chunks:
+            return self._request
+        done = tuple(SampleProgress(tuple(sample.token_ids), sample.finish_reason) for sample in self._samples)
+        return replace(self._request, resume=done)
+
+    def may_continue(self, info: EngineInfo) -> bool:
+        return not self.chunks or "resume" in info.features
