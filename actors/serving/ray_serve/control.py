@@ -67,7 +67,7 @@ class ServeControl:
         called.
         """
         spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json(exclude={'price'})}".encode()
-        if is_there and self._get([_spec_key(endpoint.name)]).get(_spec_key(endpoint.name)) == spec:
+        if is_there and self._get([spec_key(endpoint.name)]).get(spec_key(endpoint.name)) == spec:
             return False
 
         def call() -> None:
