@@ -30,7 +30,6 @@ TOKENS = 400
 @dataclass(frozen=True)
 class End:
     how: str
-    at_s: float
     tokens: int
 
 
@@ -74,19 +73,24 @@ def stream(handle: rt.EndpointHandle, number: int, began: list[int]) -> End:
     client = handle.openai(max_retries=0, timeout=60.0)
     tokens = 0
     try:
-        for _ in client.completions.create(
-            model="tiny", prompt=f"def f{number}(", max_tokens=TOKENS, stream=True, extra_body={"ignore_eos": True}
+        for chunk in client.completions.create(
+            model="tiny",
+            prompt=f"def f{number}(",
+            max_tokens=TOKENS,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
         ):
-            tokens += 1
+            tokens = chunk.usage.completion_tokens if chunk.usage else tokens
             began.append(number)
     except openai.APIConnectionError:
-        return End("connection", time.monotonic(), tokens)
+        return End("connection", tokens)
     except openai.APIError as error:
-        return End(str(error.code), time.monotonic(), tokens)
-    return End("done", time.monotonic(), tokens)
+        return End(str(error.code), tokens)
+    return End("done", tokens)
 
 
-def test_a_replica_killed_under_32_streams_hangs_none_and_new_requests_succeed(
+def test_a_replica_killed_under_32_streams_ends_none_and_new_requests_succeed(
     live: LocalCluster, tide: rt.Client, endpoint: rt.EndpointHandle, eventually: Callable[..., None]
 ) -> None:
     assert "2 of 2" in endpoint._repr_html_()
@@ -96,19 +100,13 @@ def test_a_replica_killed_under_32_streams_hangs_none_and_new_requests_succeed(
         eventually(lambda: len(set(began)) == STREAMS, within_s=60.0, every_s=0.01)
         before = replica_pids(live)
         os.kill(before[0], signal.SIGKILL)
-        killed_s = time.monotonic()
         for _ in range(4):
             answer = endpoint.openai(max_retries=0, timeout=30.0).completions.create(
                 model="tiny", prompt="x", max_tokens=1
             )
             assert answer.choices[0].finish_reason in ("length", "stop")
         ends = [future.result(timeout=60.0) for future in streams]
-    broken = [end for end in ends if end.how != "done"]
-    assert {end.how for end in broken} <= {"replica_lost", "connection"}
-    assert 0 < len(broken) < STREAMS
-    longest_s = max(end.at_s for end in broken) - killed_s
-
-    assert longest_s < 5.0  # what an OpenAI client is promised; without a sign of death it would wait for 60 s
+    assert {(end.how, end.tokens) for end in ends} == {("done", TOKENS)}
     eventually(lambda: len(set(replica_pids(live)) - {before[0]}) == 2, within_s=60.0)
 
 
@@ -128,9 +126,8 @@ def test_a_replica_whose_engine_died_gets_no_more_requests_and_is_replaced(
 
     with ThreadPoolExecutor(8) as pool:
         load = [pool.submit(ask, f"hello {number}") for number in range(160)]
-        assert ask("poison") in ("engine_dead", "replica_lost")
+        assert ask("poison") == "engine_dead"
         ends = [future.result(timeout=120.0) for future in load]
-    assert ends.count("ok") >= 160 - 8, ends  # lost at most are those that ran in it when it died
-    assert set(ends) <= {"ok", "replica_lost", "engine_dead"}
+    assert set(ends) == {"ok"}, "no other request is lost with it"
     eventually(lambda: len(replica_pids(live)) == 2 and before - set(replica_pids(live)), within_s=90.0)
     assert {ask(f"after {number}") for number in range(10)} == {"ok"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest
@@ -14,6 +15,7 @@ from raytide.core.errors import EngineDeadError, WaitTimeoutError
 from raytide.core.logs import logger
 
 log = logger(__name__)
+T = TypeVar("T")
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
@@ -25,6 +27,7 @@ class Replica:
         self.name, self.engine, self.info = name, engine, info
         self.in_flight = 0
         """Requests of this gateway."""
+        self._died_s = 0.0
 
     @property
     def load(self) -> float:
@@ -38,15 +41,29 @@ class Replica:
         if not self.engine.is_connected:
             return False
         status = self.engine.status
-        return status.problem is None and not status.is_draining
+        return status.problem is None and not status.is_draining and status.at_s > self._died_s
+
+    async def ask(self, question: Callable[[RemoteEngine], Awaitable[T]]) -> T:
+        with self._noticing_death():
+            return await question(self.engine)
 
     async def generate(self, request: GenRequest, waited_s: float) -> AsyncIterator[GenChunk]:
         self.in_flight += 1
         try:
-            async for chunk in self.engine.generate(request, waited_s=waited_s):
-                yield chunk
+            with self._noticing_death():
+                async for chunk in self.engine.generate(request, waited_s=waited_s):
+                    yield chunk
         finally:
             self.in_flight -= 1
+
+    @contextmanager
+    def _noticing_death(self) -> Iterator[None]:
+        """Keeps requests away from a replica whose engine has died, until a later status says otherwise."""
+        try:
+            yield
+        except EngineDeadError:
+            self._died_s = time.monotonic()
+            raise
 
 
 class ReplicaSet:

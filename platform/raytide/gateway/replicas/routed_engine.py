@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -30,8 +31,8 @@ COLD_START_S = 300.0
 _REPLACEMENT_S = 60.0
 """The time for which a request whose replica was lost waits for another one."""
 _MAX_STRIKES = 3
-"""Replicas that may die soon after they took a request before it is refused: it may be what kills them."""
-_STRIKE_S = 1.0
+"""Replicas that may die one after the other with a request before its next token: then it is refused, since it may be
+what kills them."""
 
 
 class RoutedEngine(BasicEngine):
@@ -43,6 +44,7 @@ class RoutedEngine(BasicEngine):
 
     def __init__(self, replicas: ReplicaSet) -> None:
         self._replicas = replicas
+        self._suspects = asyncio.Lock()
 
     async def start(self) -> EngineInfo:
         """Waits for the first replica and returns its description."""
@@ -54,25 +56,39 @@ class RoutedEngine(BasicEngine):
         refused: set[str] = set()
         strikes = 0
         while True:
-            replica = await self._choose(progress, refused)
-            taken_s, before = time.monotonic(), progress.tokens
+            replica = await self._choose(refused)
+            before = progress.tokens
             try:
-                chunks = replica.generate(progress.rest(), waited_s=taken_s - began_s)
+                chunks = self._generate_on(replica, progress, time.monotonic() - began_s, alone=strikes > 1)
                 async with aclosing(chunks):  # type: ignore[type-var]
                     async for chunk in chunks:
-                        if chunk.finish_reason == "abort":  # its drain is over, or another client ended it
-                            raise EngineDeadError(f"replica {replica.name} ended the request.", hint="Retry.")
-                        progress.add(chunk)
-                        yield chunk if progress.chunks > 1 else replace(chunk, replica=replica.name)
+                        yield chunk
                 return
             except OverloadedError:
                 if progress.tokens:
                     raise
                 refused.add(replica.name)
             except EngineDeadError:
-                strikes += progress.tokens == before or time.monotonic() - taken_s < _STRIKE_S
+                strikes = strikes + 1 if progress.tokens == before else 0
                 if strikes >= _MAX_STRIKES or not progress.may_continue(replica.info):
                     raise
+
+    async def _generate_on(
+        self, replica: Replica, progress: _Progress, waited_s: float, *, alone: bool
+    ) -> AsyncIterator[GenChunk]:
+        """Generates what is still to come on one replica. With `alone` no other such request starts there or elsewhere
+        until this one has its first token: one of several that died together twice is the cause.
+        """
+        async with AsyncExitStack() as until_first_chunk:
+            if alone:
+                await until_first_chunk.enter_async_context(self._suspects)
+            async with aclosing(replica.generate(progress.rest(), waited_s)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    await until_first_chunk.aclose()
+                    if chunk.finish_reason == "abort":  # its drain is over, or another client ended it
+                        raise EngineDeadError(f"replica {replica.name} ended the request.", hint="Retry.")
+                    progress.add(chunk)
+                    yield chunk if progress.chunks > 1 else replace(chunk, replica=replica.name)
 
     async def tokenize(self, text: str) -> list[int]:
         return await self._ask(lambda engine: engine.tokenize(text))
@@ -117,10 +133,10 @@ class RoutedEngine(BasicEngine):
         """Returns one replica's answer; a replica that dies meanwhile is replaced by another."""
         for _ in range(_MAX_STRIKES - 1):
             with suppress(EngineDeadError):
-                return await question((await self._any()).engine)
-        return await question((await self._any()).engine)
+                return await (await self._any()).ask(question)
+        return await (await self._any()).ask(question)
 
-    async def _choose(self, progress: _Progress, refused: set[str]) -> Replica:
+    async def _choose(self, refused: set[str]) -> Replica:
         ready = await self._replicas.wait_ready(_REPLACEMENT_S)
         open_to_it = [replica for replica in ready if replica.name not in refused]
         if not open_to_it:
