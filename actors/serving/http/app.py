@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +19,7 @@ from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invali
 from raytide.actors.serving.openai_api.respond import failed, respond
 from raytide.actors.serving.openai_api.response_writer import ChatWriter, CompletionWriter
 from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.openai_api.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.wire import (
     ChatCompletion,
     ChatRequest,
@@ -64,12 +66,15 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await respond(server, body, request, CompletionWriter(server.model, includes_usage=body.includes_usage))
+        def writer_of(_: ToolUse) -> CompletionWriter:
+            return CompletionWriter(server.model, includes_usage=body.includes_usage)
+
+        return await respond(server, "completions", body, request, writer_of)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        writer = ChatWriter(server.model, lambda: server.tool_use(body), includes_usage=body.includes_usage)
-        return await respond(server, body, request, writer)
+        writer_of = partial(ChatWriter, server.model, includes_usage=body.includes_usage)
+        return await respond(server, "chat", body, request, writer_of)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -77,7 +82,7 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
             chat = chat_request(body)
         except ValidationError as error:
             raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-        return await respond(server, chat, request, ResponsesWriter(body, lambda: server.tool_use(chat)))
+        return await respond(server, "responses", chat, request, partial(ResponsesWriter, body))
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest) -> EmbeddingList:

@@ -15,7 +15,11 @@ from openai import OpenAI
 from tests.actors.serving.test_native_engine import model_dir, structuring
 
 from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.engine.types import ChatFormat
 from raytide.actors.serving.engines import build_engine
+from raytide.actors.serving.openai_api import server
+from raytide.actors.serving.openai_api.tool_choice import ToolUse, tool_use_of
+from raytide.actors.serving.openai_api.wire import ChatRequest
 from raytide.core.objects.endpoint import ServeSpec
 
 __all__ = ["model_dir"]
@@ -56,6 +60,23 @@ def test_a_stream_says_the_same_piece_by_piece(client: OpenAI) -> None:
     assert [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()] == [
         ("weather", '{"city": "Oslo"}')
     ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tools_of_a_request_are_looked_at_once(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    seen: list[object] = []
+
+    def counted(request: ChatRequest, chat: ChatFormat) -> ToolUse:
+        seen.append(request)
+        return tool_use_of(request, chat)
+
+    monkeypatch.setattr(server, "tool_use_of", counted)
+    answer = client.chat.completions.create(**ASK, tools=[tool()], n=2, stream=stream)
+    if stream:
+        assert list(answer)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("extra", [{}, {"tool_choice": "none", "tools": [tool()]}, {"tool_choice": "none"}])
