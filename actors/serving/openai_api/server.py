@@ -115,7 +115,7 @@ class Server:
             )
             for place, prompt in enumerate(prompts)
         ]
-        refuse_missing(asked[0], self.info.features)
+        refuse_missing(request, asked[0], self.info.features)
         if request.priority:
             self.require("priority", param="priority")
         return GenerationStream(self.engine, asked, echoes, use)

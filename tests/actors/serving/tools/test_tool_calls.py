@@ -117,6 +117,15 @@ def test_tools_that_make_no_sense_are_a_400_that_names_them(client: OpenAI, extr
     assert str(refused.value.param).startswith(param)
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_required_call_of_an_engine_that_cannot_force_it_is_a_400_for_tool_choice(
+    client: OpenAI, choice: Any
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**ASK, tools=[tool()], tool_choice=choice)
+    assert refused.value.param == "tool_choice"
+
+
 SCHEMAS: dict[str, dict[str, Any]] = {
     "choice": {"city": {"enum": ["Oslo", "Rome"]}},
     "number": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
