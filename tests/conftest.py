@@ -94,6 +94,7 @@ SLOW = (
     "tests/actors/gang/test_groups_cluster.py",
     "tests/actors/gang/test_script.py",
     "tests/actors/serving/http/test_limits.py",
+    "tests/actors/serving/ray_serve/test_router_and_proxy.py",
     "tests/actors/serving/ray_serve/test_serve_cluster.py",
     "tests/actors/serving/test_fuzz.py",
     "tests/actors/serving/test_vllm_engine.py",
