@@ -68,7 +68,7 @@ class JobThroughput:
     def __init__(self, node_types: Sequence[NodeType], known: Learned | None = None) -> None:
         on_cpus, on_gpus = (AcceleratorClasses.of(node_types, {name: 1.0}) for name in ("CPU", "GPU"))
         self._on = (on_cpus, on_cpus.relative({})), (on_gpus, on_gpus.relative({}))
-        """For jobs without and with GPUs: accelerator classes, and throughputs by the configured `speed`."""
+        """Accelerator classes and throughputs by the configured `speed`, for jobs without and with GPUs."""
         self._kinds = len(on_cpus.declared)
         self._meters = {job_id: _Meter(dict(by_type)) for job_id, by_type in (known or {}).items()}
 

@@ -116,6 +116,7 @@ SLOW = (
     "tests/control/bootstrap/test_local_real.py",
     "tests/control/bootstrap/test_owner_watch.py",
     "tests/control/bootstrap/test_ray_up_real.py",
+    "tests/control/bootstrap/test_replica_roots.py",
     "tests/control/reconcile/test_clock_steps.py",
     "tests/control/reconcile/test_hostile_specs.py",
     "tests/control/reconcile/test_two_controllers.py",

@@ -31,6 +31,8 @@ ORPHAN_GRACE_S = 5.0
 """Seconds from SIGTERM to SIGKILL once the owner is gone: its resources may be leased again soon."""
 REMOVAL_S = 300.0
 NOT_STARTED = 127
+OOM_SCORE = 1000
+"""The `oom_score_adj` of the command: when memory runs out, the kernel ends it before raytide's and Ray's processes."""
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 
 
@@ -56,6 +58,8 @@ def _guard(folder: str, command: list[str], parent: int, ordered: dict[str, Any]
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    with contextlib.suppress(OSError):  # a system without this file, or which does not let it be written
+        Path("/proc/self/oom_score_adj").write_text(f"{OOM_SCORE}\n")
     try:
         child = subprocess.Popen(
             command,

@@ -53,7 +53,7 @@ class Attempt:
     spec: ScriptSpec
     shape: Shape
     members: Sequence[Member]
-    """In the order of the script's node ranks."""
+    """The members in the order of the script's node ranks."""
     start_actor: StartActor
     say: Callable[[str], None]
     rights: Rights = NO_RIGHTS

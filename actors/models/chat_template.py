@@ -15,6 +15,7 @@ from raytide.core.errors import ConfigError, UsageError
 Turn = Mapping[str, object]
 """A message: `role`, `content`, and other fields that the template uses."""
 
+MOST_TEMPLATE_CHARS = 256 << 10
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode noncharacters, which no text contains
 
 
@@ -79,9 +80,11 @@ def _compile(source: str) -> Any:
     )
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     environment.globals["raise_exception"] = _refuse
+    if len(source) > MOST_TEMPLATE_CHARS:
+        raise ConfigError(f"the chat template has {len(source)} characters.", hint=f"At most {MOST_TEMPLATE_CHARS}.")
     try:
         return environment.from_string(source)
-    except TemplateError as error:
+    except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # Python's parser refuses deep nesting
         raise ConfigError(f"the chat template is not valid jinja2: {error}.", hint="Fix the template.") from None
 
 

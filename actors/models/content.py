@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from hashlib import blake2b
 from pathlib import Path
 
 from raytide.core.errors import DataError
+from raytide.core.io.private_paths import safe_opener
 
+MOST_HEADER_BYTES = 32 << 20
+"""The size of the headers of all files of a directory. A model of 140,000 tensors has 20 MB."""
 _PIECES, _PIECE = 4, 4096  # bytes read of each tensor, spread evenly; smaller tensors are read whole
 
 
@@ -20,27 +24,40 @@ def content_digest(model_dir: Path) -> str:
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise DataError(f"{model_dir} holds no *.safetensors file.", hint="Point at a Hugging Face model directory.")
-    digest = blake2b(digest_size=8)
+    digest, left = blake2b(digest_size=8), MOST_HEADER_BYTES
     for path in files:
         try:
+            left -= header_bytes(path, left)
             _add(path, digest)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"cannot read {path}: {error}.", hint="The file is missing or damaged.") from None
     return digest.hexdigest()
 
 
-def _add(path: Path, digest: blake2b) -> None:
-    with path.open("rb") as file:
+def header_bytes(path: Path, most: int = MOST_HEADER_BYTES) -> int:
+    """Returns the length of a safetensors file's header. Raises ValueError if it exceeds the file or `most`, OSError if
+    the file is no regular one."""
+    with open(path, "rb", opener=safe_opener) as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
+        if length > os.fstat(file.fileno()).st_size:
             raise ValueError("its header is longer than the file")
-        header = file.read(length)
+    if length > most:
+        raise ValueError(f"the headers of this directory exceed {MOST_HEADER_BYTES >> 20} MiB")
+    return length
+
+
+def _add(path: Path, digest: blake2b) -> None:
+    with open(path, "rb", opener=safe_opener) as file:
+        header = file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER_BYTES))
+        size = os.fstat(file.fileno()).st_size
         digest.update(header)
         base = 8 + len(header)
         for name, tensor in json.loads(header).items():
             if name == "__metadata__":
                 continue
             start, end = tensor["data_offsets"]
+            if not 0 <= start <= end <= size - base:
+                raise ValueError(f"tensor {name[:100]} is outside of the file")
             stride = max(_PIECE, (end - start - _PIECE) // (_PIECES - 1))
             for at in range(start, end, stride):
                 file.seek(base + at)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
 from raytide.actors.models.model_config import Fields, read_json
 from raytide.actors.models.rope import RopeSpec, read_rope
+from raytide.core.bounds import shortened
 from raytide.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "swish": "silu",
 }
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_HEAD_DIM = 1024, 1024, 4096
+_MOST_ALL_EXPERTS = 1 << 17
+"""The experts of all layers, for each of which the weights have a few names."""
 
 
 def read_architecture(model_dir: Path) -> Architecture:
@@ -39,16 +43,18 @@ def read_architecture(model_dir: Path) -> Architecture:
 def architecture_of(config: Mapping[str, object], where: str) -> Architecture:
     """Returns the architecture that a `config.json` describes; `where` names it in errors."""
     fields = Fields(config, where)
-    names = fields.items("architectures") or ["(none)"]
-    if names[0] not in _FAMILIES:
-        raise ConfigError(
-            f"{where}: architecture {names[0]} is not supported.", hint=f"Supported: {', '.join(SUPPORTED)}."
-        )
+    name = shortened(str((fields.items("architectures") or ["(none)"])[0]), 100)
+    if name not in _FAMILIES:
+        raise ConfigError(f"{where}: architecture {name} is not supported.", hint=f"Supported: {', '.join(SUPPORTED)}.")
     if fields.body.get("quantization_config") is not None:
         raise ConfigError(f"{where}: quantized weights are not supported.", hint="Use the model's bfloat16 weights.")
     if fields.body.get("use_bidirectional_attention") or fields.body.get("add_cross_attention"):
         raise ConfigError(f"{where}: the model is not a causal decoder.", hint="Use its decoder-only variant.")
-    arch = _FAMILIES[names[0]](fields)
+    arch = _FAMILIES[name](fields)
+    if arch.head_dim > _MOST_HEAD_DIM:
+        raise DataError(
+            f"{where}: heads of {arch.head_dim} elements are not supported.", hint=f"At most {_MOST_HEAD_DIM}."
+        )
     if arch.num_heads % arch.num_kv_heads:
         raise DataError(
             f"{where}: {arch.num_heads} attention heads cannot share {arch.num_kv_heads} KV heads.",
@@ -65,12 +71,12 @@ def _llama(fields: Fields) -> Architecture:
 
 def _mistral(fields: Fields) -> Architecture:
     window = fields.optional_whole("sliding_window", 4096)
-    return _base(fields, windows=[window] * fields.whole("num_hidden_layers"))
+    return _base(fields, windows=[window] * _depth(fields))
 
 
 def _phi3(fields: Fields) -> Architecture:
     window = fields.optional_whole("sliding_window")
-    return replace(_base(fields, eps=1e-5, windows=[window] * fields.whole("num_hidden_layers")), names="phi3")
+    return replace(_base(fields, eps=1e-5, windows=[window] * _depth(fields)), names="phi3")
 
 
 def _qwen2(fields: Fields) -> Architecture:
@@ -84,12 +90,12 @@ def _qwen3(fields: Fields) -> Architecture:
 
 
 def _qwen3_moe(fields: Fields) -> Architecture:
-    bias, count = fields.flag("attention_bias", False), fields.whole("num_hidden_layers")
+    bias, count = fields.flag("attention_bias", False), _depth(fields)
     window = fields.optional_whole("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     dense, every = fields.items("mlp_only_layers"), fields.whole("decoder_sparse_step", 1)
     sparse = [i not in dense and (i + 1) % every == 0 for i in range(count)]
     experts = Experts(
-        fields.whole("num_experts", fields.whole("num_local_experts", 128)),
+        fields.whole("num_experts", fields.whole("num_local_experts", 128), most=_MOST_EXPERTS),
         fields.whole("num_experts_per_tok", 8),
         fields.whole("moe_intermediate_size", 768),
         fields.flag("norm_topk_prob", False),
@@ -100,9 +106,9 @@ def _qwen3_moe(fields: Fields) -> Architecture:
 
 
 def _mixtral(fields: Fields) -> Architecture:
-    window, count = fields.optional_whole("sliding_window"), fields.whole("num_hidden_layers")
+    window, count = fields.optional_whole("sliding_window"), _depth(fields)
     experts = Experts(
-        fields.whole("num_local_experts", 8),
+        fields.whole("num_local_experts", 8, most=_MOST_EXPERTS),
         fields.whole("num_experts_per_tok", 2),
         fields.whole("intermediate_size"),
         renormalize=True,
@@ -123,7 +129,7 @@ def _gemma2(fields: Fields) -> Architecture:
 def _gemma3(fields: Fields) -> Architecture:
     """Window layers have their own rotation. As in transformers, an attention soft-cap in the config is ignored."""
     ropes, scaled = fields.section("rope_parameters"), fields.section("rope_scaling")
-    theta, local_theta = fields.number("rope_theta", 1e6), fields.number("rope_local_base_freq", 1e4)
+    theta, local_theta = fields.number("rope_theta", 1e6, above=1), fields.number("rope_local_base_freq", 1e4, above=1)
     base = _gemma(fields, every=fields.whole("sliding_window_pattern", 6))
     return replace(
         base,
@@ -140,14 +146,12 @@ def _gemma3(fields: Fields) -> Architecture:
 def _gemma(fields: Fields, *, every: int) -> Architecture:
     """Returns a Gemma: window layers, every `every`th one with full attention."""
     bias = fields.flag("attention_bias", False)
-    types = fields.items("layer_types") or [
-        _SLIDING if (i + 1) % every else _FULL for i in range(fields.whole("num_hidden_layers"))
-    ]
+    types = fields.items("layer_types") or [_SLIDING if (i + 1) % every else _FULL for i in range(_depth(fields))]
     base = _base(
         fields,
         head_dim=fields.whole("head_dim", 256),
         activation=fields.text("hidden_activation", "gelu_pytorch_tanh"),
-        scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        scale=fields.number("query_pre_attn_scalar", 256.0, above=0) ** -0.5,
         windows=_windows(fields, types, fields.optional_whole("sliding_window", 4096)),
     )
     return replace(
@@ -164,9 +168,9 @@ def _gemma(fields: Fields, *, every: int) -> Architecture:
 
 def _gpt2(fields: Fields) -> Architecture:
     heads, hidden = fields.whole("n_head"), fields.whole("n_embd")
-    scale = (hidden // heads) ** -0.5 if fields.flag("scale_attn_weights", True) else 1.0
+    scale = max(1, hidden // heads) ** -0.5 if fields.flag("scale_attn_weights", True) else 1.0
     deeper = fields.flag("scale_attn_by_inverse_layer_idx", False)
-    scales = [scale / (i + 1) if deeper else scale for i in range(fields.whole("n_layer"))]
+    scales = [scale / (i + 1) if deeper else scale for i in range(_depth(fields, "n_layer"))]
     return Architecture(
         names="gpt2",
         vocab_size=fields.whole("vocab_size"),
@@ -203,11 +207,13 @@ def _base(
     sparse: list[bool] | None = None,
 ) -> Architecture:
     """Returns a Llama; the arguments are the family's defaults and the kinds of its layers."""
-    count, heads, hidden = (fields.whole(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
-    size = head_dim or fields.whole("head_dim", hidden // heads)
+    count, heads, hidden = _depth(fields), fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    size = head_dim or fields.whole("head_dim", max(1, hidden // heads))
     parameters = fields.section("rope_parameters" if fields.body.get("rope_parameters") else "rope_scaling")
     per_type = {_FULL, _SLIDING} & parameters.body.keys()  # Gemma 3 reads these itself
-    rope = _rope(fields, Fields({}, fields.where) if per_type else parameters, size, fields.number("rope_theta", theta))
+    rope = _rope(
+        fields, Fields({}, fields.where) if per_type else parameters, size, fields.number("rope_theta", theta, above=1)
+    )
     windows, sparse = windows or [None] * count, sparse or [False] * count
     if not len(windows) == len(sparse) == count:
         raise DataError(f"{fields.where}: layer_types does not name {count} layers.", hint="Export the model again.")
@@ -233,6 +239,10 @@ def _base(
     )
 
 
+def _depth(fields: Fields, name: str = "num_hidden_layers") -> int:
+    return fields.whole(name, most=_MOST_LAYERS)
+
+
 def _rope(fields: Fields, parameters: Fields, head_dim: int, theta: float) -> RopeSpec:
     partial = fields.number("partial_rotary_factor", 1.0)
     return read_rope(parameters, head_dim=head_dim, theta=theta, partial=partial, config=fields)
@@ -247,15 +257,16 @@ def _max_len(fields: Fields, rope: RopeSpec) -> int:
 def _qwen_windows(fields: Fields) -> list[int | None]:
     window = fields.optional_whole("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     first = fields.number("max_window_layers", 28)
-    old = [_SLIDING if i >= first else _FULL for i in range(fields.whole("num_hidden_layers"))]
+    old = [_SLIDING if i >= first else _FULL for i in range(_depth(fields))]
     return _windows(fields, fields.items("layer_types") or old, window)
 
 
 def _windows(fields: Fields, layer_types: Items[object], window: int | None) -> list[int | None]:
-    unknown = set(layer_types) - {_FULL, _SLIDING}
+    unknown = [each for each in layer_types if each not in (_FULL, _SLIDING)]
     if unknown:
         raise ConfigError(
-            f"{fields.where}: layer type {unknown.pop()} is not supported.", hint=f"Supported: {_FULL}, {_SLIDING}."
+            f"{fields.where}: layer type {shortened(str(unknown[0]), 100)} is not supported.",
+            hint=f"Supported: {_FULL}, {_SLIDING}.",
         )
     return [window if each == _SLIDING else None for each in layer_types]
 
@@ -266,6 +277,11 @@ def _balance(fields: Fields) -> float:
 
 
 def _checked(experts: Experts, fields: Fields) -> Experts:
+    if experts.count * _depth(fields) > _MOST_ALL_EXPERTS:
+        raise DataError(
+            f"{fields.where}: {experts.count} experts in {_depth(fields)} layers are not supported.",
+            hint=f"At most {_MOST_ALL_EXPERTS} together.",
+        )
     if experts.per_token > experts.count:
         raise DataError(
             f"{fields.where}: a token goes to {experts.per_token} of {experts.count} experts.",
@@ -277,7 +293,8 @@ def _checked(experts: Experts, fields: Fields) -> Experts:
 def _activation(fields: Fields, name: str) -> Activation:
     if name not in _ACTIVATIONS:
         raise ConfigError(
-            f"{fields.where}: activation {name} is not supported.", hint=f"Supported: {', '.join(_ACTIVATIONS)}."
+            f"{fields.where}: activation {shortened(name, 100)} is not supported.",
+            hint=f"Supported: {', '.join(_ACTIVATIONS)}.",
         )
     return _ACTIVATIONS[name]
 

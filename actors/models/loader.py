@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from raytide.actors.models.content import MOST_HEADER_BYTES, header_bytes
 from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import check_links, check_opened
+
+_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 class Weights:
@@ -19,6 +22,7 @@ class Weights:
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dir, self._dtype, self._device = model_dir, dtype, device
         self._files: dict[str, Any] = {}
+        self._header_bytes_left = MOST_HEADER_BYTES
         check_links(str(model_dir))
         self._file_of = self._index()
 
@@ -31,36 +35,50 @@ class Weights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape without reading the tensor."""
-        return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
         """Returns one tensor. DataError if it is missing or has another shape than config.json implies."""
-        if name not in self._file_of:
-            raise DataError(f"{self._dir} has no weight {name}.", hint="Export or download the model again.")
+        if (found := self.shape(name)) != shape:  # before anything of its size is allocated
+            raise DataError(
+                f"{self._dir}: weight {name} has shape {found}, config.json implies {shape}.",
+                hint="The directory mixes two models; export it again.",
+            )
+        self._check_dtype(name)
         try:
             tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
         except SafetensorError as error:
-            raise DataError(
-                f"{self._dir}: weight {name} cannot be read: {error}.", hint="The file is damaged."
-            ) from None
-        if tuple(tensor.shape) != shape:
-            raise DataError(
-                f"{self._dir}: weight {name} has shape {tuple(tensor.shape)}, config.json implies {shape}.",
-                hint="The directory mixes two models; export it again.",
-            )
+            raise self._unreadable(name, error) from None
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
         """Returns a block of a tensor, with explicit ends; the rest is not read."""
         if any(each.start >= each.stop for each in where):
             return torch.empty([each.stop - each.start for each in where], device=self._device, dtype=self._dtype)
+        self._check_dtype(name)
         try:
-            block: torch.Tensor = self._open(self._file_of[name]).get_slice(name)[where]
+            block: torch.Tensor = self._slice(name)[where]
         except SafetensorError as error:
-            raise DataError(
-                f"{self._dir}: weight {name} cannot be read: {error}.", hint="The file is damaged."
-            ) from None
+            raise self._unreadable(name, error) from None
         return block.to(device=self._device, dtype=self._dtype)
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise DataError(f"{self._dir} has no weight {name}.", hint="Export or download the model again.")
+        try:
+            return self._open(self._file_of[name]).get_slice(name)
+        except SafetensorError as error:
+            raise self._unreadable(name, error) from None
+
+    def _check_dtype(self, name: str) -> None:
+        if (dtype := self._slice(name).get_dtype()) not in _DTYPES:
+            raise DataError(
+                f"{self._dir}: weight {name} is stored as {dtype}.",
+                hint=f"Supported: {', '.join(_DTYPES)}. Quantized weights are not.",
+            )
+
+    def _unreadable(self, name: str, error: SafetensorError) -> DataError:
+        return DataError(f"{self._dir}: weight {name} cannot be read: {error}.", hint="The file is damaged.")
 
     def stack(self, names: list[str], rows: list[int], *rest: int) -> torch.Tensor:
         """Returns tensors stacked along the first dimension, so that one product computes all of them."""
@@ -82,10 +100,11 @@ class Weights:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            check_opened(str(self._dir / file))  # the index may name a file anywhere
             try:
+                check_opened(str(self._dir / file))  # the index may name a file anywhere
+                self._header_bytes_left -= header_bytes(self._dir / file, self._header_bytes_left)
                 self._files[file] = safe_open(self._dir / file, framework="pt")
-            except (OSError, SafetensorError) as error:
+            except (OSError, RuntimeError, ValueError, SafetensorError) as error:
                 raise DataError(
                     f"cannot read {self._dir / file}: {error}.", hint="The file is missing or damaged."
                 ) from None

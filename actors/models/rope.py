@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raytide.actors.models.model_config import Fields
+from raytide.core.bounds import shortened
 from raytide.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -45,18 +46,20 @@ def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float
     kind = "longrope" if kind == "su" else kind
     if kind not in _KINDS:
         raise ConfigError(
-            f"{parameters.where}: rope scaling {kind} is not supported.", hint=f"Supported: {', '.join(_KINDS)}."
+            f"{parameters.where}: rope scaling {shortened(kind, 100)} is not supported.",
+            hint=f"Supported: {', '.join(_KINDS)}.",
         )
     dim = int(head_dim * parameters.number("partial_rotary_factor", partial))
-    if dim % 2:
+    if dim % 2 or not 0 < dim <= head_dim:
         raise DataError(
-            f"{parameters.where}: {dim} elements cannot be rotated in pairs.", hint="Export the model again."
+            f"{parameters.where}: {dim} of {head_dim} elements cannot be rotated in pairs.",
+            hint="Export the model again.",
         )
-    theta = parameters.number("rope_theta", theta)
+    theta = parameters.number("rope_theta", theta, above=1)
     if kind == "default":
         return RopeSpec(dim=dim, theta=theta)
     if kind == "linear":
-        return RopeSpec(dim=dim, theta=theta, kind=kind, factor=parameters.number("factor"))
+        return RopeSpec(dim=dim, theta=theta, kind=kind, factor=parameters.number("factor", above=0))
     max_len = config.whole("max_position_embeddings")
     original = config.whole(
         "original_max_position_embeddings", parameters.whole("original_max_position_embeddings", max_len)
@@ -66,12 +69,12 @@ def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float
             dim=dim,
             theta=theta,
             kind=kind,
-            factor=parameters.number("factor"),
+            factor=parameters.number("factor", above=0),
             original_max_len=original,
-            low_freq_factor=parameters.number("low_freq_factor"),
-            high_freq_factor=parameters.number("high_freq_factor"),
+            low_freq_factor=parameters.number("low_freq_factor", above=0),
+            high_freq_factor=parameters.number("high_freq_factor", above=0),
         )
-    factor = parameters.number("factor", max_len / original)
+    factor = parameters.number("factor", max_len / original, above=0)
     if kind == "yarn":
         return RopeSpec(
             dim=dim,
@@ -80,11 +83,11 @@ def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float
             factor=factor,
             original_max_len=original,
             magnitude=parameters.number("attention_factor", _yarn_magnitude(parameters, factor)),
-            beta_fast=parameters.number("beta_fast", 32.0),
-            beta_slow=parameters.number("beta_slow", 1.0),
+            beta_fast=parameters.number("beta_fast", 32.0, above=0),
+            beta_slow=parameters.number("beta_slow", 1.0, above=0),
             truncate=parameters.flag("truncate", True),
         )
-    grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    grown = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
     return RopeSpec(
         dim=dim,
         theta=theta,

@@ -9,6 +9,7 @@ from typing import Any
 
 from raytide.actors.engine.base import Engine
 from raytide.core.errors import ConfigError
+from raytide.core.io.private_paths import check_named
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import ServeSpec
 
@@ -89,8 +90,10 @@ def _automatic(spec: ServeSpec) -> EngineChoice:
 def build_engine(spec: ServeSpec) -> Engine:
     """Returns the spec's engine, not started yet.
 
-    ConfigError when its options make no sense, or when `auto` chose an engine that is not installed on this node.
+    ConfigError when its options make no sense, or when `auto` chose an engine that is not installed on this node;
+    DeniedError for paths that are private or outside the data roots, as they are on this node.
     """
+    check_named({"model": spec.model, "engine": spec.engine}, f"endpoint {spec.name}", links=True)
     choice = choose_engine(spec)
     if choice.kind == "vllm" and find_spec("vllm") is None:
         raise ConfigError(

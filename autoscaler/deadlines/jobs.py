@@ -33,7 +33,7 @@ TICK_S = 10.0
 MARGIN = 0.05
 """Share added to the remaining work, because estimates are low at times."""
 RESUME_S = 90.0
-"""From joined nodes to the first step: victims yield, the gang forms, the checkpoint loads."""
+"""The time from joined nodes to the first step: victims yield, the gang forms, the checkpoint loads."""
 SLOWER = 1.5
 """A launch may take this many times the slowest one of its node type."""
 PREFERS_ON_DEMAND: tuple[CapacityType, ...] = (CapacityType.ON_DEMAND, CapacityType.SPOT)

@@ -47,7 +47,7 @@ class FleetNode:
     is_ready: bool
     busy: int = 0
     work: float = 1.0
-    """Its work in the units of `ReplicaValue`: replicas on the slowest node type."""
+    """The replica's work in the units of `ReplicaValue`: replicas on the slowest node type."""
 
 
 @dataclass(frozen=True, slots=True)

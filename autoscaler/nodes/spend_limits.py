@@ -11,7 +11,7 @@ from raytide.core.objects.snapshot import Limits
 SOFT_SHARE = 0.8
 """Share of the hourly rate that the month's budget leaves; above it only spot is bought."""
 LEAST_LEFT_H = 1.0
-"""In the last hour of a month the rest of the budget counts as for a whole hour."""
+"""The least time that a month's remaining budget must last, also in the month's last hour."""
 
 
 def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits:

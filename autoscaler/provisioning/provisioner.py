@@ -54,11 +54,11 @@ def provision_leases(builder: PlanBuilder) -> None:
     pending = [PendingShape(lease.shape, count) for lease, count in waiting if count]
     builder.state.pending = PendingDemand(builder.state.offerings, pending) if len(pending) > 1 else None
     for lease, count in waiting:
-        if count and builder.state.pending is not None:
-            builder.state.pending.advance()
+        if count:
+            builder.state.advance()
         if lease.state is not LeaseState.RELEASED:
             _provision_lease(builder, lease)
-    builder.state.pending = None
+    builder.state.forget_pending()
 
 
 def _provision_lease(builder: PlanBuilder, lease: Lease) -> None:

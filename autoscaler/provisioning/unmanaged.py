@@ -16,9 +16,9 @@ from raytide.core.objects.plan import UNMANAGED, Wait
 from raytide.core.objects.snapshot import Demand, Snapshot
 from raytide.scheduling.diagnosis import Unschedulable, describe_amounts
 from raytide.scheduling.lookahead import PendingDemand, PendingShape
-from raytide.scheduling.placement import Slot
+from raytide.scheduling.placement import Slot, Tenant
 from raytide.scheduling.replicas import is_replica
-from raytide.scheduling.state import SchedulingState, Tenant
+from raytide.scheduling.state import SchedulingState
 from raytide.scheduling.unattributed import UnattributedUsage
 
 
@@ -54,8 +54,7 @@ def provision_unmanaged(builder: PlanBuilder) -> UnmanagedPlacement:
     bundle_nodes = _bundle_nodes(snapshot, {demand.apart for demand in demands if demand.apart})
     unplaceable: dict[str, bool] = {}  # groups that cannot be had whole
     for demand, shape in zip(demands, shapes, strict=True):
-        assert builder.state.pending is not None
-        builder.state.pending.advance()
+        builder.state.advance()
         what = f"work without a lease ({demand.count} x ({describe_amounts(shape)}){' apart' if demand.apart else ''})"
         before, left = builder.state.next_node, max(0, cap.max_nodes - bought)
         if demand.apart and demand.apart not in unplaceable:
@@ -80,6 +79,7 @@ def provision_unmanaged(builder: PlanBuilder) -> UnmanagedPlacement:
             is_whole = bool(demand.together or demand.apart)
             is_capped = bought >= cap.max_nodes or (is_whole and _fits_without_cap(builder, demand, shape, node_types))
             add_unmanaged_wait(builder, shape, rest, what, is_capped=is_capped)
+    builder.state.forget_pending()
     return UnmanagedPlacement(tuple(node_types), cap.max_nodes, bought, tuple(slots))
 
 
@@ -91,7 +91,7 @@ def provision_requested(builder: PlanBuilder, placement: UnmanagedPlacement) -> 
     if not standing:
         return
     work, state, bought = _unmanaged_use(builder, placement), builder.state.copy(), placement.bought
-    state.pending, bought_here = None, set[str]()
+    bought_here = set[str]()
     for node_id, resources in work.items():
         state.release(node_id, resources)
     for demand in standing:
@@ -158,7 +158,7 @@ def _fits_whole(
     if len(group) < 2:
         return True  # a single demand is placed whole or not at all
     state = builder.state.copy()
-    state.pending = None
+    state.forget_pending()
     if state.offerings.launches_left:
         state.offerings.launches_left = None  # the launch rate only delays the rest by minutes
     for demand, shape in group:

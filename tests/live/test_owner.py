@@ -21,18 +21,26 @@ soak = pytest.mark.soak
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("signum", "with_workers"),
+    ("signum", "with_workers", "send"),
     [
-        (signal.SIGKILL, True),
-        (signal.SIGINT, False),
-        pytest.param(signal.SIGKILL, False, marks=soak),
-        pytest.param(signal.SIGTERM, False, marks=soak),
-        pytest.param(signal.SIGTERM, True, marks=soak),
+        (signal.SIGKILL, True, os.kill),
+        (signal.SIGINT, False, os.kill),
+        (signal.SIGINT, True, os.killpg),  # Ctrl-C: the terminal sends it to the workers too
+        pytest.param(signal.SIGINT, True, os.kill, marks=soak),
+        pytest.param(signal.SIGKILL, False, os.kill, marks=soak),
+        pytest.param(signal.SIGTERM, False, os.kill, marks=soak),
+        pytest.param(signal.SIGTERM, True, os.kill, marks=soak),
+        pytest.param(signal.SIGTERM, True, os.killpg, marks=soak),
     ],
 )
 def test_a_killed_test_run_leaves_no_process(
-    tmp_path: Path, eventually: Callable[..., None], signum: signal.Signals, with_workers: bool
+    tmp_path: Path,
+    eventually: Callable[..., None],
+    signum: signal.Signals,
+    with_workers: bool,
+    send: Callable[[int, int], None],
 ) -> None:
+    """`./dev test` is this process: the shell replaces itself with pytest."""
     told = tmp_path / "told.json"
     command = [sys.executable, "-m", "pytest", "tests/live/waits_with_a_cluster.py", "-q", "-p", "no:cacheprovider"]
     command += [f"--basetemp={tmp_path / 'inner'}", *(["-n1"] if with_workers else [])]
@@ -48,7 +56,7 @@ def test_a_killed_test_run_leaves_no_process(
         left = json.loads(told.read_text())
         assert len(marked(MARK, left["cluster"])) > 5
     finally:
-        run.send_signal(signum)
+        send(run.pid, signum)
     run.wait(120)
     eventually(lambda: not marked("RAYTIDE_TEST_SESSION", left["session"]), within_s=100)
     eventually(lambda: not marked(MARK, left["cluster"]), within_s=30)

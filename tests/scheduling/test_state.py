@@ -12,11 +12,11 @@ from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState,
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot
-from raytide.scheduling.diagnosis import Unschedulable
+from raytide.scheduling.diagnosis import Unschedulable, check_possible
 from raytide.scheduling.lookahead import PendingDemand, PendingShape
 from raytide.scheduling.repacking import repack
 from raytide.scheduling.replicas import replica_selector
-from raytide.scheduling.state import Placements, SchedulingState, check_possible
+from raytide.scheduling.state import Placements, SchedulingState
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=100_000, max_nodes=3)
 SPOT = NodeType(
@@ -223,9 +223,39 @@ def test_without_fresh_word_only_the_replicas_that_ray_cannot_place_are_missing(
 def test_a_look_at_what_could_be_leaves_the_others_worth_as_it_was() -> None:
     room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(CPU4,)))
     room.pending = PendingDemand(room.offerings, [PendingShape(cpus(3), 1), PendingShape(cpus(1), 1)])
-    room.pending.advance()
+    room.advance()
     assert len(ids(room.copy().place(cpus(3), 1, subject="g"))) == 1
     assert room.pending.remaining.tolist() == [0.0, 1.0], "nobody sits on the rest of a node that is not bought"
+
+
+def test_room_is_held_for_the_demand_that_a_node_was_bought_for() -> None:
+    room = state_with_pending(max_nodes=9)
+    (slot,) = ids(room.place(cpus(1), 1, subject="first"))
+    room.advance()
+    assert slot not in ids(room.place(cpus(2), 1, subject="between")), "3 of its 4 CPUs are held"
+    room.advance()
+    assert ids(room.place(GPU_TASK, 1, subject="last")) == [slot]
+
+
+def test_nothing_is_held_for_later_demand_where_that_would_leave_earlier_members_without_room() -> None:
+    assert len(ids(state_with_pending(max_nodes=1).place(cpus(1), 4, subject="first"))) == 4, "on the node of the GPU"
+    room = state_with_pending(max_nodes=1)
+    (slot,) = ids(room.place(cpus(1), 1, subject="first"))
+    room.advance()
+    assert ids(room.place(cpus(2), 1, subject="between")) == [slot], "a second node is not allowed"
+
+
+GPU_TASK = Shape(resources={"GPU": 1, "CPU": 3})
+
+
+def state_with_pending(max_nodes: int) -> SchedulingState:
+    """Returns a state in which a task of few CPUs is placed first, and a task with a GPU last."""
+    gpu = NodeType(name="gpu", resources={"CPU": 4, "GPU": 1}, price_micro_usd_h=10, max_nodes=max_nodes)
+    room = SchedulingState.from_snapshot(Snapshot(at_s=0, node_types=(gpu,)))
+    shapes = [PendingShape(cpus(1), 4), PendingShape(cpus(2), 1), PendingShape(GPU_TASK, 1)]
+    room.pending = PendingDemand(room.offerings, shapes)
+    room.advance()
+    return room
 
 
 def test_the_reason_of_a_member_that_is_too_big_for_every_node() -> None:

@@ -115,7 +115,7 @@ def _delta(parts: list[tuple[_Target, Tensor, Tensor]], size: int, ops: Ops) -> 
 
 
 def _pair(weights: Weights, name: str, target: _Target, path: Path) -> tuple[Tensor, Tensor]:
-    rank = weights.shape(name)[0]
+    rank = next(iter(weights.shape(name)), 0)
     if rank > _MAX_RANK:
         raise ConfigError(f"{path}: rank {rank} is not supported.", hint=f"Up to {_MAX_RANK}.")
     other = name.replace("lora_A.weight", "lora_B.weight")

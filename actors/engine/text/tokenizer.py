@@ -13,11 +13,12 @@ from raytide.actors.engine.text.tool_prompt import format_of, turns_of
 from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import ChatFormat, Message, as_request_error
 from raytide.actors.models.chat_template import ChatTemplate
-from raytide.actors.models.model_config import as_ids, read_json
+from raytide.actors.models.model_config import Fields, as_ids, read_bytes, read_json, read_text
 from raytide.core.errors import DataError, EngineError, RaytideError, UsageError
 
 T = TypeVar("T")
 
+_WITH_TOKENIZER = "Export the model with its tokenizer.json."
 _INLINE_CHARS = 2000
 _SLICE_CHARS = 1 << 16
 _MARKS = [chr(code) for code in range(0xFDD2, 0xFDF0)]
@@ -31,18 +32,22 @@ class Tokenizer:
     def __init__(self, model_dir: Path) -> None:
         path = model_dir / "tokenizer.json"
         try:
-            self.rust = RustTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"cannot read {path}: {error}.", hint="Export the model with its tokenizer.json.") from None
+            self.rust = RustTokenizer.from_buffer(read_bytes(path, _WITH_TOKENIZER))
+        except RaytideError:
+            raise
+        except BaseException as cause:  # the library raises bare Exception, and panics
+            error = as_request_error(cause)
+            raise DataError(f"cannot read {path}: {error}.", hint=_WITH_TOKENIZER) from None
         self.pool = TextPool()
         self.rust.no_truncation()
         self.rust.no_padding()
         self._config = _optional_json(model_dir / "tokenizer_config.json")
-        generation = _optional_json(model_dir / "generation_config.json")
+        generation = model_dir / "generation_config.json"
         named = self.rust.token_to_id(self._special("eos_token") or "")
-        self.eos_token_ids = frozenset(as_ids(generation.get("eos_token_id")) + as_ids(named))
+        ends = Fields(_optional_json(generation), str(generation)).ids("eos_token_id")
+        self.eos_token_ids = frozenset(ends + as_ids(named))
         template = model_dir / "chat_template.jinja"
-        self._template = template.read_text() if template.exists() else self._config.get("chat_template")
+        self._template = read_text(template) if template.exists() else self._config.get("chat_template")
 
     def encode(self, text: str, *, enough: int | None = None) -> list[int]:
         """Returns token ids with the special tokens that the tokenizer's post-processor adds (a BOS, if it has one).
@@ -174,7 +179,8 @@ class Tokenizer:
     def _special(self, key: str) -> str | None:
         """Returns a special token, which tokenizer_config.json gives as a string or as an object with `content`."""
         value = self._config.get(key)
-        return value.get("content") if isinstance(value, dict) else value
+        value = value.get("content") if isinstance(value, dict) else value
+        return value if isinstance(value, str) else None
 
 
 def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Protocol
 
 from fastapi import FastAPI, Request, Response
@@ -19,6 +20,7 @@ from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invali
 from raytide.actors.serving.openai_api.respond import failed, respond
 from raytide.actors.serving.openai_api.response_writer import ChatWriter, CompletionWriter
 from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.openai_api.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.wire import (
     ChatCompletion,
     ChatRequest,
@@ -112,14 +114,15 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        server = await models.server(body.model, request)
-        return await respond(server, body, request, CompletionWriter(body.model, includes_usage=body.includes_usage))
+        def writer_of(_: ToolUse) -> CompletionWriter:
+            return CompletionWriter(body.model, includes_usage=body.includes_usage)
+
+        return await respond(await models.server(body.model, request), "completions", body, request, writer_of)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        server = await models.server(body.model, request)
-        writer = ChatWriter(body.model, lambda: server.tool_use(body), includes_usage=body.includes_usage)
-        return await respond(server, body, request, writer)
+        writer_of = partial(ChatWriter, body.model, includes_usage=body.includes_usage)
+        return await respond(await models.server(body.model, request), "chat", body, request, writer_of)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -128,7 +131,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
             chat = chat_request(body)
         except ValidationError as error:
             raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-        return await respond(server, chat, request, ResponsesWriter(body, lambda: server.tool_use(chat)))
+        return await respond(server, "responses", chat, request, partial(ResponsesWriter, body))
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> EmbeddingList:

@@ -14,6 +14,7 @@ from raytide.actors.engine.base import Engine
 from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
 from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, TokenUsage, as_request_error
 from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes
+from raytide.actors.serving.openai_api.tool_choice import NO_TOOLS, ToolUse
 from raytide.core.errors import EngineError
 
 
@@ -33,7 +34,7 @@ class ChoiceDelta:
 
 class GenerationStream:
     """The merged streams of a request's prompts. Choice i of prompt p is number p * n + i, as OpenAI counts them.
-    `echoes` are the texts that each prompt's choices begin with.
+    `echoes` are the texts that each prompt's choices begin with; `tool_use` is how their output is to be read.
 
     Output waits in bounded memory: a client that reads too slowly loses its generation.
     """
@@ -43,10 +44,12 @@ class GenerationStream:
         engine: Engine,
         requests: Sequence[GenRequest],
         echoes: Sequence[str],
+        tool_use: ToolUse = NO_TOOLS,
         *,
         max_pending: int = MAX_PENDING_ENTRIES,
     ) -> None:
         self.token_bytes: TokenBytes = engine.token_bytes
+        self.tool_use = tool_use
         self.replica = ""
         """The replica that answers, as far as a router has named it."""
         self._requests = requests

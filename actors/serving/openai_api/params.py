@@ -8,7 +8,7 @@ from raytide.actors.engine.base import required_features
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.types import Feature, GenRequest, Message, ToolCallTurn
 from raytide.actors.serving.openai_api.errors import invalid
-from raytide.actors.serving.openai_api.structure import structured_of
+from raytide.actors.serving.openai_api.structure import constraint_field, structured_of
 from raytide.actors.serving.openai_api.wire import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
 
 COMPLETION_MAX_TOKENS = 16
@@ -41,8 +41,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Known fields that this server does not implement, with their neutral values."""
 
-_FIELD_OF: dict[Feature, str] = {"prompt_logprobs": "echo", "stop_strings": "stop", "structured": "response_format"}
+_FIELD_OF: dict[Feature, str] = {"prompt_logprobs": "echo", "stop_strings": "stop"}
 """The request field of a feature that has another name."""
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def sampling_of(request: GenerationRequest, forced: Structured | None = None) -> SamplingParams:
@@ -98,12 +99,21 @@ def _constraint(request: GenerationRequest, forced: Structured | None) -> Struct
     return forced or asked
 
 
-def refuse_missing(request: GenRequest, features: Collection[Feature]) -> None:
-    """Raises ApiError (400), with the field's name, for a feature that the engine lacks."""
+def refuse_missing(body: GenerationRequest, request: GenRequest, features: Collection[Feature]) -> None:
+    """Raises ApiError (400), with the name of the field in `body`, for a feature that the engine lacks."""
     for feature in required_features(request):
         if feature not in features:
-            field = _FIELD_OF.get(feature, feature)
+            field = _field_of(feature, body, request.sampling)
             raise invalid(f"{field} is not supported by this model server.", param=field)
+
+
+def _field_of(feature: Feature, body: GenerationRequest, sampling: SamplingParams) -> str:
+    if feature == "structured":
+        return constraint_field(body) or "tool_choice"
+    if feature == "penalties":
+        neutral = SamplingParams()
+        return next(name for name in _PENALTIES if getattr(sampling, name) != getattr(neutral, name))
+    return _FIELD_OF.get(feature, feature)
 
 
 def _logprobs(request: GenerationRequest) -> int | None:

@@ -20,6 +20,7 @@ from raytide.actors.serving.openai_api.generation import ChoiceDelta, Generation
 from raytide.actors.serving.openai_api.logprobs import TokenBytes
 from raytide.actors.serving.openai_api.response_writer import ChoiceState, ResponseWriter, usage_of
 from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.openai_api.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 
 _log = logging.getLogger(__name__)
@@ -32,12 +33,18 @@ _MANY_ENTRIES = 1000
 
 
 async def respond(
-    server: Server, body: CompletionRequest | ChatRequest, request: Request, writer: ResponseWriter
+    server: Server,
+    api: str,
+    body: CompletionRequest | ChatRequest,
+    request: Request,
+    writer_of: Callable[[ToolUse], ResponseWriter],
 ) -> Response:
-    track = server.metrics.track(writer.api)
+    """Returns the answer to `body`, as `writer_of` the request's tools writes it. Metrics count it for `api`."""
+    track = server.metrics.track(api)
     try:
         generation = await server.generate(body)
         try:
+            writer = writer_of(generation.tool_use)
             reading = _Reading(generation, track)
             if body.stream:
                 # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.

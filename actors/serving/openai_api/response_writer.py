@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -54,7 +53,6 @@ class ChoiceState:
 
 class ResponseWriter(Protocol):
     id: str
-    api: str
 
     def full_response(
         self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes
@@ -88,8 +86,6 @@ class _Writer:
 
 
 class CompletionWriter(_Writer):
-    api = "completions"
-
     def __init__(self, model: str, *, includes_usage: bool = False) -> None:
         super().__init__(model, prefix="cmpl", includes_usage=includes_usage)
         self._offsets: dict[int, int] = {}  # of each choice's next token in its text
@@ -123,12 +119,9 @@ class CompletionWriter(_Writer):
 
 
 class ChatWriter(_Writer):
-    api = "chat"
-
-    def __init__(self, model: str, tool_use: Callable[[], ToolUse], *, includes_usage: bool = False) -> None:
-        """`tool_use` is asked once the request was accepted."""
+    def __init__(self, model: str, tool_use: ToolUse, *, includes_usage: bool = False) -> None:
         super().__init__(model, prefix="chatcmpl", includes_usage=includes_usage)
-        self._tool_use = tool_use
+        self._use = tool_use
         self._parsers: dict[int, OutputParser | None] = {}
 
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> ChatCompletion:
@@ -169,10 +162,6 @@ class ChatWriter(_Writer):
     def closing(self, usage: Usage) -> bytes:
         last = ChatCompletionChunk.model_validate({**self._head, "choices": [], "usage": usage})
         return (self._event(last) if self._includes_usage else b"") + DONE
-
-    @cached_property
-    def _use(self) -> ToolUse:
-        return self._tool_use()
 
     def _reply(self, text: str) -> Reply:
         parser = self._use.parser()

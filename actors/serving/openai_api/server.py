@@ -17,7 +17,7 @@ from raytide.actors.serving.metrics import ServingMetrics
 from raytide.actors.serving.openai_api.errors import invalid, refused_by_the_dead
 from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
-from raytide.actors.serving.openai_api.tool_choice import NO_TOOLS, ToolUse, tool_use_of
+from raytide.actors.serving.openai_api.tool_choice import NO_TOOLS, tool_use_of
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
 from raytide.core.errors import EngineDeadError
 
@@ -99,15 +99,11 @@ class Server:
         if feature not in self.info.features:
             raise invalid(f"{feature} is not supported by {self.model}.", param=param)
 
-    def tool_use(self, request: ChatRequest) -> ToolUse:
-        """Returns the tools that the model sees, and the syntax of their calls."""
-        return tool_use_of(request, self.info.chat)
-
     async def generate(self, request: CompletionRequest | ChatRequest) -> GenerationStream:
         """Starts a generation. The request is validated completely before the engine sees any of it."""
         await self.check_alive()
         self.card(request.model)
-        use = self.tool_use(request) if isinstance(request, ChatRequest) else NO_TOOLS
+        use = tool_use_of(request, self.info.chat) if isinstance(request, ChatRequest) else NO_TOOLS
         sampling, echoes = sampling_of(request, use.structured), [""]
         if isinstance(request, ChatRequest):
             prompts = [await self.engine.chat_prompt(messages_of(request.messages), use.shown)]
@@ -127,10 +123,10 @@ class Server:
             )
             for place, prompt in enumerate(prompts)
         ]
-        refuse_missing(asked[0], self.info.features)
+        refuse_missing(request, asked[0], self.info.features)
         if request.priority:
             self.require("priority", param="priority")
-        return GenerationStream(self.engine, asked, echoes)
+        return GenerationStream(self.engine, asked, echoes, use)
 
     async def prompts(self, given: str | list[str] | list[int] | list[list[int]], *, field: str) -> list[list[int]]:
         """Returns OpenAI's four forms of a prompt as token lists that fit into the context."""

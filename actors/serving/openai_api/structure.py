@@ -54,6 +54,25 @@ class Constraints(BaseModel):
 
 
 def structured_of(request: Constraints) -> Structured | None:
+    """Returns the constraint, if there is one. Raises ApiError (400) for several and for one that is too long."""
+    found = _found(request)
+    for name, structured in found.items():
+        if structured.size > MAX_GRAMMAR_CHARS:
+            raise invalid(
+                f"{name} has {structured.size} characters; at most {MAX_GRAMMAR_CHARS} are taken.",
+                param=name.partition(".")[0],
+            )
+    if len(found) > 1:
+        raise invalid(f"only one of {', '.join(found)} can be given.", param=constraint_field(request))
+    return next(iter(found.values()), None)
+
+
+def constraint_field(request: Constraints) -> str:
+    """Returns the name of the first field that constrains the output; empty without one."""
+    return next(iter(_found(request)), "").partition(".")[0]
+
+
+def _found(request: Constraints) -> dict[str, Structured]:
     asked = {
         "response_format": _of_format(request.response_format),
         "guided_json": _of_schema(request.guided_json),
@@ -69,18 +88,7 @@ def structured_of(request: Constraints) -> Structured | None:
             "structured_outputs.grammar": outputs.grammar and Structured("grammar", outputs.grammar),
             "structured_outputs.json_object": Structured("json_schema", ANY_OBJECT) if outputs.json_object else None,
         }
-    for name, structured in asked.items():
-        if isinstance(structured, Structured):
-            size = structured.size
-            if size > MAX_GRAMMAR_CHARS:
-                raise invalid(
-                    f"{name} has {size} characters; at most {MAX_GRAMMAR_CHARS} are taken.",
-                    param=name.partition(".")[0],
-                )
-    found = {name: structured for name, structured in asked.items() if isinstance(structured, Structured)}
-    if len(found) > 1:
-        raise invalid(f"only one of {', '.join(found)} can be given.", param=next(iter(found)).partition(".")[0])
-    return next(iter(found.values()), None)
+    return {name: structured for name, structured in asked.items() if isinstance(structured, Structured)}
 
 
 def _of_format(wanted: ResponseFormat | None) -> Structured | None:

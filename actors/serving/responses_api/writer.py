@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -24,11 +23,10 @@ Item = dict[str, Any]
 class ResponsesWriter:
     """Writes items as their text arrives: reasoning, a message, calls. An event belongs to the item that is open."""
 
-    api = "responses"
-
-    def __init__(self, request: ResponsesRequest, tool_use: Callable[[], ToolUse]) -> None:
+    def __init__(self, request: ResponsesRequest, tool_use: ToolUse) -> None:
         self.id = f"resp_{uuid4().hex}"
-        self._request, self._tool_use = request, tool_use
+        self._request = request
+        self._parser = tool_use.parser() or OutputParser()
         self._created_s = int(time.time())
         self._items: list[Item] = []
         self._sequence = 0
@@ -70,10 +68,6 @@ class ResponsesWriter:
     def failure(self, error: ApiError) -> bytes:
         body = error.body.error
         return self._event("error", message=body.message, code=body.code, param=body.param)
-
-    @cached_property
-    def _parser(self) -> OutputParser:
-        return self._tool_use().parser() or OutputParser()
 
     def _pieces(self, text: str, *, at_end: bool) -> list[Piece]:
         return self._parser.feed(text) + (self._parser.finish() if at_end else [])

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from raytide.actors.models.chat_template import ChatTemplate, Turn
-from raytide.actors.models.model_config import as_ids, read_json
+from raytide.actors.models.model_config import as_ids, read_bytes, read_json, read_text
 from raytide.actors.models.tokenizer_files import tokenizer_files
 from raytide.actors.trainer.data.local_copy import local_file_copy
 from raytide.actors.trainer.data.token_dataset import Ids
@@ -27,6 +27,7 @@ from raytide.core.io.token_dataset import CONFIG
 from raytide.core.specs.model import ChatSpec
 
 TEMPLATE = "chat_template.jinja"
+_CHECK = "Check chat.tokenizer and chat.template."
 
 
 class ChatDataset:
@@ -43,7 +44,12 @@ class ChatDataset:
         self.files: Mapping[str, Path] = tokenizer_files(tokenizer)
         source = self._template(tokenizer)
         self._chat = ChatTemplate(source, {key: self._special(key) for key in ("bos_token", "eos_token")})
-        parts = (self._lines.digest, source, str(self._config), hashlib.sha256(_bytes(self.tokenizer_file)).hexdigest())
+        parts = (
+            self._lines.digest,
+            source,
+            str(self._config),
+            hashlib.sha256(read_bytes(self.tokenizer_file, _CHECK)).hexdigest(),
+        )
         self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self._tokens(0)  # fail early if the template cannot mark the answers
 
@@ -94,7 +100,7 @@ class ChatDataset:
         from tokenizers import Tokenizer
 
         try:
-            tokenizer = Tokenizer.from_buffer(_bytes(self.tokenizer_file))
+            tokenizer = Tokenizer.from_buffer(read_bytes(self.tokenizer_file, _CHECK))
         except RaytideError:
             raise
         except Exception as error:  # the library raises bare Exception
@@ -107,7 +113,7 @@ class ChatDataset:
         given = self.template.get(TEMPLATE)
         path = given or tokenizer / TEMPLATE
         if given is not None or path.is_file():
-            return _bytes(path).decode()
+            return read_text(path, _CHECK)
         source = self._config.get("chat_template")
         if not isinstance(source, str):
             raise ConfigError(f"{tokenizer} has no chat template.", hint="Give a jinja2 file as chat.template.")
@@ -187,16 +193,6 @@ def _staged(file: str) -> Path:
         raise DataError(f"{file} does not exist.", hint="Check chat.file.")
     fs, path = open_url(file)
     return local_file_copy(file, hashlib.sha256(f"{file} {fs.ukey(path)}".encode()).hexdigest()[:32], ".jsonl")
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        with open(path, "rb", opener=safe_opener) as file:
-            return file.read()
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}.", hint="Check chat.tokenizer and chat.template."
-        ) from None
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from raytide.control.client import ApiClient
 from raytide.control.supervision.log_rotation import bound_driver_log
 from raytide.core.errors import AuthError, ClusterError, RaytideError, WaitTimeoutError
 from raytide.core.io.environment import all_passed
-from raytide.core.io.private_paths import ROOTS, check_named, restrict_to
+from raytide.core.io.private_paths import check_named, inherited_restriction, restrict_to
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.gang import Lease, LeaseState, Member
 from raytide.core.objects.job import Job, JobKind
@@ -168,14 +168,13 @@ def main(run_dir: str, job_id: str) -> int:
     client = ApiClient.of_job(run_dir, job_id)
     gcs_address = json.loads((Path(run_dir) / "cluster.json").read_text())["gcs_address"]
     hush_node_deaths()
-    roots = load_cluster(Path(run_dir) / "cluster.yaml").settings.data_roots
-    restrict_to(roots)
+    restrict_to(load_cluster(Path(run_dir) / "cluster.yaml").settings.data_roots)
     ray.init(
         address=gcs_address,
         namespace="raytide",
         log_to_driver=False,
         logging_level=logging.WARNING,
-        runtime_env={"env_vars": {ROOTS: os.environ[ROOTS]}} if roots else None,
+        runtime_env=inherited_restriction(),
     )
     try:
         job = client.job(job_id).job

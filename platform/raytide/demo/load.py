@@ -27,7 +27,7 @@ MAX_TOKENS = 192
 @dataclass(frozen=True, slots=True)
 class Answer:
     ttft_s: float
-    """From sending to the first token."""
+    """The time from sending the request to its first token."""
     took_s: float
     tokens: int
     error: str = ""

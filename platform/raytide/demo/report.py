@@ -25,7 +25,7 @@ class Report:
     train_tokens_per_s: float = 0.0
     restarts: int = 0
     recovery_s: float = float("nan")
-    """From the reclaim of the node to the next training step."""
+    """The time from the reclaim of the node to the next training step."""
     completion: str = ""
     load: LoadReport | None = None
     most_replicas: int = 0

@@ -27,9 +27,8 @@ class ResourceNode:
     number: int
     team: str
     resource: str
-    """The resource."""
     subtree_quota: float
-    """Its quota, and what its children lend."""
+    """The team's own quota, and what the teams below it lend."""
     local_quota: float
     """The part of it that is not lent."""
     borrow: float | None

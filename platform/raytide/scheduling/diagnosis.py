@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raytide.core.clock import utc
-from raytide.core.objects.gang import Shape
+from raytide.core.errors import CapacityError
+from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.node import ACCELERATOR_LABEL, NodeType, Resources, fits, labels_match, round_up_gpu_share
 from raytide.core.objects.snapshot import Snapshot
 from raytide.scheduling.offerings import Offerings
@@ -185,3 +186,10 @@ def why_not(
         f"{subject} waits for room: {needs}{by}{more}.",
         f"It starts when they end. To start now, raise max_nodes of {names}.",
     )
+
+
+def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:
+    """Raises CapacityError if not even an empty fleet could hold any shape of the gang."""
+    never = [why_impossible(shape, shape.at_least, node_types, subject) for shape in spec.shapes]
+    if never[0] is not None and all(never):
+        raise CapacityError(never[0].reason, hint=never[0].remedy)

@@ -1,7 +1,8 @@
 """The demand that is still to be placed in this decision, and its value for the room that a new node leaves over.
 
 Shapes are placed one after another. A node that costs a little more for the first may cost less for all, when its
-remaining room holds others that would need nodes of their own: their value is subtracted from its price.
+remaining room holds others that would need nodes of their own. That room is held for them until their turn: the shapes
+between would take it as free, and others would be bought for those it was meant for.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import numpy as np
 
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import Resources, round_up_gpu_share
+from raytide.scheduling.node_table import NodeTable
 from raytide.scheduling.offerings import Floats, Ints, Offerings
 
 MOST = 16
 """The largest shapes only are considered."""
 
 _EPS = 1e-9
+
+Hold = tuple[tuple[int, ...], int]
+"""Rows of the node table, and the members for which each has room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,10 @@ class PendingShape:
 
 
 class PendingDemand:
-    """Shapes in the order of their placement; `advance` is called before each of them is placed."""
+    """Shapes in the order of their placement; `advance` is called before each of them is placed.
+
+    A shallow copy can be changed without affecting the original.
+    """
 
     def __init__(self, offerings: Offerings, shapes: Sequence[PendingShape]) -> None:
         self._table = table = offerings.table
@@ -42,11 +50,35 @@ class PendingDemand:
             table.matching(pending.shape.labels) & table.allowed(pending.allowed_types) for pending in shapes
         ]
         self._by_price = sorted(range(len(shapes)), key=lambda at: (-self._prices[at], at))
+        self._resources = [round_up_gpu_share(pending.shape.resources) for pending in shapes]
+        self._held: dict[int, tuple[Hold, ...]] = {}  # keyed by shape
         self._turn = 0
 
-    def advance(self) -> None:
+    def advance(self, node_table: NodeTable) -> bool:
+        """Turns to the next shape, and frees what is held for it. Returns whether anything was."""
+        self.remaining = self.remaining.copy()
         self.remaining[self._turn] = 0.0
         self._turn += 1
+        return self._free(self._turn - 1, node_table)
+
+    def hold(self, node_table: NodeTable, rows: Sequence[int], fits: Floats) -> None:
+        """Holds room on each of these nodes for so many members of each shape."""
+        for at in np.flatnonzero(fits).tolist():
+            members = int(fits[at])
+            node_table.reserve_each(rows, self._resources[at], [members] * len(rows))
+            self._held = {**self._held, at: (*self._held.get(at, ()), (tuple(rows), members))}
+
+    def free_all(self, node_table: NodeTable) -> bool:
+        """Frees what is held for any shape. Returns whether anything was."""
+        are_freed = [self._free(at, node_table) for at in self._held]
+        return any(are_freed)
+
+    def _free(self, at: int, node_table: NodeTable) -> bool:
+        holds = self._held.get(at, ())
+        for rows, members in holds:
+            node_table.reserve_each(rows, self._resources[at], [-members] * len(rows))
+        self._held = {key: holds for key, holds in self._held.items() if key != at}
+        return bool(holds)
 
     def value(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
         """Returns, for each of these offerings with `members` of this need on a node, the value of its remaining room

@@ -146,13 +146,13 @@ class Offerings:
     burn_micro_usd_h: int
     """The price of all nodes that are not gone."""
     left: Ints
-    """For each type: nodes that max_nodes still allows. A node counts until the provider has ended it."""
+    """Nodes of each type that max_nodes still allows. A node counts until the provider has ended it."""
     launches_left: int | None
     """Launches left in this minute; None without a limit."""
     backed_off: Mask
     """Indexed by offering."""
     caps: Ints | None
-    """For each offering: the fleet price up to which it may be bought; None without limits."""
+    """The fleet price up to which each offering may be bought; None without limits."""
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot) -> Offerings:

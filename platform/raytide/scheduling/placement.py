@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from raytide.core.objects.gang import Lease, Shape
 from raytide.core.objects.job import Job
-from raytide.core.objects.node import NodeType, Resources, round_up_gpu_share
+from raytide.core.objects.node import TYPE_LABEL, ZONE_LABEL, NodeType, Resources, round_up_gpu_share
 from raytide.core.objects.snapshot import EndpointView, NodeView, Throughputs
 from raytide.scheduling.lookahead import PendingDemand
 from raytide.scheduling.node_table import GPU, Floats, NodeTable
-from raytide.scheduling.offerings import Offering, Offerings, Purchase
+from raytide.scheduling.offerings import Ints, Offering, Offerings, Purchase
 from raytide.scheduling.replicas import published_members, replica_shape
 from raytide.scheduling.throughput import cost_per_work
 
@@ -24,6 +24,8 @@ USUAL = 4
 """The number of shapes that stand for the usual demand."""
 SPREAD_EXTRA = 0.2
 """The extra cost that a replica in another zone may have, while one zone holds half of its endpoint or more."""
+COUNTS = 8
+"""The numbers of members on a node that are considered, evenly spaced: a node holds thousands of small tasks."""
 
 Option = tuple[float, float, int]
 """The cost of an offering per member and in total, and its row."""
@@ -50,6 +52,38 @@ class Slot(NamedTuple):
     is_new: bool
 
 
+class NewNodes(NamedTuple):
+    """Nodes to buy of one offering."""
+
+    offering: Offering
+    nodes: int
+    members: int
+    """Members on all of them."""
+    shared: Floats | None
+    """The members of each pending shape for which each of them still has room; None without lookahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A member placed on a new node."""
+
+    shape: Shape
+    allowed_types: frozenset[str] | None
+    """The node types that may be bought for it; None for all."""
+    zone: str = ""
+    """The zone that it must stay in, so that its endpoint is spread; "" for any."""
+    types: str = ""
+    """A label selector's value for the node types on which its work is no slower; "" for all."""
+    is_apart: bool = False
+    """It needs a node without other members of its group."""
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """The labels that its node must have."""
+        labels = {TYPE_LABEL: self.types, **self.shape.labels} if self.types else self.shape.labels
+        return {**labels, ZONE_LABEL: self.zone} if self.zone else labels
+
+
 @dataclass(slots=True)
 class Candidate:
     """A possible placement."""
@@ -57,8 +91,7 @@ class Candidate:
     shape: Shape
     existing: list[tuple[int, int]] = field(default_factory=list)
     """Rows of the node table, with members."""
-    new: list[tuple[Offering, int, int]] = field(default_factory=list)
-    """Offerings, with nodes and members."""
+    new: list[NewNodes] = field(default_factory=list)
     purchase: Purchase = field(default_factory=Purchase)
     count: int = 0
     paces: Throughputs = field(default_factory=dict)
@@ -68,13 +101,13 @@ class Candidate:
     @property
     def rating(self) -> tuple[int, float]:
         """Smaller is better: most members, then lowest cost."""
-        costs = ((offering.cost_micro_usd_h * nodes, offering.node_type.name) for offering, nodes, _ in self.new)
+        costs = ((new.offering.cost_micro_usd_h * new.nodes, new.offering.node_type.name) for new in self.new)
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_split(self, pace: int, needed: int) -> bool:
         """Returns True if fewer members than needed would be placed with so few new nodes."""
         members = sum(members for _, members in self.existing)
-        sizes = [members // nodes for _, nodes, members in self.new for _ in range(nodes)]
+        sizes = [new.members // new.nodes for new in self.new for _ in range(new.nodes)]
         return members + sum(sizes[:pace]) < needed
 
 
@@ -84,8 +117,26 @@ def best_candidate(
     slots: Sequence[Slot],
     pending: PendingDemand | None,
     request: PlacementRequest,
+    needed: int,
 ) -> Candidate:
-    """Places as many of the requested members as possible. `slots`: by row of the node table."""
+    """Places as many of the requested members as possible. `slots`: by row of the node table.
+
+    It keeps to the nodes that may be launched now, unless that would split the `needed` members of a gang.
+    """
+    candidate = _most_members(offerings, node_table, slots, pending, request)
+    left = offerings.launches_left
+    if left is None or candidate.purchase.size <= left or (left and candidate.would_split(left, needed)):
+        return candidate
+    return _most_members(offerings, node_table, slots, pending, replace(request, max_new=left))
+
+
+def _most_members(
+    offerings: Offerings,
+    node_table: NodeTable,
+    slots: Sequence[Slot],
+    pending: PendingDemand | None,
+    request: PlacementRequest,
+) -> Candidate:
     candidate = Candidate(request.shape, paces=request.paces, remaining=None if pending is None else pending.remaining)
     enough = (
         request.count if request.apart is None else sys.maxsize
@@ -107,13 +158,11 @@ def best_candidate(
         found = _cheapest(offerings, pending, request, candidate, zones)
         if found is None:
             break
-        offering, fit, nodes = found
-        members = min(nodes * fit, request.count - candidate.count)
-        candidate.new.append((offering, nodes, members))
-        candidate.purchase.add(offering, nodes)
-        candidate.count += members
+        candidate.new.append(found)
+        candidate.purchase.add(found.offering, found.nodes)
+        candidate.count += found.members
         if zones is not None:
-            zones[offering.zone] += members
+            zones[found.offering.zone] += found.members
     return candidate
 
 
@@ -133,40 +182,54 @@ def _cheapest(
     request: PlacementRequest,
     candidate: Candidate,
     zones: Counter[str] | None,
-) -> tuple[Offering, int, int] | None:
-    """Returns the best offering, the members that one of its nodes holds, and how many nodes to take at once. `zones`:
-    members by zone if they are spread."""
+) -> NewNodes | None:
+    """Returns the nodes to take next: those that cost least for what they would hold, pending demand included. `zones`:
+    members by zone if they are spread.
+
+    Pending members count as the members of this shape that their price, if placed alone, would pay for. A node that
+    holds fewer members may hold more of the others, so several numbers of members are compared.
+    """
     table, lacking = offerings.table, request.count - candidate.count
     fits, purchasable = table.members(request.shape), offerings.purchasable(candidate.purchase)
     fits = fits if request.apart is None else np.minimum(1, fits)
     rows = np.flatnonzero((fits > 0) & (purchasable > 0) & table.allowed(request.allowed_types))
     if not len(rows):
         return None
-    members = np.minimum(fits, lacking)
-    if pending is not None and candidate.remaining is not None:
-        value, shared = pending.value(request.shape.resources, rows, members[rows], candidate.remaining)
-    else:
-        value, shared = np.zeros(len(rows)), np.zeros((len(rows), 0))
-    each = np.maximum(0.0, table.cost[rows] - value) / members[rows]
+    members = np.minimum(fits[rows], lacking)
+    worth, shared = members.astype(np.float64), None
+    if pending is not None and candidate.remaining is not None and candidate.remaining.any():
+        alone = (table.cost[rows] / fits[rows]).min()
+        rows, members = _with_fewer_members(rows, members)
+        value, shared = pending.value(request.shape.resources, rows, members, candidate.remaining)
+        worth = members + value / max(1.0, alone)
+    each = table.cost[rows] / worth
     if request.paces:
         names = [table.offerings[row].node_type.name for row in rows.tolist()]
         each = np.array(
             [cost_per_work(cost, name, request.paces) for cost, name in zip(each.tolist(), names, strict=True)]
         )
     if zones is not None:
-        options = list(zip(each.tolist(), table.cost[rows].tolist(), rows.tolist(), strict=True))
-        row = spread_over(options, lambda row: table.offerings[row].zone, zones)[2]
-        return table.offerings[row], int(fits[row]), 1
+        options = list(zip(each.tolist(), table.cost[rows].tolist(), range(len(rows)), strict=True))
+        at = spread_over(options, lambda at: table.offerings[rows[at]].zone, zones)[2]
+        return NewNodes(table.offerings[rows[at]], 1, int(members[at]), None)
     at = int(np.lexsort((rows, table.cost[rows], each))[0])
-    row = int(rows[at])
-    nodes = min(max(1, lacking // int(fits[row])), int(purchasable[row]))
+    row, fit = int(rows[at]), int(members[at])
+    nodes = min(lacking // fit, int(purchasable[row]))
     if request.max_new is not None:
         nodes = min(nodes, request.max_new - candidate.purchase.size)
-    if candidate.remaining is not None and (filled := shared[at] > 0).any():
-        full = candidate.remaining[filled] // shared[at][filled]
-        nodes = int(min(nodes, max(1.0, full.min())))
-        candidate.remaining = np.maximum(0.0, candidate.remaining - nodes * shared[at])
-    return table.offerings[row], int(fits[row]), nodes
+    if shared is not None and (filled := shared[at] > 0).any():
+        assert candidate.remaining is not None
+        nodes = int(min(nodes, (candidate.remaining[filled] // shared[at][filled]).min()))
+        candidate.remaining = candidate.remaining - nodes * shared[at]
+    return NewNodes(table.offerings[row], nodes, nodes * fit, None if shared is None else shared[at])
+
+
+def _with_fewer_members(rows: Ints, members: Ints) -> tuple[Ints, Ints]:
+    """Returns each row once for each number of members to consider, from `members` down, with that number."""
+    counts = np.minimum(members, COUNTS)
+    step = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    rows, members, counts = (np.repeat(each, counts) for each in (rows, members, counts))
+    return rows, members - members * step // counts
 
 
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:

@@ -13,8 +13,8 @@ import numpy as np
 
 from raytide.core.objects.node import Resources, plus, round_up_gpu_share
 from raytide.scheduling.offerings import Offering
-from raytide.scheduling.placement import Slot
-from raytide.scheduling.state import SchedulingState, Tenant
+from raytide.scheduling.placement import Slot, Tenant
+from raytide.scheduling.state import SchedulingState
 
 FULL = 0.999
 MOST_TENANTS = 64

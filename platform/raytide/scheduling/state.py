@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
-from raytide.core.errors import CapacityError
-from raytide.core.objects.gang import GangSpec, Lease, Member, MemberState, Shape
+from raytide.core.objects.gang import Lease, Member, MemberState, Shape
 from raytide.core.objects.node import (
     TYPE_LABEL,
     ZONE_LABEL,
@@ -25,7 +24,15 @@ from raytide.scheduling.diagnosis import Holders, Unschedulable, why_impossible,
 from raytide.scheduling.lookahead import PendingDemand
 from raytide.scheduling.node_table import NodeTable
 from raytide.scheduling.offerings import Offering, Offerings
-from raytide.scheduling.placement import Candidate, PlacementRequest, Slot, best_candidate, resource_scale, usual_shapes
+from raytide.scheduling.placement import (
+    Candidate,
+    PlacementRequest,
+    Slot,
+    Tenant,
+    best_candidate,
+    resource_scale,
+    usual_shapes,
+)
 from raytide.scheduling.replicas import (
     departing_nodes,
     missing_replicas,
@@ -51,27 +58,6 @@ _PlacementKey = tuple[
     frozenset[str] | None,
 ]
 """A shape, the allowed types, the number of nodes that may be bought, and the nodes that may not be shared."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """A member placed on a new node."""
-
-    shape: Shape
-    allowed_types: frozenset[str] | None
-    """The node types that may be bought for it; None for all."""
-    zone: str = ""
-    """The zone that it must stay in, so that its endpoint is spread; "" for any."""
-    types: str = ""
-    """A label selector's value for the node types on which its work is no slower; "" for all."""
-    is_apart: bool = False
-    """It needs a node without other members of its group."""
-
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """The labels that its node must have."""
-        labels = {TYPE_LABEL: self.types, **self.shape.labels} if self.types else self.shape.labels
-        return {**labels, ZONE_LABEL: self.zone} if self.zone else labels
 
 
 @dataclass(slots=True)
@@ -168,19 +154,11 @@ class SchedulingState:
         key = (tuple(shape.resources.items()), tuple(shape.labels.items()), shape.together, types, max_new, apart)
         if key in self.full:
             return () if needed <= 0 else self.why_not(shape, needed, subject)
-        best: Candidate | None = None
-        most = 0
-        for bound in self._per_domain(shape):
-            request = PlacementRequest(bound, count, types, max_new, spread_from, paces or {}, apart)
-            candidate = best_candidate(self.offerings, self.node_table, self.slots, self.pending, request)
-            left = self.offerings.launches_left
-            is_too_many = left is not None and candidate.purchase.size > left
-            if left is not None and is_too_many and not (left and candidate.would_split(left, needed)):
-                request = replace(request, max_new=left)
-                candidate = best_candidate(self.offerings, self.node_table, self.slots, self.pending, request)
-            most = max(most, candidate.count)
-            if candidate.count >= needed and (best is None or candidate.rating < best.rating):
-                best = candidate
+        request = PlacementRequest(shape, count, types, max_new, spread_from, paces or {}, apart)
+        best, most = self._search(request, needed, self.pending)
+        if self.pending is not None and (best is None or best.count < count):  # nothing can be kept for later demand
+            self._free_held()
+            best, most = self._search(request, needed, None)
         if not most and self.offerings.launches_left is None:
             self.full.add(key)
         if best is None:
@@ -243,6 +221,20 @@ class SchedulingState:
             full=set(self.full),
         )
 
+    def advance(self) -> None:
+        """Turns to the next shape of the pending demand."""
+        if self.pending is not None and self.pending.advance(self.node_table):
+            self.full.clear()
+
+    def forget_pending(self) -> None:
+        """Frees the room that is held for pending demand, and places what follows without lookahead."""
+        self._free_held()
+        self.pending = None
+
+    def _free_held(self) -> None:
+        if self.pending is not None and self.pending.free_all(self.node_table):
+            self.full.clear()
+
     def release(self, node_id: str, resources: Resources) -> None:
         """Frees resources on a node; no effect for nodes that take no work."""
         if (row := self.rows.get(node_id)) is not None:
@@ -278,6 +270,20 @@ class SchedulingState:
             slots, missing = slots + found, missing - count
         return slots
 
+    def _search(
+        self, request: PlacementRequest, needed: int, pending: PendingDemand | None
+    ) -> tuple[Candidate | None, int]:
+        """Returns the best placement of at least `needed` members, and the most members that any domain would hold."""
+        best: Candidate | None = None
+        most = 0
+        for bound in self._per_domain(request.shape):
+            request = replace(request, shape=bound)
+            candidate = best_candidate(self.offerings, self.node_table, self.slots, pending, request, needed)
+            most = max(most, candidate.count)
+            if candidate.count >= needed and (best is None or candidate.rating < best.rating):
+                best = candidate
+        return best, most
+
     def _per_domain(self, shape: Shape) -> list[Shape]:
         """Returns the shape once for each value of the label that its members share; the shape itself if they share
         none.
@@ -309,11 +315,13 @@ class SchedulingState:
             slots += [self.slots[row]] * members
             if self.slots[row].is_new:
                 self.tenants[self.slots[row].node_id] += [tenant(self.slots[row])] * members
-        for offering, nodes, members in candidate.new:
-            fits = [members // nodes + (at < members % nodes) for at in range(nodes)]
-            bought = self._buy(offering, nodes)
-            self.node_table.reserve_each([self.rows[slot.node_id] for slot in bought], candidate.shape.resources, fits)
-            for slot, fit in zip(bought, fits, strict=True):
+        for new in candidate.new:
+            fit, bought = new.members // new.nodes, self._buy(new.offering, new.nodes)
+            rows = [self.rows[slot.node_id] for slot in bought]
+            self.node_table.reserve_each(rows, candidate.shape.resources, [fit] * new.nodes)
+            if self.pending is not None and new.shared is not None:
+                self.pending.hold(self.node_table, rows, new.shared)
+            for slot in bought:
                 self.tenants[slot.node_id] = [tenant(slot)] * fit
                 slots += [slot] * fit
         return tuple(slots)
@@ -332,13 +340,6 @@ class SchedulingState:
         self.node_table.extend([node_type.resources] * count, [_NEW] * count, [offering.labels] * count)
         self.full.clear()
         return slots
-
-
-def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:
-    """Raises CapacityError if not even an empty fleet could hold any shape of the gang."""
-    never = [why_impossible(shape, shape.at_least, node_types, subject) for shape in spec.shapes]
-    if never[0] is not None and all(never):
-        raise CapacityError(never[0].reason, hint=never[0].remedy)
 
 
 def _takes_work(node: Node) -> bool:

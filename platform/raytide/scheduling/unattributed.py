@@ -13,7 +13,7 @@ from raytide.scheduling.diagnosis import copies_that_fit
 from raytide.scheduling.replicas import is_replica_of
 
 LAG_S = 3.0
-"""For this time after a member left, Ray may still count it, and Serve may not know which replica took its slot."""
+"""The time after a member left in which Ray may still count it, and Serve may not know which replica took its slot."""
 
 _COUNTED = (MemberState.FORMING, MemberState.READY, MemberState.LEAVING)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, Unpack
 
@@ -104,8 +103,7 @@ def task(
     *, cluster: str | None = None, timeout_s: float = 600.0, retries: int = 3, **options: Unpack[NodeOptions]
 ) -> Callable[[Callable[P, T]], Task[P, T]]:
     """Returns `Client.task` of the connected cluster, which is looked up at each call."""
-    client = cache(lambda: connect(cluster))
-    return lambda work: client_task(client, work, timeout_s, retries, options)
+    return lambda work: client_task(lambda: connect(cluster), work, timeout_s, retries, options)
 
 
 def scaling_config(

@@ -36,7 +36,18 @@ class Task(Generic[P, T]):
         """`hold` queues a gang of that name; `ray_environment` returns the variables with which Ray is entered."""
         update_wrapper(self, work)
         self._work, self._hold, self._ray_environment, self._retries = work, hold, ray_environment, retries
-        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix=f"task-{work.__name__}")
+        self._threads = self._new_threads()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leaves the threads out, so that functions on other nodes may refer to this task."""
+        return {name: value for name, value in vars(self).items() if name != "_threads"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._threads = self._new_threads()
+
+    def _new_threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix=f"task-{self._work.__name__}")
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Waits for a node and for the function, and returns its result or raises its exception."""

@@ -251,3 +251,14 @@ def test_log_probabilities_of_the_prompt_are_not_computed_again(model_dir: Path)
     rest = run(core, [cut(request, whole[:2], "r")])["r"]
     assert rest[-1].usage is not None
     assert rest[-1].usage.cached_tokens > 0
+
+
+def test_the_bill_has_the_cached_tokens_of_the_first_sample_that_runs(model_dir: Path) -> None:
+    core, params = start(model_dir), SamplingParams(n=2, seed=1, max_tokens=6, ignore_eos=True)
+    whole = run(core, [ask("r", params)])["r"]
+    ended = SampleProgress(tuple(outcome(whole, 0)[0]), "length")
+    rest = run(core, [ask("r", params, resume=(ended,))])["r"]
+    assert outcome(rest, 1) == outcome(whole, 1)
+    usage = rest[-1].usage
+    assert usage is not None
+    assert (usage.completion_tokens, usage.cached_tokens) == (12, len(PROMPT) // 4 * 4)

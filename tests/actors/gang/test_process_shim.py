@@ -91,3 +91,12 @@ def test_a_daemon_that_the_command_left_behind_ends_with_it(tmp_path: Path) -> N
         daemon = psutil.Process(int(process.stdout.readline()))
         assert process.wait(60) == 0
         assert not daemon.is_running()
+
+
+def test_a_machine_without_memory_ends_the_command_before_raytide_and_ray(tmp_path: Path) -> None:
+    """The kernel prefers a process with a high score, by up to the whole memory; a child has its parent's."""
+    read = ["cat", "/proc/self/oom_score_adj"]
+    with guarded(tmp_path / "there", sys.executable, "-c", f"import subprocess; subprocess.run({read})") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{process_shim.OOM_SCORE}\n"
+        assert process.wait(60) == 0

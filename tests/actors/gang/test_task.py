@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import ray
+from ray import cloudpickle
 from ray.exceptions import NodeDiedError, RayTaskError
 
-from raytide.core.errors import ClusterError
+import raytide as rt
+from raytide.core.errors import ClusterError, NotFoundError
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.sdk import task as tasks
 
@@ -116,3 +118,22 @@ def test_calls_return_futures_and_each_is_a_job_of_its_own(tried: list[Any], mon
     assert sorted([*(future.result(timeout=10) for future in futures), task(4)]) == [1, 2, 3, 4]
     assert names == ["double"] * 4
     assert task.__name__ == "double"
+
+
+def test_a_function_on_another_node_may_refer_to_tasks(tried: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray pickles functions with cloudpickle."""
+    monkeypatch.setattr(tasks, "is_without_ray", lambda: False)
+
+    @rt.task(cpus=1)
+    def plus_one(x: int) -> int:
+        return x + 1
+
+    @rt.task(cluster="other")
+    def total(x: int) -> int:
+        """Refers to another task and to itself."""
+        return plus_one.__wrapped__(x) + total.__wrapped__(x - 1) if x else 0
+
+    copy = cloudpickle.loads(cloudpickle.dumps(total))
+    assert copy.__wrapped__(3) == 4 + 3 + 2
+    with pytest.raises(NotFoundError, match="other"):
+        copy.remote(1).result(timeout=10)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from raytide.actors.serving import engines
 from raytide.actors.serving.engines import build_engine, choose_engine
-from raytide.core.errors import ConfigError
+from raytide.core.errors import ConfigError, DeniedError
+from raytide.core.io.private_paths import ROOTS
 from raytide.core.objects.endpoint import ServeSpec
 
 
@@ -45,3 +48,19 @@ def test_an_engine_that_does_not_exist_and_one_that_spans_no_members_are_refused
         choose_engine(spec(engine={"kind": "vlm"}))
     with pytest.raises(ConfigError, match="engine native computes on one"):
         choose_engine(spec(members=2))
+
+
+@pytest.mark.parametrize("fields", [{"model": "{}/far"}, {"model": "{}/data/link"}, {"model": "{}/data/model"}])
+def test_an_engine_opens_nothing_outside_of_the_data_roots(
+    fields: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("far", "data/model"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "far")
+    (tmp_path / "data" / "model" / "weights").symlink_to(tmp_path / "far")
+    monkeypatch.setenv(ROOTS, f'["{tmp_path}/data"]')
+    engine = {"kind": "fake"}
+    with pytest.raises(DeniedError, match="data roots"):
+        build_engine(spec(model=fields["model"].format(tmp_path), engine=engine))
+    with pytest.raises(DeniedError, match="data roots"):
+        build_engine(spec(model=f"{tmp_path}/data", engine={**engine, "model_dir": fields["model"].format(tmp_path)}))

@@ -192,7 +192,7 @@ def test_every_response_names_request_replica_and_time(client: OpenAI) -> None:
         # What the engine behind does not declare:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"presence_penalty": 1}, "penalties"),
+        ({"presence_penalty": 1}, "presence_penalty"),
         ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": [""]}, "stop"),
@@ -232,3 +232,19 @@ def test_errors_outside_the_routes_have_the_same_body(url: str, path: str, body:
     answer = httpx.post(url + path, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"guided_regex": "a+"},
+        {"structured_outputs": {"regex": "a+"}},
+        {"response_format": {"type": "json_object"}},
+        {"frequency_penalty": 1.0},
+        {"repetition_penalty": 2.0},
+    ],
+)
+def test_a_field_that_needs_what_the_engine_lacks_is_named(client: OpenAI, extra: dict[str, object]) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="fake", messages=HELLO, extra_body=extra)
+    assert caught.value.param == next(iter(extra))

@@ -543,6 +543,12 @@ class TestCluster:
     def test_cost_of_an_empty_cluster_is_nothing(self, client: TestClient) -> None:
         assert client.get("/v1/cost").json()["billed_micro_usd"] == 0
 
+    @pytest.mark.parametrize("since_s", ["nan", "inf", "-inf", "-1", "1e300", "x"])
+    def test_a_time_that_is_none_is_refused_by_name(self, client: TestClient, since_s: str) -> None:
+        refused = client.get("/v1/cost/team", params={"since_s": since_s})
+        assert refused.status_code == 400
+        assert "since_s" in error(refused)["message"]
+
 
 def test_a_broken_token_file_changes_nothing_until_it_is_whole_again(tmp_path: Path, desk: ApiService) -> None:
     file = tmp_path / "tokens.json"

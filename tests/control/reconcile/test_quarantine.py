@@ -105,6 +105,47 @@ class TestDecisions:
         assert {subject for subject, what in live(loop).waiting.items() if what.constraint == "quarantined"} == bad
         assert any(loop.state(job) is not JobState.QUEUED for job in every)
 
+    @pytest.mark.parametrize("group", [2, 3])
+    def test_jobs_that_only_together_break_the_decision_cost_the_newest_of_them(
+        self, loop: Loop, monkeypatch: pytest.MonkeyPatch, group: int
+    ) -> None:
+        """Each of them alone is fine, so the older ones run; the newest waits until one of them has ended."""
+        first, *others = [loop.submit(members=1) for _ in range(7)]
+        together = [first, *others[2::2]][:group]
+        newest = together[-1]
+
+        def broken(seen: Snapshot) -> Plan:
+            if {job.id for job in seen.jobs} >= set(together):
+                raise ArithmeticError("these jobs do not go together")
+            return decide_constrained(seen)
+
+        monkeypatch.setattr(controller_module, "decide_constrained", broken)
+        rest = {first, *others} - {newest}
+        loop.until(lambda: all(loop.state(job) is JobState.RUNNING for job in rest))
+        assert loop.state(newest) is JobState.QUEUED
+        assert live(loop).quarantined == {newest: "job"}
+        assert "do not go together" in live(loop).waiting[newest].reason
+        loop.finish(first)
+        loop.tick()
+        loop.clock.advance(RETRY_S * 8)
+        loop.until(lambda: loop.state(newest) is JobState.RUNNING)
+        assert live(loop).quarantined == {}
+
+    def test_an_endpoint_and_a_job_that_break_it_together_cost_the_job(
+        self, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loop.store.save_endpoint(ServeSpec(name="served", model="m"), "ana", loop.clock.now_s())
+        bad, good = loop.submit(members=1), loop.submit(members=1)
+
+        def broken(seen: Snapshot) -> Plan:
+            assert not (seen.endpoints and any(job.id == bad for job in seen.jobs))
+            return decide_constrained(seen)
+
+        monkeypatch.setattr(controller_module, "decide_constrained", broken)
+        loop.until(lambda: loop.state(good) is JobState.RUNNING)
+        loop.until(lambda: loop.store.endpoint("served").state is EndpointState.RUNNING)
+        assert live(loop).quarantined == {bad: "job"}
+
     def test_one_that_is_stopped_ends(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
         bad = loop.submit()
         monkeypatch.setattr(controller_module, "decide_constrained", poisoned(bad))

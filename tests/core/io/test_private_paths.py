@@ -223,3 +223,11 @@ def test_what_is_opened_elsewhere_is_outside_too(roots: Path) -> None:
         open_url(str(roots.parent / "far" / "x"))
     private_paths.restrict_to(())
     open_url(str(roots.parent / "far" / "x"))
+
+
+def test_workers_inherit_the_roots(roots: Path) -> None:
+    assert private_paths.inherited_restriction() == {
+        "env_vars": {private_paths.ROOTS: f'["{roots}/", "s3://ours/data"]'}
+    }
+    private_paths.restrict_to(())
+    assert private_paths.inherited_restriction() is None

@@ -322,10 +322,9 @@ class EngineCore:
             self.runner.release(sample.seq)
             self._counters.generated_tokens += sample.seq.output_len
         self._counters.generated_tokens -= sum(len(each.token_ids) for each in answer.request.resume)
-        parent = answer.samples[0].seq
         self._counters.finished += 1
-        self._counters.prompt_tokens += parent.prompt_len
-        self._counters.cached_tokens += parent.num_cached
+        self._counters.prompt_tokens += answer.parent.prompt_len
+        self._counters.cached_tokens += answer.parent.num_cached
 
 
 _ALWAYS: frozenset[Feature] = frozenset(

@@ -64,7 +64,9 @@ class RequestState:
         self.request, self.samples = request, samples
         self._count = request.sampling.n
         self._is_ranked = len(samples) > request.sampling.n
-        self._open = sum(sample.seq.finish_reason is None for sample in samples)
+        running = [sample.seq for sample in samples if sample.seq.finish_reason is None]
+        self.parent = running[0]  # the first to compute the prompt here
+        self._open = len(running)
         self._added_s = added_s
         self._started_s: float | None = None
         self._first_token_s: float | None = None
@@ -120,13 +122,12 @@ class RequestState:
         return [*chunks[:-1], self._closed(chunks[-1], now_s)]
 
     def _closed(self, chunk: GenChunk, now_s: float) -> GenChunk:
-        parent = self.samples[0].seq
         started_s = self._started_s or now_s
         first_s = self._first_token_s or now_s
         output_len = sum(sample.seq.output_len for sample in self.samples)
         return replace(
             chunk,
-            usage=TokenUsage(parent.prompt_len, output_len, parent.num_cached),
+            usage=TokenUsage(self.parent.prompt_len, output_len, self.parent.num_cached),
             timing=Timing(started_s - self._added_s, max(0.0, first_s - started_s), now_s - first_s),
         )
 

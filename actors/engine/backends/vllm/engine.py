@@ -58,6 +58,11 @@ class _Live:
     samples: list[SampleOutput]
 
     @property
+    def first(self) -> SampleOutput:
+        """The first sample that runs here."""
+        return next(each for each in self.samples if not each.had_ended)
+
+    @property
     def num_running(self) -> int:
         return sum(each.finish_reason is None for each in self.samples)
 
@@ -116,7 +121,7 @@ class VllmEngine(BasicEngine):
         samples = [
             SampleOutput(request, index, prompt, self._vocabulary.stream()) for index in range(request.sampling.n)
         ]
-        running = [each for each in samples if each.finish_reason is None]
+        running = [each for each in samples if not each.had_ended]
         count = len(running)
         live = self._live[request.request_id] = _Live(request, prompt, samples)
         self._idle.clear()
@@ -295,14 +300,16 @@ class VllmEngine(BasicEngine):
         self._counters.prompt_tokens += len(live.prompt)
         resumed = sum(len(each.token_ids) for each in live.request.resume)
         self._counters.generated_tokens += sum(each.num_tokens for each in live.samples) - resumed
-        self._counters.cached_tokens += live.samples[0].num_cached
+        self._counters.cached_tokens += live.first.num_cached
 
 
 def _last(chunk: GenChunk, live: _Live) -> GenChunk:
-    """Returns the request's last chunk with the usage of all samples, and the first one's cached tokens and times."""
+    """Returns the request's last chunk with the usage of all samples, and cached tokens and times of the first one that
+    ran.
+    """
     count = sum(each.num_tokens for each in live.samples)
-    usage = TokenUsage(len(live.prompt), count, live.samples[0].num_cached)
-    return replace(chunk, usage=usage, timing=live.samples[0].timing or Timing(0.0, 0.0, 0.0))
+    usage = TokenUsage(len(live.prompt), count, live.first.num_cached)
+    return replace(chunk, usage=usage, timing=live.first.timing or Timing(0.0, 0.0, 0.0))
 
 
 T = TypeVar("T")

@@ -21,6 +21,7 @@ class SampleOutput:
         self.num_cached = 0
         self.timing: Timing | None = None
         self.finish_reason: FinishReason | None = None
+        self.had_ended = False  # on the engine that it is resumed from
         self._request = request
         self._prompt = prompt
         self._text = text
@@ -31,7 +32,8 @@ class SampleOutput:
     def _replay(self, done: SampleProgress) -> None:
         """Follows the tokens that another engine has streamed with their text. Raises UsageError if they have ended."""
         self.num_tokens, self.finish_reason = len(done.token_ids), done.finish_reason
-        if done.finish_reason is None:
+        self.had_ended = done.finish_reason is not None
+        if not self.had_ended:
             for token in done.token_ids:
                 self._stops.push(self._text.push(token))
             check_progress(self._request, self.index, is_over=self._stops.stopped)

@@ -12,7 +12,7 @@ FIRST_K, LAST_K = 2, 250
 
 
 ANY = "0.0.0.0"  # only probed  # nosec B104
-"""In a probe: the port is free on all addresses of the machine."""
+"""The address with which a probe asks for a port that is free on all addresses of the machine."""
 
 
 def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.socket]:

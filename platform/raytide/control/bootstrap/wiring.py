@@ -26,6 +26,7 @@ from raytide.core import ray_internals
 from raytide.core.clock import SystemClock
 from raytide.core.config import load_yaml
 from raytide.core.errors import ConfigError
+from raytide.core.io.private_paths import inherited_restriction, restrict_to
 from raytide.core.objects.cluster_config import load_cluster, provider_section
 
 __all__ = ["RAY_NAMESPACE", "bill", "local_provider", "provider", "sources"]
@@ -37,7 +38,14 @@ def sources(cluster: RunningCluster) -> Sources:
     """Returns the controller's connections. Connects this process to Ray."""
     import ray
 
-    ray.init(address=cluster.gcs_address, namespace=RAY_NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    restrict_to(load_cluster(cluster.config_path).settings.data_roots)
+    ray.init(
+        address=cluster.gcs_address,
+        namespace=RAY_NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        runtime_env=inherited_restriction(),  # replicas inherit it through Serve's controller
+    )
     return Sources(
         provider=provider(cluster),
         gcs=GcsReader(cluster.gcs_address),

@@ -28,7 +28,7 @@ MOST_BYTES, KEPT_FILES = 16 << 20, 3
 """The size at which a log is moved to `.1`, `.1` to `.2` and so on: at most 64 MiB for each process."""
 
 DRIVER_MOST_BYTES, DRIVER_KEPT_BYTES = 64 << 20, 32 << 20
-"""At the first size, a driver's log is cut to its last lines, of the second size."""
+"""A driver's log that exceeds the first size is cut to its last lines, of the second size."""
 DRIVERS_BYTES = 2 << 30
 """The total of all drivers' logs in one folder; the oldest logs of ended drivers are deleted first."""
 _LEAST_BYTES = 64 << 10

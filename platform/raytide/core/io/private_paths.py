@@ -21,7 +21,16 @@ from pathlib import Path
 from raytide.core.config import environment, home
 from raytide.core.errors import DeniedError
 
-__all__ = ["ROOTS", "check_links", "check_named", "check_opened", "check_path", "restrict_to", "safe_opener"]
+__all__ = [
+    "ROOTS",
+    "check_links",
+    "check_named",
+    "check_opened",
+    "check_path",
+    "inherited_restriction",
+    "restrict_to",
+    "safe_opener",
+]
 
 ROOTS = "RAYTIDE_DATA_ROOTS"
 """The environment variable that carries the data roots, as JSON, from the driver to its actors and tasks."""
@@ -51,6 +60,13 @@ def restrict_to(roots: Iterable[str]) -> None:
     the restriction.
     """
     os.environ[ROOTS] = json.dumps([*roots])
+
+
+def inherited_restriction() -> dict[str, dict[str, str]] | None:
+    """Returns the `runtime_env` of `ray.init` with which all actors and tasks of this process have its restriction;
+    None without one.
+    """
+    return {"env_vars": {ROOTS: os.environ[ROOTS]}} if _roots() else None
 
 
 def check_path(path: str, what: str = "") -> None:

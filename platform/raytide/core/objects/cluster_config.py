@@ -54,8 +54,8 @@ class LimitsSection(Config):
     hard_usd_h: float | None = Field(default=None, ge=0)
     """Above it nothing is bought; if the fleet still costs 5 % more, the least valuable nodes leave."""
     month_usd: float | None = Field(default=None, ge=0)
-    """For a calendar month (UTC): nothing is bought that would exceed it if all that runs stayed until its end;
-    nodes that would still exceed it leave as above `hard_usd_h`."""
+    """The limit of a calendar month (UTC): nothing is bought that would exceed it if all that runs stayed until its
+    end; nodes that would still exceed it leave as above `hard_usd_h`."""
     launches_per_min: int | None = Field(default=None, ge=1)
     moves_after_s: float | None = Field(default=600.0, ge=0)
     """The age from which replicas and gangs may leave a node for a cheaper one; null: never."""

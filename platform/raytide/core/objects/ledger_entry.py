@@ -64,7 +64,7 @@ class Entry:
     is_reversal: bool = False
     """True for an entry that cancels costs beyond the node's end, which became known only later."""
     cause: str = ""
-    """For the two entries that move lost work from its job to waste: the preemptor, or the lost node. Both span the
+    """The preemptor, or the lost node, in the two entries that move lost work from its job to waste. Both span the
     whole entry that bears the loss; the amount is the lost part."""
 
 

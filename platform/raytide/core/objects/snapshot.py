@@ -63,7 +63,7 @@ class Demand:
     together: str = ""
     """A node label: all of it is placed where that has one value."""
     apart: str = ""
-    """For a placement group whose bundles must be on different nodes: the label of nodes that have one of them."""
+    """The label of nodes that hold a bundle of a placement group whose bundles must be on different nodes."""
     is_standing: bool = False
     """True for resources that were requested from Ray without work, used or not, until the request changes."""
 

@@ -39,9 +39,9 @@ class TeamSpec(Config):
     parent: str = ""
     """The parent team; empty for the root. It is set by the configuration only."""
     weight: float = Field(default=1.0, gt=0)
-    """Its weight in the fair share."""
+    """The team's weight in the fair share."""
     quota: dict[str, float] = Field(default_factory=dict)
-    """Its nominal quota, which others may use while it does not."""
+    """The team's nominal quota, which others may use while it does not."""
     borrow: dict[str, float] = Field(default_factory=dict)
     """The most that it may borrow; unlimited for resources left out."""
     lend: dict[str, float] = Field(default_factory=dict)

@@ -20,9 +20,9 @@ class Records:
     """All records that are not final, read in one transaction, from which a restarted controller continues."""
 
     jobs: tuple[Job, ...] = ()
-    """In order of submission."""
+    """Jobs that are not final, in order of submission."""
     leases: tuple[Lease, ...] = ()
-    """In order of admission."""
+    """Leases that are not released, in order of admission."""
     nodes: tuple[Node, ...] = ()
     endpoints: tuple[Endpoint, ...] = ()
     pools: tuple[Pool, ...] = ()

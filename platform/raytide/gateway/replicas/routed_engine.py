@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from raytide.actors.engine.backends.remote.client import RemoteEngine
-from raytide.actors.engine.base import BasicEngine, Prompt
+from raytide.actors.engine.base import BasicEngine, Prompt, StreamProgress
 from raytide.actors.engine.types import (
     EngineInfo,
     EngineStats,
-    FinishReason,
     GenChunk,
     GenRequest,
     Message,
-    SampleProgress,
 )
 from raytide.core.errors import EngineDeadError, OverloadedError
 from raytide.gateway.replicas.replica_set import Replica, ReplicaSet
@@ -30,6 +27,7 @@ COLD_START_S = 300.0
 """The time for which a request waits for the first replica of its endpoint."""
 _REPLACEMENT_S = 60.0
 """The time for which a request whose replica was lost waits for another one."""
+_FULL_PAUSE_S = 0.2
 _MAX_STRIKES = 3
 """Replicas that may die one after the other with a request before its next token: then it is refused, since it may be
 what kills them."""
@@ -52,29 +50,28 @@ class RoutedEngine(BasicEngine):
 
     async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
         began_s = time.monotonic()
-        progress = _Progress(request)
-        refused: set[str] = set()
+        progress, chunks = StreamProgress(request), 0
+        full: set[str] = set()
         strikes = 0
         while True:
-            replica = await self._choose(refused)
-            before = progress.tokens
+            replica, before = await self._choose(full, may_wait=chunks > 0), chunks
             try:
-                chunks = self._generate_on(replica, progress, time.monotonic() - began_s, alone=strikes > 1)
-                async with aclosing(chunks):  # type: ignore[type-var]
-                    async for chunk in chunks:
+                stream = self._generate_on(replica, progress, time.monotonic() - began_s, alone=strikes > 1)
+                async with aclosing(stream):  # type: ignore[type-var]
+                    async for chunk in stream:
+                        progress.add(chunk)
+                        chunks += 1
                         yield chunk
                 return
             except OverloadedError:
-                if progress.tokens:
-                    raise
-                refused.add(replica.name)
+                full.add(replica.name)
             except EngineDeadError:
-                strikes = strikes + 1 if progress.tokens == before else 0
-                if strikes >= _MAX_STRIKES or not progress.may_continue(replica.info):
+                strikes = strikes + 1 if chunks == before else 0
+                if strikes >= _MAX_STRIKES or (chunks and "resume" not in replica.info.features):
                     raise
 
     async def _generate_on(
-        self, replica: Replica, progress: _Progress, waited_s: float, *, alone: bool
+        self, replica: Replica, progress: StreamProgress, waited_s: float, *, alone: bool
     ) -> AsyncIterator[GenChunk]:
         """Generates what is still to come on one replica. With `alone` no other such request starts there or elsewhere
         until this one has its first token: one of several that died together twice is the cause.
@@ -82,13 +79,13 @@ class RoutedEngine(BasicEngine):
         async with AsyncExitStack() as until_first_chunk:
             if alone:
                 await until_first_chunk.enter_async_context(self._suspects)
-            async with aclosing(replica.generate(progress.rest(), waited_s)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
+            stream = replica.generate(progress.resumed(), waited_s)
+            async with aclosing(stream):  # type: ignore[type-var]
+                async for chunk in stream:
                     await until_first_chunk.aclose()
                     if chunk.finish_reason == "abort":  # its drain is over, or another client ended it
                         raise EngineDeadError(f"replica {replica.name} ended the request.", hint="Retry.")
-                    progress.add(chunk)
-                    yield chunk if progress.chunks > 1 else replace(chunk, replica=replica.name)
+                    yield replace(chunk, replica=replica.name)
 
     async def tokenize(self, text: str) -> list[int]:
         return await self._ask(lambda engine: engine.tokenize(text))
@@ -136,12 +133,20 @@ class RoutedEngine(BasicEngine):
                 return await (await self._any()).ask(question)
         return await (await self._any()).ask(question)
 
-    async def _choose(self, refused: set[str]) -> Replica:
-        ready = await self._replicas.wait_ready(_REPLACEMENT_S)
-        open_to_it = [replica for replica in ready if replica.name not in refused]
-        if not open_to_it:
-            raise OverloadedError(f"all replicas of {self._replicas.endpoint} are full.", hint="Retry later.")
-        return min(open_to_it, key=lambda replica: replica.load)
+    async def _choose(self, full: set[str], *, may_wait: bool) -> Replica:
+        """Returns the replica for a request that those in `full` have refused. When all have, it waits for one if it
+        `may_wait`, since its client has a part of the answer already.
+        """
+        deadline_s = time.monotonic() + _REPLACEMENT_S
+        while True:
+            ready = await self._replicas.wait_ready(_REPLACEMENT_S)
+            open_to_it = [replica for replica in ready if replica.name not in full]
+            if open_to_it:
+                return min(open_to_it, key=lambda replica: replica.load)
+            if not may_wait or time.monotonic() > deadline_s:
+                raise OverloadedError(f"all replicas of {self._replicas.endpoint} are full.", hint="Retry later.")
+            full.clear()
+            await asyncio.sleep(_FULL_PAUSE_S)
 
 
 _SUMMED = (
@@ -157,38 +162,3 @@ _SUMMED = (
     "finished",
     "failed",
 )
-
-
-@dataclass(slots=True)
-class _Sample:
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-
-
-class _Progress:
-    """The output of a request so far, with which another replica can go on."""
-
-    def __init__(self, request: GenRequest) -> None:
-        sampling = request.sampling
-        if sampling.seed is None and not sampling.is_greedy:  # another replica must draw the same numbers
-            request = replace(request, sampling=replace(sampling, seed=secrets.randbits(62)))
-        self._request = request
-        self._samples = [_Sample([]) for _ in range(sampling.n)]
-        self.tokens = self.chunks = 0
-
-    def add(self, chunk: GenChunk) -> None:
-        sample = self._samples[chunk.index]
-        sample.token_ids += chunk.token_ids
-        sample.finish_reason = chunk.finish_reason
-        self.tokens += len(chunk.token_ids)
-        self.chunks += 1
-
-    def rest(self) -> GenRequest:
-        """Returns the request for what is still to come."""
-        if not self.chunks:
-            return self._request
-        done = tuple(SampleProgress(tuple(sample.token_ids), sample.finish_reason) for sample in self._samples)
-        return replace(self._request, resume=done)
-
-    def may_continue(self, info: EngineInfo) -> bool:
-        return not self.chunks or "resume" in info.features

@@ -24,7 +24,7 @@ class FitCount:
     to_buy: int
     """Places on nodes that can be bought."""
     is_eligible: dict[int, bool]
-    """For each row: whether the node has the labels (and is ready), where that was looked up."""
+    """True for rows whose node has the labels (and is ready); rows that were not looked up are missing."""
     bought: int
     """The number of bought nodes when `to_buy` was computed."""
     changes_seen: int

@@ -48,7 +48,7 @@ class QueueTable:
     priority: Ints
     """The number of its class; higher goes first."""
     share: Floats
-    """Its team's recent use over its weight; the least goes first within a band."""
+    """The recent use of each job's team over its weight; the least goes first within a band."""
     is_held: Bools
     is_preemptible: Bools
     """It holds GPUs and may be preempted."""

@@ -105,9 +105,9 @@ class AffordableShapes:
     """A job's shapes under its own budget and its team's. Valid until `Budgets.version` changes."""
 
     requests: tuple[ShapeRequest, ...]
-    """On spot nodes only beyond a soft limit. Empty while the job waits for spot."""
+    """The requests, for spot nodes only beyond a soft limit; empty while the job waits for spot."""
     unaffordable: tuple[Unschedulable | None, ...]
-    """For each request, why the budgets refuse it at the lowest price that it can have; None if they allow it."""
+    """The reason why the budgets refuse each request at the lowest price that it can have; None if they allow it."""
     affordable: Sequence[ShapeRequest]
     """The requests that the budgets allow."""
     over_soft_limit: str

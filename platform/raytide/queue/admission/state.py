@@ -49,7 +49,7 @@ class AdmissionState:
     admitted: dict[int, Admission] = field(default_factory=dict)
     refused: dict[int, Unschedulable] = field(default_factory=dict)
     yielded: dict[int, dict[int, str]] = field(default_factory=dict)
-    """For each row: the members that yield in this cycle, each with the job or endpoint that takes its place."""
+    """The members that yield in this cycle, by row, each with the job or endpoint that takes its place."""
     unplaced: list[Shape] = field(default_factory=list)
     """Shapes of replicas that found no room, not even by preemption."""
     alternatives: dict[str, tuple[Rejected, ...]] = field(default_factory=dict)

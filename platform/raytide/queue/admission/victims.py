@@ -47,7 +47,7 @@ class GangVictims:
 
     spare: tuple[Victim, ...]
     minimum: tuple[Victim, ...]
-    """At most one; it can only be preempted after all spare members."""
+    """The rest of the gang, at most one victim; it can only be preempted after all spare members."""
 
     @classmethod
     def of(cls, state: AdmissionState, row: int) -> GangVictims:

@@ -79,7 +79,7 @@ class RunOutcome:
 
 
 Runs = Callable[[Terms, Up], Callable[[int], RunOutcome]]
-"""For a job on a market, returns the outcome by start tick. The market before that tick may be known."""
+"""Returns the outcomes of a job on a market by start tick. The market before that tick may be known."""
 
 
 def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:

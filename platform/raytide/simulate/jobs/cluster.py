@@ -33,7 +33,7 @@ class JobQueue:
     now_s: float
     gpus_total: int
     active: Ints
-    """In order of submission."""
+    """Indices of unfinished jobs, in order of submission."""
     gpus: Ints
     team: Ints
     submit_s: Floats

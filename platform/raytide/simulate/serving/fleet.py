@@ -33,7 +33,7 @@ class SimulatedReplica:
     slots: list[float]
     """A heap of the times at which slots become free."""
     jobs: deque[int] = field(default_factory=deque)
-    """Its requests, in order; finished ones are removed by `update_counts`."""
+    """The replica's requests, in order; finished ones are removed by `update_counts`."""
     is_leaving: bool = False
     """It takes no more requests."""
     ended_s: float = _NEVER_S

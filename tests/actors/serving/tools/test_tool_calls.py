@@ -15,7 +15,11 @@ from openai import OpenAI
 from tests.actors.serving.test_native_engine import model_dir, structuring
 
 from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.engine.types import ChatFormat
 from raytide.actors.serving.engines import build_engine
+from raytide.actors.serving.openai_api import server
+from raytide.actors.serving.openai_api.tool_choice import ToolUse, tool_use_of
+from raytide.actors.serving.openai_api.wire import ChatRequest
 from raytide.core.objects.endpoint import ServeSpec
 
 __all__ = ["model_dir"]
@@ -58,6 +62,23 @@ def test_a_stream_says_the_same_piece_by_piece(client: OpenAI) -> None:
     ]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tools_of_a_request_are_looked_at_once(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    seen: list[object] = []
+
+    def counted(request: ChatRequest, chat: ChatFormat) -> ToolUse:
+        seen.append(request)
+        return tool_use_of(request, chat)
+
+    monkeypatch.setattr(server, "tool_use_of", counted)
+    answer = client.chat.completions.create(**ASK, tools=[tool()], n=2, stream=stream)
+    if stream:
+        assert list(answer)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("extra", [{}, {"tool_choice": "none", "tools": [tool()]}, {"tool_choice": "none"}])
 def test_without_tools_to_call_the_output_is_text(client: OpenAI, extra: dict[str, Any]) -> None:
     message = client.chat.completions.create(**ASK, **extra).choices[0].message
@@ -94,6 +115,15 @@ def test_tools_that_make_no_sense_are_a_400_that_names_them(client: OpenAI, extr
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**ASK, **extra)
     assert str(refused.value.param).startswith(param)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_required_call_of_an_engine_that_cannot_force_it_is_a_400_for_tool_choice(
+    client: OpenAI, choice: Any
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**ASK, tools=[tool()], tool_choice=choice)
+    assert refused.value.param == "tool_choice"
 
 
 SCHEMAS: dict[str, dict[str, Any]] = {

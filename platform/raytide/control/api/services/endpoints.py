@@ -18,7 +18,7 @@ from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.resources import resolve_accelerator
 from raytide.core.state import Store
 from raytide.ledger.cost import accrued, costs
-from raytide.scheduling.state import check_possible
+from raytide.scheduling.diagnosis import check_possible
 
 
 class EndpointService:

@@ -33,7 +33,7 @@ from raytide.core.state import Store
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.queue.lifecycle.deadline_check import resolve_deadline
 from raytide.queue.lifecycle.pending_reason import given_away_text
-from raytide.scheduling.state import check_possible
+from raytide.scheduling.diagnosis import check_possible
 
 _ALL = 2**31 - 1
 
