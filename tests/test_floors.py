@@ -22,6 +22,7 @@ FLOORS: dict[str, tuple[int, str]] = {
     "raytide.autoscaler": (3, "autoscaler"),
     "raytide.pipelines": (3, "pipelines"),
     "raytide.control": (4, "control"),
+    "raytide.gateway": (4, "control"),
     "raytide.simulate": (4, "control"),
     "raytide": (5, "top"),
 }
