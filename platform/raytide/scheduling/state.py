@@ -246,8 +246,7 @@ class SchedulingState:
             self.node_table.reserve(row, resources)
 
     def _slots_for(self, view: EndpointView, missing: int, zone_counts: Counter[str]) -> Placements:
-        """Reserves slots for replicas: free room first, then where their policy decided to buy, or where it is
-        cheapest."""
+        """Reserves slots for replicas: free room first, then where their policy decided to buy, or the cheapest."""
         shape, name = replica_shape(view), view.endpoint.name
         if (members := view.endpoint.spec.members) > 1:
             return self._place_whole(shape, missing, members, name)

@@ -142,7 +142,7 @@ class TestGateways:
         asked = {"gateway": "g1", "asked": [{"id": "r1", "key": "key-1", "amount_micro_usd": 80}]}
         assert client.post("/v1/gateway/reservations", json=asked, headers=GATEWAY).json() == {"r1": ""}
         assert client.get("/v1/keys/key-1").json()["spending"] == {"month": 0, "life": 0, "reserved": 80}
-        batch = {"gateway": "g1", "requests": [{**ROW, "cost_pico_usd": 50_000_000}], "unauthenticated": 2}
+        batch = {"gateway": "g1", "requests": [{**ROW, "cost_pico_usd": 50_000_000}], "refused": 2}
         assert client.post("/v1/gateway/usage", json=batch, headers=GATEWAY).json() == {"new": 1}
         assert client.post("/v1/gateway/usage", json=batch, headers=GATEWAY).json() == {"new": 0}
         assert client.get("/v1/keys/key-1").json()["spending"] == {"month": 50, "life": 50, "reserved": 0}

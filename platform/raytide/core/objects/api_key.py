@@ -222,8 +222,8 @@ class UsageBatch(Config):
     requests: tuple[RequestUsage, ...] = Field(default=(), max_length=MOST_BATCH)
     released: tuple[Annotated[str, StringConstraints(max_length=64)], ...] = Field(default=(), max_length=MOST_BATCH)
     """Reservations of requests that cost nothing."""
-    unauthenticated: int = Field(default=0, ge=0, le=10**12)
-    """Requests without a valid key."""
+    refused: int = Field(default=0, ge=0, le=10**12)
+    """Further requests that were refused: without a valid key, or too many at once to report each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ class TenancyService:
             batch.requests,
             self._clock.now_s(),
             released=batch.released,
-            unauthenticated=batch.unauthenticated,
+            refused=batch.refused,
         )
 
     def _owned(self, key_id: str, caller: Caller) -> ApiKey:

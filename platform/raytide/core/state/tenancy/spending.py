@@ -108,12 +108,12 @@ class SpendingRecords:
         now_s: float,
         *,
         released: Sequence[str] = (),
-        unauthenticated: int = 0,
+        refused: int = 0,
     ) -> int:
         """Bills requests, ends their reservations and `released` ones, and returns the number of new requests.
 
-        A request that is billed already changes nothing. An entry of the audit log covers the new ones, and counts the
-        requests without a valid key.
+        A request that is billed already changes nothing. An entry of the audit log covers the new ones, and counts
+        `refused` ones without a row.
         """
         with self._db.write() as c:
             _touch(c, gateway, now_s)
@@ -138,9 +138,9 @@ class SpendingRecords:
             append(c, t.usage, rows)
             upsert(c, t.spending, [row for account in accounts.values() for row in _spending_rows(account)])
             _delete_reservations(c, list(own))
-            if rows or unauthenticated:
+            if rows or refused:
                 listed = [[row["id"], row["at_s"], row["key"], row["model"], row["status"]] for row in rows]
-                detail = {"requests": listed, "rows": digest_of_rows(rows), "unauthenticated": unauthenticated}
+                detail = {"requests": listed, "rows": digest_of_rows(rows), "refused": refused}
                 add_entry(c, now_s, gateway, REQUESTS, "requests", detail)
             return len(rows)
 

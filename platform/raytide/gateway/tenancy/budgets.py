@@ -1,0 +1,93 @@
+"""Reservations of budgets before requests are admitted. Those that are asked for during a call share the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.core.errors import RaytideError
+from raytide.core.objects.api_key import MOST_BATCH, ApiKey, AskedReservation, ReservationBatch
+from raytide.gateway.tenancy.control_api import ControlApi
+from raytide.gateway.tenancy.key_table import unauthorized, unavailable
+from raytide.gateway.tenancy.usage import UsageReporter
+
+__all__ = ["KeyBudgets"]
+
+_PATIENCE_S = 5.0
+"""The time within which a reservation must be answered; requests of keys with a budget are refused without one."""
+_RETRY_S = 0.2
+
+
+class KeyBudgets:
+    """Reserves amounts of keys that have a budget."""
+
+    def __init__(self, api: ControlApi, reporter: UsageReporter) -> None:
+        self._api, self._reporter = api, reporter
+        self._asked: dict[str, tuple[AskedReservation, asyncio.Future[str]]] = {}
+        self._sender: asyncio.Task[None] | None = None
+
+    async def reserve(self, id: str, key: ApiKey, amount_micro_usd: int) -> None:
+        """Returns when the amount is reserved for the request `id`. Raises a 429 if the budget has no room for it."""
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._asked[id] = AskedReservation(id=id, key=key.id, amount_micro_usd=amount_micro_usd), answer
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send())
+        try:
+            refusal = await answer
+        except BaseException:  # it may have been granted, but nobody waits for it any more
+            self._asked.pop(id, None)
+            self._reporter.release(id)
+            raise
+        if refusal == "insufficient_quota":
+            raise _exhausted(key)
+        if refusal:
+            raise unauthorized("Incorrect API key provided.")
+
+    async def close(self) -> None:
+        if self._sender is not None:
+            self._sender.cancel()
+            await asyncio.gather(self._sender, return_exceptions=True)
+
+    async def _send(self) -> None:
+        while self._asked:
+            batch = [self._asked.pop(id) for id in list(self._asked)[:MOST_BATCH]]
+            try:
+                refusals = await self._answered(tuple(asked for asked, _ in batch))
+            except RaytideError:
+                refusals = None
+            except BaseException:
+                for _, answer in batch:
+                    answer.cancel()
+                raise
+            for asked, answer in batch:
+                if answer.done():  # its request was cancelled
+                    continue
+                if refusals is None or asked.id not in refusals:
+                    answer.set_exception(unavailable("The budget of this API key cannot be checked at the moment."))
+                else:
+                    answer.set_result(refusals[asked.id])
+
+    async def _answered(self, asked: tuple[AskedReservation, ...]) -> dict[str, str]:
+        """Asks until the API answers; asking twice reserves once."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        batch = ReservationBatch(gateway=self._api.gateway, asked=asked)
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                return await self._api.reserve(batch, timeout_s=max(_RETRY_S, left_s))
+            except RaytideError:
+                if left_s <= _RETRY_S:
+                    raise
+            await asyncio.sleep(_RETRY_S)
+
+
+def _exhausted(key: ApiKey) -> ApiError:
+    period = "this month" if key.budget_per == "month" else "in total"
+    return ApiError(
+        429,
+        f"You exceeded your current quota: the budget of API key {key.name} {period} has no room for this request.",
+        type="insufficient_quota",
+        code="insufficient_quota",
+        headers={"x-should-retry": "false"},
+    )

@@ -1,0 +1,59 @@
+"""The gateway's calls of the control API, with its own token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+from pydantic import TypeAdapter
+
+from raytide.core import errors
+from raytide.core.errors import ClusterError
+from raytide.core.objects.api_key import KeyTableChange, ReservationBatch, UsageBatch
+
+__all__ = ["ControlApi"]
+
+_TIMEOUT_S = 10.0
+_KEY_TABLE = TypeAdapter(KeyTableChange)
+
+
+class ControlApi:
+    """A client for one event loop. Its methods raise the API's errors, and ClusterError if there is no answer."""
+
+    def __init__(
+        self, address: str, token: str, gateway: str, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.gateway = gateway
+        """The name of this gateway process, unique among all that ever ran."""
+        headers = {"Authorization": f"Bearer {token}"}
+        self._http = httpx.AsyncClient(base_url=address, headers=headers, transport=transport, trust_env=False)
+
+    async def key_table(self, newer_than: int, timeout_s: float) -> KeyTableChange:
+        """Returns what changed after the revision `newer_than`, as soon as something did, or after `timeout_s`."""
+        query = {"newer_than": newer_than, "timeout_s": timeout_s, "gateway": self.gateway}
+        found = await self._call("GET", "/v1/gateway/keys", params=query, timeout=timeout_s + _TIMEOUT_S)
+        return _KEY_TABLE.validate_python(found)
+
+    async def reserve(self, batch: ReservationBatch, timeout_s: float) -> dict[str, str]:
+        """Returns the refusal of each reservation, empty if it is granted, by its id."""
+        body = batch.model_dump(mode="json")
+        answer: dict[str, str] = await self._call("POST", "/v1/gateway/reservations", json=body, timeout=timeout_s)
+        return answer
+
+    async def settle(self, batch: UsageBatch) -> None:
+        """Reports requests. Those that were reported before are not billed again."""
+        await self._call("POST", "/v1/gateway/usage", json=batch.model_dump(mode="json"), timeout=_TIMEOUT_S)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _call(self, method: str, path: str, **kwargs: Any) -> Any:
+        try:
+            response = await self._http.request(method, path, **kwargs)
+            answer = response.json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise ClusterError(f"the control API does not answer: {error or type(error).__name__}.") from None
+        if response.is_success:
+            return answer
+        body = answer.get("error") if isinstance(answer, dict) else None
+        raise errors.from_json(body if isinstance(body, dict) else {})

@@ -1,0 +1,108 @@
+"""The API keys that a gateway knows. It follows the control API's table and goes on without it for a bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+
+from raytide.actors.serving.openai_api.errors import RETRY_AFTER_S, ApiError, invalid
+from raytide.core.errors import RaytideError
+from raytide.core.objects.api_key import ApiKey, KeyTableChange, TokenPrice, digest_of_secret
+from raytide.gateway.tenancy.control_api import ControlApi
+
+__all__ = ["MOST_STALE_S", "KeyTable", "unavailable"]
+
+POLL_S = 10.0
+"""The longest time that the API holds a poll; it answers at once when a key changes."""
+FRESH_S = 2.5 * POLL_S
+"""The age of the table from which an unknown key may be one that was made since."""
+MOST_STALE_S = 3600.0
+"""The age of the table from which no key is accepted: it could have been revoked long ago."""
+_FREE = TokenPrice()
+_log = logging.getLogger(__name__)
+
+
+class KeyTable:
+    """The keys by the hash of their secret, the prices of endpoints and the weights of teams."""
+
+    def __init__(
+        self,
+        api: ControlApi,
+        now_s: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api, self._now_s, self._monotonic_s = api, now_s, monotonic_s
+        self._keys: dict[str, ApiKey] = {}
+        self._prices: Mapping[str, TokenPrice] = {}
+        self._weights: Mapping[str, float] = {}
+        self._revision = -1
+        self._synced_s: float | None = None
+        self.synced = asyncio.Event()
+        """Set once the table was read."""
+
+    async def follow(self) -> None:
+        """Polls the API until it is cancelled."""
+        problem = ""
+        while True:
+            try:
+                self.apply(await self._api.key_table(self._revision, POLL_S if self._revision >= 0 else 0.0))
+                problem = ""
+            except (RaytideError, ValueError) as error:  # ValueError: an API of another release
+                if problem != (problem := str(error)):
+                    _log.warning("cannot read the API keys, so those read last stay valid: %s", problem)
+                await asyncio.sleep(random.uniform(0.1, 0.5))
+
+    def apply(self, change: KeyTableChange) -> None:
+        """Takes over what changed."""
+        if change.is_whole:
+            self._keys.clear()
+        for digest, key in change.keys.items():
+            if key.revoked_at_s is None:
+                self._keys[digest] = key
+            else:
+                self._keys.pop(digest, None)
+        self._prices, self._weights = change.prices, change.weights
+        self._revision, self._synced_s = change.revision, self._monotonic_s()
+        self.synced.set()
+
+    def key(self, secret: str) -> ApiKey:
+        """Returns the key of this secret, or raises a 401 as OpenAI does; a 503 while that cannot be known.
+
+        The table is searched by the secret's hash, so that the time says nothing about other secrets.
+        """
+        age_s = float("inf") if self._synced_s is None else self._monotonic_s() - self._synced_s
+        if age_s > MOST_STALE_S:
+            raise unavailable("API keys cannot be checked at the moment.")
+        key = self._keys.get(digest_of_secret(secret))
+        if key is not None and key.is_valid(self._now_s()):
+            return key
+        if key is None and age_s > FRESH_S:
+            raise unavailable("This API key cannot be checked at the moment.")
+        raise unauthorized(f"Incorrect API key provided: {_masked(secret)}.")
+
+    def price(self, model: str) -> TokenPrice:
+        return self._prices.get(model, _FREE)
+
+    def weight(self, team: str) -> float:
+        """Returns the team's weight in the fair share."""
+        return self._weights.get(team, 1.0)
+
+
+def unauthorized(message: str) -> ApiError:
+    error = invalid(message, param=None, code="invalid_api_key", status=401)
+    error.headers["www-authenticate"] = "Bearer"
+    return error
+
+
+def unavailable(message: str) -> ApiError:
+    """Returns the error of a request that cannot be admitted now, but can soon."""
+    headers = {"retry-after": str(RETRY_AFTER_S)}
+    return ApiError(503, message, type="server_error", code="overloaded", headers=headers)
+
+
+def _masked(secret: str) -> str:
+    """Returns the secret with all but its ends hidden, as OpenAI shows it, for logs of clients."""
+    return f"{secret[:5]}***{secret[-4:]}" if len(secret) >= 20 else "***"

@@ -1,0 +1,224 @@
+"""What the gateway asks about each request: who sends it, whether it is admitted, and, at its end, what it cost.
+
+caller = tenancy.authenticate(request.headers)            # before the body is read
+grant = await caller.admit(model, prompt_tokens, most_completion_tokens)
+try:
+    ...                                                   # grant.headers() go into the response
+    grant.settle(usage, 200)
+finally:
+    grant.release()                                       # does nothing after settle
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from raytide.actors.engine.types import TokenUsage
+from raytide.actors.serving.openai_api.errors import ApiError, invalid
+from raytide.control.bootstrap.cluster_record import RunningCluster
+from raytide.control.bootstrap.exposure import is_loopback
+from raytide.core.errors import ConfigError
+from raytide.core.io.atomic_file import read_json
+from raytide.core.objects.api_key import ApiKey, RequestUsage, TokenPrice
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.gateway.tenancy.budgets import KeyBudgets
+from raytide.gateway.tenancy.control_api import ControlApi
+from raytide.gateway.tenancy.key_table import KeyTable, unauthorized, unavailable
+from raytide.gateway.tenancy.rate_limits import RateLimits, RateState
+from raytide.gateway.tenancy.usage import UsageReporter
+
+__all__ = ["GatewayCaller", "Grant", "Tenancy"]
+
+_LIMITS_FILE = "gateway_limits.bin"
+_TEAM = "default"
+"""The team of requests without a key, where none is demanded."""
+
+
+class Tenancy:
+    """The tenancy of one gateway process, in one event loop."""
+
+    def __init__(
+        self,
+        api: ControlApi,
+        *,
+        requires_keys: bool,
+        limits_path: Path | None = None,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """`limits_path` is a file that the gateway processes of this machine share."""
+        self._api, self._requires_keys, self._now_s = api, requires_keys, now_s
+        self.keys = KeyTable(api, now_s)
+        self.limits = RateLimits(limits_path)
+        self.reporter = UsageReporter(api)
+        self.budgets = KeyBudgets(api, self.reporter)
+        self._following: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of_cluster(cls, cluster: RunningCluster, name: str) -> Tenancy:
+        """Returns the tenancy of a cluster's gateway process `name`, with the token and settings of its run folder."""
+        access = read_json(cluster.gateway_file)
+        if access is None:
+            raise ConfigError(f"{cluster.gateway_file} does not exist.", hint="Run `raytide up` again.")
+        setting = load_cluster(cluster.config_path).settings.gateway.require_keys
+        is_open = is_loopback(urlsplit(cluster.serve_url).hostname or "")
+        api = ControlApi(access["address"], access["token"], f"gateway-{name}-{uuid4().hex[:8]}")
+        requires_keys = not is_open if setting == "auto" else bool(setting)
+        return cls(api, requires_keys=requires_keys, limits_path=cluster.run_dir / _LIMITS_FILE)
+
+    def start(self) -> None:
+        """Starts to follow the keys and to report usage. Until the keys are known, requests with one get a 503."""
+        self._following = asyncio.create_task(self.keys.follow())
+        self.reporter.start()
+
+    async def close(self) -> None:
+        """Reports what is left. Call it when no request runs any more."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await self.budgets.close()
+        await self.reporter.close()
+        await self._api.close()
+        self.limits.close()
+
+    def authenticate(self, headers: Mapping[str, str]) -> GatewayCaller:
+        """Returns the caller of a request by its Authorization header, which is found by its name in lower case.
+
+        Raises a 401 as OpenAI does. Where no keys are demanded, only texts that look like one are checked, because
+        OpenAI's client always sends some.
+        """
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        secret = secret.strip() if scheme.lower() == "bearer" else ""
+        try:
+            if secret.startswith("rk-") or (secret and self._requires_keys):
+                return GatewayCaller(self, self.keys.key(secret))
+            if self._requires_keys:
+                raise unauthorized(
+                    "You didn't provide an API key. Send it in an Authorization header: `Authorization: Bearer rk-...`."
+                )
+        except ApiError:
+            self.reporter.report_refused(None)
+            raise
+        return GatewayCaller(self, None)
+
+    def now_s(self) -> float:
+        return self._now_s()
+
+
+class GatewayCaller:
+    """Who sends a request: the holder of an API key, or anybody, where no keys are demanded."""
+
+    def __init__(self, tenancy: Tenancy, key: ApiKey | None) -> None:
+        self._tenancy, self.key = tenancy, key
+
+    @property
+    def team(self) -> str:
+        return _TEAM if self.key is None else self.key.team
+
+    @property
+    def weight(self) -> float:
+        """The team's weight in the fair share."""
+        return self._tenancy.keys.weight(self.team)
+
+    @property
+    def priority(self) -> int:
+        """The priority of its requests in the engine; lower is more urgent."""
+        return 0 if self.key is None else self.key.priority
+
+    def may_use(self, model: str) -> bool:
+        return self.key is None or self.key.allows(model)
+
+    async def admit(self, model: str, prompt_tokens: int, most_completion_tokens: int) -> Grant:
+        """Admits a request, with the most tokens that it can have.
+
+        Raises a 403 for a model that the key may not use, a 429 beyond a rate limit or the budget, and a 503 while that
+        cannot be checked. The caller must settle or release the grant.
+        """
+        price = self._tenancy.keys.price(model)
+        grant = Grant(self._tenancy, self, model, price)
+        if self.key is None:
+            return grant
+        try:
+            await self._check(self.key, grant, prompt_tokens, most_completion_tokens)
+        except ApiError as error:
+            self._tenancy.reporter.report_refused(grant.row(None, error.status))
+            raise
+        return grant
+
+    async def _check(self, key: ApiKey, grant: Grant, prompt_tokens: int, most_completion_tokens: int) -> None:
+        tenancy = self._tenancy
+        if not key.allows(grant.model):
+            text = f"API key {key.name} does not have access to model {grant.model}."
+            raise invalid(text, param="model", code="model_not_allowed", status=403)
+        if tenancy.reporter.is_full:
+            raise unavailable("The gateway cannot bill requests at the moment.")
+        grant.counted_tokens, grant.rates = tenancy.limits.take(key, prompt_tokens + most_completion_tokens)
+        if key.budget_micro_usd is None:
+            return
+        try:
+            amount = grant.price.most_micro_usd(prompt_tokens, most_completion_tokens)
+            await tenancy.budgets.reserve(grant.id, key, amount)
+        except BaseException:
+            tenancy.limits.adjust(key, -grant.counted_tokens)
+            raise
+
+
+class Grant:
+    """An admitted request. It ends once, with `settle` or `release`; later calls do nothing."""
+
+    def __init__(self, tenancy: Tenancy, caller: GatewayCaller, model: str, price: TokenPrice) -> None:
+        self.id = uuid4().hex
+        self.caller, self.model, self.price = caller, model, price
+        self.counted_tokens, self.rates = 0, RateState()
+        self._tenancy, self._is_over = tenancy, False
+
+    def headers(self) -> dict[str, str]:
+        """Returns the `x-ratelimit-*` headers of the response."""
+        return self.rates.headers()
+
+    def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None:
+        """Bills the request: its tokens so far, and the HTTP status of its response (499 if the client left)."""
+        if self._end(0 if usage is None else usage.prompt_tokens + usage.completion_tokens):
+            self._tenancy.reporter.report(self.row(usage, status, version))
+
+    def release(self) -> None:
+        """Ends a request that cost nothing and had no response."""
+        if self._end(0) and self.caller.key is not None and self.caller.key.budget_micro_usd is not None:
+            self._tenancy.reporter.release(self.id)
+
+    def row(self, usage: TokenUsage | None, status: int, version: str = "") -> RequestUsage:
+        """Returns the request as it is reported."""
+        key, tokens = self.caller.key, usage or TokenUsage(0, 0)
+        cached = min(tokens.cached_tokens, tokens.prompt_tokens)
+        return RequestUsage(
+            id=self.id,
+            at_s=self._tenancy.now_s(),
+            key="" if key is None else key.id,
+            team=self.caller.team,
+            user="" if key is None else key.user,
+            model=_word(self.model),
+            version=version,
+            prompt_tokens=tokens.prompt_tokens,
+            cached_tokens=cached,
+            completion_tokens=tokens.completion_tokens,
+            cost_pico_usd=self.price.cost_pico_usd(tokens.prompt_tokens, cached, tokens.completion_tokens),
+            status=status,
+        )
+
+    def _end(self, tokens: int) -> bool:
+        """Returns whether this is the first end. Corrects the tokens of the last minute to those that were used."""
+        if self._is_over:
+            return False
+        self._is_over = True
+        if self.caller.key is not None:
+            self._tenancy.limits.adjust(self.caller.key, tokens - self.counted_tokens)
+        return True
+
+
+def _word(text: str) -> str:
+    """Returns a client's text as one short line, which every store accepts."""
+    return "".join(char if char.isprintable() else "?" for char in text[:256])

@@ -1,0 +1,119 @@
+"""Reports finished requests to the control API, in batches, until it has them. None is billed twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from contextlib import suppress
+
+from raytide.core.errors import RaytideError, UsageError
+from raytide.core.objects.api_key import MOST_BATCH, RequestUsage, UsageBatch
+from raytide.gateway.tenancy.control_api import ControlApi
+
+__all__ = ["MOST_QUEUED", "UsageReporter"]
+
+EVERY_S = 0.5
+MOST_QUEUED = 50_000
+"""The requests that wait to be reported, above which those with a key are refused: none goes unbilled."""
+FLUSH_S = 5.0
+"""The time for the last reports at shutdown."""
+_log = logging.getLogger(__name__)
+
+
+class UsageReporter:
+    """One bounded queue of requests, in the order in which they ended."""
+
+    def __init__(self, api: ControlApi) -> None:
+        self._api = api
+        self._requests: deque[RequestUsage] = deque()
+        self._released: deque[str] = deque(maxlen=MOST_QUEUED)  # the API forgets lost ones with their gateway
+        self._refused = 0
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._is_closing = False
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self, timeout_s: float = FLUSH_S) -> None:
+        """Reports what is left, for at most `timeout_s` seconds."""
+        self._is_closing = True
+        self._wake.set()
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=timeout_s)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._requests:
+            _log.error("%d requests could not be reported", len(self._requests))
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._requests) >= MOST_QUEUED
+
+    def report(self, request: RequestUsage) -> None:
+        """Queues a request; its reservation, if any, ends with it. Only one without a key may be dropped."""
+        if request.key or not self.is_full:
+            self._requests.append(request)
+
+    def report_refused(self, request: RequestUsage | None) -> None:
+        """Queues a request that was refused, or counts it if it is not known whose it is or too many wait."""
+        if request is None or len(self._requests) >= MOST_QUEUED // 2:
+            self._refused += 1
+        else:
+            self._requests.append(request)
+
+    def release(self, id: str) -> None:
+        """Ends the reservation of a request that cost nothing."""
+        self._released.append(id)
+
+    async def _run(self) -> None:
+        problem = ""
+        while True:
+            batch = self._next_batch()
+            if not (batch.requests or batch.released or batch.refused):
+                if self._is_closing:
+                    return
+                self._wake.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), EVERY_S)
+                continue
+            try:
+                await self._send(batch)
+                problem = ""
+            except RaytideError as error:
+                if problem != (problem := str(error)):
+                    _log.warning("cannot report usage, so it waits: %s", problem)
+                await asyncio.sleep(random.uniform(0.1, 0.5))
+                continue
+            self._sent(batch)
+            if len(self._requests) < MOST_BATCH and not self._is_closing:
+                await asyncio.sleep(EVERY_S)
+
+    def _next_batch(self) -> UsageBatch:
+        """Returns the oldest of what waits; it stays in the queue until it has arrived."""
+        requests = tuple(self._requests[n] for n in range(min(MOST_BATCH, len(self._requests))))
+        released = tuple(self._released[n] for n in range(min(MOST_BATCH, len(self._released))))
+        return UsageBatch(gateway=self._api.gateway, requests=requests, released=released, refused=self._refused)
+
+    def _sent(self, batch: UsageBatch) -> None:
+        for _ in batch.requests:
+            self._requests.popleft()
+        gone = set(batch.released)
+        while self._released and self._released[0] in gone:
+            self._released.popleft()
+        self._refused -= batch.refused
+
+    async def _send(self, batch: UsageBatch) -> None:
+        """Sends a batch. If the API rejects its content, finds the requests that it rejects, and reports the rest."""
+        try:
+            await self._api.settle(batch)
+        except UsageError as error:
+            if len(batch.requests) <= 1:
+                _log.error("the API rejects the usage of a request, which is lost: %s %s", error, batch.requests)
+                return
+            half = len(batch.requests) // 2
+            parts = (batch.requests[:half], batch.requests[half:])
+            for part, counts in zip(parts, ({}, {"released": (), "refused": 0}), strict=True):
+                await self._send(batch.model_copy(update={"requests": part, **counts}))
