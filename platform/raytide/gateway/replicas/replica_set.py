@@ -52,6 +52,8 @@ class Replica:
         try:
             with self._noticing_death():
                 async for chunk in self.engine.generate(request, waited_s=waited_s):
+                    if chunk.finish_reason == "abort":  # its engine has died, or its drain is over
+                        raise EngineDeadError(f"replica {self.name} ended the request.", hint="Retry.")
                     yield chunk
         finally:
             self.in_flight -= 1

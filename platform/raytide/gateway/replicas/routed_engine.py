@@ -83,8 +83,6 @@ class RoutedEngine(BasicEngine):
             async with aclosing(stream):  # type: ignore[type-var]
                 async for chunk in stream:
                     await until_first_chunk.aclose()
-                    if chunk.finish_reason == "abort":  # its drain is over, or another client ended it
-                        raise EngineDeadError(f"replica {replica.name} ended the request.", hint="Retry.")
                     yield replace(chunk, replica=replica.name)
 
     async def tokenize(self, text: str) -> list[int]:

@@ -1,0 +1,84 @@
+"""Heads of requests as the gateway takes them: without end or little by little they hold nothing for long."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import uvicorn
+
+from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.serving.http import protocol
+from raytide.actors.serving.http.app import create_app
+from raytide.actors.serving.openai_api.server import Server
+
+GET = b"GET /health HTTP/1.1\r\nHost: api\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: api\r\nContent-Type: application/json\r\n"
+ENDLESS = {
+    "a header": (GET + b"X: ", b"x" * (1 << 16)),
+    "headers": (GET, b"X-a: b\r\n" * (1 << 13)),
+    "a target": (b"GET /", b"x" * (1 << 16)),
+    "trailers": (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"X-a: b\r\n" * (1 << 13)),
+    "a chunk's extension": (POST + b"Transfer-Encoding: chunked\r\n\r\n1;", b"x" * (1 << 16)),
+}
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.5)
+    app = create_app(Server(FakeEngine(), model="fake", drain_s=1.0))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", http=protocol.BoundedProtocol)
+    running = uvicorn.Server(config)
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    while not running.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    yield running.servers[0].sockets[0].getsockname()[1]
+    running.should_exit = True
+    thread.join(30.0)
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=20.0)
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_what_never_ends_is_cut_off_in_little_memory(port: int, what: str) -> None:
+    first, more = ENDLESS[what]
+    before, sent = psutil.Process().memory_info().rss, 0
+    with connected(port) as endless:
+        endless.sendall(first)
+        try:
+            while sent < 64 << 20:
+                endless.sendall(more)
+                sent += len(more)
+        except OSError:
+            pass
+    assert sent < 64 << 20, "it was never cut off"
+    assert psutil.Process().memory_info().rss - before < 50 << 20
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /hea", GET + b"\r\nGET /hea"])
+def test_a_head_that_does_not_come_is_not_waited_for(port: int, first: bytes) -> None:
+    with connected(port) as slow:
+        slow.sendall(first)
+        try:
+            while slow.recv(65536):
+                pass
+        except ConnectionResetError:
+            pass
+
+
+def test_a_long_body_and_several_requests_on_a_connection_pass(port: int) -> None:
+    body = b'{"model": "fake", "prompt": "x", "max_tokens": 2, "user": "' + b"u" * 200_000 + b'"}'
+    with connected(port) as kept:
+        for _ in range(3):
+            kept.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode())
+            for at in range(0, len(body), 10_000):
+                kept.sendall(body[at : at + 10_000])
+            assert kept.recv(65536).startswith(b"HTTP/1.1 200")
