@@ -15,7 +15,7 @@ HEAD_S = 10.0
 """The time within which a request's head must arrive, in seconds."""
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class BoundedHttpTools(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     _is_in_head = True
     _idle_bytes = 0

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from raytide.actors.serving.http.protocol import BoundedProtocol
+from raytide.actors.serving.http.protocol import BoundedHttpTools
 from raytide.control.bootstrap.cluster_record import load
 from raytide.control.supervision.daemon import hold_lock
 from raytide.core.logs import log_to
@@ -44,7 +44,7 @@ def serve(gcs_address: str, listening: socket.socket, name: str) -> None:
 
     config = uvicorn.Config(
         create_app(models, run),
-        http=BoundedProtocol,
+        http=BoundedHttpTools,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=_DRAIN_S,

@@ -28,7 +28,8 @@ COLD_START_S = 300.0
 _REPLACEMENT_S = 60.0
 """The time for which a request whose replica was lost waits for another one."""
 _FULL_PAUSE_S = 0.2
-_MAX_STRIKES = 3
+_PAUSE_S = 0.02
+_MAX_DEATHS = 3
 """Replicas that may die one after the other with a request before its next token: then it is refused, since it may be
 what kills them."""
 
@@ -52,11 +53,11 @@ class RoutedEngine(BasicEngine):
         began_s = time.monotonic()
         progress, chunks = StreamProgress(request), 0
         full: set[str] = set()
-        strikes = 0
+        died_with: set[str] = set()
         while True:
             replica, before = await self._choose(full, may_wait=chunks > 0), chunks
             try:
-                stream = self._generate_on(replica, progress, time.monotonic() - began_s, alone=strikes > 1)
+                stream = self._generate_on(replica, progress, time.monotonic() - began_s, alone=bool(died_with))
                 async with aclosing(stream):  # type: ignore[type-var]
                     async for chunk in stream:
                         progress.add(chunk)
@@ -66,15 +67,16 @@ class RoutedEngine(BasicEngine):
             except OverloadedError:
                 full.add(replica.name)
             except EngineDeadError:
-                strikes = strikes + 1 if chunks == before else 0
-                if strikes >= _MAX_STRIKES or (chunks and "resume" not in replica.info.features):
+                died_with = {*died_with, replica.name} if chunks == before else set()
+                if len(died_with) >= _MAX_DEATHS or (chunks and "resume" not in replica.info.features):
                     raise
+                await asyncio.sleep(_PAUSE_S)
 
     async def _generate_on(
         self, replica: Replica, progress: StreamProgress, waited_s: float, *, alone: bool
     ) -> AsyncIterator[GenChunk]:
         """Generates what is still to come on one replica. With `alone` no other such request starts there or elsewhere
-        until this one has its first token: one of several that died together twice is the cause.
+        until this one has its first token: one of several that died together may be the cause.
         """
         async with AsyncExitStack() as until_first_chunk:
             if alone:
@@ -126,7 +128,7 @@ class RoutedEngine(BasicEngine):
 
     async def _ask(self, question: Callable[[RemoteEngine], Awaitable[T]]) -> T:
         """Returns one replica's answer; a replica that dies meanwhile is replaced by another."""
-        for _ in range(_MAX_STRIKES - 1):
+        for _ in range(_MAX_DEATHS - 1):
             with suppress(EngineDeadError):
                 return await (await self._any()).ask(question)
         return await (await self._any()).ask(question)

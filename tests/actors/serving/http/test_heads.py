@@ -31,7 +31,7 @@ ENDLESS = {
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(protocol, "HEAD_S", 0.5)
     app = create_app(Server(FakeEngine(), model="fake", drain_s=1.0))
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", http=protocol.BoundedProtocol)
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", http=protocol.BoundedHttpTools)
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
