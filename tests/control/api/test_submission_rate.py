@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytide.control.api.services.submission_rate import BURST_BYTES, BYTES_PER_H, SubmissionRate
+from raytide.control.api.services.submission_rate import BURST_BYTES, BYTES_PER_H, CHANGE_BYTES, SubmissionRate
 from raytide.core.errors import QuotaError
 from raytide.core.objects.job import JobSpec
 
@@ -42,3 +42,12 @@ def test_a_sweep_of_a_thousand_usual_jobs_is_no_burst() -> None:
     intake = SubmissionRate(lambda: 0.0)
     for _ in range(1000):
         intake.take(spec("ana", chars=2000, members=8))
+
+
+def test_changes_count_too() -> None:
+    intake = SubmissionRate(lambda: 0.0)
+    for _ in range(BURST_BYTES // CHANGE_BYTES):
+        intake.take_change("evil")
+    with pytest.raises(QuotaError):
+        intake.take_change("evil")
+    intake.take_change("other")

@@ -109,6 +109,12 @@ class TestKeys:
         assert client.get("/v1/keys/key-1").json()["key"]["expires_at_s"] == 1060.0
         assert client.post("/v1/keys/key-1/rotate").status_code == 409
 
+    def test_a_team_cannot_fill_the_store_with_keys(self, client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("raytide.control.api.services.submission_rate.CHANGE_BYTES", 30 << 20)
+        statuses = [client.post("/v1/keys", json={"name": "x"}).status_code for _ in range(2)]
+        statuses += [client.post("/v1/keys/key-1/rotate").status_code, client.post("/v1/keys/key-1/revoke").status_code]
+        assert statuses == [200, 200, 429, 200]
+
 
 class TestGateways:
     def test_their_token_opens_their_routes_only_and_no_other_does(self, client: TestClient) -> None:

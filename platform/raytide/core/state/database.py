@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ class Database:
 
     def __init__(self, url: str) -> None:
         self.engine = _engine(url)
+        self._turn = threading.Lock()
         self._failed: tuple[str, float] | None = None
 
     @property
@@ -65,7 +67,7 @@ class Database:
     def write(self) -> Iterator[sa.Connection]:
         """Yields a transaction that is committed as a whole, or rolled back when the block raises."""
         try:
-            with _clear_errors(self.engine), self.engine.connect() as plain:
+            with _clear_errors(self.engine), self._my_turn(), self.engine.connect() as plain:
                 connection = plain.execution_options(raytide_write=True)
                 with connection.begin():
                     yield connection
@@ -73,6 +75,17 @@ class Database:
             self._failed = (str(error), time.monotonic())
             raise
         self._failed = None
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        """Lets the threads of this process write to SQLite one after the other: it would make them sleep for up to a
+        tenth of a second at a time until they find it free."""
+        is_mine = self.is_sqlite and self._turn.acquire(timeout=BUSY_TIMEOUT_S)
+        try:
+            yield
+        finally:
+            if is_mine:
+                self._turn.release()
 
     @property
     def is_sqlite(self) -> bool:

@@ -169,12 +169,13 @@ class Store:
     def request_delete(self, name: str) -> Endpoint:
         """Requests the end of an endpoint; has no effect on a deleted endpoint."""
         with self._db.write() as c:
-            update(c, t.endpoints, {"name": name}, {"delete_requested": True})
-            if (row := c.execute(_endpoint(name)).first()) is None:
+            if (row := c.execute(_endpoint(name).with_for_update()).first()) is None:
                 raise no_endpoint(name)
-            touch_key_table(c)
-            record(c, "endpoint.delete", name)
-            return codec.endpoint(row)
+            if not row.delete_requested:
+                update(c, t.endpoints, {"name": name}, {"delete_requested": True})
+                touch_key_table(c)
+                record(c, "endpoint.delete", name)
+            return codec.endpoint(c.execute(_endpoint(name)).one())
 
     def save_team(self, name: str, given: Mapping[str, Any]) -> None:
         """Sets the fields that override the team's configuration; an empty mapping removes them."""
@@ -361,11 +362,12 @@ class Store:
 
     def _write_job(self, job_id: str, action: str = "", **values: object) -> Job:
         with self._db.write() as c:
+            before = c.execute(_job(job_id)).first()
             update(c, t.jobs, {"id": job_id}, values)
-            if (row := c.execute(_job(job_id)).first()) is None:
+            if before is None or (row := c.execute(_job(job_id)).first()) is None:
                 raise no_job(job_id)
             job = codec.job(row)
-            if action:
+            if action and any(before._mapping[name] != value for name, value in values.items()):
                 record(c, action, job_id, codec.audited(job.spec))
             return job
 

@@ -52,6 +52,11 @@ def test_every_change_on_behalf_of_a_caller_has_an_entry(store: Store) -> None:
     assert {(entry.actor, entry.at_s) for entry in entries} == {("ana", 3.0)}
     assert entries[2].detail["budget_usd"] == 5.0
     assert store.tenancy.audit.verify().is_whole
+    with acting("ana", 3.0):  # nothing of this changes anything
+        store.request_stop("job-1")
+        store.request_delete("chat")
+        store.tenancy.keys.revoke("key-1", 3.0)
+    assert len(store.tenancy.audit.entries()) == len(entries)
 
 
 def test_an_entry_is_written_with_its_change_or_not_at_all(store: Store) -> None:

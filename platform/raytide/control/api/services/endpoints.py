@@ -9,6 +9,7 @@ from raytide.autoscaler.endpoints.load_target import cold_start_s
 from raytide.control.api.auth import Caller
 from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.limits import LimitsService
+from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.views import EndpointStatus, Live
 from raytide.core.clock import Clock
 from raytide.core.money import to_us
@@ -33,9 +34,11 @@ class EndpointService:
         inputs: Inputs,
         accounts: LimitsService,
         serve_url: str,
+        rate: SubmissionRate,
     ) -> None:
         self._store, self._config, self._clock, self._live = store, config, clock, live
         self._inputs, self._accounts, self._serve_url = inputs, accounts, serve_url
+        self._rate = rate
 
     def serve(self, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
         spec = ServeSpec.parse({"team": caller.home, **body}, where="serve")
@@ -50,6 +53,7 @@ class EndpointService:
         shape = Shape(members=spec.replicas.min * spec.members, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
         self._inputs.check_model(spec.model, caller)
+        self._rate.take_change(spec.team)
         self._store.save_endpoint(spec, caller.user, self._clock.now_s())
         return self.get(spec.name, caller)
 

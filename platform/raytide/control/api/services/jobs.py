@@ -51,11 +51,12 @@ class JobService:
         inputs: Inputs,
         accounts: LimitsService,
         packages: Packages,
+        rate: SubmissionRate,
     ) -> None:
         self._store, self._config, self._drivers, self._clock, self._live = store, config, drivers, clock, live
         self._inputs, self._accounts, self._packages = inputs, accounts, packages
         self.leases = LeasePolls(store, clock)
-        self._rate = SubmissionRate()
+        self._rate = rate
 
     def submit(self, body: Mapping[str, object], caller: Caller, key: str | None, digest: str | None = None) -> JobView:
         """Queues a job. `digest` identifies the request, if its body alone does not."""
@@ -123,7 +124,9 @@ class JobService:
 
     def set_budget(self, job_id: str, caller: Caller, usd: float | None, *, soft: bool, per: BudgetPer) -> JobView:
         """Sets the job's budget; None removes it."""
-        return self.view(self._accounts.set_job_budget(self._owned(job_id, caller), usd, soft=soft, per=per))
+        job = self._owned(job_id, caller)
+        self._rate.take_change(job.spec.team)
+        return self.view(self._accounts.set_job_budget(job, usd, soft=soft, per=per))
 
     def logs(self, job_id: str, caller: Caller, after: str, tail: int | None) -> LogPart:
         """Returns a part of the log from `after` on, or its last `tail` lines."""

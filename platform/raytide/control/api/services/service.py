@@ -14,6 +14,7 @@ from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.jobs import JobService
 from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.metrics import samples
+from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.api.services.tenancy import TenancyService
 from raytide.control.api.services.uploads import Packages
 from raytide.control.ray_jobs import RayJobs
@@ -51,9 +52,10 @@ class ApiService:
         self.watch = HealthMonitor(live, store, clock)
         self.packages = Packages(live.parent / "packages")
         inputs = Inputs()
-        self.jobs = JobService(store, config, drivers, clock, self.live, inputs, self.accounts, self.packages)
-        self.endpoints = EndpointService(store, config, clock, self.live, inputs, self.accounts, serve_url)
-        self.tenancy = TenancyService(store, clock, self.accounts)
+        rate = SubmissionRate()
+        self.jobs = JobService(store, config, drivers, clock, self.live, inputs, self.accounts, self.packages, rate)
+        self.endpoints = EndpointService(store, config, clock, self.live, inputs, self.accounts, serve_url, rate)
+        self.tenancy = TenancyService(store, clock, self.accounts, rate)
 
     def now_s(self) -> float:
         return self._clock.now_s()

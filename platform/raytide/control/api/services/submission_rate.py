@@ -1,4 +1,4 @@
-"""Limits how fast one team fills the state store, because records of jobs stay after their end."""
+"""Limits how fast one team fills the state store, because records of jobs and of changes stay after their end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ BURST_BYTES, BYTES_PER_H = 64 << 20, 32 << 20
 """The bytes that a team may add at once, and per hour."""
 MEMBER_BYTES = 250
 """The size of the records of one lease member."""
+CHANGE_BYTES = 2000
+"""The size of an API key, or of an entry of the audit log."""
 
 
 class SubmissionRate:
@@ -27,17 +29,23 @@ class SubmissionRate:
     def take(self, spec: JobSpec) -> None:
         """Counts a submission. Raises QuotaError if the team has exceeded its rate."""
         members = max(shape.members for shape in spec.gang.shapes)
-        size = len(spec.model_dump_json()) + MEMBER_BYTES * members
+        self._take(spec.team, len(spec.model_dump_json()) + MEMBER_BYTES * members)
+
+    def take_change(self, team: str) -> None:
+        """Counts a change that leaves an entry in the audit log. Raises QuotaError if the team is too fast."""
+        self._take(team, CHANGE_BYTES)
+
+    def _take(self, team: str, size: int) -> None:
         now_s = self._now_s()
         with self._lock:
-            left, at_s = self._left.get(spec.team, (float(BURST_BYTES), now_s))
+            left, at_s = self._left.get(team, (float(BURST_BYTES), now_s))
             left = min(float(BURST_BYTES), left + (now_s - at_s) * BYTES_PER_H / 3600.0)
             is_enough = left >= size
-            self._left[spec.team] = (left - size if is_enough else left, now_s)
+            self._left[team] = (left - size if is_enough else left, now_s)
         if not is_enough:
             wait_s = (size - left) * 3600.0 / BYTES_PER_H
             raise QuotaError(
-                f"team {spec.team} exceeds its submission rate; the limit is {BURST_BYTES >> 20} MiB at once and "
+                f"team {team} exceeds its submission rate; the limit is {BURST_BYTES >> 20} MiB at once and "
                 f"{BYTES_PER_H >> 20} MiB an hour.",
                 hint=f"Try again in {wait_s:.0f} s, or send smaller specs: put large texts into the job's package.",
             )

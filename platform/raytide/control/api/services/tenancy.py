@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from raytide.control.api.auth import Caller
 from raytide.control.api.services.limits import LimitsService
+from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.views import KeyView, NewKey, UsagePage
 from raytide.core.clock import Clock
 from raytide.core.objects.api_key import (
@@ -33,8 +34,8 @@ SILENCE_S = 60.0
 class TenancyService:
     """Users see and change the keys of their own team, and with a token for all teams those of all."""
 
-    def __init__(self, store: Store, clock: Clock, accounts: LimitsService) -> None:
-        self._store, self._clock, self._accounts = store, clock, accounts
+    def __init__(self, store: Store, clock: Clock, accounts: LimitsService, rate: SubmissionRate) -> None:
+        self._store, self._clock, self._accounts, self._rate = store, clock, accounts, rate
         self._records = store.tenancy
         self._since_s = clock.now_s()
 
@@ -42,13 +43,14 @@ class TenancyService:
         spec = KeySpec.parse({"team": caller.home, **body}, where="key")
         caller.require_person().require_team(spec.team)
         self._accounts.check_team(spec.team)
+        self._rate.take_change(spec.team)
         secret = new_secret()
         key = self._records.keys.create(spec, caller.user, digest_of_secret(secret), self._clock.now_s())
         return NewKey(key, secret)
 
     def rotate_key(self, key_id: str, caller: Caller, grace_s: float) -> NewKey:
         """Returns a new key in place of this one, which stays valid for `grace_s` seconds."""
-        self._owned(key_id, caller.require_person())
+        self._rate.take_change(self._owned(key_id, caller.require_person()).team)
         secret = new_secret()
         now_s = self._clock.now_s()
         return NewKey(self._records.keys.rotate(key_id, digest_of_secret(secret), now_s, grace_s), secret)

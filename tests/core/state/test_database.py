@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from raytide.core.state.database import Database
+
+
+def test_threads_of_a_process_write_to_sqlite_one_after_the_other(tmp_path: Path) -> None:
+    """The second does not even open its transaction, in which SQLite would make it sleep."""
+    database = Database(f"sqlite:///{tmp_path}/turns.db")
+    database.upgrade()
+    begun = threading.Event()
+    sa.event.listen(database.engine, "begin", lambda _: begun.set())
+
+    def write() -> None:
+        with database.write():
+            pass
+
+    with database.write():
+        begun.clear()
+        other = threading.Thread(target=write)
+        other.start()
+        other.join(0.3)
+        assert other.is_alive()
+        assert not begun.is_set()
+    other.join(20)
+    assert begun.is_set()
+    with pytest.raises(ZeroDivisionError), database.write():
+        _ = 1 / 0
+    write()  # the turn of a failed write has ended
+    database.engine.dispose()
