@@ -40,7 +40,7 @@ def test_a_key_has_the_limits_that_were_asked_for(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ApiClient, "create_key", create)
     options = ["--team", "blue", "--model", "chat", "--model", "code", "--expires", "30d", "--rpm", "600"]
-    done = runner.invoke(app, ["key", "create", "web", *options, "--tpm", "200000", "--budget", "100/month"])
+    done = runner.invoke(app, ["key", "create", "web", *options, "--tpm", "200k", "--budget", "100/month"])
     assert done.stdout.splitlines()[-1] == "rk-secret"
     assert asked[0] == KeySpec(
         name="web",
@@ -51,6 +51,7 @@ def test_a_key_has_the_limits_that_were_asked_for(monkeypatch: pytest.MonkeyPatc
         tokens_per_min=200_000,
         budget=KeyBudget(usd=100, per="month"),
     )
+    assert "a number" in str(runner.invoke(app, ["key", "create", "web", "--rpm", "many"]).exception)
     runner.invoke(app, ["key", "create", "web", "--budget", "7"])
     assert asked[1].budget == KeyBudget(usd=7, per="life")
     assert "team" not in asked[1].model_fields_set  # the token's

@@ -181,6 +181,23 @@ def test_without_the_api_only_keys_with_a_budget_are_refused(
     run(line, body)
 
 
+def test_what_costs_nothing_needs_no_reservation(line: Line, store: Store, secret_of: SecretOf) -> None:
+    secret = secret_of(budget={"usd": 0})
+
+    async def body(tenancy: Tenancy) -> None:
+        (await caller(tenancy, secret).admit("free", 10, 10)).settle(TokenUsage(10, 10), 200)
+        (await caller(tenancy, secret).admit("free", 10, 10)).release()
+        assert await refusal(caller(tenancy, secret).admit("chat", 1, 1)) == (
+            429,
+            "insufficient_quota",
+            "insufficient_quota",
+        )
+
+    run(line, body)
+    assert line.calls.count("/v1/gateway/reservations") == 1
+    assert [row.status for row in store.tenancy.usage.rows(UsageFilter())[0]] == [429, 200]
+
+
 def test_a_reservation_whose_answer_was_lost_is_made_once(line: Line, store: Store, secret_of: SecretOf) -> None:
     secret = secret_of(budget={"usd": 1})
 

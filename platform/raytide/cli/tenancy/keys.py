@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.options import parse_limit
+from raytide.cli.options import finite, parse_limit
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.cli.tenancy.money import seconds
 from raytide.control.client import ApiClient
@@ -15,6 +15,7 @@ from raytide.control.views import KeyView, NewKey, to_json
 from raytide.core.money import format_usd
 from raytide.core.objects.api_key import ApiKey, KeyBudget, KeySpec, UsageBy, UsageRow
 
+_FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9}
 KeyId = Annotated[str, typer.Argument(help="The id of a key, such as key-7.")]
 
 key = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Manage the API keys of the gateway.")
@@ -28,8 +29,8 @@ def create(
         list[str] | None, typer.Option("--model", help="An endpoint that it may use; repeat it. All by default.")
     ] = None,
     expires: Annotated[str | None, typer.Option(help="The time after which it ends: 12h, 30d.")] = None,
-    rpm: Annotated[int | None, typer.Option(min=1, help="The most requests a minute.")] = None,
-    tpm: Annotated[int | None, typer.Option(min=1, help="The most tokens a minute, of prompts and answers.")] = None,
+    rpm: Annotated[str | None, typer.Option(help="The most requests a minute: 600, 20k.")] = None,
+    tpm: Annotated[str | None, typer.Option(help="The most tokens a minute, of prompts and answers: 200k, 1M.")] = None,
     budget: Annotated[
         str | None, typer.Option(metavar="USD[/month]", help="The most that it may cost in total, or each month.")
     ] = None,
@@ -41,7 +42,7 @@ def create(
 ) -> None:
     """Create a key and print its secret, which cannot be shown again."""
     fields: dict[str, object] = {"name": name, "models": models or (), "priority": priority}
-    fields |= {"requests_per_min": rpm, "tokens_per_min": tpm}
+    fields |= {"requests_per_min": rpm and _count(rpm), "tokens_per_min": tpm and _count(tpm)}
     if team is not None:
         fields["team"] = team
     if expires is not None:
@@ -154,6 +155,13 @@ def usage(
         for each in sums
     ]
     as_table(head, rows)
+
+
+def _count(text: str) -> int:
+    """Returns the number of `200k` or `1.5M`. Raises UsageError."""
+    factor = _FACTORS.get(text[-1:], 1)
+    number = finite(text[:-1] if factor > 1 else text, f"{text} is not a number.", "Write 600, 200k or 1.5M.")
+    return round(number * factor)
 
 
 def _show_requests(client: ApiClient, which: dict[str, str | float | None], limit: int, json: bool) -> None:

@@ -157,11 +157,12 @@ class GatewayCaller:
         if tenancy.reporter.is_full:
             raise unavailable("The gateway cannot bill requests at the moment.")
         grant.counted_tokens, grant.rates = tenancy.limits.take(key, prompt_tokens + most_completion_tokens)
-        if key.budget_micro_usd is None:
+        amount = grant.price.most_micro_usd(prompt_tokens, most_completion_tokens)
+        if key.budget_micro_usd is None or amount == 0:
             return
         try:
-            amount = grant.price.most_micro_usd(prompt_tokens, most_completion_tokens)
             await tenancy.budgets.reserve(grant.id, key, amount)
+            grant.has_reserved = True
         except BaseException:
             tenancy.limits.adjust(key, -grant.counted_tokens)
             raise
@@ -173,7 +174,7 @@ class Grant:
     def __init__(self, tenancy: Tenancy, caller: GatewayCaller, model: str, price: TokenPrice) -> None:
         self.id = uuid4().hex
         self.caller, self.model, self.price = caller, model, price
-        self.counted_tokens, self.rates = 0, RateState()
+        self.counted_tokens, self.rates, self.has_reserved = 0, RateState(), False
         self._tenancy, self._is_over = tenancy, False
 
     def headers(self) -> dict[str, str]:
@@ -187,7 +188,7 @@ class Grant:
 
     def release(self) -> None:
         """Ends a request that cost nothing and had no response."""
-        if self._end(0) and self.caller.key is not None and self.caller.key.budget_micro_usd is not None:
+        if self._end(0) and self.has_reserved:
             self._tenancy.reporter.release(self.id)
 
     def row(self, usage: TokenUsage | None, status: int, version: str = "") -> RequestUsage:
