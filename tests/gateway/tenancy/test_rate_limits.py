@@ -147,6 +147,6 @@ def test_no_minute_has_more_than_twice_the_limit(steps: list[tuple[float, int, i
 
 
 def test_durations_are_written_as_openai_writes_them() -> None:
-    assert [duration(s) for s in (0.0, 0.0171, 1.0, 8.64, 59.9, 60.0, 90.0)] == [
-        *("0ms", "18ms", "1s", "8.64s", "59.9s", "1m0s", "1m30s"),
+    assert [duration(s) for s in (0.0, 0.0171, 1.0, 8.64, 20.0, 59.9, 60.0, 119.5)] == [
+        *("0ms", "18ms", "1s", "8.64s", "20s", "59.9s", "1m0s", "2m0s"),
     ]

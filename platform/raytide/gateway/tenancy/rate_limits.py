@@ -138,8 +138,10 @@ def duration(seconds: float) -> str:
     """Returns a duration as OpenAI's headers write it: `17ms`, `8.64s`, `6m0s`."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1e3)}ms"
-    minutes, rest = divmod(seconds, 60)
-    return f"{int(minutes)}m{math.ceil(rest)}s" if minutes else f"{rest:.2f}".rstrip("0").rstrip(".") + "s"
+    if seconds < 60:
+        return f"{seconds:.2f}".rstrip("0").rstrip(".") + "s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s"
 
 
 def _limited(what: str, limit: int, used: float, asked: int, state: RateState) -> ApiError:
