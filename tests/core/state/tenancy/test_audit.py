@@ -78,6 +78,8 @@ def test_entries_are_found_by_page_and_filter(tenancy: TenancyRecords) -> None:
     assert seqs(action="key.revoke") == []
     assert seqs(object="key-2") == [2]
     assert seqs(since_s=2.0, until_s=3.0) == [2]
+    assert seqs(most_bytes=0) == [3]
+    assert seqs(most_bytes=2 * len(json.dumps(tenancy.audit.entries()[0].detail))) == [3, 2]
 
 
 def test_old_entries_can_go_and_the_rest_is_still_a_chain(tenancy: TenancyRecords) -> None:

@@ -10,11 +10,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import accumulate
 from typing import Any
 
 import sqlalchemy as sa
 
-from raytide.core.bounds import storable
+from raytide.core.bounds import MOST_PAGE_BYTES, storable
 from raytide.core.objects.api_key import AuditEntry, ChainVerdict
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
@@ -88,8 +89,10 @@ class AuditLog:
         until_s: float | None = None,
         before: int | None = None,
         limit: int = 100,
+        most_bytes: int = MOST_PAGE_BYTES,
     ) -> tuple[AuditEntry, ...]:
-        """Returns entries, newest first, with a number below `before`. An action may be a prefix, such as `key.`."""
+        """Returns entries, newest first, with a number below `before`; fewer than `limit` if their details are large,
+        but never none. An action may be a prefix, such as `key.`."""
         a = t.audit.c
         query = t.audit.select().where(a.at_s >= since_s).order_by(a.seq.desc()).limit(limit)
         if actor is not None:
@@ -103,7 +106,9 @@ class AuditLog:
         if before is not None:
             query = query.where(a.seq < before)
         with self._db.read() as c:
-            return tuple(_entry(row) for row in c.execute(query))
+            sizes = c.execute(query.with_only_columns(sa.func.length(a.detail))).scalars()
+            within = sum(total <= most_bytes for total in accumulate(sizes))
+            return tuple(_entry(row) for row in c.execute(query.limit(min(limit, max(1, within)))))
 
     def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
         """Deletes a batch of the oldest entries before this time; returns their number.
