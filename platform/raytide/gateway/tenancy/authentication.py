@@ -1,0 +1,42 @@
+"""Middleware that finds out who sends a request, before its body is read."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from raytide.actors.serving.http.app import error_response
+from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.gateway.tenancy.tenancy import GatewayCaller, Tenancy
+
+__all__ = ["Authentication", "caller_of"]
+
+_CALLER = "raytide.caller"
+
+
+class Authentication:
+    """Authenticates requests for `/v1/...`, and refuses those without a valid key as OpenAI does.
+
+    It belongs inside the middleware that takes the endpoint's name from the path. Other paths, such as `/health`, stay
+    open.
+    """
+
+    def __init__(self, app: ASGIApp, tenancy: Tenancy) -> None:
+        self._app, self._tenancy = app, tenancy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            try:
+                scope[_CALLER] = self._tenancy.authenticate(Headers(scope=scope))
+            except ApiError as error:
+                response = error_response(error)
+                response.headers["connection"] = "close"  # its body is not read
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def caller_of(scope: Scope) -> GatewayCaller:
+    """Returns the caller of a request that passed `Authentication`."""
+    caller: GatewayCaller = scope[_CALLER]
+    return caller
