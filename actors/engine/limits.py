@@ -18,6 +18,8 @@ MAX_JSON_DEPTH = 64
 """Nested lists and objects."""
 BODY_TIMEOUT_S = 60.0
 """The time in which a body must arrive whole."""
+MAX_TIMEOUT_S = 86400.0
+"""The longest time that a request may ask for itself."""
 SEND_TIMEOUT_S = 30.0
 """The time for which a client may read nothing of its answer."""
 

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from raytide.actors.serving.http.body import JsonRoute
 from raytide.actors.serving.http.headers import ResponseHeaders
+from raytide.actors.serving.openai_api.admission import caller_of
 from raytide.actors.serving.openai_api.embeddings import EmbeddingList, EmbeddingRequest, embed
 from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
 from raytide.actors.serving.openai_api.respond import failed, respond
@@ -138,7 +139,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
         server = await models.server(body.model, request)
         track = server.metrics.track("embeddings")
         try:
-            answer = await embed(server, body)
+            answer = await embed(server, body, caller_of(request.scope))
         except Exception as error:
             raise failed(error, track) from error
         track.finish("ok")

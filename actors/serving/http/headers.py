@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raytide.actors.engine.limits import SEND_TIMEOUT_S
-from raytide.actors.serving.openai_api.respond import REPLICA
+from raytide.actors.serving.openai_api.admission import HEADERS
 
 _MAX_ID_CHARS = 256
 
@@ -40,7 +40,9 @@ class ResponseHeaders:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 headers["openai-processing-ms"] = str(round((time.perf_counter() - began_s) * 1e3))
-                headers["x-raytide-replica"] = scope.get(REPLICA, self._replica)
+                headers["x-raytide-replica"] = self._replica
+                for name, value in scope.get(HEADERS, {}).items():
+                    headers[name] = value
             try:
                 async with asyncio.timeout(SEND_TIMEOUT_S):
                     await send(message)

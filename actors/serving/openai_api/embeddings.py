@@ -9,6 +9,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from raytide.actors.engine.limits import MAX_EMBEDDING_TOKENS, MAX_NAME_CHARS
+from raytide.actors.engine.types import TokenUsage
+from raytide.actors.serving.openai_api.admission import Caller
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import Inputs
@@ -41,8 +43,7 @@ class EmbeddingList(BaseModel):
     usage: EmbeddingUsage
 
 
-async def embed(server: Server, request: EmbeddingRequest) -> EmbeddingList:
-    await server.check_alive()
+async def embed(server: Server, request: EmbeddingRequest, caller: Caller) -> EmbeddingList:
     server.card(request.model)
     server.require("embeddings", param="model")
     if request.dimensions is not None:
@@ -51,7 +52,13 @@ async def embed(server: Server, request: EmbeddingRequest) -> EmbeddingList:
     tokens = sum(map(len, prompts))
     if tokens > MAX_EMBEDDING_TOKENS:
         raise invalid(f"input has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param="input")
-    vectors = await server.engine.embed(prompts)
+    grant = await caller.admit(server.model, tokens, 0)
+    try:
+        vectors = await server.engine.embed(prompts)
+    except BaseException:
+        grant.release()
+        raise
+    grant.settle(TokenUsage(tokens, 0), 200, version=server.info.weights_version)
     return EmbeddingList(
         data=[
             Embedding(index=index, embedding=_packed(vector) if request.encoding_format == "base64" else vector)

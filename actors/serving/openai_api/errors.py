@@ -9,11 +9,9 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from raytide.core.errors import EngineDeadError, OverloadedError, RaytideError
+from raytide.core.errors import OverloadedError, RaytideError
 
 RETRY_AFTER_S = 1
-RETRY_ELSEWHERE = "x-raytide-retry-elsewhere"
-"""The header by which a replica with a dead engine asks the proxy to try another replica."""
 _INVALID = "invalid_request_error"
 _MAX_MESSAGE_CHARS = 2000
 
@@ -66,13 +64,10 @@ def overloaded(message: str) -> ApiError:
     )
 
 
-def refused_by_the_dead(error: EngineDeadError) -> ApiError:
-    """Returns the error of a request that arrived after the engine's death; its header lets another replica answer it.
-
-    Requests in flight at the engine's death are not retried, since one of them may have been the cause.
-    """
-    headers = {"retry-after": str(RETRY_AFTER_S), RETRY_ELSEWHERE: "1"}
-    return ApiError(error.http_status, str(error), type="server_error", code=error.code, headers=headers)
+def timed_out() -> ApiError:
+    """Returns the error of a request that reached its own deadline; sending it again would take as long."""
+    message = "The request did not end within its timeout."
+    return ApiError(504, message, type="server_error", code="timeout", headers={"x-should-retry": "false"})
 
 
 def _printable(text: str) -> str:

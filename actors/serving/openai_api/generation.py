@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
 from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, TokenUsage, as_request_error
+from raytide.actors.serving.openai_api.admission import Grant
 from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes
 from raytide.actors.serving.openai_api.tool_choice import NO_TOOLS, ToolUse
 from raytide.core.errors import EngineError
@@ -35,6 +36,7 @@ class ChoiceDelta:
 class GenerationStream:
     """The merged streams of a request's prompts. Choice i of prompt p is number p * n + i, as OpenAI counts them.
     `echoes` are the texts that each prompt's choices begin with; `tool_use` is how their output is to be read.
+    The reader settles `grant`.
 
     Output waits in bounded memory: a client that reads too slowly loses its generation.
     """
@@ -45,16 +47,17 @@ class GenerationStream:
         requests: Sequence[GenRequest],
         echoes: Sequence[str],
         tool_use: ToolUse = NO_TOOLS,
+        grant: Grant | None = None,
         *,
         max_pending: int = MAX_PENDING_ENTRIES,
     ) -> None:
         self.token_bytes: TokenBytes = engine.token_bytes
-        self.tool_use = tool_use
+        self.tool_use, self.grant = tool_use, grant
+        self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.replica = ""
         """The replica that answers, as far as a router has named it."""
         self._requests = requests
         self._n = requests[0].sampling.n
-        self.prompts = len(requests)
         self.choices = self._n * len(requests)
         self._open = len(requests)
         self._echoes = {index: echo for index in range(self.choices) if (echo := echoes[index // self._n])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import TypeVar
@@ -12,10 +13,12 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from raytide.actors.engine.limits import MAX_LOGPROB_ENTRIES
+from raytide.actors.engine.limits import MAX_LOGPROB_ENTRIES, MAX_TIMEOUT_S
 from raytide.actors.engine.text.worker_pool import TextPool
+from raytide.actors.engine.types import TokenUsage
 from raytide.actors.serving.metrics import Outcome, RequestTracker
-from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
+from raytide.actors.serving.openai_api.admission import HEADERS, caller_of
+from raytide.actors.serving.openai_api.errors import ApiError, invalid, timed_out, to_api_error
 from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
 from raytide.actors.serving.openai_api.logprobs import TokenBytes
 from raytide.actors.serving.openai_api.response_writer import ChoiceState, ResponseWriter, usage_of
@@ -26,8 +29,9 @@ from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionReques
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-REPLICA = "raytide.replica"
-"""The key of the ASGI scope under which a route leaves the name of the replica that answers, for the headers."""
+TIMEOUT = "x-raytide-timeout-s"
+"""The header with the seconds after which a request is given up."""
+_TIMED_OUT = 504
 _MANY_ENTRIES = 1000
 """Log probabilities that take milliseconds to format: more are formatted in a thread."""
 
@@ -42,18 +46,17 @@ async def respond(
     """Returns the answer to `body`, as `writer_of` the request's tools writes it. Metrics count it for `api`."""
     track = server.metrics.track(api)
     try:
-        generation = await server.generate(body)
+        generation = await _unless_gone(request, server.generate(body, caller_of(request.scope)))
+        reading = _Reading(generation, track, server.info.weights_version, _deadline_s(body, request))
         try:
             writer = writer_of(generation.tool_use)
-            reading = _Reading(generation, track)
             if body.stream:
                 # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.
                 first = await _unless_gone(request, reading.next())
-                _name_replica(request, generation)
+                _leave_headers(request, generation)
                 events = _events(reading, first, writer, server.texts)
                 return _EventStream(events, reading.close)
             await _unless_gone(request, reading.to_the_end())
-            _name_replica(request, generation)
 
             def render_response() -> Response:
                 usage = usage_of(reading.choices)
@@ -61,10 +64,15 @@ async def respond(
                 return JSONResponse(answer if isinstance(answer, dict) else answer.model_dump())
 
             response = await server.texts.run(render_response) if reading.entries > _MANY_ENTRIES else render_response()
-            track.finish("ok")
+            reading.finish("ok", 200)
+            _leave_headers(request, generation)
             return response
-        except BaseException:
+        except _ClientGoneError:
+            reading.close()
+            raise
+        except BaseException as error:
             generation.cancel()
+            reading.settle(to_api_error(error).status if isinstance(error, Exception) else 499)
             raise
     except _ClientGoneError:
         track.finish("aborted")
@@ -76,29 +84,68 @@ async def respond(
         raise failed(error, track) from error
 
 
-def _name_replica(request: Request, generation: GenerationStream) -> None:
+def _deadline_s(body: CompletionRequest | ChatRequest, request: Request) -> float | None:
+    """Returns the moment, in the event loop's time, at which the request gives up; the body's field goes first."""
+    timeout_s = body.timeout
+    if timeout_s is None and (text := request.headers.get(TIMEOUT)) is not None:
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = math.nan
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise invalid(f"The header {TIMEOUT} is {text!r}; it takes seconds, up to {MAX_TIMEOUT_S}.", param=None)
+    return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+
+
+def _leave_headers(request: Request, generation: GenerationStream) -> None:
+    """Leaves headers for the middleware that writes them."""
+    headers = {} if generation.grant is None else generation.grant.headers()
     if generation.replica:
-        request.scope[REPLICA] = generation.replica
+        headers["x-raytide-replica"] = generation.replica
+    request.scope[HEADERS] = headers
 
 
 class _Reading:
     """Reads a generation and collects its choices."""
 
-    def __init__(self, generation: GenerationStream, track: RequestTracker) -> None:
+    def __init__(
+        self, generation: GenerationStream, track: RequestTracker, version: str, deadline_s: float | None
+    ) -> None:
         self.choices = [ChoiceState() for _ in range(generation.choices)]
         self.track = track
         self.token_bytes = generation.token_bytes
         self.entries = 0
-        self._generation = generation
+        self._tokens = 0
+        self._generation, self._version, self._deadline_s = generation, version, deadline_s
         self._batches = generation.batches()
 
     async def next(self) -> list[ChoiceDelta]:
-        """Returns the next batch; empty at the end."""
-        batch: list[ChoiceDelta] = await anext(self._batches, [])
+        """Returns the next batch; empty at the end. Raises ApiError at the request's deadline."""
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                batch: list[ChoiceDelta] = await anext(self._batches, [])
+        except TimeoutError:
+            self._generation.cancel()
+            raise timed_out() from None
         for delta in batch:
             self.choices[delta.index].add(delta)
+            self._tokens += delta.tokens
             self.track.tokens(delta.index, delta.tokens)
         return batch
+
+    def finish(self, outcome: Outcome, status: int) -> None:
+        self.track.finish(outcome)
+        self.settle(status)
+
+    def settle(self, status: int) -> None:
+        """Bills the tokens so far; none of a request that the server has failed."""
+        if self._generation.grant is None:
+            return
+        usage = None
+        if status < 500 or status == _TIMED_OUT:
+            cached = sum(choice.usage.cached_tokens for choice in self.choices if choice.usage is not None)
+            usage = TokenUsage(self._generation.prompt_tokens, self._tokens, cached)
+        self._generation.grant.settle(usage, status, version=self._version)
 
     async def to_the_end(self) -> None:
         """Reads to the end. Raises ApiError when the answer gets too large to be sent in one piece."""
@@ -113,7 +160,7 @@ class _Reading:
     def close(self) -> None:
         """Cancels the generation; an unfinished stream has lost its client."""
         self._generation.cancel()
-        self.track.finish("aborted")
+        self.finish("aborted", 499)
 
 
 def _entries(delta: ChoiceDelta) -> int:
@@ -131,10 +178,12 @@ async def _events(
             many = any(delta.logprobs for delta in batch) and sum(map(_entries, batch)) > _MANY_ENTRIES
             yield head + (await texts.run(render) if many else render())
             batch, head = await reading.next(), b""
-        reading.track.finish("ok")
+        reading.finish("ok", 200)
         yield writer.closing(usage_of(reading.choices))
     except Exception as error:
-        yield writer.failure(failed(error, reading.track))
+        api_error = failed(error, reading.track)
+        reading.settle(api_error.status)
+        yield writer.failure(api_error)
 
 
 def _rendered(writer: ResponseWriter, batch: list[ChoiceDelta], bytes_of: TokenBytes) -> bytes:

@@ -14,12 +14,12 @@ from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import EngineInfo, Feature, GenRequest
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
-from raytide.actors.serving.openai_api.errors import invalid, refused_by_the_dead
+from raytide.actors.serving.openai_api.admission import Anybody, Caller
+from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
 from raytide.actors.serving.openai_api.tool_choice import NO_TOOLS, tool_use_of
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
-from raytide.core.errors import EngineDeadError
 
 
 class Server:
@@ -76,13 +76,6 @@ class Server:
             return f"the engine does not answer: {error}"
         return self._watch.problem(stats, time.monotonic())
 
-    async def check_alive(self) -> None:
-        """Raises ApiError when the engine is dead, so that the proxy tries another replica."""
-        try:
-            await self.engine.stats()
-        except EngineDeadError as error:
-            raise refused_by_the_dead(error) from error
-
     def card(self, name: str) -> Model:
         if name != self.model:
             raise invalid(
@@ -99,9 +92,13 @@ class Server:
         if feature not in self.info.features:
             raise invalid(f"{feature} is not supported by {self.model}.", param=param)
 
-    async def generate(self, request: CompletionRequest | ChatRequest) -> GenerationStream:
-        """Starts a generation. The request is validated completely before the engine sees any of it."""
-        await self.check_alive()
+    async def generate(
+        self, request: CompletionRequest | ChatRequest, caller: Caller | None = None
+    ) -> GenerationStream:
+        """Starts a generation. The request is validated completely, and its caller admitted, before the engine sees
+        any of it.
+        """
+        caller = caller or Anybody()
         self.card(request.model)
         use = tool_use_of(request, self.info.chat) if isinstance(request, ChatRequest) else NO_TOOLS
         sampling, echoes = sampling_of(request, use.structured), [""]
@@ -118,15 +115,16 @@ class Server:
                 request_id=f"{group}-{place}",
                 prompt=prompt,
                 sampling=sampling,
-                priority=max(self._min_priority, request.priority or 0),
-                cache_salt=request.cache_salt or "",
+                priority=self._priority(request.priority, caller),
+                cache_salt=_salt(request.cache_salt, caller),
             )
             for place, prompt in enumerate(prompts)
         ]
         refuse_missing(request, asked[0], self.info.features)
         if request.priority:
             self.require("priority", param="priority")
-        return GenerationStream(self.engine, asked, echoes, use)
+        grant = await caller.admit(self.model, sum(map(len, prompts)), self._most_tokens(sampling, prompts))
+        return GenerationStream(self.engine, asked, echoes, use, grant)
 
     async def prompts(self, given: str | list[str] | list[int] | list[list[int]], *, field: str) -> list[list[int]]:
         """Returns OpenAI's four forms of a prompt as token lists that fit into the context."""
@@ -143,6 +141,16 @@ class Server:
         if tokens:
             self._check_length(tokens, field)
         return prompts
+
+    def _priority(self, asked: int | None, caller: Caller) -> int:
+        """Returns the request's priority, which is at most as urgent as the caller or the endpoint allows."""
+        most_urgent = caller.priority if caller.is_known else self._min_priority
+        return max(most_urgent, caller.priority if asked is None else asked)
+
+    def _most_tokens(self, sampling: SamplingParams, prompts: list[list[int]]) -> int:
+        """Returns the most tokens that all choices together can have."""
+        room = [self.info.max_model_len - len(prompt) for prompt in prompts]
+        return sampling.num_samples * sum(min(each, sampling.max_tokens or each) for each in room)
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         return await self.engine.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -163,6 +171,11 @@ class Server:
                 param=field,
                 code="context_length_exceeded",
             )
+
+
+def _salt(asked: str | None, caller: Caller) -> str:
+    """Returns the salt of the prefix cache. Teams share no prefixes, since a hit would tell one what another sent."""
+    return f"{caller.team}/{asked or ''}" if caller.is_known else asked or ""
 
 
 def _check_size(sampling: SamplingParams, prompts: list[list[int]]) -> None:

@@ -30,6 +30,7 @@ from raytide.actors.engine.limits import (
     MAX_NAME_CHARS,
     MAX_PROMPTS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TIMEOUT_S,
     MAX_TOOLS,
     MAX_WORD_CHARS,
 )
@@ -120,6 +121,7 @@ class GenerationRequest(_Request, Constraints):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     cache_salt: Name | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
     @property
     def includes_usage(self) -> bool:

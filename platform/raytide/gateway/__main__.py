@@ -19,12 +19,13 @@ from raytide.core.logs import log_to
 from raytide.gateway.app import create_app
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import Directory, Listing
+from raytide.gateway.tenancy.tenancy import Tenancy
 
 _BACKLOG = 2048
 _DRAIN_S = 8
 
 
-def serve(gcs_address: str, listening: socket.socket, name: str) -> None:
+def serve(gcs_address: str, listening: socket.socket, name: str, tenancy: Tenancy) -> None:
     """Serves until SIGTERM, then finishes what runs, for at most a few seconds."""
     models = EndpointModels(name)
 
@@ -36,14 +37,16 @@ def serve(gcs_address: str, listening: socket.socket, name: str) -> None:
 
         directory = Directory(gcs_address, update)
         directory.start()
+        tenancy.start()
         reporting = asyncio.create_task(models.report_queues(directory))
         yield
         reporting.cancel()
         directory.stop()
         await models.close()
+        await tenancy.close()
 
     config = uvicorn.Config(
-        create_app(models, run),
+        create_app(models, tenancy, run),
         http=BoundedHttpTools,
         log_level="warning",
         access_log=False,
@@ -71,7 +74,7 @@ def main(run_dir: str, number: str) -> None:
     with hold_lock(folder / f"gateway-{number}.lock"):
         address = urlsplit(cluster.serve_url)
         listening = listen(address.hostname or cluster.head_ip, address.port or 8000)
-        serve(cluster.gcs_address, listening, f"{os.getpid()}")
+        serve(cluster.gcs_address, listening, f"{os.getpid()}", Tenancy.of_cluster(cluster, number))
 
 
 if __name__ == "__main__":

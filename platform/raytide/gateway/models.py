@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from raytide.actors.serving.metrics import render_all
+from raytide.actors.serving.openai_api.admission import caller_of
 from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import Model
@@ -57,6 +58,9 @@ class EndpointModels:
         found = self._endpoints.get(model)
         if found is None:
             raise _unknown(model)
+        if not caller_of(request.scope).may_use(model):
+            message = f"This API key does not have access to model {model!r}."
+            raise invalid(message, param="model", code="model_not_allowed", status=403)
         if not found.server.is_described:
             try:
                 await found.replicas.wait_ready(COLD_START_S)
@@ -68,7 +72,9 @@ class EndpointModels:
         path = request.scope.get(ENDPOINT)
         if path is not None and path not in self._endpoints:
             raise invalid(f"There is no endpoint {path!r} here.", param=None, code="not_found", status=404)
-        return [each.server.card(name) for name, each in sorted(self._endpoints.items()) if path in (None, name)]
+        may_use = caller_of(request.scope).may_use
+        named = [(name, each) for name, each in sorted(self._endpoints.items()) if path in (None, name)]
+        return [each.server.card(name) for name, each in named if may_use(name)]
 
     def count_refused_body(self, api: str) -> None:
         self._refused[api] = self._refused.get(api, 0) + 1

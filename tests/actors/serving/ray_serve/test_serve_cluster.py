@@ -32,7 +32,10 @@ TOKENS = 400
 GATEWAY = f"http://{HEAD}:8061"
 GATEWAY_SCRIPT = f"""
 from raytide.gateway.__main__ import listen, serve
-serve("{{gcs}}", listen("{HEAD}", 8061), "one")
+from raytide.gateway.tenancy.control_api import ControlApi
+from raytide.gateway.tenancy.tenancy import Tenancy
+nobody = Tenancy(ControlApi("http://{HEAD}:9", "", "one"), requires_keys=False)
+serve("{{gcs}}", listen("{HEAD}", 8061), "one", nobody)
 """
 
 DEPLOY_AND_DIE = """

@@ -1,0 +1,74 @@
+"""The caller of a request and what it may use: the interface to whoever keeps keys, limits and budgets."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from raytide.actors.engine.types import TokenUsage
+
+CALLER = "raytide.caller"
+"""The key of the ASGI scope under which a middleware leaves the Caller."""
+HEADERS = "raytide.headers"
+"""The key of the ASGI scope under which a route leaves headers for the response."""
+
+
+class Grant(Protocol):
+    """An admitted request. It ends once, with `settle` or `release`; later calls do nothing."""
+
+    def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None:
+        """Bills the tokens so far, with the HTTP status of the response (499 if the client left)."""
+
+    def release(self) -> None:
+        """Ends a request that had no response."""
+
+    def headers(self) -> dict[str, str]:
+        """Returns headers for the response: limits, and after `settle` the cost."""
+
+
+class Caller(Protocol):
+    """Who sends a request."""
+
+    @property
+    def team(self) -> str: ...
+
+    @property
+    def is_known(self) -> bool:
+        """True for the holder of a key."""
+
+    @property
+    def priority(self) -> int:
+        """The priority of its requests, and the most urgent one that it may ask for; lower is more urgent."""
+
+    def may_use(self, model: str) -> bool: ...
+
+    async def admit(self, model: str, prompt_tokens: int, most_completion_tokens: int) -> Grant:
+        """Admits a request with the most tokens that it can have. Raises ApiError."""
+
+
+class Anybody:
+    """The caller where no keys are kept."""
+
+    team = "default"
+    is_known = False
+    priority = 0
+
+    def may_use(self, model: str) -> bool:
+        return True
+
+    async def admit(self, model: str, prompt_tokens: int, most_completion_tokens: int) -> Grant:
+        return _Free()
+
+
+class _Free:
+    def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None: ...
+
+    def release(self) -> None: ...
+
+    def headers(self) -> dict[str, str]:
+        return {}
+
+
+def caller_of(scope: Any) -> Caller:
+    """Returns the caller that a middleware has found, else anybody."""
+    caller: Caller = scope.get(CALLER) or Anybody()
+    return caller
