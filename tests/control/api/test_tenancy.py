@@ -95,6 +95,12 @@ class TestKeys:
         assert len(client.get("/v1/keys", params={"ended": True}).json()) == 1
         assert client.post("/v1/keys", json={"name": "x", "team": "nobody"}, headers=ROOT).status_code == 400
 
+    def test_only_operators_make_keys_that_go_before_others(self, client: TestClient) -> None:
+        urgent = {"name": "x", "priority": -1}
+        assert client.post("/v1/keys", json=urgent).status_code == 403
+        assert client.post("/v1/keys", json=urgent, headers=ROOT).json()["key"]["priority"] == -1
+        assert client.post("/v1/keys", json={"name": "x", "priority": 5}).status_code == 200
+
     def test_a_job_cannot_make_or_change_keys(self, client: TestClient) -> None:
         create(client)
         job = client.post("/v1/jobs", json=GANG).json()["job"]["id"]

@@ -76,14 +76,14 @@ def test_where_no_keys_are_demanded_all_are_let_in_but_keys_still_count(
     async def body(tenancy: Tenancy) -> None:
         for headers in ({}, {"authorization": "Bearer EMPTY"}):
             anybody = tenancy.authenticate(headers)
-            assert (anybody.key, anybody.team, anybody.may_use("x")) == (None, "default", True)
+            assert (anybody.is_known, anybody.team, anybody.may_use("x")) == (False, "default", True)
             grant = await anybody.admit("chat", 10, 10**9)
             assert grant.headers() == {}
             grant.settle(TokenUsage(10, 5), 200)
         with pytest.raises(ApiError):
             caller(tenancy, new_secret())
         known = caller(tenancy, secret)
-        assert known.team == "blue"
+        assert (known.is_known, known.team) == (True, "blue")
         await known.admit("chat", 1, 1)
         assert await refusal(known.admit("chat", 1, 1)) == (429, "requests", "rate_limit_exceeded")
 
@@ -100,7 +100,9 @@ def test_a_request_is_billed_for_what_it_used(line: Line, store: Store, secret_o
         grant = await who.admit("chat", 100, 300)
         assert grant.headers()["x-ratelimit-remaining-tokens"] == "600"
         assert store.tenancy.spending.spent(["key-1"], tenancy.now_s())["key-1"].reserved == 700
+        assert "x-raytide-cost-usd" not in grant.headers()
         grant.settle(TokenUsage(100, 50, 40), 200, version="v3")
+        assert grant.headers()["x-raytide-cost-usd"] == "0.000164000"
         grant.settle(TokenUsage(100, 300), 200)  # too late
         grant.release()
         await until(lambda: bool(store.tenancy.usage.rows(UsageFilter())[0]))

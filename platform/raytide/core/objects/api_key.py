@@ -80,8 +80,8 @@ class KeySpec(Config):
     """Of prompts and completions together."""
     budget: KeyBudget | None = None
     priority: int = Field(default=0, ge=-100, le=100)
-    """The priority of its requests in the engine, lower being more urgent; an endpoint's `min_request_priority` bounds
-    it."""
+    """The priority of its requests, lower being more urgent, and the most urgent that they may ask for. Below 0 it
+    needs a token for all teams."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from raytide.gateway.tenancy.key_table import KeyTable, unauthorized, unavailabl
 from raytide.gateway.tenancy.rate_limits import RateLimits, RateState
 from raytide.gateway.tenancy.usage import UsageReporter
 
-__all__ = ["GatewayCaller", "Grant", "Tenancy"]
+__all__ = ["GatewayCaller", "GatewayGrant", "Tenancy"]
 
 _LIMITS_FILE = "gateway_limits.bin"
 _TEAM = "default"
@@ -124,6 +124,11 @@ class GatewayCaller:
         return _TEAM if self.key is None else self.key.team
 
     @property
+    def is_known(self) -> bool:
+        """True for the holder of a key."""
+        return self.key is not None
+
+    @property
     def weight(self) -> float:
         """The team's weight in the fair share."""
         return self._tenancy.keys.weight(self.team)
@@ -136,14 +141,14 @@ class GatewayCaller:
     def may_use(self, model: str) -> bool:
         return self.key is None or self.key.allows(model)
 
-    async def admit(self, model: str, prompt_tokens: int, most_completion_tokens: int) -> Grant:
+    async def admit(self, model: str, prompt_tokens: int, most_completion_tokens: int) -> GatewayGrant:
         """Admits a request, with the most tokens that it can have.
 
         Raises a 403 for a model that the key may not use, a 429 beyond a rate limit or the budget, and a 503 while that
         cannot be checked. The caller must settle or release the grant.
         """
         price = self._tenancy.keys.price(model)
-        grant = Grant(self._tenancy, self, model, price)
+        grant = GatewayGrant(self._tenancy, self, model, price)
         if self.key is None:
             return grant
         try:
@@ -153,7 +158,7 @@ class GatewayCaller:
             raise
         return grant
 
-    async def _check(self, key: ApiKey, grant: Grant, prompt_tokens: int, most_completion_tokens: int) -> None:
+    async def _check(self, key: ApiKey, grant: GatewayGrant, prompt_tokens: int, most_completion_tokens: int) -> None:
         tenancy = self._tenancy
         if not key.allows(grant.model):
             text = f"API key {key.name} does not have access to model {grant.model}."
@@ -172,7 +177,7 @@ class GatewayCaller:
             raise
 
 
-class Grant:
+class GatewayGrant:
     """An admitted request. It ends once, with `settle` or `release`; later calls do nothing."""
 
     def __init__(self, tenancy: Tenancy, caller: GatewayCaller, model: str, price: TokenPrice) -> None:
@@ -180,15 +185,20 @@ class Grant:
         self.caller, self.model, self.price = caller, model, price
         self.counted_tokens, self.rates, self.has_reserved = 0, RateState(), False
         self._tenancy, self._is_over = tenancy, False
+        self._cost_pico_usd: int | None = None
 
     def headers(self) -> dict[str, str]:
-        """Returns the `x-ratelimit-*` headers of the response."""
-        return self.rates.headers()
+        """Returns headers of the response: the `x-ratelimit-*` ones, and after `settle` the cost, if it has a key."""
+        if self.caller.key is None or self._cost_pico_usd is None:
+            return self.rates.headers()
+        return {**self.rates.headers(), "x-raytide-cost-usd": f"{self._cost_pico_usd / 1e12:.9f}"}
 
     def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None:
         """Bills the request: its tokens so far, and the HTTP status of its response (499 if the client left)."""
         if self._end(0 if usage is None else usage.prompt_tokens + usage.completion_tokens):
-            self._tenancy.reporter.report(self.row(usage, status, version))
+            row = self.row(usage, status, version)
+            self._cost_pico_usd = row.cost_pico_usd
+            self._tenancy.reporter.report(row)
 
     def release(self) -> None:
         """Ends a request that cost nothing and had no response."""
