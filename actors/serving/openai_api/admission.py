@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from raytide.actors.engine.types import TokenUsage
 
 CALLER = "raytide.caller"
-"""The key of the ASGI scope under which a middleware leaves the Caller."""
+"""The key of the ASGI scope under which a middleware leaves the RequestCaller."""
 HEADERS = "raytide.headers"
 """The key of the ASGI scope under which a route leaves headers for the response."""
 
@@ -25,7 +25,7 @@ class Grant(Protocol):
         """Returns headers for the response: limits, and after `settle` the cost."""
 
 
-class Caller(Protocol):
+class RequestCaller(Protocol):
     """Who sends a request."""
 
     @property
@@ -68,7 +68,7 @@ class _Free:
         return {}
 
 
-def caller_of(scope: Any) -> Caller:
+def caller_of(scope: Any) -> RequestCaller:
     """Returns the caller that a middleware has found, else anybody."""
-    caller: Caller = scope.get(CALLER) or Anybody()
+    caller: RequestCaller = scope.get(CALLER) or Anybody()
     return caller

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raytide.actors.engine.limits import MAX_EMBEDDING_TOKENS, MAX_NAME_CHARS
 from raytide.actors.engine.types import TokenUsage
-from raytide.actors.serving.openai_api.admission import Caller
+from raytide.actors.serving.openai_api.admission import RequestCaller
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import Inputs
@@ -43,7 +43,7 @@ class EmbeddingList(BaseModel):
     usage: EmbeddingUsage
 
 
-async def embed(server: Server, request: EmbeddingRequest, caller: Caller) -> EmbeddingList:
+async def embed(server: Server, request: EmbeddingRequest, caller: RequestCaller) -> EmbeddingList:
     server.card(request.model)
     server.require("embeddings", param="model")
     if request.dimensions is not None:

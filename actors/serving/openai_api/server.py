@@ -14,7 +14,7 @@ from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import EngineInfo, Feature, GenRequest
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
-from raytide.actors.serving.openai_api.admission import Anybody, Caller
+from raytide.actors.serving.openai_api.admission import Anybody, RequestCaller
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
@@ -93,7 +93,7 @@ class Server:
             raise invalid(f"{feature} is not supported by {self.model}.", param=param)
 
     async def generate(
-        self, request: CompletionRequest | ChatRequest, caller: Caller | None = None
+        self, request: CompletionRequest | ChatRequest, caller: RequestCaller | None = None
     ) -> GenerationStream:
         """Starts a generation. The request is validated completely, and its caller admitted, before the engine sees
         any of it.
@@ -142,7 +142,7 @@ class Server:
             self._check_length(tokens, field)
         return prompts
 
-    def _priority(self, asked: int | None, caller: Caller) -> int:
+    def _priority(self, asked: int | None, caller: RequestCaller) -> int:
         """Returns the request's priority, which is at most as urgent as the caller or the endpoint allows."""
         most_urgent = caller.priority if caller.is_known else self._min_priority
         return max(most_urgent, caller.priority if asked is None else asked)
@@ -173,7 +173,7 @@ class Server:
             )
 
 
-def _salt(asked: str | None, caller: Caller) -> str:
+def _salt(asked: str | None, caller: RequestCaller) -> str:
     """Returns the salt of the prefix cache. Teams share no prefixes, since a hit would tell one what another sent."""
     return f"{caller.team}/{asked or ''}" if caller.is_known else asked or ""
 

@@ -7,14 +7,12 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raytide.actors.serving.http.app import error_response, openai_app
+from raytide.actors.serving.http.app import openai_app
 from raytide.actors.serving.http.headers import ResponseHeaders
-from raytide.actors.serving.openai_api.admission import CALLER
-from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.gateway.models import ENDPOINT, EndpointModels
+from raytide.gateway.tenancy.authentication import Authentication
 from raytide.gateway.tenancy.tenancy import Tenancy
 
 _OWN = frozenset({"v1", "health", "metrics", "docs", "openapi.json", "redoc"})
@@ -41,22 +39,6 @@ def create_app(models: EndpointModels, tenancy: Tenancy, start: Callable[[], Asy
         return Response(text, media_type="text/plain; version=0.0.4")
 
     return app
-
-
-class Authentication:
-    """Middleware that finds the caller of a request by its headers, before any of its body is read."""
-
-    def __init__(self, app: ASGIApp, tenancy: Tenancy) -> None:
-        self._app, self._tenancy = app, tenancy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
-            try:
-                scope[CALLER] = self._tenancy.authenticate(Headers(scope=scope))
-            except ApiError as error:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 class EndpointPaths:

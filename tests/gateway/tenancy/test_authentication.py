@@ -9,7 +9,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 from tests.gateway.tenancy.conftest import Line
 
-from raytide.gateway.tenancy.authentication import Authentication, caller_of
+from raytide.actors.serving.openai_api.admission import caller_of
+from raytide.gateway.tenancy.authentication import Authentication
 from raytide.gateway.tenancy.tenancy import Tenancy
 
 

@@ -6,12 +6,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raytide.actors.serving.http.app import error_response
+from raytide.actors.serving.openai_api.admission import CALLER
 from raytide.actors.serving.openai_api.errors import ApiError
-from raytide.gateway.tenancy.tenancy import GatewayCaller, Tenancy
+from raytide.gateway.tenancy.tenancy import Tenancy
 
-__all__ = ["Authentication", "caller_of"]
-
-_CALLER = "raytide.caller"
+__all__ = ["Authentication"]
 
 
 class Authentication:
@@ -27,16 +26,10 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1/"):
             try:
-                scope[_CALLER] = self._tenancy.authenticate(Headers(scope=scope))
+                scope[CALLER] = self._tenancy.authenticate(Headers(scope=scope))
             except ApiError as error:
                 response = error_response(error)
                 response.headers["connection"] = "close"  # its body is not read
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def caller_of(scope: Scope) -> GatewayCaller:
-    """Returns the caller of a request that passed `Authentication`."""
-    caller: GatewayCaller = scope[_CALLER]
-    return caller

@@ -116,10 +116,6 @@ class GatewayCaller:
         self._tenancy, self.key = tenancy, key
 
     @property
-    def is_known(self) -> bool:
-        return self.key is not None
-
-    @property
     def team(self) -> str:
         return _TEAM if self.key is None else self.key.team
 
