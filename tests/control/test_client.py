@@ -13,8 +13,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from raytide.control import client as module
 from raytide.control.client import ApiClient, HttpConnections
+from raytide.control.client import api_client as module
 from raytide.control.views import JobView, to_json
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError
 from raytide.core.objects.gang import GangSpec, Shape

@@ -28,7 +28,7 @@ COMMANDS = {
     "metrics": ("runs:metrics", "Print the latest steps of a training run."),
     "plot": ("runs:plot", "Plot the metrics of a training run over its steps, with its interruptions."),
     "profile": ("runs:profile", "Profile the next steps of a running job without restarting it."),
-    "serve": ("serve:serve", "Serve a model, or list what is served."),
+    "serve": ("serving.serve:serve", "Serve a model, or list what is served."),
     "key": ("tenancy.keys:key", "Manage the API keys of the gateway."),
     "usage": ("tenancy.keys:usage", "Show the requests of the gateway: their tokens and cost, by key or otherwise."),
     "audit": ("tenancy.audit:audit", "Show or check the audit log."),

@@ -19,7 +19,7 @@ from raytide.core.objects.plan import Launch, Plan, Wait
 from raytide.core.objects.snapshot import Pool
 from raytide.core.state import Changes, Event, Store, tables
 from raytide.core.state.database import Database
-from raytide.core.state.ledger_queries import LedgerQueries
+from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.core.state.write import KEPT_PLANS, transitions
 
 SHAPE = Shape(members=2, min_members=1, resources={"CPU": 1.5, "GPU": 1.0}, labels={"ray.io/market-type": "spot"})

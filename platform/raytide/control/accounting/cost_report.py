@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.views import CostLine, CostReport
-from raytide.core.state.ledger_queries import LedgerQueries
+from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.ledger.cost import accrued
 from raytide.ledger.reconcile import bill
 

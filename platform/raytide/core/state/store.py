@@ -22,9 +22,9 @@ from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_endpoints, check_live_jobs, check_progress
 from raytide.core.state.database import Database, WriteFailure
-from raytide.core.state.job_queries import CHANGES, JobQueries, chunked, leases_where, no_endpoint, no_job
 from raytide.core.state.leader import Leader
-from raytide.core.state.ledger_queries import LedgerQueries
+from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, leases_where, no_endpoint, no_job
+from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.tenancy.keys import touch_key_table

@@ -12,7 +12,7 @@ from raytide.core.objects.gang import LeaseState
 from raytide.core.objects.job import FINAL_STATES
 from raytide.core.objects.plan import Plan
 from raytide.core.state.codec import event_values
-from raytide.core.state.job_queries import REMOVED_JOBS, chunked
+from raytide.core.state.queries.jobs import REMOVED_JOBS, chunked
 from raytide.core.state.records import Event
 from raytide.core.state.tables import counters, events, jobs, leases, members, plans, teams
 

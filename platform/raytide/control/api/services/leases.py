@@ -26,7 +26,7 @@ from raytide.core.errors import LeaseLostError, NotFoundError, RaytideError, Sto
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import Job, JobKind, JobState
 from raytide.core.state import Store
-from raytide.core.state.job_queries import LeaseKey
+from raytide.core.state.queries.jobs import LeaseKey
 
 POLL_S = 0.1
 BEAT_S = 1.0

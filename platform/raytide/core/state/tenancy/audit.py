@@ -19,7 +19,7 @@ from raytide.core.bounds import MOST_PAGE_BYTES, storable
 from raytide.core.objects.api_key import AuditEntry, ChainVerdict
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
-from raytide.core.state.job_queries import chunked
+from raytide.core.state.queries.jobs import chunked
 from raytide.core.state.write import append, next_number
 
 __all__ = ["BATCH", "PRUNED", "REQUESTS", "USAGE_PRUNED", "AuditLog", "acting", "add_entry", "digest_of_rows", "record"]

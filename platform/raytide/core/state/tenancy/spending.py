@@ -18,7 +18,7 @@ from raytide.core.money import month_of, to_us
 from raytide.core.objects.api_key import LIFE, AskedReservation, KeySpending, RequestUsage, billed_micro_usd
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
-from raytide.core.state.job_queries import chunked
+from raytide.core.state.queries.jobs import chunked
 from raytide.core.state.tenancy.audit import REQUESTS, add_entry, digest_of_rows
 from raytide.core.state.write import append, upsert
 

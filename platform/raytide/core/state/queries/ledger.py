@@ -11,7 +11,7 @@ from raytide.core.objects.ledger_entry import DAY_US, CostBy, Entry, EntryKind, 
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
-from raytide.core.state.job_queries import chunked
+from raytide.core.state.queries.jobs import chunked
 
 
 class LedgerQueries:

@@ -9,11 +9,11 @@ import random
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode, urlsplit
 
+from raytide.control.client.connections import HttpConnections
 from raytide.control.job_tokens import key_in, token_of
 from raytide.control.views import (
     ClusterStatus,
@@ -281,72 +281,6 @@ class ApiClient:
             if 200 <= status < 300:
                 return answer
             raise _error(status, answer)
-
-
-class HttpConnections:
-    """Connections to one HTTP server, kept open between requests. Thread-safe.
-
-    The standard library's client does it, because the imports of others cost `raytide ps` more than its whole work.
-    """
-
-    def __init__(self, address: str, headers: Mapping[str, str]) -> None:
-        """Raises ConfigError if the address is none of HTTP."""
-        url = urlsplit(address)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise ConfigError(f"{address!r} is not the address of an API.", hint="Write http://HOST:PORT.")
-        self._class = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        self._host, self._prefix, self._headers = url.netloc, url.path.rstrip("/"), headers
-        self._idle: list[http.client.HTTPConnection] = []
-
-    def request(
-        self, method: str, path: str, query: Mapping[str, Any], body: object, *, timeout_s: float
-    ) -> tuple[int, bytes]:
-        """Sends bytes as they are, anything else but None as JSON. Returns the status and the body of the answer.
-        Raises OSError or HTTPException without an answer.
-
-        A request that fails on a connection which the server may have closed meanwhile is sent again on another.
-        """
-        headers, content = dict(self._headers), body if isinstance(body, bytes) else None
-        if body is not content:
-            headers["Content-Type"], content = "application/json", json.dumps(body, allow_nan=False).encode()
-        words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items()}
-        target = self._prefix + quote(path) + ("?" + urlencode(words) if words else "")
-        while True:
-            try:
-                connection, is_new = self._idle.pop(), False
-            except IndexError:
-                connection, is_new = self._class(self._host), True
-            try:
-                answer = _exchange(connection, method, target, content, headers, timeout_s)
-            except BaseException as error:
-                connection.close()
-                if is_new or not isinstance(error, ConnectionError | http.client.HTTPException):
-                    raise
-            else:
-                self._idle.append(connection)
-                return answer
-
-    def close(self) -> None:
-        """Closes the idle connections."""
-        while self._idle:
-            self._idle.pop().close()
-
-
-def _exchange(
-    connection: http.client.HTTPConnection,
-    method: str,
-    target: str,
-    content: bytes | None,
-    headers: Mapping[str, str],
-    timeout_s: float,
-) -> tuple[int, bytes]:
-    connection.timeout = timeout_s
-    if connection.sock is not None:
-        connection.sock.settimeout(timeout_s)
-    with suppress(BrokenPipeError, ConnectionResetError):  # an answer may precede the end of a large body
-        connection.request(method, target, content, headers)
-    response = connection.getresponse()
-    return response.status, response.read()
 
 
 T = TypeVar("T")

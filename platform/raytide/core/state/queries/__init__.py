@@ -1,0 +1,1 @@
+"""Queries on jobs, leases and the ledger."""
