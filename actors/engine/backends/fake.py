@@ -294,6 +294,7 @@ class FakeEngine(BasicEngine):
         self._loras.remove(name)
 
     async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+        self._check_alive()
         return [direction(_bytes(prompt)) for prompt in batch]
 
     async def drain(self, timeout_s: float) -> bool:

@@ -109,7 +109,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
     async def list_models(request: Request) -> ModelList:
         return ModelList(data=models.cards(request))
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model}")
     async def model_card(model: str, request: Request) -> Model:
         return (await models.server(model, request)).card(model)
 
