@@ -55,7 +55,7 @@ class SingleModel:
         self._server = server
 
     async def server(self, model: str, request: Request) -> Server:
-        self._server.card(model)
+        self._server.check_name(model)
         return self._server
 
     def cards(self, request: Request) -> list[Model]:

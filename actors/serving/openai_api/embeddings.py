@@ -44,7 +44,7 @@ class EmbeddingList(BaseModel):
 
 
 async def embed(server: Server, request: EmbeddingRequest, caller: RequestCaller) -> EmbeddingList:
-    server.card(request.model)
+    server.check_name(request.model)
     server.require("embeddings", param="model")
     if request.dimensions is not None:
         raise invalid("dimensions is not supported by this model server.", param="dimensions")

@@ -7,10 +7,10 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from raytide.actors.engine.limits import MAX_LOGPROB_ENTRIES, MAX_TIMEOUT_S
@@ -45,18 +45,19 @@ async def respond(
 ) -> Response:
     """Returns the answer to `body`, as `writer_of` the request's tools writes it. Metrics count it for `api`."""
     track = server.metrics.track(api)
+    leaving = asyncio.ensure_future(_until_disconnect(request.receive))
     try:
-        generation = await _unless_gone(request, server.generate(body, caller_of(request.scope)))
+        generation = await _unless_gone(leaving, server.generate(body, caller_of(request.scope)))
         reading = _Reading(generation, track, server.info.weights_version, _deadline_s(body, request))
         try:
             writer = writer_of(generation.tool_use)
             if body.stream:
                 # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.
-                first = await _unless_gone(request, reading.next())
+                first = await _unless_gone(leaving, reading.next())
                 _leave_headers(request, generation)
                 events = _events(reading, first, writer, server.texts)
                 return _EventStream(events, reading.close)
-            await _unless_gone(request, reading.to_the_end())
+            await _unless_gone(leaving, reading.to_the_end())
 
             def render_response() -> Response:
                 usage = usage_of(reading.choices)
@@ -82,6 +83,8 @@ async def respond(
         raise
     except Exception as error:
         raise failed(error, track) from error
+    finally:
+        leaving.cancel()
 
 
 def _deadline_s(body: CompletionRequest | ChatRequest, request: Request) -> float | None:
@@ -190,20 +193,35 @@ def _rendered(writer: ResponseWriter, batch: list[ChoiceDelta], bytes_of: TokenB
     return b"".join(writer.chunk(delta, bytes_of) for delta in batch)
 
 
-class _EventStream(StreamingResponse):
+class _EventStream(Response):
     """A streaming response of server-sent events.
 
-    Calls `on_close` however the stream ends, also when the client disconnects before the first byte.
+    Calls `on_close` however the stream ends, also when the client disconnects before the first byte. Starlette's own
+    streaming response takes twice as long for a stream, since it makes a group of tasks.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._on_close = on_close
+        super().__init__(headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events, self._on_close = events, on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.current_task()
+        assert sending is not None
+        leaving = asyncio.ensure_future(_until_disconnect(receive))
+        leaving.add_done_callback(lambda left: None if left.cancelled() else sending.cancel())
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:
+            if not leaving.done() or sending.uncancel():
+                raise
         finally:
+            leaving.cancel()
             self._on_close()
 
 
@@ -211,22 +229,21 @@ class _ClientGoneError(Exception):
     pass
 
 
-async def _unless_gone(request: Request, work: Coroutine[None, None, _T]) -> _T:
+async def _unless_gone(leaving: asyncio.Future[None], work: Coroutine[None, None, _T]) -> _T:
     """Returns the result of `work`. Raises _ClientGoneError as soon as the client closes its connection."""
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(request))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {working, leaving}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise _ClientGoneError
     finally:
         working.cancel()
-        leaving.cancel()
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

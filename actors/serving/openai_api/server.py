@@ -77,6 +77,12 @@ class Server:
         return self._watch.problem(stats, time.monotonic())
 
     def card(self, name: str) -> Model:
+        self.check_name(name)
+        length = None if self._info is None else self._info.max_model_len
+        return Model(id=self.model, created=self._created, max_model_len=length)
+
+    def check_name(self, name: str) -> None:
+        """Raises ApiError for another model's name."""
         if name != self.model:
             raise invalid(
                 f"The model {name!r} does not exist here; this endpoint serves {self.model!r}.",
@@ -84,8 +90,6 @@ class Server:
                 code="model_not_found",
                 status=404,
             )
-        length = None if self._info is None else self._info.max_model_len
-        return Model(id=self.model, created=self._created, max_model_len=length)
 
     def require(self, feature: Feature, *, param: str) -> None:
         """Raises ApiError for a feature that the engine lacks."""
@@ -99,7 +103,7 @@ class Server:
         any of it.
         """
         caller = caller or Anybody()
-        self.card(request.model)
+        self.check_name(request.model)
         use = tool_use_of(request, self.info.chat) if isinstance(request, ChatRequest) else NO_TOOLS
         sampling, echoes = sampling_of(request, use.structured), [""]
         if isinstance(request, ChatRequest):

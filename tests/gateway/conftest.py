@@ -1,0 +1,92 @@
+"""A gateway's app over engines of this process, each behind a real socket, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+
+from raytide.actors.engine.backends.remote.server import EngineServer
+from raytide.actors.engine.base import Engine
+from raytide.actors.serving.ray_serve.keys import ReplicaAddress
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.gateway.app import create_app
+from raytide.gateway.models import EndpointModels
+from raytide.gateway.replicas.directory import EndpointEntry
+from raytide.gateway.tenancy.control_api import ControlApi
+from raytide.gateway.tenancy.tenancy import Tenancy
+
+SECRET = "secret"
+
+
+@dataclass
+class Gateway:
+    """One gateway with the endpoints that a test deploys. `http` is a client of its app."""
+
+    http: httpx.AsyncClient
+    models: EndpointModels
+    listing: dict[str, EndpointEntry] = field(default_factory=dict)
+    servers: dict[str, EngineServer] = field(default_factory=dict)
+
+    async def deploy(self, name: str, *engines: Engine, **spec: object) -> None:
+        """Adds replicas `NAME-0`, `NAME-1`... with these engines, and waits until they take requests."""
+        addresses = dict(self.listing[name].replicas) if name in self.listing else {}
+        for engine in engines:
+            server = EngineServer(engine, await engine.start(), SECRET, problem=_no_problem)
+            replica = f"{name}-{len(addresses)}"
+            self.servers[replica] = server
+            addresses[replica] = ReplicaAddress("127.0.0.1", await server.listen("127.0.0.1"), SECRET)
+        self.listing[name] = EndpointEntry(ServeSpec(name=name, model="/models/none", **spec), 1.0, addresses)  # type: ignore[arg-type]
+        self.models.update(self.listing)
+        replicas = self.models.endpoint(name)[1]
+
+        async def are_ready() -> bool:
+            return len(replicas.ready) == len(addresses)
+
+        await until(are_ready)
+
+    async def kill(self, replica: str) -> None:
+        """Ends a replica as SIGKILL would, for those who are connected to it."""
+        server = self.servers.pop(replica)
+        for connection in list(server._connections):
+            connection._transport.abort()
+        await server.close()
+        name = replica.rpartition("-")[0]
+        entry = self.listing[name]
+        left = {other: address for other, address in entry.replicas.items() if other != replica}
+        self.listing[name] = EndpointEntry(entry.spec, entry.created_at_s, left)
+        self.models.update(self.listing)
+
+
+@asynccontextmanager
+async def running_gateway(*, requires_keys: bool = False) -> AsyncIterator[Gateway]:
+    async with AsyncExitStack() as stack:
+        models = EndpointModels("test")
+        tenancy = Tenancy(ControlApi("http://127.0.0.1:9", "", "test"), requires_keys=requires_keys)
+        app = create_app(models, tenancy, _nothing)
+        transport = httpx.ASGITransport(app=app)
+        http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://gateway"))
+        gateway = Gateway(http, models)
+        yield gateway
+        await models.close()
+        for server in gateway.servers.values():
+            await server.close()
+
+
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    for _ in range(1000):
+        if await holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("waited for 10 s")
+
+
+async def _no_problem() -> None:
+    return None
+
+
+async def _nothing() -> AsyncIterator[None]:
+    yield

@@ -1,0 +1,129 @@
+"""One address for every endpoint: which model answers, who may ask, and what errors look like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.gateway.conftest import running_gateway, until
+
+from raytide.actors.engine.backends.fake import FakeEngine
+
+
+def chat(model: str, **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, **more}
+
+
+@pytest.mark.asyncio
+async def test_the_model_chooses_the_endpoint() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("tide", FakeEngine(reply="tide "))
+        await gateway.deploy("ebb", FakeEngine(reply="ebb "))
+        for name, text in (("tide", "tide "), ("ebb", "ebb e")):
+            answer = await gateway.http.post("/v1/chat/completions", json=chat(name))
+            assert answer.json()["choices"][0]["message"]["content"] == text
+            assert answer.json()["model"] == name
+            assert answer.headers["x-raytide-replica"] == f"{name}-0"
+        listed = (await gateway.http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["ebb", "tide"]
+        assert (await gateway.http.get("/v1/models/ebb")).json()["id"] == "ebb"
+
+
+@pytest.mark.asyncio
+async def test_an_unknown_model_is_a_404_as_at_openai() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("tide", FakeEngine())
+        for answer in (
+            await gateway.http.post("/v1/chat/completions", json=chat("none")),
+            await gateway.http.get("/v1/models/none"),
+            await gateway.http.post("/v1/embeddings", json={"model": "none", "input": "x"}),
+        ):
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        unknown = await gateway.http.get("/v1/nothing")
+        assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+@pytest.mark.asyncio
+async def test_a_path_with_a_name_serves_that_endpoint_alone() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("tide", FakeEngine())
+        await gateway.deploy("ebb", FakeEngine())
+        own = await gateway.http.post("/tide/v1/chat/completions", json=chat("tide"))
+        assert own.status_code == 200
+        assert [model["id"] for model in (await gateway.http.get("/tide/v1/models")).json()["data"]] == ["tide"]
+        other = await gateway.http.post("/tide/v1/chat/completions", json=chat("ebb"))
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+        nowhere = await gateway.http.get("/flood/v1/models")
+        assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, "not_found")
+
+
+@pytest.mark.asyncio
+async def test_health_and_metrics_are_of_the_gateway_and_of_each_endpoint() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("tide", FakeEngine())
+        await gateway.deploy("ebb", FakeEngine())
+        await gateway.http.post("/v1/chat/completions", json=chat("tide"))
+        assert (await gateway.http.get("/health")).json() == {"status": "ok"}
+        assert (await gateway.http.get("/ebb/health")).status_code == 200
+        everything = (await gateway.http.get("/metrics")).text
+        assert everything.count("# HELP raytide_requests_total ") == 1
+        assert 'raytide_requests_total{api="chat",model="tide",outcome="ok"} 1.0' in everything
+        assert 'raytide_requests_running{model="ebb"}' in everything
+        assert 'model="tide"' not in (await gateway.http.get("/ebb/metrics")).text
+        await gateway.kill("ebb-0")
+        assert (await gateway.http.get("/ebb/health")).status_code == 503
+
+
+@pytest.mark.asyncio
+async def test_without_a_key_nothing_is_answered_where_keys_are_demanded() -> None:
+    async with running_gateway(requires_keys=True) as gateway:
+        await gateway.deploy("tide", FakeEngine())
+        for answer in (
+            await gateway.http.post("/v1/chat/completions", json=chat("tide")),
+            await gateway.http.get("/v1/models"),
+            await gateway.http.post("/tide/v1/completions", json={"model": "tide", "prompt": "x"}),
+        ):
+            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "invalid_request_error")
+        assert (await gateway.http.get("/health")).status_code == 200
+
+
+@pytest.mark.asyncio
+async def test_a_request_ends_at_its_timeout_and_leaves_the_engine() -> None:
+    engine = FakeEngine(tokens_per_s=20)
+    async with running_gateway() as gateway:
+        await gateway.deploy("tide", engine)
+        field = await gateway.http.post("/v1/chat/completions", json=chat("tide", max_tokens=4000, timeout=0.2))
+        header = await gateway.http.post(
+            "/v1/chat/completions", json=chat("tide", max_tokens=4000), headers={"x-raytide-timeout-s": "0.2"}
+        )
+        for answer in (field, header):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+            assert answer.headers["x-should-retry"] == "false"
+        stream = await gateway.http.post(
+            "/v1/chat/completions", json=chat("tide", max_tokens=4000, timeout=0.3, stream=True)
+        )
+        assert '"code":"timeout"' in stream.text
+        assert "[DONE]" not in stream.text
+
+        async def is_idle() -> bool:
+            return (await engine.stats()).running == 0
+
+        await until(is_idle)
+        for bad in ("soon", "-1", "nan", "1e9"):
+            refused = await gateway.http.post(
+                "/v1/chat/completions", json=chat("tide"), headers={"x-raytide-timeout-s": bad}
+            )
+            assert refused.status_code == 400
+
+
+@pytest.mark.asyncio
+async def test_a_deleted_endpoint_is_gone_and_a_new_one_of_its_name_is_another() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("tide", FakeEngine())
+        gateway.listing.clear()
+        gateway.models.update(gateway.listing)
+        assert (await gateway.http.post("/v1/chat/completions", json=chat("tide"))).status_code == 404
+        await gateway.deploy("tide", FakeEngine(reply="neap "))
+        again = await gateway.http.post("/v1/chat/completions", json=chat("tide"))
+        assert again.json()["choices"][0]["message"]["content"] == "neap "

@@ -1,0 +1,120 @@
+"""What happens to requests whose replica dies, refuses or drains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from tests.gateway.conftest import Gateway, running_gateway, until
+
+from raytide.actors.engine.backends.fake import FakeEngine
+
+TOKENS = 100
+TEXT = "tide " * (TOKENS // 5)
+
+
+async def ask(gateway: Gateway, **more: Any) -> tuple[int, str, dict[str, Any]]:
+    """Returns the status, the text and the usage of one stream."""
+    body = {"model": "m", "prompt": "once", "max_tokens": TOKENS, "stream": True, **more}
+    body["stream_options"] = {"include_usage": True}
+    answer = await gateway.http.post("/v1/completions", json=body, timeout=60)
+    if answer.status_code != 200:
+        return answer.status_code, answer.json()["error"]["code"], {}
+    events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    if "error" in events[-1]:
+        return 200, events[-1]["error"]["code"], {}
+    assert answer.text.endswith("data: [DONE]\n\n")
+    return 200, "".join(c["text"] for event in events for c in event["choices"]), events[-1]["usage"]
+
+
+async def until_running(engine: FakeEngine, count: int) -> None:
+    async def are_running() -> bool:
+        return (await engine.stats()).running == count
+
+    await until(are_running)
+
+
+@pytest.mark.asyncio
+async def test_streams_go_on_when_one_replica_after_the_other_dies() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("m", *(FakeEngine(tokens_per_s=100) for _ in range(3)))
+        streams = [asyncio.create_task(ask(gateway, n=1 + number % 3)) for number in range(12)]
+        for replica in ("m-0", "m-1"):
+            await asyncio.sleep(0.25)
+            await gateway.kill(replica)
+        for number, (status, text, usage) in enumerate(await asyncio.gather(*streams)):
+            samples = 1 + number % 3
+            assert (status, sorted(text)) == (200, sorted(TEXT * samples))
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, TOKENS * samples)
+
+
+@pytest.mark.asyncio
+async def test_requests_wait_for_a_replacement_when_the_last_replica_dies() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("m", FakeEngine(tokens_per_s=100))
+        streams = [asyncio.create_task(ask(gateway)) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        await gateway.kill("m-0")
+        await asyncio.sleep(0.2)
+        assert gateway.models.endpoint("m")[1].waiting == 4
+        await gateway.deploy("m", FakeEngine(tokens_per_s=100))
+        assert {text for _, text, _ in await asyncio.gather(*streams)} == {TEXT}
+
+
+@pytest.mark.asyncio
+async def test_a_full_replica_s_requests_go_to_another_and_are_refused_when_all_are_full() -> None:
+    async with running_gateway() as gateway:
+        engines = [FakeEngine(tokens_per_s=100, max_running=1, max_waiting=1) for _ in range(2)]
+        await gateway.deploy("m", *engines)
+        streams = [asyncio.create_task(ask(gateway)) for _ in range(8)]
+        results = await asyncio.gather(*streams)
+        assert sorted(status for status, _, _ in results) == [200] * 4 + [429] * 4
+        assert {text for status, text, _ in results if status == 429} == {"rate_limit_exceeded"}
+
+
+@pytest.mark.asyncio
+async def test_a_draining_replica_gets_no_more_and_what_it_cannot_finish_goes_on_elsewhere() -> None:
+    async with running_gateway() as gateway:
+        engines = [FakeEngine(tokens_per_s=50) for _ in range(2)]
+        await gateway.deploy("m", *engines)
+        streams = [asyncio.create_task(ask(gateway)) for _ in range(6)]
+        await until_running(engines[0], 3)
+        draining = asyncio.create_task(gateway.servers["m-0"].drain(0.5))
+        await asyncio.sleep(0.1)
+        late = asyncio.create_task(ask(gateway, max_tokens=5))
+        assert (await late)[1] == "tide "
+        assert (await engines[0].stats()).running + (await engines[0].stats()).waiting <= 3
+        assert {text for _, text, _ in await asyncio.gather(*streams)} == {TEXT}
+        assert not await draining
+
+
+@pytest.mark.asyncio
+async def test_the_request_that_kills_engines_is_refused_and_takes_no_other_with_it() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("m", *(FakeEngine(tokens_per_s=100, die_on="poison") for _ in range(4)))
+        streams = [asyncio.create_task(ask(gateway)) for _ in range(12)]
+        await asyncio.sleep(0.2)
+        assert (await ask(gateway, prompt="poison"))[:2] == (503, "engine_dead")
+        assert {text for _, text, _ in await asyncio.gather(*streams)} == {TEXT}
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_fails_alone_is_not_repeated() -> None:
+    async with running_gateway() as gateway:
+        engines = [FakeEngine(fail_on="bad") for _ in range(2)]
+        await gateway.deploy("m", *engines)
+        assert (await ask(gateway, prompt="bad"))[:2] == (500, "engine")
+        assert sum([(await engine.stats()).failed for engine in engines]) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_frees_its_place() -> None:
+    engine = FakeEngine(tokens_per_s=50)
+    async with running_gateway() as gateway:
+        await gateway.deploy("m", engine)
+        leaving = asyncio.create_task(ask(gateway, max_tokens=4000))
+        await until_running(engine, 1)
+        leaving.cancel()
+        await until_running(engine, 0)
