@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from raytide.actors.serving.batch.input_file import InputRow
 from raytide.actors.serving.batch.progress_file import RowResult, RowUsage
+from raytide.actors.serving.openai_api.errors import ApiError
 
 __all__ = ["failed_row", "request_row"]
 
@@ -24,11 +25,15 @@ _BACKOFF_S = (0.1, 15.0)
 
 
 async def request_row(app: ASGIApp, place: int, row: InputRow, scope: Callable[[], Mapping[str, Any]]) -> RowResult:
-    """Returns the row's result. `scope()` gives entries of the ASGI scope, such as the caller, for each attempt."""
+    """Returns the row's result. `scope()` gives entries of the ASGI scope, such as the caller, for each attempt;
+    an ApiError of it is an answer.
+    """
     pause_s, errors = _BACKOFF_S[0], 0
     while True:
-        status, headers, content = await _answer(app, row.url, json.dumps(row.body).encode(), scope())
-        body = _json(content)
+        try:
+            status, headers, body = await _answer(app, row.url, json.dumps(row.body).encode(), scope())
+        except ApiError as error:  # of `scope`
+            status, headers, body = error.status, error.headers, error.body.model_dump()
         errors += status >= 500 and _code(body) != "overloaded"
         is_over = status not in _RETRIED and status < 500
         if is_over or errors >= _MAX_ERRORS or headers.get("x-should-retry") == "false":
@@ -51,7 +56,7 @@ def _line(custom_id: str, response: object, error: object) -> dict[str, object]:
 
 async def _answer(
     app: ASGIApp, path: str, body: bytes, entries: Mapping[str, Any]
-) -> tuple[int, dict[str, str], bytes]:
+) -> tuple[int, dict[str, str], object]:
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status, headers, content = 500, dict[str, str](), bytearray()
 
@@ -90,7 +95,7 @@ async def _answer(
     except Exception:
         if not content:  # Starlette answers a failure and raises it again
             raise
-    return status, headers, bytes(content)
+    return status, headers, _json(bytes(content))
 
 
 def _json(content: bytes) -> object:

@@ -19,7 +19,7 @@ def add_batch_routes(app: FastAPI, batches: BatchStore) -> None:
     @app.post("/v1/batches")
     def create_batch(body: BatchRequest, request: Request) -> BatchObject:
         key = getattr(request.scope.get("raytide.caller"), "key", None)
-        return batches.create(body, team_of(request), "" if key is None else key.id)
+        return batches.create(body, team_of(request), "" if key is None else key.account)
 
     @app.get("/v1/batches")
     def list_batches(

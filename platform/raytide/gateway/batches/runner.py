@@ -52,8 +52,8 @@ ScopeOf = Callable[[str, str], Mapping[str, Any]]
 
 
 class BatchRunner:
-    """The part of one gateway process in the batches. `scope_of(team, key_id)` gives the entries of the ASGI scope with
-    which rows of that team run, such as their caller.
+    """The part of one gateway process in the batches. `scope_of(team, account)` gives the entries of the ASGI scope
+    with which rows of that team run, such as their caller.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class BatchRunner:
 
         async def request(place: int, row: InputRow) -> RowResult:
             return await request_row(
-                self._app, place, self._behind_clients(row), lambda: self._scope_of(claimed.team, claimed.key_id)
+                self._app, place, self._behind_clients(row), lambda: self._scope_of(claimed.team, claimed.account)
             )
 
         status = self._ending(batch)

@@ -32,9 +32,9 @@ class BatchService:
         folder: Path,
         *,
         limits: FileLimits | None = None,
-        scope_of: ScopeOf = lambda team, key_id: {},
+        scope_of: ScopeOf = lambda team, account: {},
     ) -> None:
-        """`scope_of(team, key_id)` gives the entries of the ASGI scope with which the rows of a batch run."""
+        """`scope_of(team, account)` gives the entries of the ASGI scope with which the rows of a batch run."""
         files = FileStore(Database(folder), limits)
         batches = BatchStore(files)
         add_file_routes(app, files)

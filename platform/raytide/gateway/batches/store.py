@@ -30,8 +30,8 @@ MAX_UNFINISHED = 100
 class UnfinishedBatch:
     id: str
     team: str
-    key_id: str
-    """The API key that created it, under whose limits its rows run; empty where there was none."""
+    account: str
+    """The account of the API key that created it, under whose limits its rows run; empty where there was none."""
 
 
 class BatchStore:
@@ -41,7 +41,7 @@ class BatchStore:
         self.files, self._now_s = files, now_s
         self._database = files.database
 
-    def create(self, request: BatchRequest, team: str, key_id: str) -> BatchObject:
+    def create(self, request: BatchRequest, team: str, account: str) -> BatchObject:
         """Creates a batch of an uploaded file, which cannot be deleted until it ends."""
         source = self.files.get(team, request.input_file_id)
         if source.purpose != "batch":
@@ -72,8 +72,8 @@ class BatchStore:
             if not held:
                 raise invalid(f"No such File object: {source.id}.", param="input_file_id", status=404)
             connection.execute(
-                "INSERT INTO batches (id, team, key_id, record) VALUES (?, ?, ?, ?)",
-                (batch.id, team, key_id, _record(batch)),
+                "INSERT INTO batches (id, team, account, record) VALUES (?, ?, ?, ?)",
+                (batch.id, team, account, _record(batch)),
             )
         return batch
 
@@ -111,8 +111,10 @@ class BatchStore:
     def unfinished(self) -> list[UnfinishedBatch]:
         """Returns the batches of all teams that have not ended, oldest first."""
         with self._database.read() as connection:
-            rows = connection.execute("SELECT id, team, key_id FROM batches WHERE is_final = 0 ORDER BY seq").fetchall()
-        return [UnfinishedBatch(row["id"], row["team"], row["key_id"]) for row in rows]
+            rows = connection.execute(
+                "SELECT id, team, account FROM batches WHERE is_final = 0 ORDER BY seq"
+            ).fetchall()
+        return [UnfinishedBatch(row["id"], row["team"], row["account"]) for row in rows]
 
     def move(self, batch: BatchObject, status: BatchStatus) -> BatchObject:
         """Saves what the batch's process has set, with a new status and its time, unless the batch is beyond that

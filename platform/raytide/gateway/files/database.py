@@ -29,7 +29,7 @@ CREATE TABLE IF NOT EXISTS batches (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
     team TEXT NOT NULL,
-    key_id TEXT NOT NULL,
+    account TEXT NOT NULL,
     is_final INTEGER NOT NULL DEFAULT 0,
     record TEXT NOT NULL
 );
@@ -40,7 +40,10 @@ CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (seq) WHERE is_final = 
 
 
 class Database:
-    """A folder with the database in it, for this user alone. Each call opens the file: any thread may call it."""
+    """A folder with the database in it, for this user alone. Each call opens the file: any thread may call it.
+
+    It has a rollback journal, not a write-ahead log, whose readers would need room on the disk.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,7 +51,6 @@ class Database:
         self.folder = folder
         self._path = folder / "files.db"
         with self._errors(), self._opened() as connection:
-            connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(_SCHEMA)
 
     @contextmanager

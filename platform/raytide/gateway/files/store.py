@@ -151,7 +151,8 @@ class FileStore:
             expires_after_s = _KEEP_BATCH_S
         expires_at = None if expires_after_s is None else now + expires_after_s
         connection.execute(
-            "INSERT INTO files (id, team, purpose, filename, bytes, created_at, expires_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO files (id, team, purpose, filename, bytes, created_at, expires_at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
             (part.id, team, purpose, filename, part.size, now, expires_at),
         )
         with full_disk_is_an_error("the file"):
@@ -182,7 +183,7 @@ class FileStore:
             raise _unknown(file_id)
         return _file(row)
 
-    def list(
+    def page(
         self, team: str, *, after: str | None, limit: int, is_ascending: bool, purpose: str | None
     ) -> FileObjectList:
         """Returns a page of the team's files, by the order in which they were added."""
