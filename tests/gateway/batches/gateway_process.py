@@ -15,6 +15,8 @@ from raytide.gateway.app import create_app
 from raytide.gateway.batches.service import BatchService
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import EndpointEntry
+from raytide.gateway.tenancy.control_api import ControlApi
+from raytide.gateway.tenancy.tenancy import Tenancy
 
 if __name__ == "__main__":
     folder, port, engine_port = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -29,6 +31,7 @@ if __name__ == "__main__":
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    app = create_app(models, run)
-    batches = BatchService(app, models, folder)
+    nobody = Tenancy(ControlApi("http://127.0.0.1:9", "", "test"), requires_keys=False)
+    app = create_app(models, nobody, run)
+    batches = BatchService(app, models, nobody, folder)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")

@@ -17,9 +17,10 @@ from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI
 from tests.disk_fixture import Disk
 
 from raytide.actors.serving.http.app import openai_app
+from raytide.actors.serving.openai_api.admission import CALLER
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.core.errors import StorageError
-from raytide.gateway.files.database import Database
+from raytide.gateway.files.database import FileDatabase
 from raytide.gateway.files.routes import add_file_routes
 from raytide.gateway.files.store import FileLimits, FileObject, FileStore
 from raytide.gateway.models import EndpointModels
@@ -41,12 +42,22 @@ class TeamHeader:
     async def __call__(self, scope, receive, send) -> None:  # type: ignore[no-untyped-def]
         if scope["type"] == "http":
             headers = dict(scope["headers"])
-            scope["raytide.caller"] = Caller(headers.get(b"team", b"default").decode())
+            scope[CALLER] = Caller(headers.get(b"team", b"default").decode())
         await self._app(scope, receive, send)
 
 
+CLIENTS: list[OpenAI] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_clients() -> Iterator[None]:
+    yield
+    while CLIENTS:
+        CLIENTS.pop().close()
+
+
 def client_of(url: str, team: str = "default") -> OpenAI:
-    return OpenAI(
+    made = OpenAI(
         base_url=f"{url}/v1",
         api_key="none",
         max_retries=0,
@@ -54,11 +65,13 @@ def client_of(url: str, team: str = "default") -> OpenAI:
         default_headers={"team": team},
         _strict_response_validation=True,
     )
+    CLIENTS.append(made)
+    return made
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> FileStore:
-    return FileStore(Database(tmp_path / "files"), LIMITS)
+    return FileStore(FileDatabase(tmp_path / "files"), LIMITS)
 
 
 @pytest.fixture
@@ -183,6 +196,7 @@ FILE, PURPOSE = ('name="file"; filename="a"', b"x"), ('name="purpose"', b"batch"
         (b"{}", "multipart/form-data", 415, None),
         (b"{}", "multipart/form-data; boundary=" + "b" * 500, 400, None),
     ],
+    ids=range(14),
 )
 def test_wrong_uploads_are_refused_and_leave_nothing(
     url: str, store: FileStore, body: bytes, kind: str | None, status: int, param: str | None
@@ -194,7 +208,7 @@ def test_wrong_uploads_are_refused_and_leave_nothing(
 
 
 def test_files_of_both_processes_stay_within_the_limit(tmp_path: Path) -> None:
-    stores = [FileStore(Database(tmp_path / "files"), LIMITS) for _ in range(2)]
+    stores = [FileStore(FileDatabase(tmp_path / "files"), LIMITS) for _ in range(2)]
 
     def put(number: int) -> FileObject | None:
         store = stores[number % 2]
@@ -214,7 +228,7 @@ def test_files_of_both_processes_stay_within_the_limit(tmp_path: Path) -> None:
 
 def test_expired_files_and_what_killed_uploads_left_are_removed(tmp_path: Path) -> None:
     now = [1000.0]
-    store = FileStore(Database(tmp_path / "files"), LIMITS, lambda: now[0])
+    store = FileStore(FileDatabase(tmp_path / "files"), LIMITS, lambda: now[0])
     with store.partial() as part:
         part.write(b"x")
         made = store.add(part, "red", filename="a", purpose="batch", expires_after_s=3600)
@@ -233,7 +247,7 @@ def test_expired_files_and_what_killed_uploads_left_are_removed(tmp_path: Path) 
 
 
 def test_a_full_disk_refuses_an_upload_and_keeps_the_rest(disk: Disk) -> None:
-    store = FileStore(Database(disk.path / "files"), LIMITS)
+    store = FileStore(FileDatabase(disk.path / "files"), LIMITS)
     with store.partial() as part:
         part.write(b"x")
         made = store.add(part, "red", filename="a", purpose="batch")
@@ -245,6 +259,6 @@ def test_a_full_disk_refuses_an_upload_and_keeps_the_rest(disk: Disk) -> None:
     with store.partial() as part:
         part.write(b"x" * (1 << 20))
         store.add(part, "red", filename="a", purpose="batch")
-    keeps_room = FileStore(Database(disk.path / "files"), FileLimits(free_bytes=64 << 20))
+    keeps_room = FileStore(FileDatabase(disk.path / "files"), FileLimits(free_bytes=64 << 20))
     with pytest.raises(StorageError, match="no more room"), keeps_room.partial() as part:
         part.write(b"x")

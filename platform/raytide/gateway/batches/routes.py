@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 
+from raytide.actors.serving.openai_api.admission import RequestCaller, caller_of
 from raytide.gateway.batches.objects import BatchList, BatchObject, BatchRequest
 from raytide.gateway.batches.store import BatchStore
 from raytide.gateway.files.routes import Cursor, team_of
@@ -15,11 +17,12 @@ __all__ = ["add_batch_routes"]
 _MOST_LISTED = 100
 
 
-def add_batch_routes(app: FastAPI, batches: BatchStore) -> None:
+def add_batch_routes(app: FastAPI, batches: BatchStore, account_of: Callable[[RequestCaller], str]) -> None:
+    """`account_of` returns the account of a caller's API key; "" for a caller without one."""
+
     @app.post("/v1/batches")
     def create_batch(body: BatchRequest, request: Request) -> BatchObject:
-        key = getattr(request.scope.get("raytide.caller"), "key", None)
-        return batches.create(body, team_of(request), "" if key is None else key.account)
+        return batches.create(body, team_of(request), account_of(caller_of(request.scope)))
 
     @app.get("/v1/batches")
     def list_batches(

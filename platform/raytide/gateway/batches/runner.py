@@ -48,12 +48,12 @@ _log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-ScopeOf = Callable[[str, str], Mapping[str, Any]]
+ScopeOf = Callable[[str], Mapping[str, Any]]
 
 
 class BatchRunner:
-    """The part of one gateway process in the batches. `scope_of(team, account)` gives the entries of the ASGI scope
-    with which rows of that team run, such as their caller.
+    """The part of one gateway process in the batches. `scope_of(account)` gives the entries of the ASGI scope
+    with which rows run, such as their caller, by the account of the key that created their batch.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class BatchRunner:
 
         async def request(place: int, row: InputRow) -> RowResult:
             return await request_row(
-                self._app, place, self._behind_clients(row), lambda: self._scope_of(claimed.team, claimed.account)
+                self._app, place, self._behind_clients(row), lambda: self._scope_of(claimed.account)
             )
 
         status = self._ending(batch)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 
+from raytide.actors.serving.openai_api.admission import CALLER, Anybody, RequestCaller
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.gateway.batches.routes import add_batch_routes
 from raytide.gateway.batches.runner import BatchRunner
 from raytide.gateway.batches.store import BatchStore
-from raytide.gateway.files.database import Database
+from raytide.gateway.files.database import FileDatabase
 from raytide.gateway.files.routes import add_file_routes
-from raytide.gateway.files.store import FileLimits, FileStore
+from raytide.gateway.files.store import FileStore
 from raytide.gateway.models import EndpointModels
+from raytide.gateway.tenancy.tenancy import GatewayCaller, Tenancy
 
 __all__ = ["BatchService"]
-
-ScopeOf = Callable[[str, str], Mapping[str, Any]]
 
 
 class BatchService:
@@ -29,22 +27,23 @@ class BatchService:
         self,
         app: FastAPI,
         models: EndpointModels,
+        tenancy: Tenancy,
         folder: Path,
-        *,
-        limits: FileLimits | None = None,
-        scope_of: ScopeOf = lambda team, account: {},
     ) -> None:
-        """`scope_of(team, account)` gives the entries of the ASGI scope with which the rows of a batch run."""
-        files = FileStore(Database(folder), limits)
+        files = FileStore(FileDatabase(folder))
         batches = BatchStore(files)
         add_file_routes(app, files)
-        add_batch_routes(app, batches)
-        self._models = models
-        self._runner = BatchRunner(batches, app, scope_of, self._has_priority)
+        add_batch_routes(app, batches, _account_of)
+        self._models, self._tenancy = models, tenancy
+        self._runner = BatchRunner(batches, app, self._scope_of, self._has_priority)
 
     async def run(self) -> None:
         await self._models.listed.wait()  # a row whose model is not known yet would fail
         await self._runner.run()
+
+    def _scope_of(self, account: str) -> dict[str, object]:
+        """Returns what a row's request has in its scope: a row runs under the limits of the batch's key."""
+        return {CALLER: self._tenancy.caller_of_account(account)}
 
     def _has_priority(self, model: str) -> bool:
         try:
@@ -52,3 +51,9 @@ class BatchService:
         except ApiError:
             return False
         return server.is_described and "priority" in server.info.features
+
+
+def _account_of(caller: RequestCaller) -> str:
+    assert isinstance(caller, GatewayCaller | Anybody), caller
+    key = caller.key if isinstance(caller, GatewayCaller) else None
+    return "" if key is None else key.account

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raytide.core.errors import OverloadedError, StorageError
 
-__all__ = ["Database"]
+__all__ = ["FileDatabase"]
 
 _BUSY_S = 10.0
 _SCHEMA = """
@@ -39,7 +39,7 @@ CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (seq) WHERE is_final = 
 """`holds` counts the unfinished batches that read a file; `record` is the batch as clients see it."""
 
 
-class Database:
+class FileDatabase:
     """A folder with the database in it, for this user alone. Each call opens the file: any thread may call it.
 
     It has a rollback journal, not a write-ahead log, whose readers would need room on the disk.

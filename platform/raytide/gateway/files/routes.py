@@ -11,6 +11,7 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from raytide.actors.engine.limits import MAX_NAME_CHARS
+from raytide.actors.serving.openai_api.admission import caller_of
 from raytide.actors.serving.openai_api.errors import ApiError, invalid, overloaded
 from raytide.gateway.files.store import UPLOAD_PURPOSES, FileDeletion, FileObject, FileObjectList, FileStore
 from raytide.gateway.files.upload import UploadForm, read_upload
@@ -46,8 +47,7 @@ Cursor = Annotated[str | None, Query(max_length=MAX_NAME_CHARS)]
 
 def team_of(request: Request) -> str:
     """Returns the team of the caller whom a middleware has found."""
-    team: str = getattr(request.scope.get("raytide.caller"), "team", "default")
-    return team
+    return caller_of(request.scope).team
 
 
 def add_file_routes(app: FastAPI, files: FileStore) -> None:

@@ -20,7 +20,7 @@ from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.core.errors import StorageError
 from raytide.core.io.atomic_file import sweep
 from raytide.core.io.storage import full_disk_is_an_error
-from raytide.gateway.files.database import Database
+from raytide.gateway.files.database import FileDatabase
 
 __all__ = ["UPLOAD_PURPOSES", "FileDeletion", "FileLimits", "FileObject", "FileObjectList", "FileStore", "PartialFile"]
 
@@ -76,7 +76,7 @@ class PartialFile:
         self.size = 0
         self._folder, self._limits = folder, limits
         with full_disk_is_an_error("the file"):
-            self._file: BinaryIO = open(self.path, "xb", buffering=0, opener=_private)  # noqa: SIM115
+            self._file: BinaryIO = open(self.path, "xb", buffering=0, opener=_for_owner)  # noqa: SIM115
 
     def write(self, data: bytes) -> None:
         """Appends. Raises ApiError beyond the size of a file, StorageError if the disk is full or nearly."""
@@ -110,7 +110,7 @@ class FileStore:
     """The files of all teams. Methods block on the disk and may run in any thread of any gateway process."""
 
     def __init__(
-        self, database: Database, limits: FileLimits | None = None, now_s: Callable[[], float] = time.time
+        self, database: FileDatabase, limits: FileLimits | None = None, now_s: Callable[[], float] = time.time
     ) -> None:
         self.database, self.folder = database, database.folder
         self.limits, self._now_s = limits or FileLimits(), now_s
@@ -265,7 +265,7 @@ def _no_room(message: str) -> ApiError:
     return invalid(message, param="file", code="storage_limit_exceeded")
 
 
-def _private(path: str, flags: int) -> int:
+def _for_owner(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 

@@ -24,7 +24,7 @@ class Authentication:
         self._app, self._tenancy = app, tenancy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/") and _CALLER not in scope:
+        if scope["type"] == "http" and scope["path"].startswith("/v1/") and CALLER not in scope:
             try:
                 scope[CALLER] = self._tenancy.authenticate(Headers(scope=scope))
             except ApiError as error:
