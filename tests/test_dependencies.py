@@ -19,6 +19,7 @@ DISTRIBUTION = {
     "dateutil": "python-dateutil",
     "opentelemetry": "opentelemetry-api",
     "prometheus_client": "prometheus-client",
+    "python_multipart": "python-multipart",
     "triton": "torch",  # comes with torch where there is a GPU
     "xdist": "pytest-xdist",
     "yaml": "pyyaml",

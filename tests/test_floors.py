@@ -21,6 +21,8 @@ FLOORS: dict[str, tuple[int, str]] = {
     "raytide.ledger": (3, "ledger"),
     "raytide.autoscaler": (3, "autoscaler"),
     "raytide.pipelines": (3, "pipelines"),
+    "raytide.registry": (3, "registry"),
+    "raytide.rollout": (3, "rollout"),
     "raytide.control": (4, "control"),
     "raytide.gateway": (4, "control"),
     "raytide.simulate": (4, "control"),

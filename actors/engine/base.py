@@ -243,6 +243,11 @@ class StreamProgress:
         self._token_ids[chunk.index] += chunk.token_ids
         self._finish_reasons[chunk.index] = chunk.finish_reason or self._finish_reasons[chunk.index]
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of a prompt and of its first sample; none where the prompt is a text."""
+        return [] if isinstance(self._request.prompt, str) else [*self._request.prompt, *self._token_ids[0]]
+
     def resumed(self) -> GenRequest:
         """Returns the request for the rest of the stream; the request itself before the first token."""
         if not any(self._token_ids):

@@ -87,6 +87,9 @@ class GenRequest:
     the policy "deadline" serves by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no
     prefix.
 
+    `session` and `team` are for routers alone: a session's requests go to one replica where that is sensible, and
+    requests of different teams share no answer.
+
     `resume` continues a stream that another engine began: it has the progress of each sample by index, and the stream
     has only what follows, as if it had never been cut. Samples beyond it start anew; those that have ended stay so.
     """
@@ -98,6 +101,8 @@ class GenRequest:
     deadline_s: float | None = None
     lora: str | None = None
     cache_salt: str = ""
+    session: str = ""
+    team: str = ""
     resume: tuple[SampleProgress, ...] = ()
 
     def __post_init__(self) -> None:

@@ -29,6 +29,8 @@ COMMANDS = {
     "plot": ("runs:plot", "Plot the metrics of a training run over its steps, with its interruptions."),
     "profile": ("runs:profile", "Profile the next steps of a running job without restarting it."),
     "serve": ("serving.serve:serve", "Serve a model, or list what is served."),
+    "endpoint": ("serving.endpoints:endpoint", "Show the revisions of endpoints."),
+    "model": ("serving.models:model", "Manage registered models."),
     "key": ("tenancy.keys:key", "Manage the API keys of the gateway."),
     "usage": ("tenancy.keys:usage", "Show the requests of the gateway: their tokens and cost, by key or otherwise."),
     "audit": ("tenancy.audit:audit", "Show or check the audit log."),

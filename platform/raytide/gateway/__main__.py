@@ -17,6 +17,7 @@ from raytide.control.bootstrap.cluster_record import load
 from raytide.control.supervision.daemon import hold_lock
 from raytide.core.logs import log_to
 from raytide.gateway.app import create_app
+from raytide.gateway.batches.service import BatchService
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import Directory, Listing
 from raytide.gateway.tenancy.tenancy import Tenancy
@@ -25,8 +26,10 @@ _BACKLOG = 2048
 _DRAIN_S = 8
 
 
-def serve(gcs_address: str, listening: socket.socket, name: str, tenancy: Tenancy) -> None:
-    """Serves until SIGTERM, then finishes what runs, for at most a few seconds."""
+def serve(gcs_address: str, listening: socket.socket, name: str, tenancy: Tenancy, files: Path) -> None:
+    """Serves until SIGTERM, then finishes what runs, for at most a few seconds. `files` is the folder of files and
+    batches.
+    """
     models = EndpointModels(name)
 
     async def run() -> AsyncIterator[None]:
@@ -38,15 +41,19 @@ def serve(gcs_address: str, listening: socket.socket, name: str, tenancy: Tenanc
         directory = Directory(gcs_address, update)
         directory.start()
         tenancy.start()
-        reporting = asyncio.create_task(models.report_queues(directory))
+        tasks = [asyncio.create_task(models.report_queues(directory)), asyncio.create_task(batches.run())]
         yield
-        reporting.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         directory.stop()
         await models.close()
         await tenancy.close()
 
+    app = create_app(models, tenancy, run)
+    batches = BatchService(app, models, tenancy, files)
     config = uvicorn.Config(
-        create_app(models, tenancy, run),
+        app,
         http=BoundedHttpTools,
         log_level="warning",
         access_log=False,
@@ -74,7 +81,7 @@ def main(run_dir: str, number: str) -> None:
     with hold_lock(folder / f"gateway-{number}.lock"):
         address = urlsplit(cluster.serve_url)
         listening = listen(address.hostname or cluster.head_ip, address.port or 8000)
-        serve(cluster.gcs_address, listening, f"{os.getpid()}", Tenancy.of_cluster(cluster, number))
+        serve(cluster.gcs_address, listening, f"{os.getpid()}", Tenancy.of_cluster(cluster, number), folder / "files")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ class EndpointModels:
         self._endpoints: dict[str, _Endpoint] = {}
         self._refused: dict[str, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self.listed = asyncio.Event()
+        """Set once the endpoints were read: before that, a model that is not known may exist."""
 
     def update(self, listing: Listing) -> None:
         """Takes over the endpoints and replicas that exist now."""
@@ -52,6 +54,7 @@ class EndpointModels:
                 known = self._endpoints[name] = self._made(name, entry)
             known.entry = entry
             known.replicas.update(entry.replicas)
+        self.listed.set()
 
     async def server(self, model: str, request: Request) -> Server:
         self._check_path(model, request)

@@ -22,6 +22,7 @@ from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
 from raytide.sdk.endpoint import EndpointHandle
 from raytide.sdk.job_run import Run
+from raytide.sdk.models import ModelRegistry, named_model
 from raytide.sdk.options import GangOptions, NodeOptions, ServeOptions, gang_of, job_and_gang
 from raytide.sdk.script import command_of
 from raytide.sdk.task import Task
@@ -49,6 +50,7 @@ class Client:
     def __init__(self, client: ApiClient, *, on_exit: Callable[[], object] | None = None) -> None:
         self.client = client
         self._on_exit = on_exit
+        self.models = ModelRegistry(client)
 
     def status(self) -> ClusterStatus:
         """Returns the cluster's nodes with their prices, and the number of its jobs by state."""
@@ -123,7 +125,7 @@ class Client:
         slo_target: float | None = None,
         **options: Unpack[ServeOptions],
     ) -> EndpointHandle:
-        """Serves a Hugging Face directory over the OpenAI API and returns the endpoint.
+        """Serves a Hugging Face directory, or a registered model, over the OpenAI API and returns the endpoint.
 
         With `replicas=(1, 8)` their number follows the load. With `slo_target` too, it is the cheapest number at which
         this share of first tokens arrives within `slo_ttft_s`. A ServeSpec has all other options.
@@ -135,8 +137,7 @@ class Client:
         least, most = (replicas, replicas) if isinstance(replicas, int) else replicas
         slo = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target}
         fields = {
-            "name": name or Path(model).name.lower(),
-            "model": str(model),
+            **named_model(str(model), name),
             "replicas": {"min": least, "max": most, **slo},
             **{key: value for key, value in options.items() if value is not None},
         }

@@ -39,18 +39,19 @@ class RemoteEngine(BasicEngine):
         name: str = "",
         token_texts: dict[int, bytes] | None = None,
         on_status: Callable[[], None] = lambda: None,
+        on_prefix: Callable[[bytes], None] = lambda prefix: None,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name or f"{host}:{port}"
         self._address, self._secret = (host, port), secret
         self._token_texts = {} if token_texts is None else token_texts
-        self._on_status, self._on_lost = on_status, on_lost
+        self._on_status, self._on_prefix, self._on_lost = on_status, on_prefix, on_lost
         self._connection: _Connection | None = None
 
     async def start(self) -> EngineInfo:
         """Connects. Raises EngineDeadError when nothing answers there."""
         loop = asyncio.get_running_loop()
-        connection = _Connection(self.name, self._token_texts, self._on_status, self._on_lost)
+        connection = _Connection(self.name, self._token_texts, self._on_status, self._on_prefix, self._on_lost)
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await loop.create_connection(lambda: connection, *self._address)
@@ -71,8 +72,9 @@ class RemoteEngine(BasicEngine):
         """The last status that the process has sent."""
         return self._connected().status
 
-    def generate(self, request: GenRequest, *, waited_s: float = 0.0) -> AsyncIterator[GenChunk]:
-        return self._connected().generate(request, waited_s)
+    def generate(self, request: GenRequest, *, waited_s: float = 0.0, prefix: bytes = b"") -> AsyncIterator[GenChunk]:
+        """Streams a request. `prefix` is passed to `on_prefix` of the process's other clients."""
+        return self._connected().generate(request, waited_s, prefix)
 
     async def tokenize(self, text: str) -> list[int]:
         return list(await self._call("tokenize", text))
@@ -155,9 +157,11 @@ class _Connection(asyncio.Protocol):
         name: str,
         token_texts: dict[int, bytes],
         on_status: Callable[[], None],
+        on_prefix: Callable[[bytes], None],
         on_lost: Callable[[], None],
     ) -> None:
-        self._name, self._token_texts, self._on_status, self._on_lost = name, token_texts, on_status, on_lost
+        self._name, self._token_texts = name, token_texts
+        self._on_status, self._on_prefix, self._on_lost = on_status, on_prefix, on_lost
         self._loop = asyncio.get_running_loop()
         self.hello: asyncio.Future[EngineInfo] = self._loop.create_future()
         self.status = Status(EngineStats(), {}, None, False)
@@ -207,11 +211,11 @@ class _Connection(asyncio.Protocol):
             if done.cancelled():
                 self.send([Kind.CLOSE, key])
 
-    async def generate(self, request: GenRequest, waited_s: float) -> AsyncIterator[GenChunk]:
+    async def generate(self, request: GenRequest, waited_s: float, prefix: bytes) -> AsyncIterator[GenChunk]:
         self.check()
         key, stream = next(self._keys), asyncio.Queue[Item]()
         self._streams[key] = request.request_id, stream
-        self.send([Kind.GENERATE, key, wire.pack_request(request), waited_s])
+        self.send([Kind.GENERATE, key, wire.pack_request(request), waited_s, prefix])
         ended = False
         try:
             while not ended:
@@ -241,6 +245,9 @@ class _Connection(asyncio.Protocol):
             _, stats, load, problem, is_draining = message
             self.status = Status(None if stats is None else wire.unpack_stats(stats), load, problem, is_draining)
             self._on_status()
+        elif kind == Kind.PREFIXES:
+            for prefix in message[1]:
+                self._on_prefix(prefix)
         elif kind == Kind.RESULT:
             if (done := self._calls.get(message[1])) is not None and not done.done():
                 done.set_result(message[2])

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, cast
@@ -20,6 +21,8 @@ from raytide.core.errors import EngineError, OverloadedError, RaytideError, Usag
 _log = logging.getLogger(__name__)
 
 _OPEN_TIMEOUT_S = 5.0
+_MAX_PREFIXES = 1024
+"""Prefixes that one client learns of with one status; the oldest are left out."""
 _MAX_UNSENT_BYTES = 64 << 20
 """A client that leaves more unread loses its connection, and its requests end."""
 
@@ -97,6 +100,12 @@ class EngineServer:
     def closed(self, connection: _Connection) -> None:
         self._connections.discard(connection)
 
+    def add_prefix(self, sender: _Connection, prefix: bytes) -> None:
+        """Notes a prefix for the other clients, which will find it in the cache."""
+        for connection in self._connections:
+            if connection is not sender:
+                connection.prefixes.append(prefix)
+
     async def status(self) -> list[Any]:
         problem = await self._problem()
         try:
@@ -113,6 +122,9 @@ class EngineServer:
     async def _report_once(self) -> None:
         packed = wire.pack(await self.status())
         for connection in list(self._connections):
+            if connection.prefixes:
+                connection.write(wire.pack([Kind.PREFIXES, list(connection.prefixes)]))
+                connection.prefixes.clear()
             connection.write(packed)
 
 
@@ -120,6 +132,8 @@ class _Connection(asyncio.Protocol):
     """One client process."""
 
     def __init__(self, server: EngineServer) -> None:
+        self.prefixes: deque[bytes] = deque(maxlen=_MAX_PREFIXES)
+        """What other clients have sent since the last status."""
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._unpacker = wire.unpacker()
@@ -214,8 +228,10 @@ class _Connection(asyncio.Protocol):
         except Exception as error:
             self.write(wire.pack([Kind.ERROR, key, wire.pack_error(error)]))
 
-    async def _generate(self, key: int, packed: Mapping[str, Any], waited_s: float) -> None:
+    async def _generate(self, key: int, packed: Mapping[str, Any], waited_s: float, prefix: bytes) -> None:
         tracked = None
+        if prefix:
+            self._server.add_prefix(self, prefix)
         try:
             request = _request(packed)
             tracked = self._server.counters.track(waited_s)

@@ -29,7 +29,7 @@ from raytide.actors.engine.types import (
 )
 from raytide.core.errors import EngineError, RaytideError, from_json
 
-VERSION = 1
+VERSION = 2
 _DEFAULT = SamplingParams()
 MAX_MESSAGE_BYTES = 64 << 20
 """A larger message, or as many unread bytes, end the connection."""
@@ -43,11 +43,12 @@ class Kind(IntEnum):
     HELLO = 1  # the engine's description: the answer
     CALL = 2  # id, method, arguments
     RESULT = 3  # id, value: ends a call
-    GENERATE = 4  # id, request, seconds that it has waited already
+    GENERATE = 4  # id, request, seconds that it has waited already, the prefix that other clients are told of
     CHUNKS = 5  # [[id, chunk], ...], bytes of tokens with log probabilities that are new here: the output of one step
     ERROR = 6  # id, error: ends a call or a generation
     CLOSE = 7  # id: the client wants no more of a generation
     STATUS = 8  # statistics, load counters, problem or None, whether it drains: every STATUS_PERIOD_S
+    PREFIXES = 9  # prefixes that other clients have sent since the last status
 
 
 def pack(message: Sequence[object]) -> bytes:
@@ -62,6 +63,7 @@ def unpacker() -> msgpack.Unpacker:
 
 def pack_request(request: GenRequest) -> dict[str, Any]:
     packed = {each.name: getattr(request, each.name) for each in fields(request)}
+    del packed["session"], packed["team"]
     packed["resume"] = [(each.token_ids, each.finish_reason) for each in request.resume]
     packed["sampling"] = sampling = _changed(request.sampling)
     if request.sampling.structured is not None:

@@ -17,14 +17,16 @@ from raytide.core.config import load_yaml
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.specs.model_version import SCHEME
 from raytide.sdk.client import Client
 from raytide.sdk.endpoint import EndpointHandle
+from raytide.sdk.models import named_model
 from raytide.sdk.script import parse_range, with_resources
 
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="A Hugging Face directory, or a ServeSpec in a YAML file.")
+        str | None, typer.Argument(help="A Hugging Face directory, registry:NAME@ALIAS, or a ServeSpec in a YAML file.")
     ] = None,
     name: Annotated[str, typer.Option(help="The name of the endpoint and of its model.")] = "",
     replicas: Annotated[str, typer.Option(help="`2`, or `1:4` to follow the load; the default is 1.")] = "",
@@ -48,6 +50,10 @@ def serve(
     ] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until a replica answers.")] = True,
     delete: Annotated[str, typer.Option(help="Delete the endpoint of this name.")] = "",
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="Give the endpoint MODEL the spec of its last revision but one.")
+    ] = False,
+    to: Annotated[int | None, typer.Option(min=1, help="The revision to roll back to.")] = None,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
@@ -62,13 +68,19 @@ def serve(
     needs = resources(gpus, cpus, memory, None, spot, labels)
     if model is None and (name or team or counts or needs or explain):
         raise UsageError("the model is missing.", hint="Name the model: `raytide serve MODEL ...`.")
+    if to is not None and not rollback:
+        raise UsageError("--to needs --rollback.", hint="`raytide serve NAME --rollback --to REVISION`.")
+    if rollback and (name or team or counts or needs or explain or delete):
+        raise UsageError("--rollback takes no other options.", hint="Serve the model again with the options.")
     if model is not None and delete:
         raise UsageError("a model and --delete cannot be combined.", hint="Run two commands.")
     if model is not None and explain:
         _explain(_spec(model, {"name": name, "team": team}, counts, needs), json=json)
         return
     client = ApiClient.find(cluster)
-    if delete:
+    if rollback:
+        _roll_back(client, model, to, wait=wait, json=json)
+    elif delete:
         client.delete_endpoint(delete)
     elif model is not None:
         handle = Client(client).serve(_spec(model, {"name": name, "team": team}, counts, needs))
@@ -98,12 +110,26 @@ def serve(
             f"{status.ready_replicas}/{status.endpoint.target_replicas}",
             f"{status.ongoing:g}",
             format_usd(status.cost_micro_usd),
+            status.endpoint.spec.version or "-",
             status.base_url,
             status.waiting.reason if status.waiting else status.endpoint.reason,
         )
         for status in statuses
     ]
-    as_table(("ENDPOINT", "STATE", "REPLICAS", "REQUESTS", "COST", "URL", "WHY"), rows)
+    as_table(("ENDPOINT", "STATE", "REPLICAS", "REQUESTS", "COST", "VERSION", "URL", "WHY"), rows)
+
+
+def _roll_back(client: ApiClient, name: str | None, to: int | None, *, wait: bool, json: bool) -> None:
+    if name is None:
+        raise UsageError("the endpoint is missing.", hint="Name it: `raytide serve NAME --rollback`.")
+    handle = EndpointHandle(client, client.roll_back(name, to))
+    if wait:
+        _print_changes(handle, quiet=json)
+    if json:
+        as_json(handle.json())
+    else:
+        newest = client.revisions(name)[0]
+        print(f"{name} is at revision {newest.number}" + (f": {newest.why}" if newest.why else ""))
 
 
 def _print_changes(handle: EndpointHandle, *, quiet: bool) -> None:
@@ -132,8 +158,7 @@ def _spec(
     if model.endswith((".yaml", ".yml")):
         fields, where = dict(load_yaml(model)), model
     else:
-        folder = Path(model).resolve()
-        fields, where = {"name": folder.name.lower(), "model": str(folder)}, "serve"
+        fields, where = named_model(model if model.startswith(SCHEME) else str(Path(model).resolve())), "serve"
     fields |= {key: value for key, value in names.items() if value}
     own = fields.get("replicas", {})
     if replicas and isinstance(own, Mapping):  # the spec rejects anything else

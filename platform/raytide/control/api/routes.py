@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from raytide.control.api import queries as q
 from raytide.control.api.auth import Tokens
 from raytide.control.api.gate import Gate
+from raytide.control.api.model_routes import model_routes
 from raytide.control.api.services.service import ApiService
 from raytide.control.api.tenancy_routes import tenancy_routes
 from raytide.control.views import to_json
@@ -203,4 +204,5 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
         return to_json(service.accounts.change(name, body, caller))
 
     app.include_router(tenancy_routes(service.tenancy))
+    app.include_router(model_routes(service.models, service.endpoints))
     return app

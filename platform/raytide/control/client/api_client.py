@@ -33,11 +33,19 @@ from raytide.core import errors
 from raytide.core.config import environment, home
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError, StorageError
 from raytide.core.objects.api_key import AuditEntry, ChainVerdict, KeySpec, UsageBy, UsageSum
-from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import BudgetPer, JobSpec
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.objects.team import TeamSpec
+from raytide.core.specs.model_version import (
+    AliasChange,
+    AliasSpec,
+    ModelReference,
+    ModelVersion,
+    ModelVersionSpec,
+    RegisteredModel,
+)
 from raytide.ledger.report import By
 
 _TIMEOUT_S = 15.0
@@ -175,6 +183,51 @@ class ApiClient:
     def delete_endpoint(self, name: str) -> EndpointStatus:
         return from_json(EndpointStatus, self._write("DELETE", f"/v1/endpoints/{name}"))
 
+    def revisions(self, name: str) -> list[EndpointRevision]:
+        """Returns the specs that an endpoint had, newest first."""
+        return from_json(list[EndpointRevision], self._get(f"/v1/endpoints/{name}/revisions"))
+
+    def roll_back(self, name: str, revision: int | None = None) -> EndpointStatus:
+        """Gives an endpoint the spec of an earlier revision, by default the one before the newest."""
+        if revision is None:  # the request may be repeated, and must then mean the same
+            found = self.revisions(name)
+            if len(found) < 2:
+                raise NotFoundError(f"endpoint {name} has no earlier revision.", hint="Serve another model.")
+            revision = found[1].number
+        return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/rollback", query={"revision": revision}))
+
+    def register_model(self, spec: ModelVersionSpec) -> ModelVersion:
+        """Adds a version of a model; the same one again is the version that exists."""
+        return from_json(ModelVersion, self._post("/v1/models", _to_body(spec)))
+
+    def models(self, *, limit: int = 100, offset: int = 0) -> list[RegisteredModel]:
+        return from_json(list[RegisteredModel], self._get("/v1/models", {"limit": limit, "offset": offset}))
+
+    def model(self, name: str) -> RegisteredModel:
+        return from_json(RegisteredModel, self._get(f"/v1/models/{name}"))
+
+    def model_versions(self, name: str, *, limit: int = 100, offset: int = 0) -> list[ModelVersion]:
+        """Returns versions of a model, newest first."""
+        query = {"limit": limit, "offset": offset}
+        return from_json(list[ModelVersion], self._get(f"/v1/models/{name}/versions", query))
+
+    def model_version(self, reference: ModelReference) -> ModelVersion:
+        which = reference.alias or reference.version
+        return from_json(ModelVersion, self._get(f"/v1/models/{reference.name}/versions/{which}"))
+
+    def promote(self, name: str, alias: str, change: AliasSpec) -> AliasChange:
+        """Lets an alias of a model name another version, or none."""
+        body = change.model_dump(mode="json")
+        return from_json(AliasChange, self._write("PUT", f"/v1/models/{name}/aliases/{alias}", body))
+
+    def model_history(
+        self, name: str, *, alias: str | None = None, until_s: float | None = None, limit: int = 100
+    ) -> list[AliasChange]:
+        """Returns changes of a model's aliases up to a time, newest first."""
+        given = {"alias": alias, "until_s": until_s, "limit": limit}
+        query = {name: value for name, value in given.items() if value is not None}
+        return from_json(list[AliasChange], self._get(f"/v1/models/{name}/history", query))
+
     def plans(self, *, limit: int = 50, until_s: float | None = None) -> list[dict[str, Any]]:
         """Returns the latest plans (made by `until_s`) with actions, newest last, in the format of Plan.to_json."""
         query = {"limit": limit} if until_s is None else {"limit": limit, "until_s": until_s}
@@ -291,7 +344,7 @@ def _clean(value: T) -> T | str:
     return value.encode(errors="replace").decode().replace("\0", "") if isinstance(value, str) else value
 
 
-def _to_body(spec: JobSpec | ServeSpec | KeySpec) -> dict[str, Any]:
+def _to_body(spec: JobSpec | ServeSpec | KeySpec | ModelVersionSpec) -> dict[str, Any]:
     """Returns the spec without its default team, because the API takes the token's team."""
     return spec.model_dump(mode="json", exclude=None if "team" in spec.model_fields_set else {"team"})
 

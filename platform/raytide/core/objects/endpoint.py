@@ -76,7 +76,10 @@ class ServeSpec(Config):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Also the OpenAI model name."""
     model: bounds.Location
-    """A Hugging Face directory that every node can read."""
+    """A Hugging Face directory that every node can read, or a registered model: `registry:NAME@ALIAS` or
+    `registry:NAME:VERSION`, in whose place the API puts its directory."""
+    version: bounds.Word = ""
+    """The registered version in `model`, as `NAME:VERSION`; the API sets it."""
     team: bounds.Name = "default"
     priority: bounds.Name | None = None
     """A class of `metadata.raytide.priorities`: replicas without room preempt spare members of elastic gangs of
@@ -158,6 +161,23 @@ class Endpoint:
     @property
     def name(self) -> str:
         return self.spec.name
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointRevision:
+    """A spec that an endpoint had."""
+
+    name: str
+    number: int
+    """Counts from 1, and on when an endpoint of this name was deleted and created again."""
+    team: str
+    user: str
+    at_s: float
+    why: str
+    spec: ServeSpec | None
+    """None if an earlier release stored it and this one rejects it."""
+    unreadable: str = ""
+    """The error of the stored spec."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ _ONE_CPU = Shape(resources={"CPU": 1.0})
 def job(row: Row[Any]) -> Job:
     """Returns the job of any row. If this release rejects the stored spec, the job is `unreadable` and has a
     placeholder."""
-    spec, unreadable = _read(JobSpec, row.spec)
+    spec, unreadable = read_config(JobSpec, row.spec)
     if spec is None:
         name, gang = printable(row.name, 100) or row.id, GangSpec(shapes=(_ONE_CPU,))
         spec = JobSpec.model_construct(kind=JobKind(row.kind), name=name, team=row.team, gang=gang)
@@ -158,7 +158,7 @@ def lease(row: Row[Any], members: Iterable[Row[Any]]) -> Lease:
     return Lease(
         id=row.id,
         job_id=row.job_id,
-        shape=_read(Shape, row.shape)[0] or _ONE_CPU,  # its job is unreadable too, and ends
+        shape=read_config(Shape, row.shape)[0] or _ONE_CPU,  # its job is unreadable too, and ends
         state=LeaseState(row.state),
         members=tuple(_member(member) for member in members),
         epoch=row.epoch,
@@ -262,7 +262,7 @@ def endpoint(row: Row[Any]) -> Endpoint:
     state = EndpointState(row.state)
     if row.delete_requested and state is not EndpointState.DELETED:
         state = EndpointState.DELETING
-    spec, unreadable = _read(ServeSpec, row.spec)
+    spec, unreadable = read_config(ServeSpec, row.spec)
     if spec is None:
         spec = ServeSpec.model_construct(name=row.name, model="", team=row.team)
     return Endpoint(
@@ -281,7 +281,7 @@ def endpoint(row: Row[Any]) -> Endpoint:
 
 def audited(spec: JobSpec | ServeSpec) -> Values:
     """Returns what the audit log keeps of a spec: no configuration, which may hold secrets, but its hash."""
-    kept = ("kind", "name", "team", "priority", "model", "budget_usd", "soft_budget_usd", "budget_per")
+    kept = ("kind", "name", "team", "priority", "model", "version", "budget_usd", "soft_budget_usd", "budget_per")
     fields = {name: getattr(spec, name) for name in kept if hasattr(spec, name)}
     return {**fields, "sha256": hashlib.sha256(spec.model_dump_json().encode()).hexdigest()}
 
@@ -379,7 +379,7 @@ def stored_plan(row: Row[Any]) -> StoredPlan:
 S = TypeVar("S", bound=BaseModel)
 
 
-def _read(cls: type[S], stored: object) -> tuple[S | None, str]:
+def read_config(cls: type[S], stored: object) -> tuple[S | None, str]:
     """Returns the spec, or None and the reason why this release rejects it."""
     try:
         return cls.model_validate(stored), ""

@@ -6,7 +6,6 @@ Each method is one transaction. Each column has one writer (see `tables`), so th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, Self
 
 import sqlalchemy as sa
@@ -25,7 +24,10 @@ from raytide.core.state.database import Database, WriteFailure
 from raytide.core.state.leader import Leader
 from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, leases_where, no_endpoint, no_job
 from raytide.core.state.queries.ledger import LedgerQueries
+from raytide.core.state.queries.pages import paged
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
+from raytide.core.state.registry.models import ModelRecords
+from raytide.core.state.registry.revisions import RevisionRecords, add_revision
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.tenancy.keys import touch_key_table
 from raytide.core.state.tenancy.records import TenancyRecords
@@ -54,6 +56,8 @@ class Store:
         self.census = JobQueries(database)
         """Queries on jobs and leases."""
         self.tenancy = TenancyRecords(database)
+        self.models = ModelRecords(database)
+        self.revisions = RevisionRecords(database)
         self._leader: Leader | None = None
 
     @classmethod
@@ -138,8 +142,8 @@ class Store:
         """Records that the driver of a GANG job finished its work, or the error that it failed with."""
         return self._write_job(job_id, released_by_driver=error)
 
-    def save_endpoint(self, spec: ServeSpec, user: str, now_s: float) -> Endpoint:
-        """Creates an endpoint, or gives an existing one a new spec.
+    def save_endpoint(self, spec: ServeSpec, user: str, now_s: float, why: str = "") -> Endpoint:
+        """Creates an endpoint, or gives an existing one a new spec, which is a new revision.
 
         Raises ConflictError if an endpoint of that name is being deleted or belongs to another team.
         """
@@ -163,7 +167,8 @@ class Store:
             if row is None or row.state == EndpointState.DELETED:
                 note(c, [Event(now_s, spec.name, "", "deploying", f"requested by {user}")])
             touch_key_table(c)
-            record(c, "endpoint.save", spec.name, codec.audited(spec))
+            number = add_revision(c, spec, user, now_s, why)
+            record(c, "endpoint.save", spec.name, {**codec.audited(spec), "revision": number, "why": why})
             return codec.endpoint(c.execute(_endpoint(spec.name)).one())
 
     def request_delete(self, name: str) -> Endpoint:
@@ -302,9 +307,7 @@ class Store:
             query = query.where(t.jobs.c.team == team)
         with self._db.read() as c:
             if most_bytes is not None:
-                sizes = c.execute(query.with_only_columns(sa.func.length(sa.cast(t.jobs.c.spec, sa.Text)))).scalars()
-                within = sum(total <= most_bytes for total in accumulate(sizes))
-                query = query.limit(min(limit, max(1, within)))
+                return tuple(codec.job(row) for row in paged(c, query, t.jobs.c.spec, limit, most_bytes))
             return tuple(codec.job(row) for row in c.execute(query))
 
     def jobs_of(self, ids: Sequence[str]) -> tuple[Job, ...]:

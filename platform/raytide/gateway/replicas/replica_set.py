@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from raytide.actors.engine.backends.remote.client import RemoteEngine
-from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest
+from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.errors import EngineDeadError, WaitTimeoutError
 from raytide.core.logs import logger
+from raytide.gateway.replicas.routing.router import ReplicaState, Router
 
 log = logger(__name__)
 T = TypeVar("T")
 
+_STALE_S = 1.0
+"""A replica whose last status is older gets nothing while others answer: it may hang."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
 
@@ -47,11 +52,22 @@ class Replica:
         with self._noticing_death():
             return await question(self.engine)
 
-    async def generate(self, request: GenRequest, waited_s: float) -> AsyncIterator[GenChunk]:
+    def routing_state(self) -> ReplicaState:
+        stats, info = self.engine.status.stats or EngineStats(), self.info
+        return ReplicaState(
+            self.name,
+            running=stats.running,
+            waiting=stats.waiting,
+            free_kv_tokens=stats.free_blocks * info.block_size if stats.num_blocks else math.inf,
+            cache_tokens=info.num_blocks * info.block_size if "prefix_cache" in info.features else 0,
+            block_tokens=info.block_size,
+        )
+
+    async def generate(self, request: GenRequest, waited_s: float, prefix: bytes) -> AsyncIterator[GenChunk]:
         self.in_flight += 1
         try:
             with self._noticing_death():
-                async for chunk in self.engine.generate(request, waited_s=waited_s):
+                async for chunk in self.engine.generate(request, waited_s=waited_s, prefix=prefix):
                     if chunk.finish_reason == "abort":  # its engine has died, or its drain is over
                         raise EngineDeadError(f"replica {self.name} ended the request.", hint="Retry.")
                     yield chunk
@@ -73,6 +89,7 @@ class ReplicaSet:
 
     def __init__(self, endpoint: str, on_info: Callable[[EngineInfo], None] = lambda info: None) -> None:
         self.endpoint = endpoint
+        self.router = Router()
         self.waiting = 0
         """Requests that wait for a replica."""
         self._on_info = on_info
@@ -99,9 +116,11 @@ class ReplicaSet:
 
     @property
     def ready(self) -> list[Replica]:
-        """The replicas that take requests."""
+        """The replicas that take requests, without those that have been silent unless all have."""
         listed = self._addresses
-        return [replica for name, replica in self._replicas.items() if name in listed and replica.takes_requests]
+        ready = [replica for name, replica in self._replicas.items() if name in listed and replica.takes_requests]
+        since_s = time.monotonic() - _STALE_S
+        return [replica for replica in ready if replica.engine.status.at_s >= since_s] or ready
 
     async def wait_ready(self, timeout_s: float) -> list[Replica]:
         """Returns the replicas that take requests, as soon as there is one. Raises WaitTimeoutError."""
@@ -141,6 +160,7 @@ class ReplicaSet:
                 name=name,
                 token_texts=self.token_texts,
                 on_status=self._changed.set,
+                on_prefix=partial(self.router.add_prefix, name),
                 on_lost=lost.set,
             )
             try:
@@ -158,6 +178,7 @@ class ReplicaSet:
                 log.info("a replica's connection is lost", extra={"endpoint": self.endpoint, "replica": name})
             finally:
                 self._replicas.pop(name, None)
+                self.router.forget(name)
                 with suppress(EngineDeadError):
                     await engine.shutdown()
         self._keepers.pop(name, None)

@@ -20,6 +20,8 @@ from raytide.actors.engine.types import (
 )
 from raytide.core.errors import EngineDeadError, OverloadedError
 from raytide.gateway.replicas.replica_set import Replica, ReplicaSet
+from raytide.gateway.replicas.routing.prefix_index import join_keys
+from raytide.gateway.replicas.routing.router import Route
 
 T = TypeVar("T")
 
@@ -55,13 +57,18 @@ class RoutedEngine(BasicEngine):
         full: set[str] = set()
         died_with: set[str] = set()
         while True:
-            replica, before = await self._choose(full, may_wait=chunks > 0), chunks
+            resumed, before = progress.resumed(), chunks
+            replica, route = await self._choose(resumed, full, may_wait=chunks > 0)
             try:
-                stream = self._generate_on(replica, progress, time.monotonic() - began_s, alone=bool(died_with))
+                stream = self._generate_on(replica, route, resumed, time.monotonic() - began_s, alone=bool(died_with))
                 async with aclosing(stream):  # type: ignore[type-var]
                     async for chunk in stream:
                         progress.add(chunk)
                         chunks += 1
+                        if chunk.usage is None:
+                            route.first_token()
+                        else:
+                            route.end(cached_tokens=_found(resumed, chunk), tokens=progress.token_ids)
                         yield chunk
                 return
             except OverloadedError:
@@ -71,17 +78,19 @@ class RoutedEngine(BasicEngine):
                 if len(died_with) >= _MAX_DEATHS or (chunks and "resume" not in replica.info.features):
                     raise
                 await asyncio.sleep(_PAUSE_S)
+            finally:
+                route.end()
 
     async def _generate_on(
-        self, replica: Replica, progress: StreamProgress, waited_s: float, *, alone: bool
+        self, replica: Replica, route: Route, request: GenRequest, waited_s: float, *, alone: bool
     ) -> AsyncIterator[GenChunk]:
-        """Generates what is still to come on one replica. With `alone` no other such request starts there or elsewhere
-        until this one has its first token: one of several that died together may be the cause.
+        """Generates a request on one replica. With `alone` no other such request starts there or elsewhere until this
+        one has its first token: one of several that died together may be the cause.
         """
         async with AsyncExitStack() as until_first_chunk:
             if alone:
                 await until_first_chunk.enter_async_context(self._suspects)
-            stream = replica.generate(progress.resumed(), waited_s)
+            stream = replica.generate(request, waited_s, join_keys(route.keys))
             async with aclosing(stream):  # type: ignore[type-var]
                 async for chunk in stream:
                     await until_first_chunk.aclose()
@@ -133,20 +142,37 @@ class RoutedEngine(BasicEngine):
                 return await (await self._any()).ask(question)
         return await (await self._any()).ask(question)
 
-    async def _choose(self, full: set[str], *, may_wait: bool) -> Replica:
-        """Returns the replica for a request that those in `full` have refused. When all have, it waits for one if it
-        `may_wait`, since its client has a part of the answer already.
+    async def _choose(self, request: GenRequest, full: set[str], *, may_wait: bool) -> tuple[Replica, Route]:
+        """Returns the replica for a request that those in `full` have refused, and its route. When all have, it waits
+        for one if it `may_wait`, since its client has a part of the answer already.
         """
         deadline_s = time.monotonic() + _REPLACEMENT_S
         while True:
             ready = await self._replicas.wait_ready(_REPLACEMENT_S)
-            open_to_it = [replica for replica in ready if replica.name not in full]
+            open_to_it = {replica.name: replica for replica in ready if replica.name not in full}
             if open_to_it:
-                return min(open_to_it, key=lambda replica: replica.load)
+                route = self._replicas.router.route(
+                    [] if isinstance(request.prompt, str) else [*request.prompt, *_first_output(request)],
+                    [replica.routing_state() for replica in open_to_it.values()],
+                    lora=request.lora,
+                    cache_salt=request.cache_salt,
+                    session=request.session,
+                )
+                return open_to_it[route.replica], route
             if not may_wait or time.monotonic() > deadline_s:
                 raise OverloadedError(f"all replicas of {self._replicas.endpoint} are full.", hint="Retry later.")
             full.clear()
             await asyncio.sleep(_FULL_PAUSE_S)
+
+
+def _first_output(request: GenRequest) -> tuple[int, ...]:
+    return request.resume[0].token_ids if request.resume else ()
+
+
+def _found(request: GenRequest, chunk: GenChunk) -> int | None:
+    """Returns the tokens that an engine found in its cache; None where it may not have looked for all of them."""
+    looked = not request.resume and request.sampling.prompt_logprobs is None
+    return chunk.usage.cached_tokens if looked and chunk.usage is not None else None
 
 
 _SUMMED = (

@@ -36,6 +36,8 @@ class KeyTable:
     ) -> None:
         self._api, self._now_s, self._monotonic_s = api, now_s, monotonic_s
         self._keys: dict[str, ApiKey] = {}
+        self._accounts: dict[str, ApiKey] = {}
+        """The newest key of each account."""
         self._prices: Mapping[str, TokenPrice] = {}
         self._weights: Mapping[str, float] = {}
         self._revision = -1
@@ -64,6 +66,8 @@ class KeyTable:
                 self._keys[digest] = key
             else:
                 self._keys.pop(digest, None)
+        by_age = sorted(self._keys.values(), key=lambda key: key.created_at_s)
+        self._accounts = {key.account: key for key in by_age}
         self._prices, self._weights = change.prices, change.weights
         self._revision, self._synced_s = change.revision, self._monotonic_s()
         self.synced.set()
@@ -82,6 +86,18 @@ class KeyTable:
         if key is None and age_s > FRESH_S:
             raise unavailable("This API key cannot be checked at the moment.")
         raise unauthorized(f"Incorrect API key provided: {_masked(secret)}.")
+
+    def key_of_account(self, account: str) -> ApiKey:
+        """Returns the newest key of an account, for work that goes on after the request that began it.
+
+        Raises a 401 if it is no longer valid, a 503 while that cannot be known.
+        """
+        if self._synced_s is None or self._monotonic_s() - self._synced_s > MOST_STALE_S:
+            raise unavailable("API keys cannot be checked at the moment.")
+        key = self._accounts.get(account)
+        if key is None or not key.is_valid(self._now_s()):
+            raise unauthorized("The API key of this request is no longer valid.")
+        return key
 
     def price(self, model: str) -> TokenPrice:
         return self._prices.get(model, _FREE)

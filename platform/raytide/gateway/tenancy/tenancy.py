@@ -105,6 +105,17 @@ class Tenancy:
             raise
         return GatewayCaller(self, None)
 
+    def caller_of_account(self, account: str) -> GatewayCaller:
+        """Returns the caller of a row of a batch, by the account of the key that created the batch; "" is none.
+
+        Raises a 401 once the account has no valid key.
+        """
+        if account:
+            return GatewayCaller(self, self.keys.key_of_account(account))
+        if self._requires_keys:
+            raise unauthorized("This batch was created without an API key, which requests need now.")
+        return GatewayCaller(self, None)
+
     def now_s(self) -> float:
         return self._now_s()
 

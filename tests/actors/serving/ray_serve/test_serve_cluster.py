@@ -31,11 +31,14 @@ TOKENS = 400
 
 GATEWAY = f"http://{HEAD}:8061"
 GATEWAY_SCRIPT = f"""
+import tempfile
+from pathlib import Path
 from raytide.gateway.__main__ import listen, serve
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import Tenancy
 nobody = Tenancy(ControlApi("http://{HEAD}:9", "", "one"), requires_keys=False)
-serve("{{gcs}}", listen("{HEAD}", 8061), "one", nobody)
+with tempfile.TemporaryDirectory() as folder:
+    serve("{{gcs}}", listen("{HEAD}", 8061), "one", nobody, Path(folder))
 """
 
 DEPLOY_AND_DIE = """

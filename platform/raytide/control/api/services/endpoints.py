@@ -9,12 +9,14 @@ from raytide.autoscaler.endpoints.load_target import cold_start_s
 from raytide.control.api.auth import Caller
 from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.limits import LimitsService
+from raytide.control.api.services.models import ModelService
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.views import EndpointStatus, Live
 from raytide.core.clock import Clock
+from raytide.core.errors import ConflictError
 from raytide.core.money import to_us
 from raytide.core.objects.cluster_config import ClusterConfig
-from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.resources import resolve_accelerator
 from raytide.core.state import Store
@@ -33,16 +35,18 @@ class EndpointService:
         live: Callable[[], Live],
         inputs: Inputs,
         accounts: LimitsService,
+        models: ModelService,
         serve_url: str,
         rate: SubmissionRate,
     ) -> None:
         self._store, self._config, self._clock, self._live = store, config, clock, live
         self._inputs, self._accounts, self._serve_url = inputs, accounts, serve_url
-        self._rate = rate
+        self._models, self._rate = models, rate
 
-    def serve(self, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
+    def serve(self, body: Mapping[str, object], caller: Caller, why: str = "") -> EndpointStatus:
         spec = ServeSpec.parse({"team": caller.home, **body}, where="serve")
         caller.require_team(spec.team)
+        spec = self._models.resolved(spec, caller)
         self._accounts.check_team(spec.team)
         if spec.priority is not None:
             self._accounts.check_priority(spec.priority)
@@ -53,8 +57,8 @@ class EndpointService:
         shape = Shape(members=spec.replicas.min * spec.members, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
         self._inputs.check_model(spec.model, caller)
-        self._rate.take_change(spec.team)
-        self._store.save_endpoint(spec, caller.user, self._clock.now_s())
+        self._rate.take_change(spec.team, len(spec.model_dump_json()))
+        self._store.save_endpoint(spec, caller.user, self._clock.now_s(), why)
         return self.get(spec.name, caller)
 
     def all(self, caller: Caller) -> list[EndpointStatus]:
@@ -81,6 +85,22 @@ class EndpointService:
     def get(self, name: str, caller: Caller) -> EndpointStatus:
         caller.require_team(self._store.endpoint(name).spec.team)
         return next(status for status in self.all(caller) if status.endpoint.name == name)
+
+    def revisions(self, name: str, caller: Caller) -> tuple[EndpointRevision, ...]:
+        """Returns the revisions of an endpoint, newest first."""
+        caller.require_team(team := self._store.endpoint(name).spec.team)
+        return self._store.revisions.page(name, team=team)
+
+    def roll_back(self, name: str, number: int, caller: Caller) -> EndpointStatus:
+        """Gives the endpoint the spec of an earlier revision."""
+        caller.require_team(team := self._store.endpoint(name).spec.team)
+        revision = self._store.revisions.find(name, team=team, number=number)
+        if revision.spec is None:
+            raise ConflictError(
+                f"revision {revision.number} of {name} cannot be read: {revision.unreadable}.",
+                hint="Choose another revision.",
+            )
+        return self.serve(revision.spec.model_dump(mode="json"), caller, f"rollback to revision {revision.number}")
 
     def delete(self, name: str, caller: Caller) -> EndpointStatus:
         caller.require_team(self._store.endpoint(name).spec.team)

@@ -14,6 +14,7 @@ from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.jobs import JobService
 from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.metrics import samples
+from raytide.control.api.services.models import ModelService
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.api.services.tenancy import TenancyService
 from raytide.control.api.services.uploads import Packages
@@ -54,7 +55,10 @@ class ApiService:
         inputs = Inputs()
         rate = SubmissionRate()
         self.jobs = JobService(store, config, drivers, clock, self.live, inputs, self.accounts, self.packages, rate)
-        self.endpoints = EndpointService(store, config, clock, self.live, inputs, self.accounts, serve_url, rate)
+        self.models = ModelService(store, clock, inputs, self.accounts, rate)
+        self.endpoints = EndpointService(
+            store, config, clock, self.live, inputs, self.accounts, self.models, serve_url, rate
+        )
         self.tenancy = TenancyService(store, clock, self.accounts, rate)
 
     def now_s(self) -> float:

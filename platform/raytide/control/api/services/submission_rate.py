@@ -31,9 +31,10 @@ class SubmissionRate:
         members = max(shape.members for shape in spec.gang.shapes)
         self._take(spec.team, len(spec.model_dump_json()) + MEMBER_BYTES * members)
 
-    def take_change(self, team: str) -> None:
-        """Counts a change that leaves an entry in the audit log. Raises QuotaError if the team is too fast."""
-        self._take(team, CHANGE_BYTES)
+    def take_change(self, team: str, size: int = 0) -> None:
+        """Counts a change that leaves an entry in the audit log, and `size` bytes elsewhere. Raises QuotaError if the
+        team is too fast."""
+        self._take(team, CHANGE_BYTES + size)
 
     def _take(self, team: str, size: int) -> None:
         now_s = self._now_s()

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import accumulate
 from typing import Any
 
 import sqlalchemy as sa
@@ -20,6 +19,7 @@ from raytide.core.objects.api_key import AuditEntry, ChainVerdict
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
 from raytide.core.state.queries.jobs import chunked
+from raytide.core.state.queries.pages import paged
 from raytide.core.state.write import append, next_number
 
 __all__ = ["BATCH", "PRUNED", "REQUESTS", "USAGE_PRUNED", "AuditLog", "acting", "add_entry", "digest_of_rows", "record"]
@@ -106,9 +106,7 @@ class AuditLog:
         if before is not None:
             query = query.where(a.seq < before)
         with self._db.read() as c:
-            sizes = c.execute(query.with_only_columns(sa.func.length(a.detail))).scalars()
-            within = sum(total <= most_bytes for total in accumulate(sizes))
-            return tuple(_entry(row) for row in c.execute(query.limit(min(limit, max(1, within)))))
+            return tuple(_entry(row) for row in paged(c, query, a.detail, limit, most_bytes))
 
     def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
         """Deletes a batch of the oldest entries before this time; returns their number.

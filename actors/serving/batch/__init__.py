@@ -1,0 +1,1 @@
+"""Batches of requests: how the rows of a file are checked, run, recorded and returned in order."""

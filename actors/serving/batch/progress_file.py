@@ -1,0 +1,131 @@
+"""The record of what a batch has computed: a line for each row that has ended, appended in groups with an fsync each.
+
+A killed process leaves whole lines and at most one torn one, which the next reader cuts off. A row in this file never
+runs again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raytide.core.errors import DataError
+
+__all__ = ["ProgressFile", "RowResult", "RowUsage"]
+
+
+@dataclass(slots=True)
+class RowUsage:
+    """Tokens, summed over rows."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def add(self, other: RowUsage) -> None:
+        for name, tokens in asdict(other).items():
+            setattr(self, name, getattr(self, name) + tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """How a row ended: its line of the output file, or with `is_ok` false of the error file."""
+
+    place: int
+    is_ok: bool
+    line: Mapping[str, Any]
+    usage: RowUsage = field(default_factory=RowUsage)
+
+
+class ProgressFile:
+    """One batch's results so far. Only one process at a time may open it; the caller holds a lock."""
+
+    def __init__(self, path: Path, header: Mapping[str, object]) -> None:
+        """Opens or creates the file. Raises DataError if it belongs to another batch, that is, has another header."""
+        self.completed = self.failed = 0
+        self.usage = RowUsage()
+        self._offsets: dict[int, int] = {}
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._size = self._read(header, path)
+            os.ftruncate(self._fd, self._size)
+            if not self._size:
+                self._append(json.dumps({"header": header}).encode() + b"\n")
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __contains__(self, place: int) -> bool:
+        return place in self._offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def append(self, results: Sequence[RowResult]) -> None:
+        """Records the results durably. An OSError leaves the file as it was."""
+        lines = [json.dumps(asdict(result), ensure_ascii=False).encode() + b"\n" for result in results]
+        offset = self._size
+        self._append(b"".join(lines))
+        for result, line in zip(results, lines, strict=True):
+            self._count(result, offset)
+            offset += len(line)
+
+    def result(self, place: int) -> RowResult:
+        """Returns a recorded row."""
+        with open(self._fd, "rb", closefd=False) as file:
+            file.seek(self._offsets[place])
+            return _parsed(file.readline())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _append(self, text: bytes) -> None:
+        try:
+            left, offset = memoryview(text), self._size
+            while left:
+                written = os.pwrite(self._fd, left, offset)
+                left, offset = left[written:], offset + written
+            os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(text)
+
+    def _read(self, header: Mapping[str, object], path: Path) -> int:
+        """Reads what is there and returns the size of its whole lines."""
+        size = 0
+        with open(self._fd, "rb", closefd=False) as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    if not size:
+                        found = json.loads(line)["header"]
+                    else:
+                        self._count(_parsed(line), size)
+                except (ValueError, KeyError, TypeError):
+                    break  # what a power loss has left of a group that was not synced
+                if not size and found != header:
+                    raise DataError(
+                        f"{path} is the progress of another batch.", hint="Name another output, or remove that file."
+                    )
+                size += len(line)
+        return size
+
+    def _count(self, result: RowResult, offset: int) -> None:
+        if result.place in self._offsets:
+            return
+        self._offsets[result.place] = offset
+        self.completed += result.is_ok
+        self.failed += not result.is_ok
+        self.usage.add(result.usage)
+
+
+def _parsed(line: bytes) -> RowResult:
+    found = json.loads(line)
+    return RowResult(found["place"], found["is_ok"], found["line"], RowUsage(**found["usage"]))

@@ -1,0 +1,64 @@
+"""The routes of registered models, and of the revisions of endpoints."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter
+
+from raytide.control.api import queries as q
+from raytide.control.api.services.endpoints import EndpointService
+from raytide.control.api.services.models import ModelService
+from raytide.control.views import to_json
+
+T = TypeVar("T")
+_MOST = 1000
+
+
+def model_routes(models: ModelService, endpoints: EndpointService) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+    submissions = CapacityLimiter(4)
+
+    async def run(work: Callable[..., T], *args: Any) -> T:
+        return await to_thread.run_sync(partial(work, *args), limiter=submissions)
+
+    @router.post("/models")
+    async def register(caller: q.CallerInput, body: q.Body) -> Any:
+        return to_json(await run(models.register, body, caller))
+
+    @router.get("/models")
+    def registered(caller: q.CallerInput, limit: q.Limit = 100, offset: q.Offset = 0) -> Any:
+        return [to_json(model) for model in models.all(caller, min(limit, _MOST), offset)]
+
+    @router.get("/models/{name}")
+    def model(caller: q.CallerInput, name: q.Name) -> Any:
+        return to_json(models.get(name, caller))
+
+    @router.get("/models/{name}/versions")
+    def versions(caller: q.CallerInput, name: q.Name, limit: q.Limit = 100, offset: q.Offset = 0) -> Any:
+        return [to_json(version) for version in models.versions(name, caller, min(limit, _MOST), offset)]
+
+    @router.get("/models/{name}/versions/{which}")
+    def version(caller: q.CallerInput, name: q.Name, which: q.Name) -> Any:
+        return to_json(models.version(name, which, caller))
+
+    @router.put("/models/{name}/aliases/{alias}")
+    def promote(caller: q.CallerInput, name: q.Name, alias: q.Name, body: q.Body) -> Any:
+        return to_json(models.promote(name, alias, body, caller))
+
+    @router.get("/models/{name}/history")
+    def history(
+        caller: q.CallerInput, name: q.Name, alias: q.Word = None, until_s: q.Until = None, limit: q.Limit = 100
+    ) -> Any:
+        return [to_json(change) for change in models.history(name, caller, alias, until_s, min(limit, _MOST))]
+
+    @router.get("/endpoints/{name}/revisions")
+    def revisions(caller: q.CallerInput, name: q.Name) -> Any:
+        return [to_json(revision) for revision in endpoints.revisions(name, caller)]
+
+    @router.post("/endpoints/{name}/rollback")
+    async def roll_back(caller: q.CallerInput, name: q.Name, revision: q.Revision) -> Any:
+        return to_json(await run(endpoints.roll_back, name, revision, caller))
+
+    return router

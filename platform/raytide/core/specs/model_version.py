@@ -1,0 +1,125 @@
+"""Registered models: immutable versions with their lineage, and aliases whose history is kept."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import Field, StringConstraints
+
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.core.errors import ConfigError
+
+SCHEME = "registry:"
+_NAME = r"[a-z0-9][a-z0-9._-]{0,62}"
+_ALIAS = r"[a-z][a-z0-9_-]{0,62}"
+_REFERENCE = re.compile(rf"({_NAME})(?::([0-9]{{1,9}})|@({_ALIAS}))")
+
+ModelName = Annotated[str, StringConstraints(pattern=rf"^{_NAME}$")]
+AliasName = Annotated[str, StringConstraints(pattern=rf"^{_ALIAS}$")]
+Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+
+
+class ModelReference(NamedTuple):
+    """A version by its number, or by an alias: `chat:3`, `chat@champion`."""
+
+    name: str
+    version: int | None = None
+    alias: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Returns the reference in `NAME:VERSION` or `NAME@ALIAS`, with or without `registry:`."""
+        found = _REFERENCE.fullmatch(text.removeprefix(SCHEME))
+        if found is None:
+            raise ConfigError(
+                f"{text[:200]!r} names no version of a registered model.", hint="Write NAME:VERSION or NAME@ALIAS."
+            )
+        name, version, alias = found.groups()
+        return cls(name, None if version is None else int(version), alias or "")
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.version}" if self.version is not None else f"{self.name}@{self.alias}"
+
+
+class Lineage(Config):
+    """The origin of a model. Empty fields are unknown."""
+
+    job: bounds.Word = ""
+    """The training job that exported it."""
+    dataset: bounds.Location = ""
+    dataset_sha256: Annotated[str, StringConstraints(pattern="^([0-9a-f]{64})?$")] = ""
+    """The SHA-256 of the dataset's manifest, which covers that of each of its shards."""
+    base: bounds.Location = ""
+    """The model whose weights the training began with."""
+    code: bounds.Word = ""
+    """The version of the code that trained it."""
+    config: dict[str, object] = Field(default_factory=dict)
+    """The configuration of the training."""
+
+
+class ModelVersionSpec(Config):
+    """`raytide model register`: a directory of weights to keep under a name."""
+
+    name: ModelName
+    team: bounds.Name = "default"
+    location: bounds.Location = Field(min_length=1)
+    """A Hugging Face directory: a path that every node can read, or the URL of an object store."""
+    sha256: Sha256
+    """The digest of its files; see `raytide.registry.content_digest`."""
+    lineage: Lineage = Lineage()
+    metrics: dict[bounds.Name, float] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
+    """Results of evaluations."""
+    note: bounds.Word = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """A registered version, which never changes."""
+
+    spec: ModelVersionSpec
+    version: int
+    user: str
+    created_at_s: float
+
+    @property
+    def id(self) -> str:
+        return f"{self.spec.name}:{self.version}"
+
+
+class AliasSpec(Config):
+    """`raytide model promote`: the version that an alias should name."""
+
+    version: int | None = Field(ge=1, le=10**9)
+    """None removes the alias."""
+    why: bounds.Word = ""
+    if_version: int | None = Field(default=None, ge=0, le=10**9)
+    """The version that the alias must name now, 0 for none; otherwise nothing is changed. By default any."""
+
+
+@dataclass(frozen=True, slots=True)
+class AliasChange:
+    """An entry of the history of aliases."""
+
+    number: int
+    name: str
+    alias: str
+    before: int | None
+    """The version that the alias named before; None for none."""
+    after: int | None
+    at_s: float
+    user: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredModel:
+    """A model's newest version, and the version that each of its aliases names."""
+
+    name: str
+    team: str
+    versions: int
+    newest: ModelVersion
+    aliases: dict[str, int] = field(default_factory=dict)

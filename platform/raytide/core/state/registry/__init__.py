@@ -1,0 +1,1 @@
+"""Registered models in the state store, and the revisions of endpoints."""

@@ -1,0 +1,171 @@
+"""Registered models in the store: versions, which are only added, and changes of aliases."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import sqlalchemy as sa
+
+from raytide.core.errors import ConflictError, NotFoundError, QuotaError
+from raytide.core.specs.model_version import (
+    AliasChange,
+    AliasSpec,
+    ModelReference,
+    ModelVersion,
+    ModelVersionSpec,
+    RegisteredModel,
+)
+from raytide.core.state.database import Database
+from raytide.core.state.queries.pages import paged
+from raytide.core.state.registry import tables as t
+from raytide.core.state.tenancy.audit import record
+from raytide.core.state.write import next_number
+
+MOST_VERSIONS = 10_000
+"""The most versions of all models of a team."""
+_COUNTER = "registry"
+
+
+class ModelRecords:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def register(self, spec: ModelVersionSpec, user: str, now_s: float) -> ModelVersion:
+        """Adds a version; returns the existing one if the same was registered before, so that clients may retry.
+
+        Raises ConflictError if the name belongs to another team, and QuotaError if the team has too many versions.
+        """
+        digest = hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
+        m = t.models.c
+        with self._db.write() as c:
+            next_number(c, _COUNTER)  # its row's lock orders all registrations and promotions
+            if (first := c.execute(sa.select(m.team).where(m.name == spec.name).limit(1)).scalar()) is not None:
+                if first != spec.team:
+                    raise ConflictError(f"model {spec.name} belongs to team {first}.", hint="Choose another name.")
+                same = t.models.select().where(m.name == spec.name, m.digest == digest)
+                if (row := c.execute(same.order_by(m.version)).first()) is not None:
+                    return _version(row)
+            count = c.execute(sa.select(sa.func.count()).where(m.team == spec.team)).scalar_one()
+            if count >= MOST_VERSIONS:
+                raise QuotaError(
+                    f"team {spec.team} has {count} versions of models; {MOST_VERSIONS} are allowed.",
+                    hint="Ask the cluster's operator.",
+                )
+            newest = c.execute(sa.select(sa.func.max(m.version)).where(m.name == spec.name)).scalar()
+            version = ModelVersion(spec, (newest or 0) + 1, user, now_s)
+            values = {"name": spec.name, "version": version.version, "team": spec.team, "user": user}
+            kept = {"created_at_s": now_s, "digest": digest, "spec": spec.model_dump(mode="json")}
+            c.execute(t.models.insert(), {**values, **kept})
+            shown = {"team": spec.team, "location": spec.location, "sha256": spec.sha256, "job": spec.lineage.job}
+            record(c, "model.register", version.id, shown)
+            return version
+
+    def promote(self, name: str, alias: str, change: AliasSpec, user: str, now_s: float) -> AliasChange:
+        """Lets an alias name another version, or none. What it names already leaves no entry.
+
+        Raises NotFoundError without that version, and ConflictError if the alias does not name `if_version`.
+        """
+        a = t.alias_changes.c
+        with self._db.write() as c:
+            number = next_number(c, _COUNTER)
+            if change.version is not None:
+                _find(c, ModelReference(name, change.version))
+            of_alias = t.alias_changes.select().where(a.name == name, a.alias == alias)
+            last = c.execute(of_alias.order_by(a.number.desc()).limit(1)).first()
+            before = None if last is None else last.after
+            if change.if_version is not None and (before or 0) != change.if_version:
+                raise ConflictError(
+                    f"{name}@{alias} names {f'version {before}' if before else 'no version'}, not {change.if_version}.",
+                    hint=f"`raytide model history {name}` shows why.",
+                )
+            if last is not None and before == change.version:
+                return _change(last)
+            if before is None and change.version is None:
+                raise NotFoundError(f"{name}@{alias} names no version.", hint=f"`raytide model show {name}` shows all.")
+            made = AliasChange(number, name, alias, before, change.version, now_s, user, change.why)
+            c.execute(t.alias_changes.insert(), {field: getattr(made, field) for field in AliasChange.__slots__})
+            record(c, "model.promote", f"{name}@{alias}", {"from": before, "to": change.version, "why": change.why})
+            return made
+
+    def find(self, reference: ModelReference) -> ModelVersion:
+        """Returns the version that a reference names. Raises NotFoundError if it names none."""
+        with self._db.read() as c:
+            return _find(c, reference)
+
+    def owner(self, name: str) -> str:
+        """Returns the team of a model."""
+        with self._db.read() as c:
+            team = c.execute(sa.select(t.models.c.team).where(t.models.c.name == name).limit(1)).scalar()
+        if team is None:
+            raise _no_model(name)
+        return str(team)
+
+    def versions(self, name: str, *, limit: int = 100, offset: int = 0) -> tuple[ModelVersion, ...]:
+        """Returns versions of a model, newest first."""
+        m = t.models.c
+        query = t.models.select().where(m.name == name).order_by(m.version.desc()).offset(offset)
+        with self._db.read() as c:
+            return tuple(_version(row) for row in paged(c, query, m.spec, limit))
+
+    def models(
+        self, *, team: str | None = None, name: str | None = None, limit: int = 100, offset: int = 0
+    ) -> tuple[RegisteredModel, ...]:
+        """Returns models by name, each with its newest version."""
+        m, a = t.models.c, t.alias_changes.c
+        newest = sa.select(m.name, sa.func.max(m.version).label("newest"), sa.func.count().label("versions"))
+        if team is not None:
+            newest = newest.where(m.team == team)
+        if name is not None:
+            newest = newest.where(m.name == name)
+        page = newest.group_by(m.name).order_by(m.name).limit(limit).offset(offset).subquery()
+        query = sa.select(t.models, page.c.versions).join(
+            page, sa.and_(m.name == page.c.name, m.version == page.c.newest)
+        )
+        last = sa.select(sa.func.max(a.number)).where(a.name.in_(sa.select(page.c.name))).group_by(a.name, a.alias)
+        with self._db.read() as c:
+            rows = paged(c, query.order_by(m.name), m.spec, limit)
+            aliases: dict[str, dict[str, int]] = {row.name: {} for row in rows}
+            for row in c.execute(t.alias_changes.select().where(a.number.in_(last)).order_by(a.alias)):
+                if row.after is not None and row.name in aliases:
+                    aliases[row.name][row.alias] = row.after
+            return tuple(
+                RegisteredModel(row.name, row.team, row.versions, _version(row), aliases[row.name]) for row in rows
+            )
+
+    def history(
+        self, name: str, *, alias: str | None = None, until_s: float | None = None, limit: int = 100
+    ) -> tuple[AliasChange, ...]:
+        """Returns changes of a model's aliases, newest first."""
+        a = t.alias_changes.c
+        query = t.alias_changes.select().where(a.name == name).order_by(a.number.desc()).limit(limit)
+        if alias is not None:
+            query = query.where(a.alias == alias)
+        if until_s is not None:
+            query = query.where(a.at_s <= until_s)
+        with self._db.read() as c:
+            return tuple(_change(row) for row in c.execute(query))
+
+
+def _find(c: sa.Connection, reference: ModelReference) -> ModelVersion:
+    m, a = t.models.c, t.alias_changes.c
+    version = reference.version
+    if version is None:
+        named = sa.select(a.after).where(a.name == reference.name, a.alias == reference.alias)
+        version = c.execute(named.order_by(a.number.desc()).limit(1)).scalar()
+    row = c.execute(t.models.select().where(m.name == reference.name, m.version == version)).first()
+    if row is None:
+        raise _no_model(str(reference))
+    return _version(row)
+
+
+def _no_model(what: str) -> NotFoundError:
+    return NotFoundError(f"model {what} is not registered.", hint="`raytide model list` lists models.")
+
+
+def _version(row: sa.Row[Any]) -> ModelVersion:
+    return ModelVersion(ModelVersionSpec.model_validate(row.spec), row.version, row.user, row.created_at_s)
+
+
+def _change(row: sa.Row[Any]) -> AliasChange:
+    return AliasChange(row.number, row.name, row.alias, row.before, row.after, row.at_s, row.user, row.why)

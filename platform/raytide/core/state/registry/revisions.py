@@ -1,0 +1,63 @@
+"""Revisions of endpoints in the store: each spec that an endpoint had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from raytide.core.errors import NotFoundError
+from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
+from raytide.core.state import codec
+from raytide.core.state.database import Database
+from raytide.core.state.queries.pages import paged
+from raytide.core.state.registry import tables as t
+
+KEPT_REVISIONS = 100
+"""The newest revisions of an endpoint that are kept."""
+
+
+def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str) -> int:
+    """Adds a revision unless the newest one of the same team has the same spec; returns its number.
+
+    Lock the endpoint's row before.
+    """
+    r = t.revisions.c
+    of_endpoint = t.revisions.select().where(r.name == spec.name)
+    last = c.execute(of_endpoint.order_by(r.number.desc()).limit(1)).first()
+    if last is not None and last.team == spec.team and codec.read_config(ServeSpec, last.spec)[0] == spec:
+        return int(last.number)
+    number = 1 if last is None else int(last.number) + 1
+    values = {"name": spec.name, "number": number, "team": spec.team, "user": user, "at_s": now_s, "why": why}
+    c.execute(t.revisions.insert(), {**values, "spec": spec.model_dump(mode="json")})
+    c.execute(t.revisions.delete().where(r.name == spec.name, r.number <= number - KEPT_REVISIONS))
+    return number
+
+
+class RevisionRecords:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def page(self, name: str, *, team: str, limit: int = KEPT_REVISIONS) -> tuple[EndpointRevision, ...]:
+        """Returns the revisions that a team gave an endpoint of this name, newest first."""
+        r = t.revisions.c
+        query = t.revisions.select().where(r.name == name, r.team == team).order_by(r.number.desc())
+        with self._db.read() as c:
+            return tuple(_revision(row) for row in paged(c, query, t.revisions.c.spec, limit))
+
+    def find(self, name: str, *, team: str, number: int) -> EndpointRevision:
+        """Returns a revision. Raises NotFoundError if there is none of that number."""
+        r = t.revisions.c
+        query = t.revisions.select().where(r.name == name, r.team == team, r.number == number)
+        with self._db.read() as c:
+            row = c.execute(query).first()
+        if row is None:
+            raise NotFoundError(
+                f"endpoint {name} has no revision {number}.", hint=f"`raytide endpoint history {name}` lists revisions."
+            )
+        return _revision(row)
+
+
+def _revision(row: sa.Row[Any]) -> EndpointRevision:
+    spec, unreadable = codec.read_config(ServeSpec, row.spec)
+    return EndpointRevision(row.name, row.number, row.team, row.user, row.at_s, row.why, spec, unreadable)

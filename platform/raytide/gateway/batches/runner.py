@@ -1,0 +1,227 @@
+"""Works on the batches of all teams: one gateway process at a time on each, behind the requests of clients.
+
+A batch's process holds a lock, which the kernel frees when it dies. Any process then
+takes the batch up where the progress file ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.types import ASGIApp
+
+from raytide.actors.serving.batch.input_file import BatchInput, InputRow, check_input
+from raytide.actors.serving.batch.progress_file import ProgressFile, RowResult
+from raytide.actors.serving.batch.row_request import failed_row, request_row
+from raytide.actors.serving.batch.run import run_rows, write_results
+from raytide.control.supervision.daemon import hold_lock
+from raytide.core.errors import ConflictError, RaytideError
+from raytide.gateway.batches.objects import (
+    FINAL,
+    BatchErrorItem,
+    BatchErrors,
+    BatchObject,
+    BatchStatus,
+    BatchTokens,
+    RequestCounts,
+)
+from raytide.gateway.batches.store import BatchStore, UnfinishedBatch
+
+__all__ = ["PRIORITY", "BatchRunner"]
+
+PRIORITY = 10
+"""The priority of rows in the engines: clients' requests have 0."""
+_POLL_S = 1.0
+_SWEEP_S = 60.0
+_RETRY_S = 5.0
+_BATCHES_AT_ONCE = 4
+_ROWS_AT_ONCE = 32
+"""Rows of one batch in flight."""
+_log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ScopeOf = Callable[[str], Mapping[str, Any]]
+
+
+class BatchRunner:
+    """The part of one gateway process in the batches. `scope_of(account)` gives the entries of the ASGI scope
+    with which rows run, such as their caller, by the account of the key that created their batch.
+    """
+
+    def __init__(
+        self,
+        batches: BatchStore,
+        app: ASGIApp,
+        scope_of: ScopeOf,
+        has_priority: Callable[[str], bool],
+        *,
+        rows_at_once: int = _ROWS_AT_ONCE,
+        poll_s: float = _POLL_S,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        """`has_priority(model)` returns whether the model's engine knows priorities."""
+        self._batches, self._app, self._scope_of, self._has_priority = batches, app, scope_of, has_priority
+        self._rows_at_once, self._poll_s, self._now_s = rows_at_once, poll_s, now_s
+        self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
+
+    async def run(self) -> None:
+        """Runs until it is cancelled, and then leaves its batches to the next process."""
+        swept_s = 0.0
+        try:
+            while True:
+                try:
+                    if time.monotonic() - swept_s > _SWEEP_S:
+                        swept_s = time.monotonic()
+                        await asyncio.to_thread(self._batches.files.sweep)
+                    await self._take_up()
+                except (RaytideError, OSError):
+                    _log.exception("batches wait: their files cannot be read")
+                await asyncio.sleep(self._poll_s)
+        finally:
+            tasks = [task for _, task in self._running.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take_up(self) -> None:
+        """Starts batches that nobody works on: first those of teams with the fewest here, then the oldest."""
+        self._running = {name: entry for name, entry in self._running.items() if not entry[1].done()}
+        if len(self._running) >= _BATCHES_AT_ONCE:
+            return
+        unfinished = [
+            each for each in await asyncio.to_thread(self._batches.unfinished) if each.id not in self._running
+        ]
+        while unfinished and len(self._running) < _BATCHES_AT_ONCE:
+            shares = Counter(team for team, _ in self._running.values())
+            chosen = min(unfinished, key=lambda each: shares[each.team])
+            unfinished.remove(chosen)
+            if (stack := self._claimed(chosen)) is not None:
+                self._running[chosen.id] = chosen.team, asyncio.create_task(self._work(chosen, stack))
+
+    def _claimed(self, batch: UnfinishedBatch) -> ExitStack | None:
+        """Returns the lock of a batch; None if another process has it."""
+        stack = ExitStack()
+        try:
+            stack.enter_context(hold_lock(self._batches.files.folder / f"{batch.id}.lock"))
+        except ConflictError:
+            return None
+        return stack
+
+    async def _work(self, claimed: UnfinishedBatch, lock: ExitStack) -> None:
+        with lock:
+            try:
+                batch = await _in_thread(self._batches.get, claimed.team, claimed.id)
+                if batch.status not in FINAL:
+                    await self._run(batch, claimed)
+                self._remove(claimed.id)
+            except Exception:
+                _log.exception("batch %s waits, and is tried again", claimed.id)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _run(self, batch: BatchObject, claimed: UnfinishedBatch) -> None:
+        rows = await _in_thread(check_input, self._batches.input_path(batch), batch.endpoint)
+        if rows.errors:
+            items = [BatchErrorItem(**asdict(error)) for error in rows.errors]
+            failed = batch.model_copy(update={"errors": BatchErrors(data=items)})
+            await _in_thread(self._batches.move, failed, "failed")
+            return
+        progress = await _in_thread(
+            ProgressFile, self._batches.files.folder / f"{batch.id}.progress", {"input": rows.digest}
+        )
+        try:
+            await self._run_to_the_end(batch, claimed, rows, progress)
+        finally:
+            progress.close()
+
+    async def _run_to_the_end(
+        self, batch: BatchObject, claimed: UnfinishedBatch, rows: BatchInput, progress: ProgressFile
+    ) -> None:
+        batch = batch.model_copy(update={"model": rows.model})
+        batch = await _in_thread(self._batches.move, _counted(batch, rows, progress), "in_progress")
+
+        async def request(place: int, row: InputRow) -> RowResult:
+            return await request_row(
+                self._app, place, self._behind_clients(row), lambda: self._scope_of(claimed.account)
+            )
+
+        status = self._ending(batch)
+        if status is None:
+            running = asyncio.create_task(run_rows(rows, progress, request, at_once=self._rows_at_once))
+            try:
+                while not running.done() and status is None:
+                    await asyncio.wait({running}, timeout=self._poll_s)
+                    batch = await _in_thread(self._batches.move, _counted(batch, rows, progress), "in_progress")
+                    status = self._ending(batch)
+            finally:
+                running.cancel()
+                await asyncio.wait({running})
+            if not running.cancelled():
+                running.result()
+        if len(progress) == len(rows) and status != "cancelled":
+            status = "completed"
+        if status == "expired":
+            await _in_thread(_expire, rows, progress)
+        await _in_thread(self._finish, batch, claimed.team, rows, progress, status or "completed")
+
+    def _ending(self, batch: BatchObject) -> BatchStatus | None:
+        """Returns why a batch must stop before all of its rows have run; None if it need not."""
+        if batch.status == "cancelling":
+            return "cancelled"
+        return "expired" if self._now_s() >= batch.expires_at else None
+
+    def _behind_clients(self, row: InputRow) -> InputRow:
+        if row.url == "/v1/embeddings" or not self._has_priority(row.body["model"]):
+            return row
+        asked = row.body.get("priority")
+        priority = max(PRIORITY, asked) if isinstance(asked, int) else PRIORITY
+        return InputRow(row.custom_id, row.url, {**row.body, "priority": priority})
+
+    def _finish(
+        self, batch: BatchObject, team: str, rows: BatchInput, progress: ProgressFile, status: BatchStatus
+    ) -> None:
+        batch = _counted(batch, rows, progress)
+        if status == "completed":
+            batch = self._batches.move(batch, "finalizing")
+            status = "cancelled" if batch.status == "cancelling" else status
+        with self._batches.files.partial() as output, self._batches.files.partial() as errors:
+            write_results(progress, len(rows), output.path, errors.path)
+            output.size, errors.size = output.path.stat().st_size, errors.path.stat().st_size
+            self._batches.finish(batch, team, status, output, errors)
+
+    def _remove(self, batch_id: str) -> None:
+        """Removes what only an unfinished batch needs."""
+        for suffix in ("progress", "lock"):
+            with suppress(FileNotFoundError):
+                (self._batches.files.folder / f"{batch_id}.{suffix}").unlink()
+
+
+async def _in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs `work` in a thread and, even if it is cancelled, waits for its end: the batch's lock is held until then."""
+    running = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
+
+
+def _counted(batch: BatchObject, rows: BatchInput, progress: ProgressFile) -> BatchObject:
+    counts = RequestCounts(total=len(rows), completed=progress.completed, failed=progress.failed)
+    return batch.model_copy(update={"request_counts": counts, "usage": BatchTokens.of_rows(progress.usage)})
+
+
+def _expire(rows: BatchInput, progress: ProgressFile) -> None:
+    """Records the rows that have not run as failed."""
+    message = "This request could not be executed before the completion window expired."
+    left = [place for place in range(len(rows)) if place not in progress]
+    for start in range(0, len(left), 1000):
+        group = left[start : start + 1000]
+        progress.append([failed_row(place, rows.row(place).custom_id, "batch_expired", message) for place in group])

@@ -1,0 +1,1 @@
+"""Files of the OpenAI API: who may keep which, where, and for how long."""

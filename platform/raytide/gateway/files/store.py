@@ -1,0 +1,283 @@
+"""Keeps files of teams: contents in a folder, everything else in the database, within limits of size."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from pydantic import BaseModel
+
+from raytide.actors.serving.openai_api.errors import ApiError, invalid
+from raytide.core.errors import StorageError
+from raytide.core.io.atomic_file import sweep
+from raytide.core.io.storage import full_disk_is_an_error
+from raytide.gateway.files.database import FileDatabase
+
+__all__ = ["UPLOAD_PURPOSES", "FileDeletion", "FileLimits", "FileObject", "FileObjectList", "FileStore", "PartialFile"]
+
+UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
+_KEEP_BATCH_S = 30 * 86_400
+"""The time for which the input of a batch is kept, as at OpenAI, unless the upload says otherwise."""
+_CONTENT = re.compile(r"file-[0-9a-f]{32}")
+_ORPHAN_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class FileLimits:
+    file_bytes: int = 512 << 20
+    team_bytes: int = 8 << 30
+    total_bytes: int = 32 << 30
+    free_bytes: int = 1 << 30
+    """What an upload leaves free on the disk, on which the cluster's state may be too."""
+    team_files: int = 10_000
+
+
+class FileObject(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    status_details: str | None = None
+
+
+class FileObjectList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool = False
+
+
+class FileDeletion(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+class PartialFile:
+    """Content that is being written, under a name by which the next process finds it if this one dies."""
+
+    def __init__(self, folder: Path, limits: FileLimits) -> None:
+        self.id = f"file-{secrets.token_hex(16)}"
+        self.path = folder / f".{self.id}.{os.getpid()}.{secrets.token_hex(4)}.part"
+        self.size = 0
+        self._folder, self._limits = folder, limits
+        with full_disk_is_an_error("the file"):
+            self._file: BinaryIO = open(self.path, "xb", buffering=0, opener=_for_owner)  # noqa: SIM115
+
+    def write(self, data: bytes) -> None:
+        """Appends. Raises ApiError beyond the size of a file, StorageError if the disk is full or nearly."""
+        self.size += len(data)
+        if self.size > self._limits.file_bytes:
+            raise invalid(
+                f"The file is larger than {self._limits.file_bytes} bytes.",
+                param="file",
+                code="file_too_large",
+                status=413,
+            )
+        with full_disk_is_an_error("the file"):
+            if shutil.disk_usage(self._folder).free - len(data) < self._limits.free_bytes:
+                raise StorageError("the head has no more room for files.", hint="Delete files, or ask the operator.")
+            left = memoryview(data)
+            while left:
+                left = left[self._file.write(left) :]
+
+    def sync(self) -> None:
+        with full_disk_is_an_error("the file"):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Removes what was not added to the store."""
+        self._file.close()
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+
+
+class FileStore:
+    """The files of all teams. Methods block on the disk and may run in any thread of any gateway process."""
+
+    def __init__(
+        self, database: FileDatabase, limits: FileLimits | None = None, now_s: Callable[[], float] = time.time
+    ) -> None:
+        self.database, self.folder = database, database.folder
+        self.limits, self._now_s = limits or FileLimits(), now_s
+
+    @contextmanager
+    def partial(self) -> Iterator[PartialFile]:
+        """Opens a context in which a new file is written; without `add` in it, nothing is left."""
+        part = PartialFile(self.folder, self.limits)
+        try:
+            yield part
+        finally:
+            part.close()
+
+    def add(
+        self, part: PartialFile, team: str, *, filename: str, purpose: str, expires_after_s: int | None = None
+    ) -> FileObject:
+        """Publishes a written file. Raises ApiError beyond the limits of the team or the cluster."""
+        part.sync()
+        with self.database.write() as connection:
+            self.check_room(connection, team, part.size)
+            return self.insert(
+                connection, part, team, filename=filename, purpose=purpose, expires_after_s=expires_after_s
+            )
+
+    def insert(
+        self,
+        connection: sqlite3.Connection,
+        part: PartialFile,
+        team: str,
+        *,
+        filename: str,
+        purpose: str,
+        expires_after_s: int | None,
+    ) -> FileObject:
+        """Adds a written and synced file in a transaction of the caller's, which decides whether it exists."""
+        now = int(self._now_s())
+        if expires_after_s is None and purpose == "batch":
+            expires_after_s = _KEEP_BATCH_S
+        expires_at = None if expires_after_s is None else now + expires_after_s
+        connection.execute(
+            "INSERT INTO files (id, team, purpose, filename, bytes, created_at, expires_at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (part.id, team, purpose, filename, part.size, now, expires_at),
+        )
+        with full_disk_is_an_error("the file"):
+            os.replace(part.path, self.content_path(part.id))
+            _sync_folder(self.folder)
+        return FileObject(
+            id=part.id, bytes=part.size, created_at=now, expires_at=expires_at, filename=filename, purpose=purpose
+        )
+
+    def check_room(self, connection: sqlite3.Connection, team: str, size: int) -> None:
+        """Raises ApiError if a file of `size` bytes of this team would exceed a limit."""
+        query = "SELECT coalesce(sum(bytes), 0), count(*) FROM files"
+        own, count = connection.execute(f"{query} WHERE team = ?", (team,)).fetchone()
+        total = connection.execute(query).fetchone()[0]
+        if own + size > self.limits.team_bytes or count >= self.limits.team_files:
+            raise _no_room("Your team's files take all the room that they may: delete some.")
+        if total + size > self.limits.total_bytes:
+            raise _no_room("The files of this cluster take all the room that they may.")
+
+    def get(self, team: str, file_id: str) -> FileObject:
+        """Returns a file of the team. Raises a 404 for one that is another team's, too."""
+        with self.database.read() as connection:
+            row = connection.execute(
+                "SELECT * FROM files WHERE id = ? AND team = ? AND coalesce(expires_at, ?) >= ?",
+                (file_id, team, now := int(self._now_s()), now),
+            ).fetchone()
+        if row is None:
+            raise _unknown(file_id)
+        return _file(row)
+
+    def page(
+        self, team: str, *, after: str | None, limit: int, is_ascending: bool, purpose: str | None
+    ) -> FileObjectList:
+        """Returns a page of the team's files, by the order in which they were added."""
+        now = int(self._now_s())
+        order, beyond = ("ASC", ">") if is_ascending else ("DESC", "<")
+        where, values = "team = ? AND coalesce(expires_at, ?) >= ?", [team, now, now]
+        if purpose is not None:
+            where, values = f"{where} AND purpose = ?", [*values, purpose]
+        with self.database.read() as connection:
+            if after is not None:
+                found = connection.execute("SELECT seq FROM files WHERE id = ? AND team = ?", (after, team)).fetchone()
+                if found is None:
+                    raise invalid(f"There is no file {after!r} after which to list.", param="after")
+                where, values = f"{where} AND seq {beyond} ?", [*values, found["seq"]]
+            rows = connection.execute(
+                f"SELECT * FROM files WHERE {where} ORDER BY seq {order} LIMIT ?",  # nosec B608
+                (*values, limit + 1),
+            ).fetchall()
+        data = [_file(row) for row in rows[:limit]]
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return FileObjectList(data=data, first_id=first, last_id=last, has_more=len(rows) > limit)
+
+    def content(self, team: str, file_id: str) -> tuple[FileObject, Path]:
+        """Returns a file and the path of its content."""
+        return self.get(team, file_id), self.content_path(file_id)
+
+    def delete(self, team: str, file_id: str) -> FileDeletion:
+        """Deletes a file. Raises a 400 for one that an unfinished batch reads."""
+        with self.database.write() as connection:
+            row = connection.execute("SELECT holds FROM files WHERE id = ? AND team = ?", (file_id, team)).fetchone()
+            if row is None:
+                raise _unknown(file_id)
+            if row["holds"]:
+                raise invalid(
+                    f"{file_id} is the input of a batch that has not ended.", param="file_id", code="file_in_use"
+                )
+            connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
+        self.content_path(file_id).unlink(missing_ok=True)
+        return FileDeletion(id=file_id)
+
+    def sweep(self) -> None:
+        """Removes what has expired and what killed processes have left."""
+        sweep([self.folder])
+        with self.database.write() as connection:
+            expired = connection.execute(
+                "DELETE FROM files WHERE expires_at < ? AND holds = 0 RETURNING id", (int(self._now_s()),)
+            ).fetchall()
+        for row in expired:
+            self.content_path(row["id"]).unlink(missing_ok=True)
+        old = [path for path in self.folder.iterdir() if _CONTENT.fullmatch(path.name) and _is_old(path)]
+        with self.database.read() as connection:
+            known = {row["id"] for row in connection.execute("SELECT id FROM files")}
+        for path in old:
+            if path.name not in known:
+                path.unlink(missing_ok=True)
+
+    def content_path(self, file_id: str) -> Path:
+        """Returns where the content of a file of any team is."""
+        assert _CONTENT.fullmatch(file_id), file_id
+        return self.folder / file_id
+
+
+def _file(row: sqlite3.Row) -> FileObject:
+    return FileObject(
+        id=row["id"],
+        bytes=row["bytes"],
+        created_at=row["created_at"],
+        expires_at=row["expires_at"],
+        filename=row["filename"],
+        purpose=row["purpose"],
+    )
+
+
+def _unknown(file_id: str) -> ApiError:
+    return invalid(f"No such File object: {file_id}.", param="id", status=404)
+
+
+def _no_room(message: str) -> ApiError:
+    return invalid(message, param="file", code="storage_limit_exceeded")
+
+
+def _for_owner(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _is_old(path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime > _ORPHAN_S
+    return False
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

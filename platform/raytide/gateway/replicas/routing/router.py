@@ -1,0 +1,197 @@
+"""Chooses the replica whose first token is expected first. Pure: the pushed statistics are arguments.
+
+Costs are in tokens of prefill: those that the request has still to compute, and those in front of it. A gateway knows
+its own requests exactly. Of other gateways', with which it does not talk, it knows what replicas push: statistics, and
+the keys of the prefixes that others sent there. Until those arrive, gateways send the same new prefix to the same
+replica because replicas that cost about the same are ordered by rendezvous hashing (Thaler and Ravishankar 1998).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from raytide.gateway.replicas.routing.prefix_index import BLOCK_TOKENS, PrefixIndex, prefix_keys, root_key, split_keys
+
+RECOMPUTE_WEIGHT = 3.0
+"""Computing a cached token again costs the request itself and the ones behind it."""
+EVICTION_WEIGHT = 1.0
+"""Each new token evicts an old one. What that costs, up to this, depends on how much longer others would keep it."""
+REQUEST_TOKENS = 32
+"""A request that runs takes a token of every step: it delays a first token about as much as these of prefill."""
+SHORTAGE_WEIGHT = 16.0
+"""Tokens without a free KV block wait until others have ended, which takes longer than computing them."""
+SLACK = 0.25
+"""Share of its own tokens that a request waits longer, so that gateways agree on the replica of a new prefix."""
+SESSION_TOKENS = 512
+"""A session moves for no less work in front of it."""
+MAX_SESSIONS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """A replica that takes requests, as it last reported. `cache_tokens` is the capacity of its prefix cache, in blocks
+    of `block_tokens`.
+    """
+
+    name: str
+    running: int = 0
+    waiting: int = 0
+    free_kv_tokens: float = math.inf
+    cache_tokens: int = 0
+    block_tokens: int = BLOCK_TOKENS
+
+
+@dataclass(slots=True)
+class _Assigned:
+    """What this gateway has sent to a replica: the requests without a first token, by their times, their tokens, and
+    the number of the other requests that run.
+    """
+
+    index: PrefixIndex
+    unanswered: set[int] = field(default_factory=set)
+    pending_tokens: int = 0
+    answered: int = 0
+
+
+class Route:
+    """One request on one replica. Call `first_token` and, in any case, `end`; further calls change nothing."""
+
+    __slots__ = (
+        "_assigned",
+        "_block_tokens",
+        "_last_uses",
+        "_pending",
+        "_root",
+        "_use",
+        "cached_tokens",
+        "keys",
+        "replica",
+    )
+
+    def __init__(
+        self, replica: ReplicaState, assigned: _Assigned, root: bytes, keys: list[bytes], prompt_tokens: int
+    ) -> None:
+        matched = assigned.index.match(keys)
+        self._root = root
+        self.replica, self.keys = replica.name, keys
+        self.cached_tokens = matched * BLOCK_TOKENS
+        """The tokens of the prompt that are expected in the replica's cache."""
+        self._block_tokens = replica.block_tokens
+        self._assigned: _Assigned | None = assigned
+        # What is being computed is not cached yet: that it is not found says nothing about older blocks.
+        pending = assigned.unanswered
+        self._last_uses = [0 if use in pending else use for use in assigned.index.last_uses(keys[:matched])]
+        self._use = assigned.index.use(keys)
+        self._pending = max(1, prompt_tokens - self.cached_tokens)
+        assigned.unanswered.add(self._use)
+        assigned.pending_tokens += self._pending
+
+    def first_token(self) -> None:
+        if (assigned := self._assigned) is not None and self._use in assigned.unanswered:
+            assigned.pending_tokens -= self._pending
+            assigned.unanswered.discard(self._use)
+            assigned.answered += 1
+
+    def end(self, *, cached_tokens: int | None = None, tokens: Sequence[int] = ()) -> None:
+        """Ends the request. `cached_tokens` is what the replica found in its cache, which corrects the index; `tokens`
+        are those of the prompt and its answer, which are cached from now on.
+        """
+        assigned = self._assigned
+        if assigned is None:
+            return
+        if self._use in assigned.unanswered:
+            assigned.index.undo(self.keys[self.cached_tokens // BLOCK_TOKENS :], self._use)
+        self.first_token()
+        self._assigned = None
+        assigned.answered -= 1
+        if cached_tokens is not None and cached_tokens < self._findable(len(tokens)):
+            # The cache is least recently used too: what is older than a block that had left it has left it as well.
+            assigned.index.evict_until(self._last_uses[cached_tokens // BLOCK_TOKENS])
+            assigned.index.use(self.keys)
+        if tokens:
+            assigned.index.use(prefix_keys(tokens, self._root, self.keys))
+
+    def _findable(self, most: int) -> int:
+        """Returns the tokens that the replica finds if the index is right: whole blocks of its own."""
+        return min(self.cached_tokens, most - 1) // self._block_tokens * self._block_tokens
+
+
+class Router:
+    """Routes the requests of one endpoint through one gateway process."""
+
+    def __init__(self) -> None:
+        self._assigned: dict[str, _Assigned] = {}
+        self._sessions: OrderedDict[bytes, str] = OrderedDict()
+        self._mean_tokens = 256.0
+        self._clock = itertools.count()
+
+    def route(
+        self,
+        prompt: Sequence[int],
+        replicas: Sequence[ReplicaState],
+        *,
+        lora: str | None = None,
+        cache_salt: str = "",
+        session: str = "",
+    ) -> Route:
+        """Returns the route of a request to one of `replicas`, of which there is at least one, as sent."""
+        root = root_key(lora, cache_salt)
+        keys = prefix_keys(prompt, root)
+        for each in replicas:
+            if each.name not in self._assigned:
+                self._assigned[each.name] = _Assigned(PrefixIndex(each.cache_tokens // BLOCK_TOKENS, self._clock))
+        chosen = self._cheapest(len(prompt), keys, replicas, root_key(session, lora, cache_salt) if session else b"")
+        route = Route(chosen, self._assigned[chosen.name], root, keys, len(prompt))
+        self._mean_tokens += 0.05 * (len(prompt) - route.cached_tokens - self._mean_tokens)
+        return route
+
+    def add_prefix(self, replica: str, prefix: bytes) -> None:
+        """Counts a prefix (see `join_keys`) that another gateway sent to a replica as cached there."""
+        if (assigned := self._assigned.get(replica)) is not None:
+            assigned.index.use(split_keys(prefix))
+
+    def forget(self, replica: str) -> None:
+        """Drops what is known of a replica whose cache is lost."""
+        self._assigned.pop(replica, None)
+
+    def indexed_blocks(self) -> int:
+        return sum(len(each.index) for each in self._assigned.values())
+
+    def _cheapest(
+        self, tokens: int, keys: list[bytes], replicas: Sequence[ReplicaState], session: bytes
+    ) -> ReplicaState:
+        home, known, costs = self._sessions.get(session) if session else None, 0, {}
+        now = next(self._clock)
+        oldest = {each.name: self._assigned[each.name].index.oldest_use() or 0 for each in replicas}
+        lifetime = now - min(oldest.values()) + 1
+        for each in replicas:
+            matched = self._assigned[each.name].index.match(keys)
+            known = max(known, matched)
+            uncached = tokens - matched * BLOCK_TOKENS
+            credit = max(SESSION_TOKENS, RECOMPUTE_WEIGHT * uncached) if each.name == home else 0.0
+            weight = RECOMPUTE_WEIGHT + EVICTION_WEIGHT * (1 - (now - oldest[each.name] + 1) / lifetime)
+            costs[each.name] = self._queue(each, uncached) + weight * uncached - credit
+        most = min(costs.values()) + SLACK * (tokens - known * BLOCK_TOKENS)
+        alike = [each for each in replicas if costs[each.name] <= most]
+        # The first block that no replica has: what many prompts begin with does not bind them together.
+        salt = session or (keys[known] if known < len(keys) else b"%d" % now)
+        chosen = max(alike, key=lambda each: (each.name == home, root_key(salt.hex(), each.name)))
+        if session:
+            self._sessions[session] = chosen.name
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return chosen
+
+    def _queue(self, replica: ReplicaState, tokens: int) -> float:
+        """Returns the tokens in front of a request that still has `tokens` to compute."""
+        own = self._assigned[replica.name]
+        others = max(0, replica.waiting - len(own.unanswered))
+        held = max(replica.running + replica.waiting, len(own.unanswered) + own.answered)
+        shortage = max(0.0, own.pending_tokens + tokens - replica.free_kv_tokens)
+        queue = own.pending_tokens + others * self._mean_tokens + REQUEST_TOKENS * held
+        return queue + SHORTAGE_WEIGHT * shortage

@@ -1,0 +1,65 @@
+"""The digest of a model directory, which is the same wherever its files lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from raytide.core.errors import DataError
+from raytide.core.io.storage import open_url
+
+_CHUNK_BYTES = 1 << 20
+_THREADS = 4
+"""Files that are read at once: hashing and reading release the interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDigest:
+    """The content of a directory."""
+
+    sha256: str
+    files: int
+    bytes: int
+
+
+def digest_of_directory(url: str) -> ContentDigest:
+    """Returns the SHA-256 of a directory's files: of the JSON list of (relative path, size, SHA-256), by path.
+
+    Files and folders whose names begin with a dot do not count. Raises DataError if the directory is no model, or if a
+    file changes while it is read.
+    """
+    fs, root = open_url(url)
+    prefix = root.rstrip("/") + "/"
+    try:
+        found = {path: info for path, info in fs.find(root, detail=True).items() if info["type"] == "file"}
+    except FileNotFoundError:
+        found = {}
+    names = {path.removeprefix(prefix): path for path in found}
+    names = {name: path for name, path in names.items() if not any(part[:1] == "." for part in name.split("/"))}
+    if "config.json" not in names:
+        raise DataError(f"{url} is not a model directory: it has no config.json.", hint="Use an exported model.")
+
+    def digest(path: str) -> tuple[int, str]:
+        total, size = hashlib.sha256(), 0
+        with fs.open(path, "rb") as file:
+            for chunk in _chunks(file):
+                total.update(chunk)
+                size += len(chunk)
+        if size != found[path]["size"]:
+            raise DataError(f"{path} changed while it was read.", hint="Register a model that is complete.")
+        return size, total.hexdigest()
+
+    ordered = sorted(names)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        digests = list(pool.map(digest, (names[name] for name in ordered)))
+    listed = [[name, size, sha256] for name, (size, sha256) in zip(ordered, digests, strict=True)]
+    total_bytes = sum(size for size, _ in digests)
+    return ContentDigest(hashlib.sha256(json.dumps(listed).encode()).hexdigest(), len(listed), total_bytes)
+
+
+def _chunks(file: object) -> Iterator[bytes]:
+    while chunk := file.read(_CHUNK_BYTES):  # type: ignore[attr-defined]  # fsspec has no types
+        yield chunk

@@ -1,0 +1,61 @@
+"""The lineage of a model from the record of the job that made it."""
+
+from __future__ import annotations
+
+from raytide.core.errors import ConfigError, ConflictError
+from raytide.core.io.storage import join
+from raytide.core.objects.job import Job, JobKind, JobState
+from raytide.core.specs.model_version import Lineage, ModelVersionSpec
+from raytide.core.specs.script import ScriptSpec
+from raytide.core.specs.train import TrainSpec
+
+_REPORTED = {"loss": "train_loss", "step": "steps"}
+"""Metrics of a version by the name in the job's progress."""
+
+
+def exported_model(job: Job) -> str:
+    """Returns the directory of the model that a training job exported. Raises ConflictError if it has none."""
+    if job.spec.kind is not JobKind.TRAIN:
+        raise ConflictError(
+            f"{job.id} is no training job, so its model is not known.", hint="Name the directory, and the job with it."
+        )
+    spec = TrainSpec.parse(job.spec.config, where=job.id)
+    if not spec.export:
+        raise ConflictError(f"{job.id} exported no model: its spec says `export: false`.", hint="Train with `export`.")
+    if job.state is not JobState.SUCCEEDED:
+        raise ConflictError(
+            f"{job.id} is {job.state}; it exports its model at the end.", hint="Wait until it succeeds."
+        )
+    return join(spec.out, "model")
+
+
+def with_lineage(spec: ModelVersionSpec, job: Job, code: str) -> ModelVersionSpec:
+    """Returns the spec with lineage and metrics out of the job's record; `code` is the version of raytide's trainer.
+
+    Metrics and the dataset's digest are kept where they are given. Raises ConfigError if the model is not the job's.
+    """
+    given, config = spec.lineage, job.spec.config
+    if job.spec.kind is JobKind.TRAIN:
+        if spec.location.rstrip("/") != (exported := exported_model(job)):
+            raise ConfigError(
+                f"{job.id} exported its model to {exported}, not {spec.location}.", hint="Leave out one of the two."
+            )
+        train = TrainSpec.parse(config, where=job.id)
+        lineage = Lineage(
+            job=job.id,
+            dataset=train.dataset or (train.chat.file if train.chat else ""),
+            dataset_sha256=given.dataset_sha256,
+            base=train.init_from or "",
+            code=code,
+            config=dict(config),
+        )
+    else:
+        package = ScriptSpec.parse(config, where=job.id).package if job.spec.kind is JobKind.SCRIPT else ""
+        command = {"command": config["command"]} if "command" in config else {}  # its environment may hold secrets
+        lineage = given.model_copy(update={"job": job.id, "code": given.code or package, "config": command})
+    reported = {
+        name: float(value)
+        for word, name in _REPORTED.items()
+        if isinstance(value := job.progress.get(word), int | float)
+    }
+    return spec.model_copy(update={"lineage": lineage, "metrics": {**reported, **spec.metrics}})

@@ -1,0 +1,141 @@
+"""An engine in a thread of the test, which counts what it runs, and gateway processes in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from raytide.actors.engine import FakeEngine
+from raytide.actors.engine.backends.remote.server import EngineServer
+from raytide.actors.engine.types import GenChunk, GenRequest
+
+ROOT = Path(__file__).parents[3]
+
+
+class CountingEngine(FakeEngine):
+    """Notes the prompt and the priority of each request that it has answered or begun."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        self.began: list[str] = []
+        self.priorities: set[int] = set()
+
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:  # type: ignore[override]
+        self.began.append(bytes(request.prompt).decode())
+        self.priorities.add(request.priority)
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+class ServedEngine:
+    """An engine behind a socket, in an event loop of its own thread."""
+
+    def __init__(self, engine: CountingEngine) -> None:
+        self.engine, self.port = engine, 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+
+    async def _start(self) -> int:
+        async def no_problem() -> None:
+            return None
+
+        self._server = EngineServer(self.engine, await self.engine.start(), "secret", problem=no_problem)
+        return await self._server.listen("127.0.0.1")
+
+    def close(self) -> None:
+        async def end() -> None:
+            await self._server.close()
+            await self.engine.shutdown()
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+class GatewayProcess:
+    def __init__(self, folder: Path, engine_port: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "platform")}
+        script = Path(__file__).with_name("gateway_process.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(port), str(engine_port)], env=environment
+        )
+        self.client = OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=30,
+            _strict_response_validation=True,
+        )
+        self._port = port
+
+    def wait_ready(self) -> None:
+        def is_open() -> bool:
+            assert self.process.poll() is None, "the gateway ended"
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", self._port)) == 0
+
+        until("the gateway", is_open)
+
+    def has_open(self, file: Path) -> bool:
+        places = Path(f"/proc/{self.process.pid}/fd").iterdir()
+        return any(os.readlink(place) == str(file) for place in places if place.is_symlink())
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def close(self) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+
+
+def until(what: str, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def served() -> Iterator[ServedEngine]:
+    engine = ServedEngine(CountingEngine(tokens_per_s=200.0, fail_on="broken"))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def gateways(served: ServedEngine, tmp_path: Path) -> Iterator[Callable[[], GatewayProcess]]:
+    """Starts a gateway process over the same folder; all are ended after the test."""
+    started: list[GatewayProcess] = []
+
+    def start() -> GatewayProcess:
+        started.append(gateway := GatewayProcess(tmp_path / "files", served.port))
+        gateway.wait_ready()
+        return gateway
+
+    yield start
+    for gateway in started:
+        gateway.close()

@@ -1,0 +1,177 @@
+"""Batches with OpenAI's client, over gateway processes that are killed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import BadRequestError, NotFoundError, OpenAI
+from openai.types import Batch
+from tests.gateway.batches.conftest import GatewayProcess, ServedEngine, until
+
+from raytide.gateway.batches.runner import PRIORITY
+
+Gateways = Callable[[], GatewayProcess]
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def row(place: int, prompt: str | None = None, **body: object) -> dict[str, Any]:
+    fields = {"model": "fake", "prompt": prompt or f"row {place}", "max_tokens": 4, **body}
+    return {"custom_id": f"id-{place}", "method": "POST", "url": "/v1/completions", "body": fields}
+
+
+def submit(client: OpenAI, rows: list[dict[str, Any]] | bytes, **options: Any) -> Batch:
+    data = rows if isinstance(rows, bytes) else b"".join(json.dumps(each).encode() + b"\n" for each in rows)
+    uploaded = client.files.create(file=("rows.jsonl", data), purpose="batch")
+    return client.batches.create(
+        input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h", **options
+    )
+
+
+def ended(client: OpenAI, batch: Batch) -> Batch:
+    until(batch.id, lambda: client.batches.retrieve(batch.id).status in ENDED)
+    return client.batches.retrieve(batch.id)
+
+
+def lines(client: OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def test_a_batch_answers_its_rows_in_order_and_names_those_that_fail(gateways: Gateways, served: ServedEngine) -> None:
+    client = gateways().client
+    rows = [row(0), row(1, temperature=7), row(2), row(3, model="absent"), row(4)]
+    batch = submit(client, rows, metadata={"project": "search"})
+    assert (batch.status, batch.endpoint, batch.metadata) == ("validating", "/v1/completions", {"project": "search"})
+    done = ended(client, batch)
+    assert done.status == "completed" and done.model is None and done.errors is None
+    assert done.request_counts is not None
+    assert (done.request_counts.total, done.request_counts.completed, done.request_counts.failed) == (5, 3, 2)
+    good, bad = lines(client, done.output_file_id), lines(client, done.error_file_id)
+    assert [each["custom_id"] for each in good] == ["id-0", "id-2", "id-4"]
+    assert [each["response"]["body"]["choices"][0]["text"] for each in good] == ["tide"] * 3
+    assert all(each["error"] is None and each["response"]["request_id"] for each in good)
+    found = [(each["custom_id"], each["response"]["status_code"]) for each in bad]
+    assert found == [("id-1", 400), ("id-3", 404)]
+    assert bad[0]["response"]["body"]["error"]["param"] == "temperature"
+    assert done.usage is not None and done.usage.output_tokens == 12
+    assert done.usage.total_tokens == done.usage.input_tokens + 12
+    assert done.finalizing_at and done.completed_at and done.in_progress_at and done.expires_at
+    assert served.engine.priorities == {PRIORITY}
+
+
+def test_every_wrong_line_of_an_input_is_named(gateways: Gateways, served: ServedEngine) -> None:
+    client = gateways().client
+    wrong = [
+        json.dumps(row(0)),
+        "{",
+        json.dumps(row(0)),
+        json.dumps({**row(2), "url": "/v1/embeddings"}),
+        json.dumps({**row(3), "method": "GET"}),
+        json.dumps({key: value for key, value in row(4).items() if key != "custom_id"}),
+        json.dumps(row(5, stream=True)),
+    ]
+    done = ended(client, submit(client, "\n".join(wrong).encode()))
+    assert done.status == "failed" and done.failed_at and done.output_file_id is None
+    assert done.errors is not None and done.errors.data is not None
+    assert [(each.line, each.code, each.param) for each in done.errors.data] == [
+        (2, "invalid_json_line", None),
+        (3, "duplicate_custom_id", "custom_id"),
+        (4, "invalid_url", "url"),
+        (5, "invalid_method", "method"),
+        (6, "missing_required_parameter", "custom_id"),
+        (7, "invalid_value", "body.stream"),
+    ]
+    empty = ended(client, submit(client, b"\n"))
+    assert empty.errors is not None and empty.errors.data is not None
+    assert [each.code for each in empty.errors.data] == ["empty_file"]
+    assert served.engine.began == []
+
+
+def test_a_batch_survives_the_process_that_works_on_it(
+    gateways: Gateways, served: ServedEngine, tmp_path: Path
+) -> None:
+    """Both processes want it; the one that has it is killed at half; no recorded row runs again."""
+    started = [gateways(), gateways()]
+    batch = submit(started[0].client, [row(place) for place in range(1000)])
+    progress = tmp_path / "files" / f"{batch.id}.progress"
+    until("half of the rows", lambda: progress.exists() and progress.read_bytes().count(b"\n") > 500)
+    (owner,) = (each for each in started if each.has_open(progress))
+    (other,) = (each for each in started if each is not owner)
+    owner.kill()
+    whole = progress.read_bytes().rpartition(b"\n")[0].splitlines()[1:]
+    recorded = {json.loads(line)["line"]["custom_id"] for line in whole}
+    assert 500 <= len(recorded) < 1000
+    done = ended(other.client, batch)
+    assert done.status == "completed" and done.request_counts is not None
+    assert (done.request_counts.total, done.request_counts.completed) == (1000, 1000)
+    good = lines(other.client, done.output_file_id)
+    assert [each["custom_id"] for each in good] == [f"id-{place}" for place in range(1000)]
+    assert done.error_file_id is None
+    runs = Counter(served.engine.began)
+    assert len(runs) == 1000 and set(runs.values()) <= {1, 2}
+    again = {f"id-{prompt.removeprefix('row ')}" for prompt, count in runs.items() if count == 2}
+    assert not again & recorded and len(again) <= 32, "only rows in flight may run again"
+    assert not list((tmp_path / "files").glob("batch_*")), "what only an unfinished batch needs is removed"
+
+
+def test_a_cancelled_batch_keeps_what_it_has(gateways: Gateways, served: ServedEngine, tmp_path: Path) -> None:
+    client = gateways().client
+    batch = submit(client, [row(place, max_tokens=40) for place in range(2000)])
+    progress = tmp_path / "files" / f"{batch.id}.progress"
+    until("the first rows", lambda: progress.exists() and progress.read_bytes().count(b"\n") > 20)
+    with pytest.raises(BadRequestError) as refused:
+        client.files.delete(batch.input_file_id)
+    assert refused.value.code == "file_in_use"
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    done = ended(client, batch)
+    assert done.status == "cancelled" and done.cancelling_at and done.cancelled_at
+    assert done.request_counts is not None and 20 <= done.request_counts.completed < 2000
+    assert len(lines(client, done.output_file_id)) == done.request_counts.completed
+    until("the engine to be idle", lambda: not served.engine._live)
+    assert client.files.delete(batch.input_file_id).deleted
+
+
+def test_batches_are_listed_newest_first(gateways: Gateways) -> None:
+    client = gateways().client
+    made = [submit(client, [row(0)]).id for _ in range(5)]
+    assert [each.id for each in client.batches.list(limit=2)] == made[::-1]
+    page = client.batches.list(limit=2)
+    assert page.has_more and [each.id for each in page.data] == made[:2:-1]
+    with pytest.raises(NotFoundError):
+        client.batches.retrieve("batch_absent")
+    with pytest.raises(BadRequestError) as refused:
+        client.batches.list(after="batch_absent")
+    assert refused.value.param == "after"
+    for batch_id in made:
+        assert ended(client, client.batches.retrieve(batch_id)).status == "completed"
+    with pytest.raises(BadRequestError):
+        client.batches.cancel(made[0])
+
+
+def test_a_batch_that_cannot_be_is_refused(gateways: Gateways) -> None:
+    client = gateways().client
+    uploaded = client.files.create(file=("rows.jsonl", b"{}"), purpose="batch")
+    data = client.files.create(file=("x.txt", b"x"), purpose="user_data")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"input_file_id": data.id}, "input_file_id"),
+        ({"metadata": {"a": "b" * 513}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after"),
+    ]
+    for change, param in cases:
+        fields: dict[str, Any] = {
+            "input_file_id": uploaded.id,
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+        }
+        with pytest.raises(BadRequestError) as refused:
+            client.batches.create(**{**fields, **change})
+        assert str(refused.value.param).startswith(param)
+    with pytest.raises(NotFoundError):
+        client.batches.create(input_file_id="file-absent", endpoint="/v1/completions", completion_window="24h")

@@ -1,0 +1,137 @@
+"""Requests through a gateway's engine to replicas behind real sockets: which replica answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from raytide.actors.engine import FakeEngine, SamplingParams
+from raytide.actors.engine.backends.remote.server import EngineServer
+from raytide.actors.engine.types import GenChunk, GenRequest
+from raytide.actors.serving.ray_serve.keys import ReplicaAddress
+from raytide.gateway.replicas.replica_set import ReplicaSet
+from raytide.gateway.replicas.routed_engine import RoutedEngine
+
+TIMEOUT_S = 20.0
+PROMPT = list(range(64))
+
+
+async def _no_problem() -> None:
+    return None
+
+
+@asynccontextmanager
+async def replicas(count: int = 3, **options: object) -> AsyncIterator[dict[str, ReplicaAddress]]:
+    engines = [FakeEngine(**{"max_running": 8, **options}) for _ in range(count)]  # type: ignore[arg-type]
+    servers = [EngineServer(engine, await engine.start(), "secret", problem=_no_problem) for engine in engines]
+    addresses = {}
+    for at, server in enumerate(servers):
+        addresses[f"r{at}"] = ReplicaAddress("127.0.0.1", await server.listen("127.0.0.1"), "secret")
+    yield addresses
+    for server, engine in zip(servers, engines, strict=True):
+        await server.close()
+        await engine.shutdown()
+
+
+@asynccontextmanager
+async def gateway(addresses: dict[str, ReplicaAddress]) -> AsyncIterator[RoutedEngine]:
+    found = ReplicaSet("e")
+    found.update(addresses)
+    await until(lambda: len(found.ready) == len(addresses))
+    yield RoutedEngine(found)
+    await found.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(int(100 * TIMEOUT_S)):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"waited {TIMEOUT_S:g} s")
+
+
+def ask(name: str, prompt: list[int], *, session: str = "", max_tokens: int = 4) -> GenRequest:
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return GenRequest(request_id=name, prompt=prompt, sampling=sampling, session=session)
+
+
+async def answer(engine: RoutedEngine, request: GenRequest) -> list[GenChunk]:
+    async with asyncio.timeout(TIMEOUT_S):
+        return [chunk async for chunk in engine.generate(request)]
+
+
+async def test_the_next_turn_of_a_chat_goes_where_the_last_one_was() -> None:
+    async with replicas() as addresses, gateway(addresses) as engine:
+        for chat in range(6):
+            prompt, homes = [chat] * 64, set()
+            for turn in range(4):
+                chunks = await answer(engine, ask(f"{chat}-{turn}", prompt))
+                homes.add(chunks[-1].replica)
+                prompt = prompt + [token for chunk in chunks for token in chunk.token_ids] + [turn] * 20
+            assert len(homes) == 1
+            assert chunks[-1].usage is not None
+            assert chunks[-1].usage.cached_tokens > 64
+
+
+async def test_another_gateway_learns_where_a_prefix_is_cached() -> None:
+    async with replicas() as addresses, gateway(addresses) as one, gateway(addresses) as other:
+        await answer(other, ask("a", [9] * 64))
+        home = (await answer(one, ask("b", PROMPT)))[-1].replica
+        states = [each.routing_state() for each in other._replicas.ready]
+
+        def is_known() -> bool:
+            route = other._replicas.router.route([*PROMPT, 1], states)
+            route.end()
+            return (route.replica, route.cached_tokens) == (home, len(PROMPT))
+
+        await until(is_known)
+
+
+async def test_a_burst_of_one_prompt_spreads() -> None:
+    async with replicas(tokens_per_s=50.0) as addresses, gateway(addresses) as engine:
+        await answer(engine, ask("first", PROMPT))
+        sent = [answer(engine, ask(f"{at}", [*PROMPT, at])) for at in range(24)]
+        homes = Counter(chunks[-1].replica for chunks in await asyncio.gather(*sent))
+        assert min(homes[name] for name in addresses) >= 4
+
+
+async def test_a_session_stays_on_its_replica() -> None:
+    async with replicas() as addresses, gateway(addresses) as engine:
+        homes = {
+            session: {
+                (await answer(engine, ask(f"{session}{at}", [at, ord(session)] * 32, session=session)))[-1].replica
+            }
+            for session in "abcdef"
+            for at in range(3)
+        }
+        assert all(len(each) == 1 for each in homes.values())
+        assert len(set.union(*homes.values())) > 1
+
+
+async def test_a_replica_that_is_silent_gets_nothing_while_others_answer() -> None:
+    async with replicas() as addresses, gateway(addresses) as engine:
+        found = engine._replicas
+        silent = (await answer(engine, ask("a", PROMPT)))[-1].replica
+        status = next(each for each in found.ready if each.name == silent).engine.status
+        status.at_s -= 2.0
+        assert silent not in {each.name for each in found.ready}
+        for each in found.ready:
+            each.engine.status.at_s -= 2.0
+        assert len(found.ready) == 3
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_no_request_stays_counted(leaves: bool) -> None:
+    async with replicas(tokens_per_s=200.0) as addresses, gateway(addresses) as engine:
+        stream = engine.generate(ask("a", PROMPT, max_tokens=8))
+        async with asyncio.timeout(TIMEOUT_S):
+            async for _ in stream:
+                if leaves:
+                    break
+        await stream.aclose()  # type: ignore[attr-defined]
+        for assigned in engine._replicas.router._assigned.values():
+            assert (assigned.pending_tokens, assigned.answered, len(assigned.unanswered)) == (0, 0, 0)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from raytide.core.errors import DataError
+from raytide.registry import content_digest
+from raytide.registry.content_digest import digest_of_directory
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    (folder / "extra").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 9000)
+    (folder / "extra" / "tokens.txt").write_text("a b")
+    return folder
+
+
+def test_the_digest_is_of_names_and_contents_wherever_they_lie(model: Path, tmp_path: Path) -> None:
+    found = digest_of_directory(str(model))
+    assert (found.files, found.bytes) == (3, 2 + 256 * 9000 + 3)
+    shutil.copytree(model, tmp_path / "elsewhere")
+    assert digest_of_directory(f"{tmp_path}/elsewhere/") == found
+    assert digest_of_directory(f"file://{model}") == found
+
+
+@pytest.mark.parametrize("change", ["content", "name", "new", "moved"])
+def test_every_change_of_a_file_changes_it(model: Path, change: str) -> None:
+    before = digest_of_directory(str(model)).sha256
+    if change == "content":
+        (model / "extra" / "tokens.txt").write_text("a c")
+    elif change == "name":
+        (model / "extra" / "tokens.txt").rename(model / "extra" / "words.txt")
+    elif change == "new":
+        (model / "empty").touch()
+    else:
+        (model / "extra" / "tokens.txt").rename(model / "tokens.txt")
+    assert digest_of_directory(str(model)).sha256 != before
+
+
+def test_hidden_files_do_not_count(model: Path) -> None:
+    before = digest_of_directory(str(model))
+    (model / ".cache").mkdir()
+    (model / ".cache" / "lock").write_text("x")
+    (model / ".gitattributes").write_text("x")
+    assert digest_of_directory(str(model)) == before
+
+
+def test_a_model_in_an_object_store_has_the_digest_of_its_copy(model: Path) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for file in model.rglob("*"):
+        if file.is_file():
+            memory.pipe_file(f"/digest-test/model/{file.relative_to(model)}", file.read_bytes())
+    try:
+        assert digest_of_directory("memory://digest-test/model") == digest_of_directory(str(model))
+    finally:
+        memory.rm("/digest-test", recursive=True)
+
+
+def test_what_is_no_model_is_an_error(tmp_path: Path) -> None:
+    for where in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(DataError, match="not a model directory"):
+            digest_of_directory(str(where))
+
+
+def test_a_file_that_grows_while_it_is_read_is_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = content_digest._chunks
+
+    def longer(file: object) -> object:
+        yield from chunks(file)
+        yield b"more"
+
+    monkeypatch.setattr(content_digest, "_chunks", longer)
+    with pytest.raises(DataError, match="changed while it was read"):
+        digest_of_directory(str(model))
