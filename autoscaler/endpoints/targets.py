@@ -38,9 +38,17 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
     return replace(snapshot, endpoints=tuple(views)), tuple(scales)
 
 
-def wanted(spec: ServeSpec, load: EndpointLoad) -> int:
-    """Returns the number of replicas that the load needs, within the bounds."""
-    return bounded(spec, math.ceil(load_target(spec.replicas, load).replicas - 1e-9))
+def wanted(endpoint: Endpoint, load: EndpointLoad) -> int:
+    """Returns the number of replicas that the load needs, within the bounds. Only a minimum of 0 allows none, while
+    there are no requests; a replica that starts is waited for.
+    """
+    spec = endpoint.spec
+    needed = bounded(spec, math.ceil(load_target(spec.replicas, load).replicas - 1e-9))
+    if spec.replicas.min > 0:
+        return needed
+    is_idle = load.ongoing == 0 and (load.traffic is None or load.traffic.requests_rps == 0)
+    is_starting = endpoint.target_replicas > 0 and load.ready == 0
+    return 0 if is_idle and not is_starting else max(1, needed)
 
 
 def bounded(spec: ServeSpec, replicas: int) -> int:
@@ -53,7 +61,7 @@ def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endp
     """
     if load is None or not is_fresh(load, now_s):
         return replace(endpoint, low_since_s=None, high_since_s=None)
-    need = wanted(endpoint.spec, load)
+    need = wanted(endpoint, load)
     is_low = need < endpoint.target_replicas and not silent_replicas(load, now_s)
     return replace(
         endpoint,
@@ -77,7 +85,7 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
         return Scale(endpoint.name, clamped, f"{spec.replicas.min} to {spec.replicas.max} replicas are configured")
     if load is None or not is_fresh(load, now_s):
         return None
-    need, because = wanted(spec, load), load_target(spec.replicas, load).reason
+    need, because = wanted(endpoint, load), load_target(spec.replicas, load).reason
     if need > target and _lasted(endpoint.high_since_s, now_s) >= spec.replicas.upscale_delay_s:
         return Scale(endpoint.name, need, f"{target} -> {need}: {because}")
     is_low_for_long = _lasted(endpoint.low_since_s, now_s) >= spec.replicas.downscale_delay_s
@@ -111,7 +119,7 @@ def stale_signal(view: EndpointView, now_s: float) -> str:
     if not is_fresh(load, now_s):
         last = f"its load was last reported at {utc(load.at_s)}, over {FRESH_S:.0f} s ago"
         return f"{last}; its replicas stay as they are"
-    need = wanted(endpoint.spec, load) if view.worth is None else _replicas_for(view.worth.ondemand, load)
+    need = wanted(endpoint, load) if view.worth is None else _replicas_for(view.worth.ondemand, load)
     if need >= endpoint.target_replicas:
         return ""
     if silent := silent_replicas(load, now_s):

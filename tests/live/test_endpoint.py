@@ -130,3 +130,26 @@ def test_a_replica_whose_engine_died_gets_no_more_requests_and_is_replaced(
     assert set(ends) == {"ok"}, "no other request is lost with it"
     eventually(lambda: len(replica_pids(live)) == 2 and before - set(replica_pids(live)), within_s=90.0)
     assert {ask(f"after {number}") for number in range(10)} == {"ok"}
+
+
+def test_an_endpoint_without_requests_has_no_replica_and_the_next_request_starts_one(
+    live: LocalCluster, tide: rt.Client, model: Path, eventually: Callable[..., None]
+) -> None:
+    spec = ServeSpec(
+        name="idle",
+        model=str(model),
+        replicas=Replicas(min=0, max=1, downscale_delay_s=1.0),
+        resources={"CPU": 1},
+        engine={"kind": "fake"},
+    )
+    handle = tide.serve(spec).wait(replicas=1, timeout_s=120.0)
+    client = handle.openai(max_retries=0, timeout=120.0)
+    assert client.completions.create(model="idle", prompt="x", max_tokens=5).choices[0].text == "tide "
+    eventually(lambda: handle.refresh().status.endpoint.target_replicas == 0, within_s=90.0)
+    eventually(lambda: handle.refresh().status.load.ready == 0, within_s=30.0)
+    assert handle.refresh().status.endpoint.state is EndpointState.RUNNING
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(client.completions.create, model="idle", prompt="x", max_tokens=5) for _ in range(4)]
+        assert {future.result(timeout=120.0).choices[0].text for future in asking} == {"tide "}
+    handle.delete()
+    eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)

@@ -43,7 +43,8 @@ def published_target(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
             state["raytide_target"] = _exchange(ctx, now_s)
         except Exception:
             logging.getLogger("ray.serve").warning("raytide's scaling policy cannot reach the GCS", exc_info=True)
-    return state.get("raytide_target") or ctx.target_num_replicas, state
+    published = state.get("raytide_target")
+    return ctx.target_num_replicas if published is None else published, state
 
 
 def _exchange(ctx: AutoscalingContext, now_s: float) -> int | None:

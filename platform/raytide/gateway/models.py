@@ -53,6 +53,7 @@ class EndpointModels:
             if known is None or known.entry.created_at_s != entry.created_at_s:
                 known = self._endpoints[name] = self._made(name, entry)
             known.entry = entry
+            known.replicas.most_waiting = entry.spec.max_ongoing * max(1, entry.spec.replicas.max)
             known.replicas.update(entry.replicas)
         self.listed.set()
 

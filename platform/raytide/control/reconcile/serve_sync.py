@@ -116,6 +116,8 @@ def follow_serve(
     reason = "" if endpoint.state is EndpointState.FAILED else endpoint.reason
     if load is not None and load.ready > 0:
         return replace(endpoint, state=EndpointState.RUNNING, reason=reason)
+    if load is not None and endpoint.target_replicas == 0:
+        return replace(endpoint, state=EndpointState.RUNNING, reason=reason)  # the next request starts a replica
     if why := served.failures.get(endpoint.name):
         return replace(endpoint, state=EndpointState.FAILED, reason=why)
     if load is None and endpoint.state is EndpointState.RUNNING:

@@ -35,7 +35,9 @@ class Speed(Config):
 class Replicas(Config):
     """The number of replicas: the largest that requests, KV caches or work need, within `min` and `max`."""
 
-    min: int = Field(default=1, ge=1, le=bounds.MOST_REPLICAS)
+    min: int = Field(default=1, ge=0, le=bounds.MOST_REPLICAS)
+    """With 0 the last replica ends after `downscale_delay_s` without a request; the next request waits for a new
+    one."""
     max: int = Field(default=1, ge=1, le=bounds.MOST_REPLICAS)
     target_ongoing: float = Field(default=8.0, ge=1e-3, le=1e6)
     """Requests in flight or waiting that one replica should carry."""
@@ -62,6 +64,8 @@ class Replicas(Config):
             raise ValueError(f"min {self.min} is above max {self.max}")
         if self.slo_target is not None and self.slo_ttft_s is None:
             raise ValueError("slo_target needs slo_ttft_s: the time within which a first token is in time")
+        if self.slo_target is not None and self.min == 0:
+            raise ValueError("slo_target needs a min of at least 1: a cold start is never in time")
         return self
 
     @property

@@ -13,7 +13,7 @@ from typing import TypeVar
 from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
-from raytide.core.errors import EngineDeadError, WaitTimeoutError
+from raytide.core.errors import EngineDeadError, OverloadedError, WaitTimeoutError
 from raytide.core.logs import logger
 from raytide.gateway.replicas.routing.router import ReplicaState, Router
 
@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _STALE_S = 1.0
 """A replica whose last status is older gets nothing while others answer: it may hang."""
+_MOST_WAITING = 1024
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
 
@@ -92,6 +93,7 @@ class ReplicaSet:
         self.router = Router()
         self.waiting = 0
         """Requests that wait for a replica."""
+        self.most_waiting = _MOST_WAITING
         self._on_info = on_info
         self._addresses: dict[str, ReplicaAddress] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -126,6 +128,9 @@ class ReplicaSet:
         """Returns the replicas that take requests, as soon as there is one. Raises WaitTimeoutError."""
         if ready := self.ready:
             return ready
+        if self.waiting >= self.most_waiting:
+            text = f"{self.waiting} requests wait for a replica of {self.endpoint}."
+            raise OverloadedError(text, hint="Retry later.")
         deadline_s = time.monotonic() + timeout_s
         self.waiting += 1
         try:
@@ -137,7 +142,7 @@ class ReplicaSet:
         except TimeoutError:
             raise WaitTimeoutError(
                 f"no replica of {self.endpoint} was ready within {timeout_s:g} s.",
-                hint="It may be starting, or wait for a node: `raytide serve --status` shows why.",
+                hint="It may be starting, or wait for a node: `raytide serve` shows its state.",
             ) from None
         finally:
             self.waiting -= 1

@@ -26,9 +26,7 @@ from raytide.gateway.replicas.routing.router import Route
 T = TypeVar("T")
 
 COLD_START_S = 300.0
-"""The time for which a request waits for the first replica of its endpoint."""
-_REPLACEMENT_S = 60.0
-"""The time for which a request whose replica was lost waits for another one."""
+"""The time for which a request waits while no replica of its endpoint takes requests: it starts, or is replaced."""
 _FULL_PAUSE_S = 0.2
 _PAUSE_S = 0.02
 _MAX_DEATHS = 3
@@ -131,7 +129,7 @@ class RoutedEngine(BasicEngine):
         """Closes the connections; the replicas go on."""
         await self._replicas.close()
 
-    async def _any(self, timeout_s: float = _REPLACEMENT_S) -> Replica:
+    async def _any(self, timeout_s: float = COLD_START_S) -> Replica:
         """Returns the replica that holds the fewest requests."""
         return min(await self._replicas.wait_ready(timeout_s), key=lambda replica: replica.load)
 
@@ -146,9 +144,9 @@ class RoutedEngine(BasicEngine):
         """Returns the replica for a request that those in `full` have refused, and its route. When all have, it waits
         for one if it `may_wait`, since its client has a part of the answer already.
         """
-        deadline_s = time.monotonic() + _REPLACEMENT_S
+        deadline_s = time.monotonic() + COLD_START_S
         while True:
-            ready = await self._replicas.wait_ready(_REPLACEMENT_S)
+            ready = await self._replicas.wait_ready(COLD_START_S)
             open_to_it = {replica.name: replica for replica in ready if replica.name not in full}
             if open_to_it:
                 route = self._replicas.router.route(

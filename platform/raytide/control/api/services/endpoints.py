@@ -54,7 +54,7 @@ class EndpointService:
         spec = spec.model_copy(update={"labels": labels})
         choose_engine(spec)
         self._inputs.check_private(spec.model_dump(), spec.name, is_checked_later=False)
-        shape = Shape(members=spec.replicas.min * spec.members, resources=spec.resources, labels=spec.labels)
+        shape = Shape(members=max(1, spec.replicas.min) * spec.members, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
         self._inputs.check_model(spec.model, caller)
         self._rate.take_change(spec.team, len(spec.model_dump_json()))
