@@ -146,7 +146,7 @@ def test_an_endpoint_without_requests_has_no_replica_and_the_next_request_starts
     client = handle.openai(max_retries=0, timeout=120.0)
     assert client.completions.create(model="idle", prompt="x", max_tokens=5).choices[0].text == "tide "
     eventually(lambda: handle.refresh().status.endpoint.target_replicas == 0, within_s=90.0)
-    eventually(lambda: handle.refresh().status.load.ready == 0, within_s=30.0)
+    eventually(lambda: handle.refresh().status.ready_replicas == 0, within_s=30.0)
     assert handle.refresh().status.endpoint.state is EndpointState.RUNNING
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(client.completions.create, model="idle", prompt="x", max_tokens=5) for _ in range(4)]

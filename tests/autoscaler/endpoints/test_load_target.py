@@ -24,6 +24,7 @@ from raytide.core.objects.snapshot import EndpointView
 
 REPLICAS = Replicas(min=1, max=8, target_ongoing=8, downscale_delay_s=20)
 SPEC = ServeSpec(name="m", model="/m", replicas=REPLICAS)
+ENDPOINT = Endpoint(SPEC, "me", EndpointState.RUNNING, 0.0, target_replicas=1)
 
 
 def load(*kv: float, ongoing: float = 2.0, waiting: float = 0.0, traffic: Traffic | None = None) -> EndpointLoad:
@@ -53,7 +54,7 @@ def test_a_faster_replica_carries_more_requests(
     held: tuple[float, ...], next_pace: float, ongoing: float, replicas: int
 ) -> None:
     told = load(*(0.1 for _ in held), ongoing=ongoing, traffic=mixed(*held, next_pace=next_pace))
-    assert targets.wanted(SPEC, told) == replicas
+    assert targets.wanted(ENDPOINT, told) == replicas
     assert "where they are slowest" in load_target(REPLICAS, told).reason
 
 
@@ -74,13 +75,13 @@ def test_more_work_never_asks_for_fewer_replicas_whoever_is_there(
 
 @pytest.mark.parametrize(("kv", "replicas"), [((0.5,), 1), ((0.85,), 1), ((0.9,), 2), ((0.9, 0.9), 3), ((0.4, 0.4), 1)])
 def test_kv_caches_that_fill_ask_for_more_at_the_same_number_of_requests(kv: tuple[float, ...], replicas: int) -> None:
-    assert targets.wanted(SPEC, load(*kv)) == replicas
+    assert targets.wanted(ENDPOINT, load(*kv)) == replicas
     if replicas > 1:
         assert "KV caches are full, the target is 0.85 of each" in load_target(REPLICAS, load(*kv)).reason
 
 
 def test_requests_that_wait_for_room_ask_for_the_room_that_they_will_fill() -> None:
-    assert targets.wanted(SPEC, load(0.8, ongoing=6.0, waiting=4.0)) == 3
+    assert targets.wanted(ENDPOINT, load(0.8, ongoing=6.0, waiting=4.0)) == 3
 
 
 def test_the_rate_of_work_asks_by_the_measured_speed_and_for_what_piles_up_until_a_replica_answers() -> None:
@@ -111,7 +112,7 @@ loads = st.builds(load, st.floats(0, 1), st.floats(0, 1), ongoing=amounts, waiti
 def test_i5_more_load_never_wants_fewer_replicas(less: EndpointLoad, kv: float, ongoing: float) -> None:
     fuller = tuple(replace(r, kv_use=max(r.kv_use, kv)) for r in less.replicas)
     more = replace(less, ongoing=less.ongoing + ongoing, replicas=fuller)
-    assert targets.wanted(SPEC, less) <= targets.wanted(SPEC, more)
+    assert targets.wanted(ENDPOINT, less) <= targets.wanted(ENDPOINT, more)
 
 
 @given(load=loads, silent_s=st.floats(10.1, 1e4), silent=st.integers(1, 2))
@@ -123,5 +124,26 @@ def test_i8_a_replica_that_said_nothing_lately_takes_none_away_and_it_is_said(
         endpoint = Endpoint(SPEC, "me", EndpointState.RUNNING, 0.0, target_replicas=8, low_since_s=0.0)
         assert targets.observe(endpoint, said, 100.0).low_since_s is None
         assert targets.decide(EndpointView(endpoint, said), 100.0) is None
-        if targets.wanted(SPEC, said) < 8:
+        if targets.wanted(ENDPOINT, said) < 8:
             assert f"{silent} of its 2 replicas" in targets.stale_signal(EndpointView(endpoint, said), 100.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "ready", "ongoing", "rate_rps", "replicas"),
+    [
+        (1, 1, 0.0, 0.0, 0),
+        (1, 1, 1.0, 0.0, 1),
+        (1, 1, 0.0, 0.1, 1),  # a request of the last half minute
+        (1, 0, 0.0, 0.0, 1),  # it starts
+        (0, 0, 0.0, 0.0, 0),
+        (0, 0, 1.0, 0.0, 1),  # a request waits in a gateway
+        (0, 0, 17.0, 0.0, 3),
+    ],
+)
+def test_only_a_minimum_of_zero_allows_no_replica(
+    target: int, ready: int, ongoing: float, rate_rps: float, replicas: int
+) -> None:
+    spec = SPEC.model_copy(update={"replicas": REPLICAS.model_copy(update={"min": 0})})
+    seen = EndpointLoad(100.0, ongoing, ready, traffic=Traffic(requests_rps=rate_rps))
+    assert targets.wanted(replace(ENDPOINT, spec=spec, target_replicas=target), seen) == replicas
+    assert targets.wanted(replace(ENDPOINT, target_replicas=target), seen) >= 1
