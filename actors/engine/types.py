@@ -87,8 +87,7 @@ class GenRequest:
     the policy "deadline" serves by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no
     prefix.
 
-    `session` and `team` are for routers alone: a session's requests go to one replica where that is sensible, and
-    requests of different teams share no answer.
+    `session` is for routers alone: a session's requests go to one replica where that is sensible.
 
     `resume` continues a stream that another engine began: it has the progress of each sample by index, and the stream
     has only what follows, as if it had never been cut. Samples beyond it start anew; those that have ended stay so.
@@ -102,7 +101,6 @@ class GenRequest:
     lora: str | None = None
     cache_salt: str = ""
     session: str = ""
-    team: str = ""
     resume: tuple[SampleProgress, ...] = ()
 
     def __post_init__(self) -> None:

@@ -36,6 +36,10 @@ class ServingMetrics:
             "raytide_requests", "Requests by how they ended", ("model", "api", "outcome"), registry=self.registry
         )
 
+        self._reused = Counter(
+            "raytide_reused_answers", "Requests answered without computing", ("model", "how"), registry=self.registry
+        )
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ("model",), registry=self.registry, buckets=buckets).labels(self._model)
 
@@ -44,6 +48,10 @@ class ServingMetrics:
 
     def count_outcome(self, api: str, outcome: Outcome) -> None:
         self._outcomes.labels(self._model, api, outcome).inc()
+
+    def count_reuse(self, how: str) -> None:
+        """Counts a request that shared a stream (`in_flight`) or got a kept answer (`cache`)."""
+        self._reused.labels(self._model, how).inc()
 
     def render(self, stats: EngineStats) -> bytes:
         """Returns all metrics in Prometheus' text format."""

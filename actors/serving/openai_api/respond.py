@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from raytide.actors.engine.limits import MAX_LOGPROB_ENTRIES, MAX_TIMEOUT_S
+from raytide.actors.engine.limits import MAX_LOGPROB_ENTRIES, MAX_NAME_CHARS, MAX_TIMEOUT_S
 from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import TokenUsage
 from raytide.actors.serving.metrics import Outcome, RequestTracker
@@ -31,7 +31,11 @@ _T = TypeVar("_T")
 
 TIMEOUT = "x-raytide-timeout-s"
 """The header with the seconds after which a request is given up."""
+SESSION = "x-session-id"
+"""The header whose requests go to one replica where that is sensible."""
 _TIMED_OUT = 504
+KEPT = "cache"
+"""The replica's name in answers that a router has kept."""
 _MANY_ENTRIES = 1000
 """Log probabilities that take milliseconds to format: more are formatted in a thread."""
 
@@ -47,7 +51,8 @@ async def respond(
     track = server.metrics.track(api)
     leaving = asyncio.ensure_future(_until_disconnect(request.receive))
     try:
-        generation = await _unless_gone(leaving, server.generate(body, caller_of(request.scope)))
+        generating = server.generate(body, caller_of(request.scope), session_of(body, request.headers))
+        generation = await _unless_gone(leaving, generating)
         reading = _Reading(generation, track, server.info.weights_version, _deadline_s(body, request))
         try:
             writer = writer_of(generation.tool_use)
@@ -100,11 +105,20 @@ def _deadline_s(body: CompletionRequest | ChatRequest, request: Request) -> floa
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
 
+def session_of(body: CompletionRequest | ChatRequest, headers: Mapping[str, str]) -> str:
+    """Returns the session that a request names, in a header or in one of OpenAI's fields; "" for none."""
+    fields = body.model_extra or {}
+    named = (headers.get(SESSION), fields.get("prompt_cache_key"), fields.get("user"))
+    return next((each[:MAX_NAME_CHARS] for each in named if isinstance(each, str) and each), "")
+
+
 def _leave_headers(request: Request, generation: GenerationStream) -> None:
     """Leaves headers for the middleware that writes them."""
     headers = {} if generation.grant is None else generation.grant.headers()
     if generation.replica:
         headers["x-raytide-replica"] = generation.replica
+    if generation.replica == KEPT:
+        headers["x-raytide-cache"] = "hit"
     request.scope[HEADERS] = headers
 
 

@@ -97,7 +97,7 @@ class Server:
             raise invalid(f"{feature} is not supported by {self.model}.", param=param)
 
     async def generate(
-        self, request: CompletionRequest | ChatRequest, caller: RequestCaller | None = None
+        self, request: CompletionRequest | ChatRequest, caller: RequestCaller | None = None, session: str = ""
     ) -> GenerationStream:
         """Starts a generation. The request is validated completely, and its caller admitted, before the engine sees
         any of it.
@@ -121,6 +121,7 @@ class Server:
                 sampling=sampling,
                 priority=self._priority(request.priority, caller),
                 cache_salt=_salt(request.cache_salt, caller),
+                session=session,
             )
             for place, prompt in enumerate(prompts)
         ]

@@ -79,6 +79,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     }
     if request.top_logprobs is not None:
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    fields |= {name: (request.model_extra or {}).get(name) for name in ("prompt_cache_key", "user")}
     return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
 
 

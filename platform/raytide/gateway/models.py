@@ -29,6 +29,7 @@ _REPORT_S = 1.0
 class _Endpoint:
     entry: EndpointEntry
     replicas: ReplicaSet
+    engine: RoutedEngine
     server: Server
 
 
@@ -54,6 +55,7 @@ class EndpointModels:
                 known = self._endpoints[name] = self._made(name, entry)
             known.entry = entry
             known.replicas.most_waiting = entry.spec.max_ongoing * max(1, entry.spec.replicas.max)
+            known.engine.answers.cache.set_policy(entry.spec.answer_cache)
             known.replicas.update(entry.replicas)
         self.listed.set()
 
@@ -117,12 +119,13 @@ class EndpointModels:
     def _made(self, name: str, entry: EndpointEntry) -> _Endpoint:
         spec = entry.spec
         replicas = ReplicaSet(name, on_info=lambda info: server.describe(info))
+        engine = RoutedEngine(replicas, on_reuse=lambda how: server.metrics.count_reuse(how))
         server = Server(
-            RoutedEngine(replicas),
+            engine,
             model=name,
             min_priority=spec.min_request_priority,
         )
-        return _Endpoint(entry, replicas, server)
+        return _Endpoint(entry, replicas, engine, server)
 
     def _check_path(self, model: str, request: Request) -> None:
         """Refuses a model that is not the endpoint of the path."""

@@ -135,3 +135,12 @@ async def test_no_request_stays_counted(leaves: bool) -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         for assigned in engine._replicas.router._assigned.values():
             assert (assigned.pending_tokens, assigned.answered, len(assigned.unanswered)) == (0, 0, 0)
+
+
+async def test_equal_greedy_requests_are_computed_once_by_all_replicas_together() -> None:
+    async with replicas(tokens_per_s=100.0) as addresses, gateway(addresses) as engine:
+        sent = [answer(engine, ask(f"{at}", PROMPT, max_tokens=20)) for at in range(12)]
+        texts = {"".join(chunk.text for chunk in chunks) for chunks in await asyncio.gather(*sent)}
+        stats = [await each.engine.stats() for each in engine._replicas.ready]
+        assert len(texts) == 1
+        assert sum(each.generated_tokens for each in stats) == 20

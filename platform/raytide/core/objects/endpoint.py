@@ -74,6 +74,14 @@ class Replicas(Config):
         return self.max if self.slo_target is None else 2 * self.max
 
 
+class AnswerCachePolicy(Config):
+    """Exact answers that the gateway keeps: of greedy and seeded requests, for the team that asked."""
+
+    ttl_s: float = Field(default=300.0, gt=0, le=86_400)
+    max_mb: int = Field(default=64, ge=1, le=4096)
+    """Memory in each gateway process."""
+
+
 class ServeSpec(Config):
     """`raytide serve`: the model, its resources and its replicas."""
 
@@ -106,6 +114,8 @@ class ServeSpec(Config):
     """The most urgent priority that a request may have (lower is more urgent); more urgent ones are raised to it."""
     price: TokenPrice = TokenPrice()
     """The price of tokens, which the gateway bills to API keys."""
+    answer_cache: AnswerCachePolicy | None = None
+    """Equal requests that follow one another are computed once; None: only those in flight at the same time."""
 
     @model_validator(mode="before")
     @classmethod

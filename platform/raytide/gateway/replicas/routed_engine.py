@@ -19,6 +19,7 @@ from raytide.actors.engine.types import (
     Message,
 )
 from raytide.core.errors import EngineDeadError, OverloadedError
+from raytide.gateway.answers.shared_answers import Reuse, SharedAnswers
 from raytide.gateway.replicas.replica_set import Replica, ReplicaSet
 from raytide.gateway.replicas.routing.prefix_index import join_keys
 from raytide.gateway.replicas.routing.router import Route
@@ -41,15 +42,19 @@ class RoutedEngine(BasicEngine):
 
     backend = "routed"
 
-    def __init__(self, replicas: ReplicaSet) -> None:
+    def __init__(self, replicas: ReplicaSet, on_reuse: Callable[[Reuse], None] = lambda how: None) -> None:
         self._replicas = replicas
+        self.answers = SharedAnswers(self._generate, self._version, on_reuse)
         self._suspects = asyncio.Lock()
 
     async def start(self) -> EngineInfo:
         """Waits for the first replica and returns its description."""
         return (await self._any(COLD_START_S)).info
 
-    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+    def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        return self.answers.generate(request)
+
+    async def _generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
         began_s = time.monotonic()
         progress, chunks = StreamProgress(request), 0
         full: set[str] = set()
@@ -128,6 +133,10 @@ class RoutedEngine(BasicEngine):
     async def shutdown(self) -> None:
         """Closes the connections; the replicas go on."""
         await self._replicas.close()
+
+    def _version(self) -> str:
+        """Returns the versions of the weights that may answer now."""
+        return " ".join(sorted({replica.info.weights_version for replica in self._replicas.ready}))
 
     async def _any(self, timeout_s: float = COLD_START_S) -> Replica:
         """Returns the replica that holds the fewest requests."""

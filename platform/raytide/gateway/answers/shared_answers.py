@@ -1,0 +1,150 @@
+"""Computes equal requests once: those in flight share one stream, and later ones may find it in a cache.
+
+Only requests whose answer is determined are equal: greedy or seeded ones with the same prompt, parameters, adapter and
+salt, of the same weights. The salt has the caller's team, so teams share nothing. Tools change nothing about that: a
+model only writes calls, which the client makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Literal
+
+from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
+from raytide.actors.engine.types import GenChunk, GenRequest, as_request_error
+from raytide.core.errors import EngineError
+from raytide.gateway.answers.answer_cache import MAX_TOKENS, AnswerCache
+
+_TURN_CHUNKS = 256
+Reuse = Literal["in_flight", "cache"]
+Generate = Callable[[GenRequest], AsyncIterator[GenChunk]]
+
+
+def answer_key(request: GenRequest, version: str) -> bytes | None:
+    """Returns the same key for requests with the same answer, None for those whose answer is not determined or is much
+    more than its tokens.
+    """
+    params = request.sampling
+    if not (params.is_greedy or params.seed is not None) or request.resume:
+        return None
+    if params.logprobs is not None or params.prompt_logprobs is not None:
+        return None
+    how = (version, params, request.lora, request.cache_salt, request.priority, request.deadline_s)
+    try:
+        prompt = request.prompt if isinstance(request.prompt, str) else array("q", request.prompt).tobytes()
+    except (OverflowError, TypeError):
+        return None
+    return blake2b(repr((how, prompt)).encode(errors="backslashreplace"), digest_size=32).digest()
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A stream with its readers. `chunks` are those from number `first` on."""
+
+    chunks: list[GenChunk] = field(default_factory=list)
+    first: int = 0
+    tokens: int = 0
+    readers: int = 0
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    failure: Exception | None = None
+    is_complete: bool = False
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_joinable(self) -> bool:
+        """False once a new reader would get more at once than it could read."""
+        return self.tokens <= MAX_TOKENS and not self.is_complete
+
+    def add(self, chunk: GenChunk) -> None:
+        self.chunks.append(chunk)
+        self.tokens += len(chunk.token_ids)
+        if len(self.chunks) > MAX_PENDING_ENTRIES:
+            del self.chunks[: MAX_PENDING_ENTRIES // 2]
+            self.first += MAX_PENDING_ENTRIES // 2
+        self.wake()
+
+    def wake(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for each in waiting:
+            if not each.done():
+                each.set_result(None)
+
+    async def news(self) -> None:
+        self.waiting.append(waiter := asyncio.get_running_loop().create_future())
+        await waiter
+
+
+class SharedAnswers:
+    """The streams of one endpoint. `version` returns that of the weights. Use it from one event loop."""
+
+    def __init__(self, generate: Generate, version: Callable[[], str], on_reuse: Callable[[Reuse], None]) -> None:
+        self.cache = AnswerCache()
+        self._generate, self._version, self._on_reuse = generate, version, on_reuse
+        self._streams: dict[bytes, _Stream] = {}
+
+    def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        key = answer_key(request, self._version())
+        return self._generate(request) if key is None else self._answer(key, request)
+
+    async def _answer(self, key: bytes, request: GenRequest) -> AsyncIterator[GenChunk]:
+        if (kept := self.cache.find(key)) is not None:
+            self._on_reuse("cache")
+            for chunk in kept:
+                yield replace(chunk, request_id=request.request_id, token_ids=list(chunk.token_ids))
+            return
+        stream = self._streams.get(key)
+        if stream is None or not stream.is_joinable:
+            stream = self._streams[key] = _Stream()
+            stream.task = asyncio.create_task(self._compute(key, stream, request))
+        else:
+            self._on_reuse("in_flight")
+        stream.readers += 1
+        try:
+            at = 0
+            while True:
+                while at < stream.first + len(stream.chunks):
+                    if at < stream.first:
+                        raise EngineError("the stream was read more slowly than it was generated.", hint="Read faster.")
+                    chunk = stream.chunks[at - stream.first]
+                    at += 1
+                    is_own = chunk.request_id == request.request_id
+                    yield chunk if is_own else replace(chunk, request_id=request.request_id)
+                if stream.failure is not None:
+                    raise stream.failure
+                if stream.is_complete:
+                    return
+                await stream.news()
+        finally:
+            stream.readers -= 1
+            if not stream.readers:
+                await self._end(key, stream)
+
+    async def _end(self, key: bytes, stream: _Stream) -> None:
+        """Ends a stream that nobody reads; the engine has freed its blocks when this returns."""
+        if self._streams.get(key) is stream:
+            del self._streams[key]
+        if stream.task is not None and not stream.is_complete:
+            stream.task.cancel()
+            await asyncio.wait({stream.task})
+
+    async def _compute(self, key: bytes, stream: _Stream, request: GenRequest) -> None:
+        try:
+            async with aclosing(self._generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    stream.add(chunk)
+                    if len(stream.chunks) % _TURN_CHUNKS == 0:
+                        await asyncio.sleep(0)  # what waits in the connection must not outrun the readers
+            if not stream.first:
+                self.cache.add(key, stream.chunks)
+        except BaseException as error:
+            stream.failure = as_request_error(error)
+        finally:
+            stream.is_complete = True
+            if self._streams.get(key) is stream:
+                del self._streams[key]
+            stream.wake()

@@ -1,0 +1,92 @@
+"""Whether a challenger may become the champion, by a rule on the metrics of both and on how they did under load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.rollout.ab_test import Comparison
+
+
+class MetricRule(Config):
+    """What one metric of an evaluation must be. Limits that are left out do not exist."""
+
+    better: Literal["higher", "lower"]
+    limit: float | None = None
+    """The value that must be reached, whatever the champion's is."""
+    gain: float | None = None
+    """The least improvement over the champion, in the metric's units; a negative one allows that much regression."""
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> MetricRule:
+        if self.limit is None and self.gain is None:
+            raise ValueError("give limit or gain")
+        return self
+
+
+class PromotionRule(Config):
+    """Everything in it must hold."""
+
+    metrics: dict[bounds.Name, MetricRule] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
+    online: Literal["ignored", "not_worse", "better"] = "not_worse"
+    """What the A/B test must have shown: that the champion did not win, or that the challenger did."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionDecision:
+    promotes: bool
+    reasons: tuple[str, ...]
+    """What holds if it promotes, else what does not."""
+
+
+def decide_promotion(
+    rule: PromotionRule,
+    champion: Mapping[str, float] | None,
+    challenger: Mapping[str, float],
+    online: Comparison | None = None,
+) -> PromotionDecision:
+    """Returns whether the challenger (arm b of `online`) replaces the champion, and why.
+
+    `champion` is None if there is none yet: then improvements count as given, and limits still hold.
+    """
+    held: list[str] = []
+    broken: list[str] = []
+    for name, metric in rule.metrics.items():
+        for text, holds in _checks(name, metric, champion, challenger):
+            (held if holds else broken).append(text)
+    if rule.online != "ignored" and champion is not None:
+        winner = online.winner if online is not None else ""
+        holds = winner == "b" if rule.online == "better" else online is not None and winner != "a"
+        shown = {"a": "the champion won", "b": "the challenger won"}.get(winner, "no difference was proven")
+        text = f"A/B test: {shown if online is not None else 'there is none'}"
+        (held if holds else broken).append(text)
+    return PromotionDecision(not broken, tuple(broken or held))
+
+
+def _checks(
+    name: str, rule: MetricRule, champion: Mapping[str, float] | None, challenger: Mapping[str, float]
+) -> list[tuple[str, bool]]:
+    if name not in challenger:
+        return [(f"{name}: the challenger was not evaluated", False)]
+    sign, value = (1.0 if rule.better == "higher" else -1.0), challenger[name]
+    checks = []
+    if rule.limit is not None:
+        word = "at least" if rule.better == "higher" else "at most"
+        checks.append((f"{name}: {value:g}, wanted {word} {rule.limit:g}", _reaches(sign * value, sign * rule.limit)))
+    if rule.gain is not None and champion is not None:
+        if name not in champion:
+            return [*checks, (f"{name}: the champion was not evaluated", False)]
+        gain = sign * (value - champion[name])
+        checks.append((f"{name}: {gain:+g} over the champion's {champion[name]:g}", _reaches(gain, rule.gain)))
+    return checks
+
+
+def _reaches(value: float, wanted: float) -> bool:
+    """Allows for rounding: 12.0 - 11.9 is a gain of 0.1."""
+    return value >= wanted or math.isclose(value, wanted, rel_tol=1e-9, abs_tol=1e-12)

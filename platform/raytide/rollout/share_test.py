@@ -1,0 +1,109 @@
+"""A sequential test of two shares, such as those of failed requests, that is valid however often it is looked at.
+
+It multiplies E-variables of blocks: for n_a and n_b observations with the shares theta_a < theta_b of the alternative,
+and theta_0 = (n_a theta_a + n_b theta_b) / (n_a + n_b), the likelihood ratio against theta_0 in both has an expectation
+of at most 1 if b is no worse than a (Turner, Ly, Grunwald: Generic E-variables for exact sequential k-sample tests that
+allow for optional stopping, 2021). By Ville's inequality the product ever reaches 1 / alpha with a probability of at
+most alpha, for any traffic split, even one that changes. Observations must be independent.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+ODDS_RATIOS = (1.5, 3.0, 10.0, 100.0)
+"""The alternatives, whose E-values are averaged: b's odds over a's."""
+_PRIOR_BAD, _PRIOR_TOTAL = 0.5, 50.0
+_LEAST, _MOST = 1e-4, 1 - 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class BadShare:
+    """A number of observations, and of the bad ones among them."""
+
+    total: int = 0
+    bad: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bad <= self.total:
+            raise ValueError(f"{self.bad} of {self.total} is no share")
+
+    def plus(self, other: BadShare) -> BadShare:
+        return BadShare(self.total + other.total, self.bad + other.bad)
+
+    @property
+    def mean(self) -> float:
+        return self.bad / self.total if self.total else 0.0
+
+    def upper(self, alpha: float) -> float:
+        """Returns the upper limit of Wilson's one-sided interval, which the true share exceeds with a probability of
+        about alpha."""
+        if not self.total:
+            return 1.0
+        z2, n, mean = NormalDist().inv_cdf(1.0 - alpha) ** 2, self.total, self.mean
+        high = mean + z2 / (2 * n) + math.sqrt(z2 * (mean * (1 - mean) / n + z2 / (4 * n * n)))
+        return min(1.0, high / (1 + z2 / n))
+
+
+@dataclass(frozen=True, slots=True)
+class ShareTest:
+    """The evidence so far that b's share of bad observations is higher than a's."""
+
+    a: BadShare = BadShare()
+    b: BadShare = BadShare()
+    log_e: tuple[float, ...] = (0.0,) * len(ODDS_RATIOS)
+
+    def updated(self, a: BadShare, b: BadShare) -> ShareTest:
+        """Returns the test with a block of new observations. Blocks without either side carry no evidence."""
+        theta_a = _within((self.a.bad + _PRIOR_BAD) / (self.a.total + _PRIOR_TOTAL))
+        logs = (
+            log + _block(a, b, theta_a, _shifted(theta_a, odds))
+            for log, odds in zip(self.log_e, ODDS_RATIOS, strict=True)
+        )
+        return ShareTest(self.a.plus(a), self.b.plus(b), tuple(logs))
+
+    def against(self, limit: float, b: BadShare) -> ShareTest:
+        """Returns the test with new observations of b alone, compared with a share that is known to be good."""
+        limit = _within(limit)
+        logs = (
+            log + _likelihood_ratio(b, _shifted(limit, odds), limit)
+            for log, odds in zip(self.log_e, ODDS_RATIOS, strict=True)
+        )
+        return ShareTest(self.a, self.b.plus(b), tuple(logs))
+
+    @property
+    def e_value(self) -> float:
+        """The evidence that b is worse; above 1 / alpha with a probability of at most alpha if it is not."""
+        highest = max(self.log_e)
+        if highest > 700.0:
+            return math.inf
+        return sum(math.exp(log) for log in self.log_e) / len(self.log_e)
+
+    @property
+    def excess(self) -> float:
+        """The share of bad observations of b, less that of a."""
+        return self.b.mean - self.a.mean
+
+
+def _block(a: BadShare, b: BadShare, theta_a: float, theta_b: float) -> float:
+    if not a.total or not b.total:
+        return 0.0
+    theta_0 = (a.total * theta_a + b.total * theta_b) / (a.total + b.total)
+    return _likelihood_ratio(a, theta_a, theta_0) + _likelihood_ratio(b, theta_b, theta_0)
+
+
+def _likelihood_ratio(seen: BadShare, theta: float, null: float) -> float:
+    """Returns its logarithm."""
+    good = seen.total - seen.bad
+    return seen.bad * math.log(theta / null) + good * math.log((1.0 - theta) / (1.0 - null))
+
+
+def _shifted(theta: float, odds_ratio: float) -> float:
+    odds = theta / (1.0 - theta) * odds_ratio
+    return min(odds / (1.0 + odds), 1.0 - 1e-6)
+
+
+def _within(theta: float) -> float:
+    return min(max(theta, _LEAST), _MOST)
