@@ -135,6 +135,19 @@ def test_a_run_outlives_a_spot_notice(how_to: HowTo, tide: rt.Client) -> None:
 
 
 @pytest.mark.usefixtures("trained")
+def test_a_file_of_requests_is_answered(how_to: HowTo, tide: rt.Client) -> None:
+    printed = how_to("batch")
+    assert "completed BatchRequestCounts(completed=40, failed=0, total=40)" in printed
+    assert "40 answers from the endpoint" in printed
+    assert "40 rows answered, 0 failed" in printed
+    (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "requests")
+    assert run.state is JobState.SUCCEEDED
+    assert (run.view.job.spec.priority, run.view.job.spec.is_preemptible) == ("low", True)
+    out = Path(run.view.job.spec.config["command"][4])  # type: ignore[index]
+    assert [json.loads(line)["custom_id"] for line in out.read_text().splitlines()] == [f"row-{i}" for i in range(40)]
+
+
+@pytest.mark.usefixtures("trained")
 def test_the_ledger_is_read(how_to: HowTo) -> None:
     printed = how_to("read-the-ledger")
     assert re.search(r"^ +0\.\d{6} \$  job +job-", printed, re.MULTILINE)

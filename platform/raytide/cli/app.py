@@ -31,6 +31,7 @@ COMMANDS = {
     "serve": ("serving.serve:serve", "Serve a model, or list what is served."),
     "endpoint": ("serving.endpoints:endpoint", "Show the revisions of endpoints."),
     "model": ("serving.models:model", "Manage registered models."),
+    "batch": ("serving.batch:batch", "Answer the requests of a file, in a job of the queue."),
     "key": ("tenancy.keys:key", "Manage the API keys of the gateway."),
     "usage": ("tenancy.keys:usage", "Show the requests of the gateway: their tokens and cost, by key or otherwise."),
     "audit": ("tenancy.audit:audit", "Show or check the audit log."),

@@ -96,6 +96,11 @@ def run(
         retries=retries,
         **options,
     )
+    end_with(job, wait=wait, json=json)
+
+
+def end_with(job: Run, *, wait: bool, json: bool) -> None:
+    """Ends a command that has submitted a script: follows the job if asked to, and exits with 1 if it failed."""
     try:
         if wait:
             _follow_script(job, quiet=json)

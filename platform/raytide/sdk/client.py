@@ -20,6 +20,7 @@ from raytide.core.objects.job import JobKind, JobSpec
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
+from raytide.sdk.batch import batch_command, batch_model
 from raytide.sdk.endpoint import EndpointHandle
 from raytide.sdk.job_run import Run
 from raytide.sdk.models import ModelRegistry, named_model
@@ -114,6 +115,28 @@ class Client:
         wanted = gang_of(gang, where="run")
         config = {**spec.model_dump(mode="json"), "package": self.client.upload(pack(folder, tuple(exclude)))}
         return Run(self.client, self._submit(JobKind.SCRIPT, wanted, config, {"name": Path(script).stem, **job}))
+
+    def batch(
+        self,
+        source: str | Path,
+        out: str | Path,
+        *,
+        model: str,
+        engine: Mapping[str, object] | None = None,
+        **options: Unpack[GangOptions],
+    ) -> Run:
+        """Submits a job that answers the rows of a batch file, in their order, on an engine of its own.
+
+        The rows are those of OpenAI's batches. `model` is a directory or an endpoint's name, `engine` the engine's
+        options. The job has a low priority and is preemptible, unless `options` say otherwise; it goes on where it was
+        stopped. Both files are on storage that all nodes read.
+        """
+        queue: GangOptions = {"name": Path(source).stem, "priority": "low", "preemptible": True, **options}
+        job, gang = job_and_gang(queue)
+        wanted = gang_of(gang, where="batch")
+        spec = batch_model(self.client, model, engine or {}, wanted)
+        script = ScriptSpec.parse({"command": batch_command(source, out, spec)}, where="batch")
+        return Run(self.client, self._submit(JobKind.SCRIPT, wanted, script.model_dump(mode="json"), job))
 
     def serve(
         self,

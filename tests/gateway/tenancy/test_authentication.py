@@ -9,7 +9,9 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 from tests.gateway.tenancy.conftest import Line
 
-from raytide.actors.serving.openai_api.admission import caller_of
+from raytide.actors.serving.openai_api.admission import CALLER, caller_of
+from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.core.state import Store
 from raytide.gateway.tenancy.authentication import Authentication
 from raytide.gateway.tenancy.tenancy import Tenancy
 
@@ -66,3 +68,48 @@ def test_where_no_keys_are_demanded_everybody_is_the_default_team(line: Line, pa
             assert (await http.get(path)).text == "default"
 
     asyncio.run(run())
+
+
+def test_a_row_of_a_batch_runs_for_the_account_of_its_key(
+    line: Line, store: Store, secret_of: Callable[..., str]
+) -> None:
+    """Its request comes with a caller and no secret; it goes on with a rotated key, and ends with the last one."""
+    secret_of(team="blue")
+
+    async def run() -> None:
+        tenancy = Tenancy(line.api(), requires_keys=True)
+        tenancy.start()
+        await asyncio.wait_for(tenancy.keys.synced.wait(), 10)
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            raise AssertionError
+
+        scope = {"type": "http", "path": "/v1/completions", "headers": [], CALLER: tenancy.caller_of_account("key-1")}
+        await Authentication(who, tenancy)(scope, receive, send)
+        assert sent[1]["body"] == b"blue"
+        store.tenancy.keys.rotate("key-1", "digest", 2.0, 0.0)
+        await eventually(lambda: tenancy.caller_of_account("key-1").key.id == "key-2")  # type: ignore[union-attr]
+        store.tenancy.keys.revoke("key-2", 3.0)
+        await eventually(lambda: refusal_of(tenancy, "key-1") == 401)
+        assert refusal_of(tenancy, "") == 401, "a batch of times without keys ends where they are demanded"
+        await tenancy.close()
+
+    asyncio.run(run())
+
+
+def refusal_of(tenancy: Tenancy, account: str) -> int:
+    try:
+        tenancy.caller_of_account(account)
+    except ApiError as error:
+        return error.status
+    return 0
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

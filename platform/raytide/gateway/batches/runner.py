@@ -82,8 +82,8 @@ class BatchRunner:
                         swept_s = time.monotonic()
                         await asyncio.to_thread(self._batches.files.sweep)
                     await self._take_up()
-                except (RaytideError, OSError):
-                    _log.exception("batches wait: their files cannot be read")
+                except (RaytideError, OSError) as error:
+                    _log.warning("batches wait, since their files cannot be read: %s", error)
                 await asyncio.sleep(self._poll_s)
         finally:
             tasks = [task for _, task in self._running.values()]
@@ -122,6 +122,9 @@ class BatchRunner:
                 if batch.status not in FINAL:
                     await self._run(batch, claimed)
                 self._remove(claimed.id)
+            except RaytideError as error:
+                _log.warning("batch %s waits, and is tried again: %s", claimed.id, error)
+                await asyncio.sleep(_RETRY_S)
             except Exception:
                 _log.exception("batch %s waits, and is tried again", claimed.id)
                 await asyncio.sleep(_RETRY_S)

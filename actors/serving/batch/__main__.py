@@ -1,0 +1,135 @@
+"""The job of `raytide batch`: `python -m raytide.actors.serving.batch INPUT OUT SPEC`; SPEC is a ServeSpec as JSON.
+
+It runs the rows on an engine of its own. Beside OUT is its folder `OUT.progress`; a job that was preempted or killed
+goes on there, on any node that reads the same storage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from uuid import uuid4
+
+from raytide.actors.engine.base import Engine
+from raytide.actors.serving.batch.input_file import BatchInput, InputRow, check_input
+from raytide.actors.serving.batch.progress_file import ProgressFile, RowResult
+from raytide.actors.serving.batch.row_request import request_row
+from raytide.actors.serving.batch.run import run_rows, write_results
+from raytide.actors.serving.engines import build_engine
+from raytide.actors.serving.http.app import create_app
+from raytide.actors.serving.openai_api.server import Server
+from raytide.core.errors import DataError, RaytideError
+from raytide.core.io.atomic_file import read_json, write_json
+from raytide.core.io.claim import Claim, committing
+from raytide.core.io.storage import full_disk_is_an_error
+from raytide.core.objects.endpoint import ServeSpec
+
+__all__ = ["run_batch_job"]
+
+_ROWS_AT_ONCE = 128
+_SHOWN_ERRORS = 5
+_SAY_EVERY_S = 10.0
+_DONE = "done.json"
+
+
+def run_batch_job(
+    source: Path, out: Path, spec: ServeSpec, *, holder: str = "", say: Callable[[str], object] = print
+) -> None:
+    """Answers the rows of `source` into `out`, in their order, and into `out.errors` those that failed.
+
+    The model is that of `spec`, whatever the rows name. Raises DataError for an input with a wrong line and for the
+    progress of another batch, ConflictError while another process works on it. `holder` is the job's id.
+    """
+    if not source.is_file():
+        raise DataError(f"{source} does not exist here.", hint="Name a file on storage that all nodes read.")
+    rows = check_input(source, None)
+    if rows.errors:
+        shown = "; ".join(f"line {each.line}: {each.message}" for each in rows.errors[:_SHOWN_ERRORS])
+        raise DataError(f"{source} cannot be run: {shown}", hint="Correct these lines.")
+    folder = out.with_name(f"{out.name}.progress")
+    with full_disk_is_an_error(str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+    claim = Claim([str(folder)], holder)
+    try:
+        header = {"input": rows.digest, "model": spec.model}
+        done = read_json(folder / _DONE)
+        if done is not None and done != header:
+            raise DataError(f"{out} is the output of another batch.", hint=f"Name another output, or remove {folder}.")
+        if done is None:
+            _run(rows, out, folder, spec, header, claim, say)
+        say(f"{out} has the answers to {len(rows)} rows")
+    finally:
+        claim.release()
+
+
+def _run(
+    rows: BatchInput,
+    out: Path,
+    folder: Path,
+    spec: ServeSpec,
+    header: Mapping[str, object],
+    claim: Claim,
+    say: Callable[[str], object],
+) -> None:
+    path = folder / "rows.jsonl"
+    progress = ProgressFile(path, header)
+    try:
+        if len(progress):
+            say(f"{len(progress)} of {len(rows)} rows have run before")
+        if len(progress) < len(rows):
+            asyncio.run(_answer(rows, progress, build_engine(spec), claim, say))
+        results = folder / "output", folder / "errors"
+        write_results(progress, len(rows), *results)
+        with committing([str(folder)], claim.token), full_disk_is_an_error(str(out)):
+            for result, place in zip(results, (out, out.with_name(f"{out.name}.errors")), strict=True):
+                if result.stat().st_size or place == out:
+                    os.replace(result, place)
+                else:
+                    result.unlink()
+            write_json(folder / _DONE, header)
+            path.unlink()
+    finally:
+        progress.close()
+    usage = progress.usage
+    say(f"{progress.completed} rows answered, {progress.failed} failed; {usage.output_tokens} tokens generated")
+
+
+async def _answer(
+    rows: BatchInput, progress: ProgressFile, engine: Engine, claim: Claim, say: Callable[[str], object]
+) -> None:
+    server = Server(engine, model="batch")
+    app = create_app(server, owns_server=False)
+    said_s, began = time.monotonic(), len(progress)
+
+    async def request(place: int, row: InputRow) -> RowResult:
+        nonlocal said_s
+        claim.check()
+        if time.monotonic() - said_s > _SAY_EVERY_S:
+            rate = (len(progress) - began) / (time.monotonic() - began_s)
+            say(f"{len(progress)} of {len(rows)} rows, {rate:.1f} a second")
+            said_s = time.monotonic()
+        return await request_row(app, place, InputRow(row.custom_id, row.url, {**row.body, "model": "batch"}), dict)
+
+    await server.start()
+    began_s = time.monotonic()
+    try:
+        await run_rows(rows, progress, request, at_once=_ROWS_AT_ONCE)
+    finally:
+        await server.stop()
+
+
+def main(source: str, out: str, spec: str) -> None:
+    try:
+        parsed = ServeSpec.parse(json.loads(spec), where="batch")
+        run_batch_job(Path(source), Path(out), parsed, holder=os.environ.get("TORCHELASTIC_RUN_ID", uuid4().hex))
+    except RaytideError as error:
+        raise SystemExit(f"raytide batch: {error}") from None
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
