@@ -116,6 +116,13 @@ def test_a_driver_holds_a_gang(how_to: HowTo, tide: rt.Client) -> None:
     assert runs["squares"].state is runs["stubborn"].state is JobState.SUCCEEDED
 
 
+def test_a_key_is_made_used_and_ended(how_to: HowTo, tide: rt.Client) -> None:
+    printed = how_to("serve-with-keys")
+    assert "high tide  1999" in printed, "the text, and what is left of the limit"
+    assert '"completion_tokens": 10' in printed
+    tide.endpoint("chat").delete()
+
+
 def test_a_script_runs_on_a_gang(how_to: HowTo, tide: rt.Client) -> None:
     printed = how_to("run-a-script")
     assert "[1] the sum of 2 ranks is 3" in printed
