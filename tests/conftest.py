@@ -129,6 +129,7 @@ SLOW = (
     "tests/test_howtos.py::test_a_key_is_made_used_and_ended",
     "tests/test_howtos.py::test_a_file_of_requests_is_answered",
     "tests/test_howtos.py::test_a_script_runs_on_a_gang",
+    "tests/test_howtos.py::test_a_version_is_rolled_out_and_taken_back",
     "tests/test_howtos.py::test_the_example_of_the_api_page_runs",
 )
 """The files that `./dev test` leaves to `./dev test --slow`. tests/test_howtos.py is the one path through data,

@@ -155,6 +155,26 @@ def test_a_file_of_requests_is_answered(how_to: HowTo, tide: rt.Client) -> None:
 
 
 @pytest.mark.usefixtures("trained")
+def test_a_version_is_rolled_out_and_taken_back(how_to: HowTo, tide: rt.Client) -> None:
+    printed = how_to("roll-out-a-version")
+    assert re.search(r"^lineage.config.steps\t40\t10$", printed, re.MULTILINE)
+    assert "metrics.taste\t-\t0.8" in printed
+    assert "assistant is at revision 3: rollback to revision 1" in printed
+    assert "my-model:1 is intact" in printed
+    history = tide.models.history("my-model", alias="champion")
+    assert [(x.before, x.after, x.why) for x in history] == [
+        (2, 1, "version 2 invents words"),
+        (1, 2, "it tastes better"),
+        (None, 1, "it is the first"),
+    ]
+    first = tide.models.get("my-model:1").spec
+    assert first.lineage.dataset_sha256
+    assert first.lineage.job
+    assert tide.models.get("my-model:2").spec.lineage.base == str(Path(first.location).parent)
+    assert tide.endpoint("assistant").status.endpoint.spec.version == "my-model:1"
+
+
+@pytest.mark.usefixtures("trained")
 def test_the_ledger_is_read(how_to: HowTo) -> None:
     printed = how_to("read-the-ledger")
     assert re.search(r"^ +0\.\d{6} \$  job +job-", printed, re.MULTILINE)
