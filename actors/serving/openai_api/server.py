@@ -171,8 +171,9 @@ class Server:
             raise invalid(f"{field} is empty.", param=field)
         if len(prompt) >= limit:
             raise invalid(
-                f"{field} has at least {len(prompt)} tokens; the context of {self.model} holds {limit}, the answer "
-                "included.",
+                # in OpenAI's words, by which clients recognize the error
+                f"This model's maximum context length is {limit} tokens, the answer included; {field} has at least "
+                f"{len(prompt)}.",
                 param=field,
                 code="context_length_exceeded",
             )

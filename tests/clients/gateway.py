@@ -1,0 +1,76 @@
+"""A gateway without Ray for clients: `python gateway.py MODEL_DIR` prints its base URL and serves until stdin ends.
+
+Models: `tiny`, the model of the folder on two replicas of the native engine; `caller`, a fake one that always writes
+CALL; `talker`, a fake one that always says "tide".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import uvicorn
+
+from raytide.actors.engine import EngineConfig, FakeEngine, NativeEngine
+from raytide.actors.engine.backends.remote.server import EngineServer
+from raytide.actors.engine.base import Engine
+from raytide.actors.serving.http.protocol import BoundedHttpTools
+from raytide.actors.serving.ray_serve.keys import ReplicaAddress
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.gateway.app import create_app
+from raytide.gateway.models import EndpointModels
+from raytide.gateway.replicas.directory import EndpointEntry, Listing
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+END = "<END>"
+HOST, SECRET = "127.0.0.1", "secret"
+
+
+async def replica(engine: Engine) -> ReplicaAddress:
+    server = EngineServer(engine, await engine.start(), SECRET, problem=no_problem)
+    return ReplicaAddress(HOST, await server.listen(HOST), SECRET)
+
+
+async def no_problem() -> None:
+    return None
+
+
+async def listing(model_dir: str) -> Listing:
+    """Starts the engines and returns where they are."""
+    config = EngineConfig(model_dir=model_dir, device="cpu", deterministic=True, kv_memory_gb=0.1)
+    engines: dict[str, list[Engine]] = {
+        "tiny": [NativeEngine(config), NativeEngine(config)],
+        "caller": [FakeEngine(reply=CALL + END)],
+        "talker": [FakeEngine(tokens_per_s=500.0)],
+    }
+    found: Listing = {}
+    for name, replicas in engines.items():
+        addresses = {f"{name}-{index}": await replica(engine) for index, engine in enumerate(replicas)}
+        found[name] = EndpointEntry(ServeSpec(name=name, model=model_dir), time.time(), addresses)
+    return found
+
+
+async def serve(model_dir: str) -> None:
+    found, models = await listing(model_dir), EndpointModels("clients")
+
+    async def run() -> AsyncIterator[None]:
+        models.update(found)
+        yield
+        await models.close()
+
+    config = uvicorn.Config(create_app(models, run), HOST, 0, http=BoundedHttpTools, log_level="warning")
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    sys.stdout.write(f"http://{HOST}:{server.servers[0].sockets[0].getsockname()[1]}/v1\n")
+    sys.stdout.flush()
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    server.should_exit = True
+    await serving
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1]))

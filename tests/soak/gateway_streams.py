@@ -1,0 +1,136 @@
+"""Streams through a cluster's gateway that go on all the time, and are compared with what they are undisturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+STREAM_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    texts: tuple[str, ...]
+    finish_reasons: tuple[str, ...]
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class BrokenError(Exception):
+    """A stream that did not end as it should: an HTTP status, an error event, or a broken connection."""
+
+    def __init__(self, why: str, port: int | None = None) -> None:
+        super().__init__(why)
+        self.port = port
+        """The client's port of a connection that broke."""
+
+
+def requests(model: str, count: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
+    """Returns paths and bodies: greedy and seeded, texts and chats, some with several choices or penalties."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 0.8, "top_p": 0.95, "n": 2},
+        {"temperature": 0, "frequency_penalty": 0.5},
+    ]
+    made = []
+    for number in range(count):
+        text = f"def function_{number}("
+        common = {"model": model, "max_tokens": tokens, "ignore_eos": True, "seed": number, "stream": True}
+        body = common | {"stream_options": {"include_usage": True}} | kinds[number % len(kinds)]
+        if number % 3:
+            made.append(("completions", body | {"prompt": text}))
+        else:
+            made.append(("chat/completions", body | {"messages": [{"role": "user", "content": text}]}))
+    return made
+
+
+async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
+    """Returns the whole answer. Raises BrokenError."""
+    port, raw, began_s = None, bytearray(), time.monotonic()
+    try:
+        async with client.stream("POST", path, json=body) as response:
+            port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
+            async for piece in response.aiter_raw():
+                raw += piece
+            if response.status_code != 200:
+                raise BrokenError(f"{response.status_code} {bytes(raw[:300])!r}", port)
+    except httpx.TransportError as error:
+        after = f"after {time.monotonic() - began_s:.1f} s and {len(raw)} bytes"
+        raise BrokenError(f"{error!r} {after}", port) from error
+    return parsed(raw.decode(), body.get("n", 1), port)
+
+
+def parsed(events: str, choices: int, port: int | None) -> Answer:
+    """Returns the answer that the body of a stream has. Raises BrokenError."""
+    texts, ends, usage = [""] * choices, [""] * choices, None
+    *parts, end = [line.removeprefix("data: ") for line in events.split("\n") if line] or [""]
+    if end != "[DONE]":
+        raise BrokenError(f"the stream ends with {end[-300:]!r}", port)
+    for part in map(json.loads, parts):
+        usage = part.get("usage") or usage
+        for choice in part["choices"]:
+            texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            ends[choice["index"]] = choice["finish_reason"] or ends[choice["index"]]
+    assert usage is not None
+    return Answer(tuple(texts), tuple(ends), usage["prompt_tokens"], usage["completion_tokens"])
+
+
+@dataclass(slots=True)
+class Load:
+    """Streams that begin again as soon as they end, each on a connection of its own."""
+
+    base_url: str
+    asked: Sequence[tuple[str, dict[str, Any]]]
+    expected: list[Answer] = field(default_factory=list)
+    completed: int = 0
+    broken: list[BrokenError] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+    _is_over: bool = False
+    _workers: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def learn(self) -> None:
+        """Asks everything once, undisturbed."""
+        self.expected = list(await asyncio.gather(*[self._once(number) for number in range(len(self.asked))]))
+
+    def start(self) -> None:
+        self._workers = [asyncio.create_task(self._work(number)) for number in range(len(self.asked))]
+
+    async def finish(self) -> None:
+        """Lets every stream end that has begun."""
+        self._is_over = True
+        await asyncio.gather(*self._workers)
+
+    async def until(self, what: str, holds: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not await asyncio.to_thread(holds):
+                await asyncio.sleep(0.2)
+
+    async def _once(self, number: int) -> Answer:
+        async with httpx.AsyncClient(base_url=self.base_url, timeout=STREAM_TIMEOUT_S, verify=False) as client:
+            return await stream(client, *self.asked[number])
+
+    async def _work(self, number: int) -> None:
+        while not self._is_over:
+            try:
+                answer = await self._once(number)
+            except BrokenError as error:
+                self.broken.append(error)
+                continue
+            self.completed += 1
+            if answer != self.expected[number]:
+                self.differing.append(first_difference(number, self.expected[number], answer))
+
+
+def first_difference(number: int, expected: Answer, found: Answer) -> str:
+    for index, (wanted, got) in enumerate(zip(expected.texts, found.texts, strict=True)):
+        if wanted != got:
+            at = next((i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), min(map(len, (wanted, got))))
+            return f"request {number}, choice {index}, at {at} of {len(wanted)}: {wanted[at:at+40]!r}, not {got[at:at+40]!r}"
+    return f"request {number}: {expected.finish_reasons} {expected.completion_tokens}, not {found.finish_reasons} {found.completion_tokens}"
