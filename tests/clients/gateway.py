@@ -22,6 +22,8 @@ from raytide.core.objects.endpoint import ServeSpec
 from raytide.gateway.app import create_app
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import EndpointEntry, Listing
+from raytide.gateway.tenancy.control_api import ControlApi
+from raytide.gateway.tenancy.tenancy import Tenancy
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 END = "<END>"
@@ -60,10 +62,11 @@ async def serve(model_dir: str) -> None:
         yield
         await models.close()
 
-    config = uvicorn.Config(create_app(models, run), HOST, 0, http=BoundedHttpTools, log_level="warning")
+    nobody = Tenancy(ControlApi(f"http://{HOST}:9", "", "clients"), requires_keys=False)
+    config = uvicorn.Config(create_app(models, nobody, run), HOST, 0, http=BoundedHttpTools, log_level="warning")
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110  # uvicorn has no event for it
         await asyncio.sleep(0.01)
     sys.stdout.write(f"http://{HOST}:{server.servers[0].sockets[0].getsockname()[1]}/v1\n")
     sys.stdout.flush()

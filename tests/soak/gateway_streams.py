@@ -23,12 +23,14 @@ class Answer:
 
 
 class BrokenError(Exception):
-    """A stream that did not end as it should: an HTTP status, an error event, or a broken connection."""
+    """A stream that did not end as it should: an HTTP status, an error event, or a broken connection.
 
-    def __init__(self, why: str, port: int | None = None) -> None:
+    `began_s` is in monotonic time; `port` is the client's, None where the connection had not been made.
+    """
+
+    def __init__(self, why: str, began_s: float, port: int | None) -> None:
         super().__init__(why)
-        self.port = port
-        """The client's port of a connection that broke."""
+        self.began_s, self.port = began_s, port
 
 
 def requests(model: str, count: int, tokens: int) -> list[tuple[str, dict[str, Any]]]:
@@ -53,26 +55,30 @@ def requests(model: str, count: int, tokens: int) -> list[tuple[str, dict[str, A
 
 async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Answer:
     """Returns the whole answer. Raises BrokenError."""
-    port, raw, began_s = None, bytearray(), time.monotonic()
+    port, status, raw, began_s = None, 0, bytearray(), time.monotonic()
+
+    async def trace(event: str, details: dict[str, Any]) -> None:
+        nonlocal port
+        if event == "connection.connect_tcp.complete":
+            port = details["return_value"].get_extra_info("client_addr")[1]
+
     try:
-        async with client.stream("POST", path, json=body) as response:
-            port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
+        async with client.stream("POST", path, json=body, extensions={"trace": trace}) as response:
+            status = response.status_code
             async for piece in response.aiter_raw():
                 raw += piece
-            if response.status_code != 200:
-                raise BrokenError(f"{response.status_code} {bytes(raw[:300])!r}", port)
-    except httpx.TransportError as error:
-        after = f"after {time.monotonic() - began_s:.1f} s and {len(raw)} bytes"
-        raise BrokenError(f"{error!r} {after}", port) from error
-    return parsed(raw.decode(), body.get("n", 1), port)
+        return parsed(raw.decode(), body.get("n", 1))
+    except (httpx.TransportError, ValueError) as error:
+        after = f"after {time.monotonic() - began_s:.1f} s, status {status} and {bytes(raw[-300:])!r}"
+        raise BrokenError(f"{error!r} {after}", began_s, port) from error
 
 
-def parsed(events: str, choices: int, port: int | None) -> Answer:
-    """Returns the answer that the body of a stream has. Raises BrokenError."""
+def parsed(events: str, choices: int) -> Answer:
+    """Returns the answer that the body of a stream has. Raises ValueError for one that is not whole."""
     texts, ends, usage = [""] * choices, [""] * choices, None
     *parts, end = [line.removeprefix("data: ") for line in events.split("\n") if line] or [""]
     if end != "[DONE]":
-        raise BrokenError(f"the stream ends with {end[-300:]!r}", port)
+        raise ValueError("not the end of a stream")
     for part in map(json.loads, parts):
         usage = part.get("usage") or usage
         for choice in part["choices"]:
@@ -109,7 +115,7 @@ class Load:
 
     async def until(self, what: str, holds: Callable[[], bool], timeout_s: float = 120.0) -> None:
         async with asyncio.timeout(timeout_s):
-            while not await asyncio.to_thread(holds):
+            while not await asyncio.to_thread(holds):  # noqa: ASYNC110  # of other processes
                 await asyncio.sleep(0.2)
 
     async def _once(self, number: int) -> Answer:
@@ -131,6 +137,7 @@ class Load:
 def first_difference(number: int, expected: Answer, found: Answer) -> str:
     for index, (wanted, got) in enumerate(zip(expected.texts, found.texts, strict=True)):
         if wanted != got:
-            at = next((i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), min(map(len, (wanted, got))))
-            return f"request {number}, choice {index}, at {at} of {len(wanted)}: {wanted[at:at+40]!r}, not {got[at:at+40]!r}"
-    return f"request {number}: {expected.finish_reasons} {expected.completion_tokens}, not {found.finish_reasons} {found.completion_tokens}"
+            at = next((i for i, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), -1)
+            parts = f"{wanted[at : at + 40]!r}, not {got[at : at + 40]!r}"
+            return f"request {number}, choice {index}, at {at} of {len(wanted)}: {parts}"
+    return f"request {number}: {expected}, not {found}"

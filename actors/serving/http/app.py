@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -86,7 +86,7 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
         problem = await server.problem()
         return JSONResponse({"status": problem or "ok"}, status_code=503 if problem else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         text = server.metrics.render(await server.engine.stats())
         return Response(text, media_type="text/plain; version=0.0.4")
@@ -162,7 +162,9 @@ def _add_error_handlers(app: FastAPI, models: Models) -> None:
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}."
-        return error_response(invalid(message, param=None, status=error.status_code))
+        response = error_response(invalid(message, param=None, status=error.status_code))
+        response.headers.update(error.headers or {})  # `allow`, with a 405
+        return response
 
     async def internal(_: Request, error: Exception) -> Response:
         return error_response(to_api_error(error))

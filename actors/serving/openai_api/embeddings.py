@@ -12,6 +12,7 @@ from raytide.actors.engine.limits import MAX_EMBEDDING_TOKENS, MAX_NAME_CHARS
 from raytide.actors.engine.types import TokenUsage
 from raytide.actors.serving.openai_api.admission import RequestCaller
 from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.params import refuse_unknown
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import Inputs
 
@@ -46,6 +47,7 @@ class EmbeddingList(BaseModel):
 async def embed(server: Server, request: EmbeddingRequest, caller: RequestCaller) -> EmbeddingList:
     server.check_name(request.model)
     server.require("embeddings", param="model")
+    refuse_unknown(request)
     if request.dimensions is not None:
         raise invalid("dimensions is not supported by this model server.", param="dimensions")
     prompts = await server.prompts(request.input, field="input")

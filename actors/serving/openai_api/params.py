@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from pydantic import BaseModel
+
 from raytide.actors.engine.base import required_features
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.types import Feature, GenRequest, Message, ToolCallTurn
@@ -48,7 +50,7 @@ _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 def sampling_of(request: GenerationRequest, forced: Structured | None = None) -> SamplingParams:
     """Returns the sampling parameters. `forced` is the constraint of a tool call that the request requires."""
-    _refuse_unknown(request)
+    refuse_unknown(request)
     defaults = SamplingParams()
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     if not all(stop):
@@ -131,7 +133,8 @@ def _max_tokens(request: GenerationRequest) -> int | None:
     return request.max_tokens or COMPLETION_MAX_TOKENS
 
 
-def _refuse_unknown(request: GenerationRequest) -> None:
+def refuse_unknown(request: BaseModel) -> None:
+    """Raises ApiError (400) for a field that the request's model does not have and that would change the answer."""
     for name, value in (request.model_extra or {}).items():
         if value is None or name in _NO_EFFECT:
             continue

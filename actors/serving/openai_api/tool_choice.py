@@ -12,7 +12,7 @@ from raytide.actors.engine.limits import MAX_GRAMMAR_CHARS
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.types import ChatFormat
 from raytide.actors.serving.openai_api.errors import invalid
-from raytide.actors.serving.openai_api.wire import ChatRequest, Tool, ToolChoice
+from raytide.actors.serving.openai_api.wire import AllowedToolsChoice, ChatRequest, NamedToolChoice, Tool
 from raytide.actors.serving.tools.parser import OutputParser, ToolSyntax, syntax_of
 
 __all__ = ["NO_TOOLS", "ToolUse", "tool_use_of"]
@@ -55,8 +55,7 @@ def tool_use_of(request: ChatRequest, chat: ChatFormat) -> ToolUse:
             raise invalid("tool_choice is only allowed when tools are specified.", param="tool_choice")
         return ToolUse((), reasoning=chat.reasoning)
     _check(tools)
-    if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
-        assert choice.allowed_tools is not None
+    if isinstance(choice, AllowedToolsChoice):
         allowed = {each.function.name for each in choice.allowed_tools.tools}
         if unknown := allowed - {tool.function.name for tool in tools}:
             raise invalid(f"tool_choice allows {sorted(unknown)[0]!r}, which is not in tools.", param="tool_choice")
@@ -72,8 +71,7 @@ def tool_use_of(request: ChatRequest, chat: ChatFormat) -> ToolUse:
                 param="response_format",
             )
         return ToolUse(shown, syntax_of(chat.tools), max_calls=most, reasoning=chat.reasoning)
-    if isinstance(choice, ToolChoice):
-        assert choice.function is not None
+    if isinstance(choice, NamedToolChoice):
         name = choice.function.name
         named = next((tool for tool in tools if tool.function.name == name), None)
         if named is None:

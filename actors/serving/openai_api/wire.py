@@ -15,8 +15,8 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     Tag,
+    WithJsonSchema,
     model_serializer,
-    model_validator,
 )
 
 from raytide.actors.engine.limits import (
@@ -40,6 +40,12 @@ from raytide.actors.serving.openai_api.structure import Constraints
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+Int64 = Annotated[
+    int,
+    Field(ge=-(2**63), lt=2**63),
+    # FastAPI writes them as doubles, which are multiples of 1024 here
+    WithJsonSchema({"type": "integer", "minimum": 1024 - 2**63, "maximum": 2**63 - 1024}),
+]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
@@ -93,6 +99,21 @@ def _not_too_many(bias: object) -> object:
     return bias
 
 
+LogitBias = Annotated[
+    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    BeforeValidator(_not_too_many),
+    # pydantic says nothing of the keys
+    WithJsonSchema(
+        {
+            "type": "object",
+            "patternProperties": {"^(0|[1-9][0-9]{0,8})$": {"type": "number", "minimum": -100, "maximum": 100}},
+            "additionalProperties": False,
+            "maxProperties": MAX_LOGIT_BIAS,
+        }
+    ),
+]
+
+
 class GenerationRequest(_Request, Constraints):
     """The fields of both chat and plain completions. From `top_k` on they are extensions that vLLM has too."""
 
@@ -102,14 +123,12 @@ class GenerationRequest(_Request, Constraints):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_HTTP_STOPS)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Int64 | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: (
-        Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)] | None
-    ) = None
+    logit_bias: LogitBias | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -119,7 +138,7 @@ class GenerationRequest(_Request, Constraints):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    priority: Int64 | None = None
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
@@ -160,18 +179,19 @@ class AllowedTools(_Request):
     tools: Annotated[list[ToolName], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
 
 
-class ToolChoice(_Request):
-    """One function by its name, or some of the tools with a mode."""
+class NamedToolChoice(_Request):
+    type: Literal["function"]
+    function: FunctionName
 
-    type: Literal["function", "allowed_tools"]
-    function: FunctionName | None = None
-    allowed_tools: AllowedTools | None = None
 
-    @model_validator(mode="after")
-    def _whole(self) -> ToolChoice:
-        if (self.function if self.type == "function" else self.allowed_tools) is None:
-            raise ValueError(f"a choice of type {self.type} has a field {self.type}")
-        return self
+class AllowedToolsChoice(_Request):
+    """Some of the tools, with a mode."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Annotated[NamedToolChoice | AllowedToolsChoice, Field(discriminator="type")]
 
 
 class FunctionCall(_Request):

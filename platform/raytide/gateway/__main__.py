@@ -24,24 +24,35 @@ from raytide.gateway.tenancy.tenancy import Tenancy
 
 _BACKLOG = 2048
 _DRAIN_S = 8
+_LISTING_TIMEOUT_S = 30.0
+"""The time within which the GCS must answer at the start. The supervisor starts a gateway again that ended."""
 
 
 def serve(gcs_address: str, listening: socket.socket, name: str, tenancy: Tenancy, files: Path) -> None:
     """Serves until SIGTERM, then finishes what runs, for at most a few seconds. `files` is the folder of files and
     batches.
+
+    It accepts connections once it knows which endpoints exist; until then the other processes on the port get them.
     """
     models = EndpointModels(name)
 
     async def run() -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
+        listed = asyncio.Event()
+
+        def take_over(listing: Listing) -> None:
+            models.update(listing)
+            listed.set()
 
         def update(listing: Listing) -> None:
-            loop.call_soon_threadsafe(models.update, listing)
+            loop.call_soon_threadsafe(take_over, listing)
 
         directory = Directory(gcs_address, update)
         directory.start()
         tenancy.start()
         tasks = [asyncio.create_task(models.report_queues(directory)), asyncio.create_task(batches.run())]
+        async with asyncio.timeout(_LISTING_TIMEOUT_S):
+            await listed.wait()
         yield
         for task in tasks:
             task.cancel()
@@ -63,13 +74,12 @@ def serve(gcs_address: str, listening: socket.socket, name: str, tenancy: Tenanc
     uvicorn.Server(config).run(sockets=[listening])
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket on a port that other gateway processes share."""
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Returns a socket for `serve` to listen on, on a port that other gateway processes share."""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listening.bind((host, port))
-    listening.listen(_BACKLOG)
     return listening
 
 
@@ -80,7 +90,7 @@ def main(run_dir: str, number: str) -> None:
     log_to()
     with hold_lock(folder / f"gateway-{number}.lock"):
         address = urlsplit(cluster.serve_url)
-        listening = listen(address.hostname or cluster.head_ip, address.port or 8000)
+        listening = bound_socket(address.hostname or cluster.head_ip, address.port or 8000)
         serve(cluster.gcs_address, listening, f"{os.getpid()}", Tenancy.of_cluster(cluster, number), folder / "files")
 
 

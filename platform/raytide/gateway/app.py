@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raytide.actors.serving.http.app import openai_app
@@ -32,7 +32,7 @@ def create_app(models: EndpointModels, tenancy: Tenancy, start: Callable[[], Asy
             return JSONResponse({"status": f"no replica of {name} takes requests"}, status_code=503)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         name = request.scope.get(ENDPOINT)
         text = await models.metrics(name)

@@ -24,9 +24,9 @@ def run() -> None:
             check()
         except Exception:
             failed += 1
-            print(f"FAILED {name}\n{traceback.format_exc()[-3000:]}")
+            sys.stdout.write(f"FAILED {name}\n{traceback.format_exc()[-3000:]}\n")
         else:
-            print(f"ok {name}")
+            sys.stdout.write(f"ok {name}\n")
     sys.exit(bool(failed))
 
 

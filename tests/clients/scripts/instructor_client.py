@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 import instructor
-from features import URL, feature, run
+from features import URL, feature, raises, run
 from instructor.core.exceptions import InstructorRetryException
 from openai import OpenAI
 from pydantic import BaseModel, Field
@@ -66,14 +66,13 @@ def parallel_tools():
 @feature
 def retries():
     """The answer is no JSON: instructor asks again, with what was wrong in the history."""
-    try:
-        client(instructor.Mode.MD_JSON).chat.completions.create(
+    error = raises(
+        InstructorRetryException,
+        lambda: client(instructor.Mode.MD_JSON).chat.completions.create(
             response_model=Place, stop=["de"], **ASK | {"model": "talker", "max_retries": 2}
-        )
-    except InstructorRetryException as error:
-        assert error.n_attempts >= 2
-    else:
-        raise AssertionError
+        ),
+    )
+    assert error.n_attempts >= 2
 
 
 run()

@@ -89,7 +89,9 @@ def structured_output_streamed():
 def responses_api():
     answer = chat("talker", use_responses_api=True, max_tokens=8).invoke("hello")
     assert answer.text == "tide tid"
-    bound = chat("tiny", use_responses_api=True).bind_tools([weather], tool_choice="any", strict=True, parallel_tool_calls=False)
+    bound = chat("tiny", use_responses_api=True).bind_tools(
+        [weather], tool_choice="any", strict=True, parallel_tool_calls=False
+    )
     assert bound.invoke("hello").tool_calls[0]["args"]["city"] in ("Oslo", "Rome")
 
 

@@ -108,9 +108,7 @@ def json_schema_and_json_object():
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": Place.model_json_schema()}},
     )
     Place.model_validate_json(whole.choices[0].message.content)
-    client.chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=20, response_format={"type": "json_object"}
-    )
+    client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=20, response_format={"type": "json_object"})
 
 
 @feature

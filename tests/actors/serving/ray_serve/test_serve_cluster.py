@@ -33,12 +33,12 @@ GATEWAY = f"http://{HEAD}:8061"
 GATEWAY_SCRIPT = f"""
 import tempfile
 from pathlib import Path
-from raytide.gateway.__main__ import listen, serve
+from raytide.gateway.__main__ import bound_socket, serve
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import Tenancy
 nobody = Tenancy(ControlApi("http://{HEAD}:9", "", "one"), requires_keys=False)
 with tempfile.TemporaryDirectory() as folder:
-    serve("{{gcs}}", listen("{HEAD}", 8061), "one", nobody, Path(folder))
+    serve("{{gcs}}", bound_socket("{HEAD}", 8061), "one", nobody, Path(folder))
 """
 
 DEPLOY_AND_DIE = """

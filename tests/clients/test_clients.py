@@ -1,0 +1,95 @@
+"""Other people's clients, unmodified, against a gateway: each in a virtual environment of its own, made by pip.
+
+CLIENT_VENVS names a folder in which the environments are kept from one run to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.actors.engine.tiny import save_llama
+
+pytestmark = [pytest.mark.soak, pytest.mark.client, pytest.mark.timeout(1200)]
+
+HERE = Path(__file__).parent
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "openai2": ("openai==2.54.0",),
+    "litellm": ("litellm==1.106.2", "mcp==2.3.0"),  # it imports mcp for any request with tools
+    "langchain": ("langchain-openai==1.7.3",),
+    "instructor": ("instructor==1.17.0",),
+    "lm_eval": ("lm_eval[api]==0.4.13", "transformers==5.23.0"),
+    "guidellm": ("guidellm==0.8.1",),
+    "locust": ("locust==2.47.0",),
+    "schemathesis": ("schemathesis==4.32.5",),
+}
+"""The clients that this project does not install. openai 3.x and vLLM are those of its own environment."""
+SCRIPTS = {"openai2": "openai"}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, with a tokenizer that transformers can load too."""
+    folder = tmp_path_factory.mktemp("tiny")
+    save_llama(folder, max_position_embeddings=2048)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 2048}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(model_dir: Path) -> Iterator[str]:
+    command = [sys.executable, str(HERE / "gateway.py"), str(model_dir)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        assert process.poll() is None, "the gateway has ended"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def venvs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kept = os.environ.get("CLIENT_VENVS")
+    return Path(kept) if kept else tmp_path_factory.mktemp("venvs")
+
+
+def python_of(client: str, venvs: Path) -> str:
+    """Returns the interpreter of the client's environment, which is made where it does not exist."""
+    folder, packages = venvs / client, PACKAGES[client]
+    made = folder / "made.txt"
+    if not made.exists() or made.read_text() != " ".join(packages):
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", *packages]
+        subprocess.run(pip, check=True, timeout=900)
+        made.write_text(" ".join(packages))
+    return str(folder / "bin/python")
+
+
+def features(python: str, client: str, url: str, model_dir: Path) -> None:
+    """Runs the client's script, shows what it prints and fails if one of its features does."""
+    script = HERE / "scripts" / f"{SCRIPTS.get(client, client)}_client.py"
+    done = subprocess.run([python, str(script), url, str(model_dir)], capture_output=True, text=True, timeout=900)
+    sys.stdout.write(done.stdout)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert "ok " in done.stdout
+
+
+@pytest.mark.parametrize("client", PACKAGES)
+def test_a_client_in_an_environment_of_its_own(client: str, venvs: Path, url: str, model_dir: Path) -> None:
+    features(python_of(client, venvs), client, url, model_dir)
+
+
+@pytest.mark.parametrize("client", ["openai", "vllm"])
+def test_a_client_of_this_environment(client: str, url: str, model_dir: Path) -> None:
+    if client == "vllm":
+        pytest.importorskip("vllm", reason="./dev setup --vllm installs it")
+    features(sys.executable, client, url, model_dir)

@@ -1,0 +1,160 @@
+"""2,000 malformed bodies: the gateway answers each with a 4xx and OpenAI's error body, and never with a 422."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp
+from tests.actors.serving.asgi import ask
+
+from raytide.actors.engine import FakeEngine
+from raytide.actors.engine.backends.remote.server import EngineServer
+from raytide.actors.serving.ray_serve.keys import ReplicaAddress
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.gateway.app import create_app
+from raytide.gateway.models import EndpointModels
+from raytide.gateway.replicas.directory import EndpointEntry
+from raytide.gateway.tenancy.control_api import ControlApi
+from raytide.gateway.tenancy.tenancy import Tenancy
+
+COUNT, SEED = 2000, 16
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "m", "prompt": "hello", "max_tokens": 2},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    "/v1/embeddings": {"model": "m", "input": "hello"},
+    "/v1/responses": {"model": "m", "input": "hello", "max_output_tokens": 2},
+}
+WRONG: dict[str, dict[str, list[Any]]] = {
+    "/v1/completions": {
+        "prompt": [None, 5, {}, [], [[]], ["a", 1], [-1], [1.5], ["a", None], [[1, "a"]]],
+        "logprobs": [-1, 21, "x", 1.5],
+        "suffix": ["x"],
+        "echo": ["x", 3],
+    },
+    "/v1/chat/completions": {
+        "messages": [None, "x", [], [1], [{}], [{"role": "nobody", "content": "x"}], [{"role": "user"}]],
+        "tools": [5, [5], [{}], [{"type": "function"}], [{"type": "function", "function": {"name": "a b"}}]],
+        "tool_choice": ["maybe", "required", 5, {"type": "x"}, {"type": "function"}],
+        "top_logprobs": [3, -1, 21, "x"],
+        "response_format": [5, {}, {"type": "x"}, {"type": "json_schema"}],
+    },
+    "/v1/embeddings": {"input": [None, 5, [], "", [[]], [None]], "encoding_format": ["x", 5], "dimensions": [0, "x"]},
+    "/v1/responses": {
+        "input": [None, 5, [], [5], [{"type": "x"}], [{"role": "nobody", "content": "x"}]],
+        "tools": [5, [5], [{"type": "web_search"}], [{"type": "function"}]],
+        "temperature": [-1, 9, "hot"],
+        "previous_response_id": ["resp_1"],
+        "max_output_tokens": [0, -1, "x"],
+    },
+}
+GENERATION: dict[str, list[Any]] = {
+    "temperature": [-1, 9, "hot", [], {}],
+    "top_p": [-1, 0, 2, "x"],
+    "n": [0, -1, 1.5, 1000, "x"],
+    "max_tokens": [0, -1, 1.5, "x", 2**40],
+    "stop": [5, [5], ["", "a"], ["a"] * 50, {}],
+    "seed": [1.5, "x", 2**64, []],
+    "logit_bias": [[], {"x": 1}, {"1": 1000}, {"1": "x"}],
+    "stream": ["maybe", 3, []],
+    "stream_options": [5, {"include_usage": "x"}],
+    "presence_penalty": [3, "x"],
+    "frequency_penalty": [-3, []],
+    "priority": [1.5, "x"],
+}
+for _path in ("/v1/completions", "/v1/chat/completions"):
+    WRONG[_path] |= GENERATION
+
+
+def truncated(chance: random.Random, path: str) -> bytes:
+    whole = json.dumps(VALID[path]).encode()
+    return whole[: chance.randrange(len(whole))]
+
+
+def noise(chance: random.Random, path: str) -> bytes:
+    return chance.randbytes(chance.randrange(1, 300))
+
+
+def no_object(chance: random.Random, path: str) -> bytes:
+    return json.dumps(chance.choice([5, "x", None, [], [VALID[path]], True])).encode()
+
+
+def without_a_field(chance: random.Random, path: str) -> bytes:
+    left_out = chance.choice([name for name in VALID[path] if "max" not in name])
+    return json.dumps({name: value for name, value in VALID[path].items() if name != left_out}).encode()
+
+
+def wrong_value(chance: random.Random, path: str) -> bytes:
+    name = chance.choice(list(WRONG[path]))
+    return json.dumps(VALID[path] | {name: chance.choice(WRONG[path][name])}).encode()
+
+
+def wrong_model(chance: random.Random, path: str) -> bytes:
+    return json.dumps(
+        VALID[path] | {"model": chance.choice([None, 5, [], "", "other", "m/../m", "\x00", "x" * 2000])}
+    ).encode()
+
+
+def unknown_field(chance: random.Random, path: str) -> bytes:
+    return json.dumps(VALID[path] | {f"field_{chance.randrange(10**6)}": chance.choice([1, "x", [], {}])}).encode()
+
+
+def too_deep(chance: random.Random, path: str) -> bytes:
+    depth = chance.randrange(70, 5000)
+    return json.dumps(VALID[path])[:-1].encode() + b', "user": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+def no_json_value(chance: random.Random, path: str) -> bytes:
+    value = chance.choice([b"NaN", b"Infinity", b'"\xff\xfe"', b'"\\ud800"', b"01", b"'x'", b"1" * 5000])
+    return json.dumps(VALID[path])[:-1].encode() + b', "user": ' + value + b"}"
+
+
+KINDS: list[Callable[[random.Random, str], bytes]] = [
+    truncated, noise, no_object, without_a_field, wrong_value, wrong_value, wrong_value, wrong_model, unknown_field,
+    too_deep, no_json_value,
+]  # fmt: skip
+
+
+@pytest.fixture
+async def app() -> AsyncIterator[ASGIApp]:
+    """A gateway with one model, `m`, behind a socket."""
+
+    async def no_problem() -> None:
+        return None
+
+    engine = FakeEngine()
+    server = EngineServer(engine, await engine.start(), "secret", problem=no_problem)
+    address = ReplicaAddress("127.0.0.1", await server.listen("127.0.0.1"), "secret")
+    models = EndpointModels("one")
+    models.update({"m": EndpointEntry(ServeSpec(name="m", model="/m"), time.time(), {"r": address})})
+
+    async def run() -> AsyncIterator[None]:
+        yield
+
+    yield create_app(models, Tenancy(ControlApi("http://127.0.0.1:9", "", "one"), requires_keys=False), run)
+    await models.close()
+    await server.close()
+    await engine.shutdown()
+
+
+async def test_each_is_a_4xx_with_the_error_body(app: ASGIApp) -> None:
+    chance, statuses = random.Random(SEED), Counter[int]()
+    for path, body in VALID.items():
+        assert (await ask(app, path, json.dumps(body).encode())).status == 200
+    for _ in range(COUNT):
+        path, kind = chance.choice(list(VALID)), chance.choice(KINDS)
+        raw = kind(chance, path)
+        answer = await ask(app, path, raw)
+        assert 400 <= answer.status < 500, (path, raw[:500], answer.body[:500])
+        assert set(answer.error) == {"message", "type", "param", "code"}, (path, raw[:500])
+        assert answer.error["message"]
+        statuses[answer.status] += 1
+    assert 422 not in statuses
+    assert sum(statuses.values()) == COUNT
+    for path, body in VALID.items():
+        assert (await ask(app, path, json.dumps(body).encode())).status == 200
