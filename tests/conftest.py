@@ -96,6 +96,7 @@ SLOW = (
     "tests/actors/serving/http/test_limits.py",
     "tests/actors/serving/ray_serve/test_serve_cluster.py",
     "tests/actors/serving/test_fuzz.py",
+    "tests/actors/serving/tools/test_random_schemas.py",
     "tests/actors/serving/test_vllm_engine.py",
     "tests/actors/trainer/checkpoint/test_async_save.py",
     "tests/actors/trainer/checkpoint/test_reshard.py",

@@ -27,6 +27,9 @@ DISTRIBUTION = {
 # vLLM itself, whose two distributions exclude each other; the kernels' backends guard their import.
 NOT_INSTALLED_BY_DEFAULT = {"psycopg", "vllm"}
 
+CLIENTS = ROOT / "tests" / "clients" / "scripts"
+"""Scripts that run in the environments of other people's clients, which tests/clients/test_clients.py makes."""
+
 
 def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -66,6 +69,7 @@ def test_every_dependency_is_imported() -> None:
 def test_every_import_of_a_test_is_declared() -> None:
     known = declared(PROJECT["dependencies"]) | declared(PROJECT["optional-dependencies"]["dev"]) | {"vllm"}
     files = [file for folder in ("tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    files = [file for file in files if file.parent != CLIENTS]
     beside = {normal(file.stem) for file in (ROOT / "benchmarks").rglob("*.py")}  # a script may import its neighbour
     assert {name: file for name, file in imported(files).items() if name not in known | beside} == {}
 
