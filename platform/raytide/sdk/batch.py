@@ -10,30 +10,35 @@ from raytide.core.errors import DataError, NotFoundError
 from raytide.core.io.storage import is_local
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import GangSpec
+from raytide.core.specs.model_version import SCHEME
+from raytide.sdk.models import ModelRegistry
 
-__all__ = ["batch_command", "batch_model"]
+__all__ = ["RETRIES", "batch_command", "batch_model"]
+
+RETRIES = 3
+"""The restarts of a job whose process was killed, for want of memory for example; each goes on where it was."""
 
 
 def batch_model(client: ApiClient, model: str, engine: Mapping[str, object], gang: GangSpec) -> ServeSpec:
-    """Returns how a job of a batch runs `model`: a directory that the nodes read, or an endpoint's name, whose
-    directory and engine options it takes over.
+    """Returns how a job of a batch runs `model`: a directory that the nodes read, a registered model
+    (`registry:NAME@ALIAS`), or an endpoint's name, whose directory and engine options it takes over.
     """
+    options = dict(engine)
+    if model.startswith(SCHEME):
+        location = ModelRegistry(client).get(model).spec.location
+    elif Path(model).is_dir():
+        location = str(Path(model).resolve())
+    else:
+        try:
+            served = client.endpoint(model).endpoint.spec
+        except NotFoundError:
+            raise DataError(
+                f"{model} is neither a directory nor an endpoint.", hint="`raytide serve` lists the endpoints."
+            ) from None
+        location, options = served.model, {**served.engine, **engine}
     resources = dict(gang.shapes[0].resources)
-    if Path(model).is_dir():
-        return ServeSpec.parse(
-            {"name": "batch", "model": str(Path(model).resolve()), "engine": dict(engine), "resources": resources},
-            where="batch",
-        )
-    try:
-        spec = client.endpoint(model).endpoint.spec
-    except NotFoundError:
-        raise DataError(
-            f"{model} is neither a directory nor an endpoint.", hint="`raytide serve` lists the endpoints."
-        ) from None
-    options = {**spec.engine, **engine}
-    return ServeSpec.parse(
-        {"name": "batch", "model": spec.model, "engine": options, "resources": resources}, where="batch"
-    )
+    fields = {"name": "batch", "model": location, "engine": options, "resources": resources}
+    return ServeSpec.parse(fields, where="batch")
 
 
 def batch_command(source: str | Path, out: str | Path, spec: ServeSpec) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from raytide.core.objects.job import JobKind, JobSpec
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
-from raytide.sdk.batch import batch_command, batch_model
+from raytide.sdk.batch import RETRIES, batch_command, batch_model
 from raytide.sdk.endpoint import EndpointHandle
 from raytide.sdk.job_run import Run
 from raytide.sdk.models import ModelRegistry, named_model
@@ -135,7 +135,7 @@ class Client:
         job, gang = job_and_gang(queue)
         wanted = gang_of(gang, where="batch")
         spec = batch_model(self.client, model, engine or {}, wanted)
-        script = ScriptSpec.parse({"command": batch_command(source, out, spec)}, where="batch")
+        script = ScriptSpec.parse({"command": batch_command(source, out, spec), "retries": RETRIES}, where="batch")
         return Run(self.client, self._submit(JobKind.SCRIPT, wanted, script.model_dump(mode="json"), job))
 
     def serve(

@@ -31,9 +31,7 @@ def batch(
     source: Annotated[
         Path, typer.Argument(metavar="INPUT", help="A JSON line for each request, as in OpenAI's batches.")
     ],
-    model: Annotated[
-        str, typer.Option(help="A Hugging Face directory, or the name of an endpoint, whose model it is.")
-    ],
+    model: Annotated[str, typer.Option(help="A Hugging Face directory, registry:NAME@ALIAS, or an endpoint's name.")],
     out: Annotated[Path, typer.Option(help="The file for the answers, in the order of the input.")],
     gpus: Gpus = None,
     cpus: Cpus = None,

@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse
 
 from raytide.actors.engine.limits import MAX_NAME_CHARS
 from raytide.actors.serving.openai_api.admission import caller_of
-from raytide.actors.serving.openai_api.errors import ApiError, invalid, overloaded
+from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invalid, overloaded
 from raytide.gateway.files.store import UPLOAD_PURPOSES, FileDeletion, FileObject, FileObjectList, FileStore
 from raytide.gateway.files.upload import UploadForm, read_upload
 
@@ -53,7 +53,9 @@ def team_of(request: Request) -> str:
 def add_file_routes(app: FastAPI, files: FileStore) -> None:
     uploads = asyncio.Semaphore(_MAX_UPLOADS)
 
-    @app.post("/v1/files", openapi_extra=_UPLOAD_BODY)
+    refusals: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (408, 413, 415, 429, 507)}
+
+    @app.post("/v1/files", openapi_extra=_UPLOAD_BODY, responses=refusals)
     async def upload_file(request: Request) -> FileObject:
         if uploads.locked():
             raise overloaded(f"{_MAX_UPLOADS} uploads are running.")
