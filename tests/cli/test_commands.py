@@ -120,7 +120,7 @@ def test_a_dry_run_prints_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert shown[1] == {"machine": "l4", "what": "run", "text": "ray start"}
 
 
-@pytest.mark.parametrize("replicas", [(3, 1), (0, 1)])
+@pytest.mark.parametrize("replicas", [(3, 1), (0, 0)])
 def test_impossible_replicas_are_refused_before_anything_is_sent(replicas: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="replicas"):
         Client(ApiClient(NOWHERE, "")).serve("model", replicas=replicas)
