@@ -1,6 +1,7 @@
 """What routing by prefix and load brings on a recorded day: prefix hits, and the time to the first token.
 
-    python benchmarks/gateway/routing.py TRACE.jsonl [--rows 0:1996] [--loads 0.5,0.8]
+    python benchmarks/gateway/routing.py TRACE.jsonl [--rows 0:1996] [--loads 0.5,0.8] [--real]
+    python benchmarks/gateway/routing.py --mix hot
 
 TRACE is in Mooncake's format; all lengths are divided by 32, as in benchmarks/engine/prefix_cache.py. Each replica is
 the production scheduler and block pool; a step takes `--step-ms` and a constant for each token of prefill and decode.
@@ -8,7 +9,9 @@ The router is the gateway's own, in one or two gateway processes that each see a
 replicas push every 0.25 s: statistics, and the prefixes that the other gateway sent. A load of 1 is the rate at which
 the replicas would be just busy with a cache without end. Yardsticks of the same run: power of two choices (of the
 replicas' requests in flight), least loaded, and one engine with the memory and speed of all. Several seeds: mean, and
-least to greatest.
+least to greatest. A mix is made up instead: all prompts distinct, all equal, or half of them with one prefix.
+
+With `--real`, `real_replicas.py` then routes a part of the trace to three native engines in processes of their own.
 """
 
 from __future__ import annotations
@@ -247,6 +250,18 @@ def stretch_for(load: float, requests: Sequence[Recorded], speed: Speed) -> floa
     return work_s / REPLICAS / load / span_s
 
 
+def made_up(mix: str, count: int = 1500) -> list[Recorded]:
+    """Returns requests at random times (seed 0), one in a second, of 496 tokens."""
+    rng, requests, now_s = random.Random(0), list[Recorded](), 0.0
+    for at in range(count):
+        now_s += rng.expovariate(1.0)
+        shared = {"distinct": 0, "equal": 31, "hot": 24 if at % 2 else 0}[mix]
+        blocks = [*range(shared), *range(100 * at + 1000, 100 * at + 1031 - shared)]
+        tokens = [token for each in blocks for token in range(each * BLOCK, (each + 1) * BLOCK)]
+        requests.append(Recorded(now_s, tokens, rng.randint(2, 16)))
+    return requests
+
+
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "power of two": Counting,
     "least loaded": lambda seed: Counting(seed, REPLICAS),
@@ -256,7 +271,9 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument("--mix", choices=("distinct", "equal", "hot"))
+    parser.add_argument("--real", action="store_true")
     parser.add_argument("--rows", default="0:", help="the part of the trace, as first:end")
     parser.add_argument("--loads", default="0.3,0.6,0.9")
     parser.add_argument("--gateways", default="1,2")
@@ -267,12 +284,20 @@ def main() -> None:
     parser.add_argument("--decode-us", type=float, default=400.0, help="for each token")
     options = parser.parse_args()
     first, _, end = options.rows.partition(":")
-    requests = list(read(options.trace, 1 << 30))[int(first or 0) : int(end) if end else None]
+    if options.mix:
+        requests = made_up(options.mix)
+    else:
+        requests = list(read(options.trace, 1 << 30))[int(first or 0) : int(end) if end else None]
     start_s = requests[0].arrival_s
     requests = [Recorded(each.arrival_s - start_s, each.prompt, each.output_len) for each in requests]
     speed = Speed(options.step_ms / 1e3, options.prefill_us / 1e6, options.decode_us / 1e6)
     best, distinct = endless(requests)
-    num_blocks = int(distinct * options.kv_share / REPLICAS)
+    num_blocks = max(2000, int(distinct * options.kv_share / REPLICAS))
+    if options.real:
+        from real_replicas import compare
+
+        compare(requests)
+        return
     print(f"{len(requests)} requests, {distinct} distinct blocks, {num_blocks} in a replica; ", end="")
     print(f"a cache without end finds {best:.1%}")
     print(
@@ -302,7 +327,7 @@ def main() -> None:
                 )
                 busiest = max(max(each.served) / sum(each.served) for each in runs)
                 print(
-                    f"{load:>6.1f}{gateways:>10}{name:>14}{hits:>8.1%}{hits / one.hit_rate:>14.1%}{mean:>13.3f}"
+                    f"{load:>6.1f}{gateways:>10}{name:>14}{hits:>8.1%}{hits / (one.hit_rate or 1):>14.1%}{mean:>13.3f}"
                     f"{f'{min(means):.3f} to {max(means):.3f}':>16}{late:>8.2f}{base / mean:>13.2f}{busiest:>9.0%}",
                     flush=True,
                 )

@@ -134,7 +134,7 @@ async def test_no_request_stays_counted(leaves: bool) -> None:
                     break
         await stream.aclose()  # type: ignore[attr-defined]
         for assigned in engine._replicas.router._assigned.values():
-            assert (assigned.pending_tokens, assigned.answered, len(assigned.unanswered)) == (0, 0, 0)
+            assert (assigned.pending_tokens, len(assigned.in_flight), len(assigned.unanswered)) == (0, 0, 0)
 
 
 async def test_equal_greedy_requests_are_computed_once_by_all_replicas_together() -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from raytide.gateway.replicas.routing.prefix_index import BLOCK_TOKENS, PrefixIndex, prefix_keys, root_key, split_keys
 
 RECOMPUTE_WEIGHT = 3.0
-"""Computing a cached token again costs the request itself and the ones behind it."""
+"""Computing a cached token again costs the request itself and the ones behind it. It is shared with the requests in
+flight that have the same prefix, so that a hot one spreads."""
 EVICTION_WEIGHT = 1.0
 """Each new token evicts an old one. What that costs, up to this, depends on how much longer others would keep it."""
 REQUEST_TOKENS = 32
@@ -48,13 +49,19 @@ class ReplicaState:
 @dataclass(slots=True)
 class _Assigned:
     """What this gateway has sent to a replica: the requests without a first token, by their times, their tokens, and
-    the number of the other requests that run.
+    all that are in flight.
     """
 
     index: PrefixIndex
     unanswered: set[int] = field(default_factory=set)
     pending_tokens: int = 0
-    answered: int = 0
+    in_flight: set[Route] = field(default_factory=set)
+
+    def sharing(self, keys: Sequence[bytes], count: int) -> int:
+        """Returns how many requests in flight begin with the first `count` blocks of a prompt."""
+        if count == 0:
+            return 0
+        return sum(len(route.keys) >= count and route.keys[count - 1] == keys[count - 1] for route in self.in_flight)
 
 
 class Route:
@@ -89,12 +96,12 @@ class Route:
         self._pending = max(1, prompt_tokens - self.cached_tokens)
         assigned.unanswered.add(self._use)
         assigned.pending_tokens += self._pending
+        assigned.in_flight.add(self)
 
     def first_token(self) -> None:
         if (assigned := self._assigned) is not None and self._use in assigned.unanswered:
             assigned.pending_tokens -= self._pending
             assigned.unanswered.discard(self._use)
-            assigned.answered += 1
 
     def end(self, *, cached_tokens: int | None = None, tokens: Sequence[int] = ()) -> None:
         """Ends the request. `cached_tokens` is what the replica found in its cache, which corrects the index; `tokens`
@@ -107,7 +114,7 @@ class Route:
             assigned.index.undo(self.keys[self.cached_tokens // BLOCK_TOKENS :], self._use)
         self.first_token()
         self._assigned = None
-        assigned.answered -= 1
+        assigned.in_flight.discard(self)
         if cached_tokens is not None and cached_tokens < self._findable(len(tokens)):
             # The cache is least recently used too: what is older than a block that had left it has left it as well.
             assigned.index.evict_until(self._last_uses[cached_tokens // BLOCK_TOKENS])
@@ -164,17 +171,23 @@ class Router:
     def _cheapest(
         self, tokens: int, keys: list[bytes], replicas: Sequence[ReplicaState], session: bytes
     ) -> ReplicaState:
-        home, known, costs = self._sessions.get(session) if session else None, 0, {}
+        home, costs = self._sessions.get(session) if session else None, {}
+        matches = {each.name: self._assigned[each.name].index.match(keys) for each in replicas}
+        known = max(matches.values())
+        sharing = max(
+            self._assigned[name].sharing(keys, known) for name, matched in matches.items() if matched == known
+        )
+        weight = RECOMPUTE_WEIGHT / (1 + sharing)
         now = next(self._clock)
         oldest = {each.name: self._assigned[each.name].index.oldest_use() or 0 for each in replicas}
         lifetime = now - min(oldest.values()) + 1
         for each in replicas:
-            matched = self._assigned[each.name].index.match(keys)
-            known = max(known, matched)
+            matched = matches[each.name]
             uncached = tokens - matched * BLOCK_TOKENS
             credit = max(SESSION_TOKENS, RECOMPUTE_WEIGHT * uncached) if each.name == home else 0.0
-            weight = RECOMPUTE_WEIGHT + EVICTION_WEIGHT * (1 - (now - oldest[each.name] + 1) / lifetime)
-            costs[each.name] = self._queue(each, uncached) + weight * uncached - credit
+            evicting = EVICTION_WEIGHT * (1 - (now - oldest[each.name] + 1) / lifetime)
+            missing = weight * (known - matched) * BLOCK_TOKENS
+            costs[each.name] = self._queue(each, uncached) + missing + evicting * uncached - credit
         most = min(costs.values()) + SLACK * (tokens - known * BLOCK_TOKENS)
         alike = [each for each in replicas if costs[each.name] <= most]
         # The first block that no replica has: what many prompts begin with does not bind them together.
@@ -191,7 +204,7 @@ class Router:
         """Returns the tokens in front of a request that still has `tokens` to compute."""
         own = self._assigned[replica.name]
         others = max(0, replica.waiting - len(own.unanswered))
-        held = max(replica.running + replica.waiting, len(own.unanswered) + own.answered)
+        held = max(replica.running + replica.waiting, len(own.in_flight))
         shortage = max(0.0, own.pending_tokens + tokens - replica.free_kv_tokens)
         queue = own.pending_tokens + others * self._mean_tokens + REQUEST_TOKENS * held
         return queue + SHORTAGE_WEIGHT * shortage
