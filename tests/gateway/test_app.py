@@ -127,3 +127,16 @@ async def test_a_deleted_endpoint_is_gone_and_a_new_one_of_its_name_is_another()
         await gateway.deploy("tide", FakeEngine(reply="neap "))
         again = await gateway.http.post("/v1/chat/completions", json=chat("tide"))
         assert again.json()["choices"][0]["message"]["content"] == "neap "
+
+
+async def test_a_kept_answer_says_so_and_is_counted() -> None:
+    body = {"model": "kept", "messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 5}
+    async with running_gateway() as gateway:
+        await gateway.deploy("kept", FakeEngine(), answer_cache={"ttl_s": 60})
+        first, second = [await gateway.http.post("/v1/chat/completions", json=body) for _ in range(2)]
+        text = (await gateway.http.get("/metrics")).text
+    assert "x-raytide-cache" not in first.headers
+    assert second.headers["x-raytide-cache"] == "hit"
+    assert first.json()["choices"] == second.json()["choices"]
+    assert first.json()["usage"] == second.json()["usage"]
+    assert 'raytide_reused_answers_total{how="cache",model="kept"} 1.0' in text

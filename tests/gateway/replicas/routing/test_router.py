@@ -217,3 +217,16 @@ def test_no_replica_has_much_more_in_front_of_it_than_a_request_would_cost_elsew
     for each in some:
         assigned = router._assigned[each.name]
         assert (assigned.pending_tokens, len(assigned.in_flight), len(assigned.unanswered)) == (0, 0, 0)
+
+
+def test_where_all_have_queues_a_longer_one_is_worth_the_cache() -> None:
+    def moves(waiting: int) -> bool:
+        router = Router()
+        home = finished(router.route(prompt(*range(20)), replicas()), [])
+        states = [
+            ReplicaState(name, waiting=waiting + (6 if name == home else 0), cache_tokens=CACHE) for name in NAMES
+        ]
+        return router.route(prompt(*range(20), 99), states).replica != home
+
+    assert moves(0)
+    assert not moves(20)

@@ -19,6 +19,8 @@ from raytide.gateway.replicas.routing.prefix_index import BLOCK_TOKENS, PrefixIn
 RECOMPUTE_WEIGHT = 3.0
 """Computing a cached token again costs the request itself and the ones behind it. It is shared with the requests in
 flight that have the same prefix, so that a hot one spreads."""
+BEHIND_WEIGHT = 0.25
+"""Share of that cost which each waiting request adds: where all replicas have queues, work decides, not balance."""
 EVICTION_WEIGHT = 1.0
 """Each new token evicts an old one. What that costs, up to this, depends on how much longer others would keep it."""
 REQUEST_TOKENS = 32
@@ -177,7 +179,8 @@ class Router:
         sharing = max(
             self._assigned[name].sharing(keys, known) for name, matched in matches.items() if matched == known
         )
-        weight = RECOMPUTE_WEIGHT / (1 + sharing)
+        behind = min(max(each.waiting, len(self._assigned[each.name].unanswered)) for each in replicas)
+        weight = RECOMPUTE_WEIGHT * (1 + BEHIND_WEIGHT * behind) / (1 + sharing)
         now = next(self._clock)
         oldest = {each.name: self._assigned[each.name].index.oldest_use() or 0 for each in replicas}
         lifetime = now - min(oldest.values()) + 1
