@@ -57,7 +57,7 @@ async def refusal(admitted: Awaitable[object]) -> tuple[int, str, str | None]:
     return error.value.status, error.value.body.error.type, error.value.body.error.code
 
 
-@pytest.mark.parametrize("header", ["", "Bearer", "Bearer  ", "Basic x", f"Bearer {new_secret()}", "Bearer sk-x"])
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer  ", "Basic x", f"Bearer rk-{43 * 'x'}", "Bearer sk-x"])
 def test_without_a_valid_key_nobody_is_let_in(line: Line, store: Store, header: str) -> None:
     async def body(tenancy: Tenancy) -> None:
         with pytest.raises(ApiError) as error:
