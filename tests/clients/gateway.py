@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import uvicorn
 
@@ -20,6 +22,7 @@ from raytide.actors.serving.http.protocol import BoundedHttpTools
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.gateway.app import create_app
+from raytide.gateway.batches.service import BatchService
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import EndpointEntry, Listing
 from raytide.gateway.tenancy.control_api import ControlApi
@@ -54,16 +57,20 @@ async def listing(model_dir: str) -> Listing:
     return found
 
 
-async def serve(model_dir: str) -> None:
+async def serve(model_dir: str, files: str) -> None:
     found, models = await listing(model_dir), EndpointModels("clients")
 
     async def run() -> AsyncIterator[None]:
         models.update(found)
+        running = asyncio.create_task(batches.run())
         yield
+        running.cancel()
         await models.close()
 
     nobody = Tenancy(ControlApi(f"http://{HOST}:9", "", "clients"), requires_keys=False)
-    config = uvicorn.Config(create_app(models, nobody, run), HOST, 0, http=BoundedHttpTools, log_level="warning")
+    app = create_app(models, nobody, run)
+    batches = BatchService(app, models, nobody, Path(files))
+    config = uvicorn.Config(app, HOST, 0, http=BoundedHttpTools, log_level="warning")
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110  # uvicorn has no event for it
@@ -76,4 +83,5 @@ async def serve(model_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1]))
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(serve(sys.argv[1], folder))

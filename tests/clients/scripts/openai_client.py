@@ -1,6 +1,7 @@
 """The official client, 2.x and 3.x, in its strict mode."""
 
 import json
+import time
 
 import openai
 from features import URL, feature, raises, run
@@ -182,6 +183,32 @@ def responses_with_tools_and_formats():
     assert client.responses.create(model="talker", input=turns, max_output_tokens=4).output_text == "tide"
     parsed = client.responses.parse(model="tiny", input="hello", text_format=Place, max_output_tokens=100)
     assert isinstance(parsed.output_parsed, Place)
+
+
+@feature
+def files_and_batches():
+    lines = [
+        {
+            "custom_id": f"row-{n}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "talker", "prompt": "x"},
+        }
+        for n in range(3)
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("rows.jsonl", content), purpose="batch")
+    assert client.files.content(file.id).read() == content
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    until_s = time.monotonic() + 60
+    while (batch := client.batches.retrieve(batch.id)).status != "completed":
+        assert time.monotonic() < until_s, batch
+        time.sleep(0.1)
+    rows = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert [row["custom_id"] for row in rows] == ["row-0", "row-1", "row-2"]
+    assert rows[0]["response"]["body"]["choices"][0]["text"].startswith("tide")
+    assert batch.id in [each.id for each in client.batches.list()]
+    assert client.files.delete(file.id).deleted
 
 
 @feature
