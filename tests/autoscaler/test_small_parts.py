@@ -36,12 +36,12 @@ def heard(ongoing: float, at_s: float = 100.0) -> EndpointLoad:
 @given(less=st.floats(0, 100), more=st.floats(0, 100))
 def test_i5_more_load_never_wants_fewer_replicas(less: float, more: float) -> None:
     few, many = sorted((less, more))
-    assert 1 <= targets.wanted(SPEC, heard(few)) <= targets.wanted(SPEC, heard(many)) <= 8
+    assert 1 <= targets.wanted(ENDPOINT, heard(few)) <= targets.wanted(ENDPOINT, heard(many)) <= 8
 
 
 @pytest.mark.parametrize(("ongoing", "replicas"), [(0, 1), (4, 1), (4.5, 2), (8, 2), (400, 8)])
 def test_the_target_is_the_load_over_what_one_replica_carries(ongoing: float, replicas: int) -> None:
-    assert targets.wanted(SPEC, heard(ongoing)) == replicas
+    assert targets.wanted(ENDPOINT, heard(ongoing)) == replicas
 
 
 def test_the_clocks_of_load_start_go_on_and_stop() -> None:
