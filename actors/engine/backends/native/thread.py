@@ -124,10 +124,10 @@ class EngineThread:
         while True:
             if core.has_work:  # false after a command that pauses the engine
                 left = self._calls.qsize() if left is None else left
-                if not left:
+                if left <= 0:
                     break
-                left -= 1
             call = self._calls.get()
+            left = left and left - 1  # also of commands that find no work: the last may bring some
             if call is None:
                 for request_id in core.request_ids:
                     core.abort(request_id)

@@ -194,7 +194,10 @@ def test_an_untied_head_that_is_missing_is_named(tmp_path: Path) -> None:
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
         ({"rope_parameters": [1.0]}, "rope_parameters is .*, not an object"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters has no 'factor'"),
-        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor is .* 8 positive numbers"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
+            "short_factor is .* 8 positive numbers",
+        ),
         ({"partial_rotary_factor": 0.2}, "3 of 16 elements cannot be rotated in pairs"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
         ({"architectures": None}, r"architecture \(none\) is not supported"),
