@@ -23,6 +23,7 @@ from raytide.control.supervision.daemon import hold_lock, record_of, spawn, star
 from raytide.control.supervision.log_rotation import rotate
 from raytide.core.errors import RaytideError
 from raytide.core.io.atomic_file import read_json, sweep
+from raytide.core.io.environment import ON_NODES, all_passed, passed
 from raytide.core.io.process import Process, running, terminate_all
 
 CHILDREN = {
@@ -126,12 +127,20 @@ def _step(child: Child, run_dir: Path) -> None:
     if child.process is None and now_s >= child.restart_at_s:
         child.started_s, child.is_recorded = now_s, False
         try:
-            child.process = start(child.what, child.argv, run_dir=run_dir, environment=os.environ)
+            child.process = start(child.what, child.argv, run_dir=run_dir, environment=_environment(child))
         except OSError as error:  # out of processes or memory: keep supervising the others
             child.on_end(now_s)
             _log.warning("%s cannot be started: %s", child.what, error)
     if child.process is not None and not child.is_recorded:
         _record(child, run_dir)
+
+
+def _environment(child: Child) -> Mapping[str, str]:
+    """Returns the environment of a child. A gateway, which strangers reach, gets none of the operator's secrets."""
+    if not child.what.startswith("gateway"):
+        return os.environ
+    named = ("RAYTIDE_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+    return passed(os.environ, (*ON_NODES, "RAY_*"), (*named, *all_passed(())))
 
 
 def _record(child: Child, run_dir: Path) -> None:
