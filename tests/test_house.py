@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.test_floors import MODULES, PACKAGE, ROOT, imports
 
 MOST_ENTRIES = 13
+NO_SENTENCE = ("Of ", "By ", "What ", "Who ", "Whether ", "Where ", "How ", "So ")
 PRODUCT_FOLDERS = ("actors", "autoscaler", "kernels", "pipelines")
 
 
@@ -50,6 +51,27 @@ def test_no_two_classes_of_different_packages_share_a_name() -> None:
         if len(classes) > 1 and not any(_bases(node) & {name} for node in classes.values())
     }
     assert twice == {}
+
+
+def test_docstrings_are_sentences() -> None:
+    """One that begins with `Of`, `By` or `Whether` says neither what a function returns nor what a thing is."""
+    begun = []
+    for root in (PACKAGE, ROOT / "benchmarks"):
+        for file in root.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                for line, text in _strings_alone(node):
+                    if text.lstrip().startswith(NO_SENTENCE):
+                        begun.append(f"{file.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}")
+    assert begun == []
+
+
+def _strings_alone(node: ast.AST) -> list[tuple[int, str]]:
+    """Returns the docstring of a module, class or function, and of each of its attributes."""
+    body = getattr(node, "body", None)
+    alone = [each.value for each in body if isinstance(each, ast.Expr)] if isinstance(body, list) else []
+    return [
+        (each.lineno, each.value) for each in alone if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    ]
 
 
 def _is_counted(entry: Path) -> bool:

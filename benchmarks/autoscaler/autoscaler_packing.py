@@ -1,4 +1,4 @@
-"""What the fleet costs that Ray's own autoscaler would launch, and raytide's planner, for the same work on an empty
+"""Compares the fleets that Ray's own autoscaler and raytide's planner would launch for the same work on an empty
 cluster: $/h, work left without a node, the bound that no fleet can beat, and the time of the decision.
 
     python benchmarks/autoscaler/autoscaler_packing.py --prices prices.csv --pods pods.csv --sizes 50 200 800 --seeds 3
@@ -54,7 +54,7 @@ GIB = 2**30
 MOST = 10_000
 """Nodes of each type that both may launch."""
 GROUPS, LARGEST = 0.2, 8
-"""Of the demands, how many are placement groups, and of how many bundles at most."""
+"""The share of placement groups among the demands, and the most bundles of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What one side would launch."""
+    """The nodes that one side would launch."""
 
     nodes: Counter[str]
     unmet: int
@@ -97,7 +97,7 @@ def menu(prices: Path) -> tuple[NodeType, ...]:
 
 
 def cheapest_by_gpus(types: Sequence[NodeType]) -> tuple[NodeType, ...]:
-    """Of each number of GPUs one type: what somebody would write into Ray's configuration who looks at the prices."""
+    """Returns the cheapest type for each number of GPUs, as a user of Ray who compares prices would configure them."""
     best: dict[float, NodeType] = {}
     for node_type in sorted(types, key=lambda t: -t.price_micro_usd_h):
         best[node_type.resources["GPU"]] = node_type
@@ -105,7 +105,7 @@ def cheapest_by_gpus(types: Sequence[NodeType]) -> tuple[NodeType, ...]:
 
 
 def shapes(pods: Path, types: Sequence[NodeType]) -> list[dict[str, float]]:
-    """What each pod with a GPU asks for, without those that no node type could hold."""
+    """Returns the demand of each pod with a GPU, without those that no node type could hold."""
     found = []
     with pods.open(newline="") as file:
         for row in csv.DictReader(file):
@@ -118,7 +118,7 @@ def shapes(pods: Path, types: Sequence[NodeType]) -> list[dict[str, float]]:
 
 
 def draw(known: Sequence[dict[str, float]], size: int, chance: random.Random) -> Work:
-    """So many tasks and placement groups; tasks of one shape are one demand."""
+    """Returns a random draw of tasks and placement groups; tasks of one shape are one demand."""
     tasks, groups = Counter[tuple[tuple[str, float], ...]](), list[Demand]()
     for number in range(size):
         need = chance.choice(known)

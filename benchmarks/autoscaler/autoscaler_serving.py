@@ -44,7 +44,7 @@ class Run:
 
 
 class Runs:
-    """Of one collection, depth and seed, kept in a file."""
+    """The runs of one collection, depth and seed, kept in a file."""
 
     def __init__(self, setup: ServingSetup, file: Path | None) -> None:
         self.setup, self._file = setup, file

@@ -1,4 +1,4 @@
-"""How long one decision takes on a large cluster: 10,000 nodes, 200 pools, 30,000 pending tasks in 120 shapes.
+"""Measures the time of one decision on a large cluster: 10,000 nodes, 200 pools, 30,000 pending tasks in 120 shapes.
 
 Besides: 1,500 gangs that run or wait, 100 endpoints with 4,000 replicas, a queue of 300 jobs. Every tick decides on
 another random state. Prints quantiles of the whole tick without I/O (records moved forward by what was seen, snapshot,

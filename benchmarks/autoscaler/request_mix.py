@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 REQUESTS, RPS = 19_366, 5.55
 WANDER, KEPT = 0.2, 0.8
-"""Of the logarithm of the rate: its spread, and how much of it is left a minute later."""
+"""The spread of the logarithm of the rate, and the share of a deviation that is left a minute later."""
 PROMPT, OUTPUT = (1155.0, 900.0, 14_050), (211.0, 140.0, 1500)
 """Mean and median of a lognormal distribution, and the most tokens."""
 

@@ -1,4 +1,4 @@
-"""How long from `import` to the first token, by phase: fresh processes, the 28M Llama shape with random weights.
+"""Measures the time from `import` to the first token, by phase: fresh processes, a 28M Llama shape of random weights.
 
     python benchmarks/engine/cold_start.py [--runs 5] [--cores 0,1] [--dtype bfloat16]
 

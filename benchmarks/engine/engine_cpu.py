@@ -1,4 +1,4 @@
-"""How fast the engine generates on CPU cores, beside vLLM and transformers and against what the machine can do.
+"""Measures generation on CPU cores, beside vLLM and transformers and against what the machine can do.
 
 Each side is a process of its own, pinned to the same cores; they take turns. Prompts of 16 to 256 random tokens (seed
 0), 64 new tokens each, greedy, no prefix cache. Concurrency 1: four requests, one after another; 8: two batches; 64:
@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def kv_numbers(self) -> int:
-        """Of one token."""
+        """The numbers in the KV of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -111,7 +111,7 @@ class Side:
 
 
 def vllm_environment(python: str, cores: list[int]) -> dict[str, str]:
-    """What vLLM's documentation advises for CPUs; in one process, which is faster at these sizes."""
+    """Returns the settings that vLLM's documentation advises for CPUs, in one process: faster at these sizes."""
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "4",

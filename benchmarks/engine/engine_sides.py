@@ -146,8 +146,8 @@ def transformers(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
 
 
 def floor(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
-    """What the machine can do: bytes a second read from memory and matrix multiplications a second, the best of several
-    ways to use it. The prompts do not matter.
+    """Measures the machine: bytes a second read from memory and multiplications a second, the best of several ways
+    to use it. The prompts do not matter.
     """
     sys.path.insert(0, str(Path(__file__).parents[2] / "platform"))
     import torch

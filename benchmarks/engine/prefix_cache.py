@@ -1,4 +1,4 @@
-"""What the prefix cache finds of a recorded day, against a cache without end, and what a hit saves.
+"""Measures the share of a recorded day that the prefix cache finds, against a cache without end, and the gain of a hit.
 
     python benchmarks/engine/prefix_cache.py TRACE.jsonl [--requests 4000]
 
@@ -117,7 +117,7 @@ def sequence(name: str, prompt: list[int], output_len: int, arrival_s: float = 0
 
 
 def step_cost() -> None:
-    """What the scheduler itself takes of a step in which 64 sequences decode."""
+    """Returns the scheduler's own share of a step in which 64 sequences decode."""
     scheduler = Scheduler(BlockPool(64 * 128 + 64, BLOCK), max_running=64, max_batch_tokens=2048)
     for at in range(64):
         scheduler.add(sequence(f"{at}", [at] * 1024, 900))

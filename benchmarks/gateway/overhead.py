@@ -1,4 +1,4 @@
-"""What the gateway adds to an engine's own server: time to first token and chunks a second, beside other proxies.
+"""Measures the gateway against an engine's own server: time to first token and tokens a second, beside other proxies.
 
     python benchmarks/gateway/overhead.py [--streams 1 32 256] [--rounds 5] [--serve] [--litellm PATH]
 

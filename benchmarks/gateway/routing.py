@@ -1,4 +1,4 @@
-"""What routing by prefix and load brings on a recorded day: prefix hits, and the time to the first token.
+"""Measures routing by prefix and load on a recorded day: prefix hits, and the time to the first token.
 
     python benchmarks/gateway/routing.py TRACE.jsonl [--rows 0:1996] [--loads 0.5,0.8] [--real]
     python benchmarks/gateway/routing.py --mix hot

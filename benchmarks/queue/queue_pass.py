@@ -1,4 +1,4 @@
-"""How long a pass of the queue takes with 1,000 jobs of 200 teams waiting, and a page of 100 of them from the API.
+"""Measures a pass of the queue with 1,000 waiting jobs of 200 teams, and a page of 100 of them from the API.
 
     python benchmarks/queue/queue_pass.py [--jobs 1000] [--teams 200] [--nodes 64] [--repeats 20] [--seed 0] [--scale]
 

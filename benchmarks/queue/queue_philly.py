@@ -67,7 +67,7 @@ def figures(trace: JobTrace, gpus: int, policy: str, days: int) -> Figures:
 
 
 def ratios(ours: Figures, las: Figures, fifo: Figures, easy: Figures) -> tuple[float, float, float]:
-    """Where no gang waits under EASY, none may."""
+    """Returns mean, p99 and wait against the baselines; the wait is infinite if gangs wait that do not under EASY."""
     if not easy.wait_s:
         wait = math.inf if ours.wait_s else 0.0
     else:

@@ -42,7 +42,7 @@ MEMBERS, AT_LEAST, REPLICAS = 4, 2, 3
 TOKENS_PER_S, TOKENS, SLOTS = 5.0, 10, 8
 BEFORE_S, WINDOW_S, LOOK_S = 15.0, 5.0, 0.25
 BACK_S = 120.0
-"""How long after the spike the members may take to come back."""
+"""The time after the spike within which the members must be back."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Look:
     target: int
     ready: int
     seats: int
-    """Of the trainer's lease, usable."""
+    """The usable members of the trainer's lease."""
     world: int
     """Ranks of the trainer's newest generation."""
 
@@ -90,7 +90,7 @@ class Run:
         return None if bad[-1] + 0.5 > starts[-1] else float(bad[-1] + 0.5)
 
     def p95(self, start_s: float) -> float:
-        """Of the requests that were asked in the window that begins there."""
+        """Returns the 95th percentile over the requests of the window that begins at `start_s`."""
         asked = sorted(a.ttft_s for a in self.answers if start_s <= a.asked_s < start_s + WINDOW_S)
         return asked[math.ceil(0.95 * len(asked)) - 1] if asked else 0.0
 
@@ -243,7 +243,7 @@ async def ask(http: httpx.AsyncClient, began_s: float, patience_s: float) -> Ans
 
 
 def tell(run: Run, tide: rt.Client, job_id: str, began_s: float) -> None:
-    """What was decided, in the controller's words."""
+    """Prints the decisions in the controller's words."""
     for plan in tide.client.plans(limit=1000):
         for action in plan["actions"]:
             if action["action"] in ("scale", "shrink", "grow") and plan["at_s"] > began_s - BEFORE_S:

@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint: one process, a state of half a gigabyte, saved while it trains.
+"""Measures how long training stands still for a checkpoint: one process, half a gigabyte, saved while it trains.
 
     python benchmarks/trainer/checkpoint_stall.py [--mb 512] [--runs 7] [--threads 2] [--url s3://bucket/run]
 

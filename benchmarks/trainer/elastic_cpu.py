@@ -1,4 +1,4 @@
-"""How long training stands still when a node is killed, and when one gets a notice: raytide's gang and, under the same
+"""Measures the pause of training when a node is killed, and when one gets a notice: raytide's gang and, under the same
 kill in the same run on the same cluster, Ray Train's elastic TorchTrainer.
 
     python benchmarks/trainer/elastic_cpu.py [--runs 3] [--members 3] [--dim 256] [--layers 4] [--seed 0]
@@ -163,7 +163,10 @@ def theirs(up: LocalCluster, args: argparse.Namespace, home: Path, run: int, cha
 
 
 def interrupted(metrics: Path, events: Path | None, deed: Callable[[], object]) -> Stop:
-    """What `deed` cost. A step of before that is told of after it does not count: the next world is another one."""
+    """Returns the pause that `deed` caused.
+
+    A step from before it that is reported later does not count: the next world is another one.
+    """
     before = last(metrics)
     told = len(recoveries(events))
     began_s = time.time()

@@ -25,7 +25,7 @@ _MODELS = 2
 
 @dataclass(frozen=True, slots=True)
 class InputError:
-    """What is wrong with a line, counted from 1; None is the whole file."""
+    """An error in a line, counted from 1; None stands for the whole file."""
 
     code: str
     message: str

@@ -34,7 +34,7 @@ class RowUsage:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """How a row ended: its line of the output file, or with `is_ok` false of the error file."""
+    """The end of a row: its line of the output file, or with `is_ok` false of the error file."""
 
     place: int
     is_ok: bool

@@ -26,7 +26,7 @@ class Grant(Protocol):
 
 
 class RequestCaller(Protocol):
-    """Who sends a request."""
+    """The sender of a request."""
 
     @property
     def team(self) -> str: ...

@@ -49,7 +49,7 @@ class CanarySpec(Config):
 
 @dataclass(frozen=True, slots=True)
 class RevisionCounts:
-    """What happened to the requests of one revision since the last report."""
+    """The outcomes of one revision's requests since the last report."""
 
     requests: int = 0
     errors: int = 0

@@ -1,4 +1,4 @@
-"""Whether a challenger may become the champion, by a rule on the metrics of both and on how they did under load."""
+"""Decides the promotion of a challenger, by a rule on the metrics of both versions and on their results under load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raytide.rollout.ab_test import Comparison
 
 
 class MetricRule(Config):
-    """What one metric of an evaluation must be. Limits that are left out do not exist."""
+    """The condition on one metric of an evaluation. Limits that are left out do not exist."""
 
     better: Literal["higher", "lower"]
     limit: float | None = None
@@ -35,14 +35,14 @@ class PromotionRule(Config):
 
     metrics: dict[bounds.Name, MetricRule] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
     online: Literal["ignored", "not_worse", "better"] = "not_worse"
-    """What the A/B test must have shown: that the champion did not win, or that the challenger did."""
+    """The result that the A/B test must have: the champion did not win, or the challenger did."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromotionDecision:
     promotes: bool
     reasons: tuple[str, ...]
-    """What holds if it promotes, else what does not."""
+    """The conditions that hold if it promotes, else those that do not."""
 
 
 def decide_promotion(

@@ -142,7 +142,7 @@ class RemoteEngine(BasicEngine):
 
 
 class Status:
-    """What a process last said of its engine. `load` has the counters for the controller."""
+    """The last report of an engine's process. `load` has the counters for the controller."""
 
     __slots__ = ("at_s", "is_draining", "load", "problem", "stats")
 

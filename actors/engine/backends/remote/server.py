@@ -133,7 +133,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server: EngineServer) -> None:
         self.prefixes: deque[bytes] = deque(maxlen=_MAX_PREFIXES)
-        """What other clients have sent since the last status."""
+        """The prefixes that other clients have sent since the last status."""
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._unpacker = wire.unpacker()

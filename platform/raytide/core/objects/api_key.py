@@ -77,7 +77,7 @@ class KeySpec(Config):
     expires_in_s: float | None = Field(default=None, gt=0, le=bounds.MOST_DELAY_S)
     requests_per_min: int | None = Field(default=None, ge=1, le=10**9)
     tokens_per_min: int | None = Field(default=None, ge=1, le=10**12)
-    """Of prompts and completions together."""
+    """The limit on tokens of prompts and completions together."""
     budget: KeyBudget | None = None
     priority: int = Field(default=0, ge=-100, le=100)
     """The priority of its requests, lower being more urgent, and the most urgent that they may ask for. Below 0 it
@@ -135,7 +135,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeySpending:
-    """What an account has spent and reserved, in micro-dollars."""
+    """The spending and the reservations of an account, in micro-dollars."""
 
     month: int = 0
     life: int = 0
@@ -146,9 +146,9 @@ class TokenPrice(Config):
     """US dollars for a million tokens."""
 
     prompt: float = Field(default=0.0, ge=0, le=1e6)
-    """Of prompt tokens that are not in the prefix cache."""
+    """The price of prompt tokens that are not in the prefix cache."""
     cached: float = Field(default=0.0, ge=0, le=1e6)
-    """Of prompt tokens that are."""
+    """The price of prompt tokens that are in it."""
     completion: float = Field(default=0.0, ge=0, le=1e6)
 
     def cost_pico_usd(self, prompt: int, cached: int, completion: int) -> int:
@@ -174,7 +174,7 @@ def billed_micro_usd(carried_pico_usd: int, cost_pico_usd: int) -> tuple[int, in
 
 
 class RequestUsage(Config):
-    """What a gateway reports of one request."""
+    """A gateway's report on one request."""
 
     id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,64}$")]
     """Made by the gateway. A request that is reported again is not billed again."""
@@ -228,17 +228,17 @@ class UsageBatch(Config):
 
 @dataclass(frozen=True, slots=True)
 class KeyTableChange:
-    """What a gateway knows of keys, prices and teams, or what of it changed."""
+    """The keys, prices and teams for a gateway, whole or as a change of what it knows."""
 
     revision: int
     is_whole: bool
     """`keys` replaces all that is known."""
     keys: Mapping[str, ApiKey]
-    """By the SHA-256 of the secret."""
+    """Keyed by the SHA-256 of the secret."""
     prices: Mapping[str, TokenPrice]
-    """Of all endpoints, by name."""
+    """The prices of all endpoints, by name."""
     weights: Mapping[str, float]
-    """Of all teams in the fair share."""
+    """The weights of all teams in the fair share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +256,7 @@ class UsageRow:
     cached_tokens: int
     completion_tokens: int
     cost_micro_usd: int
-    """What was billed."""
+    """The billed part of its cost."""
     waived_micro_usd: int
     """The part of its cost that was not billed, because the budget had no room for it any more."""
     status: int
@@ -292,7 +292,7 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class ChainVerdict:
-    """What a check of the audit log found."""
+    """The result of a check of the audit log."""
 
     entries: int
     first_seq: int

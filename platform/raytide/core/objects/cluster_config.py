@@ -77,7 +77,7 @@ class GatewaySection(Config):
     """The OpenAI address of all endpoints."""
 
     require_keys: Literal["auto"] | bool = "auto"
-    """Whether requests need an API key; `auto`: unless the gateway listens on a loopback address."""
+    """With true, requests need an API key; with `auto`, unless the gateway listens on a loopback address."""
     usage_retention_days: int = Field(default=400, ge=1, le=36_500)
     """The time after which the usage of single requests is deleted; what keys have spent is kept."""
     audit_retention_days: int = Field(default=800, ge=1, le=36_500)

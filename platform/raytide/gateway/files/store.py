@@ -37,7 +37,7 @@ class FileLimits:
     team_bytes: int = 8 << 30
     total_bytes: int = 32 << 30
     free_bytes: int = 1 << 30
-    """What an upload leaves free on the disk, on which the cluster's state may be too."""
+    """The space that uploads leave free on the disk, which may hold the cluster's state too."""
     team_files: int = 10_000
 
 

@@ -1,1 +1,1 @@
-"""Who sends a request to the gateway, what they may use of it, and what it cost them."""
+"""The callers of the gateway: their keys, limits and budgets, and the cost of their requests."""

@@ -1,4 +1,4 @@
-"""What the gateway asks about each request: who sends it, whether it is admitted, and, at its end, what it cost.
+"""Authenticates the caller of each request, admits the request, and bills it at its end.
 
 caller = tenancy.authenticate(request.headers)            # before the body is read
 grant = await caller.admit(model, prompt_tokens, most_completion_tokens)
@@ -121,7 +121,7 @@ class Tenancy:
 
 
 class GatewayCaller:
-    """Who sends a request: the holder of an API key, or anybody, where no keys are demanded."""
+    """The sender of a request: the holder of an API key, or anybody, where no keys are demanded."""
 
     def __init__(self, tenancy: Tenancy, key: ApiKey | None) -> None:
         self._tenancy, self.key = tenancy, key

@@ -1,4 +1,4 @@
-"""What accounts of API keys have reserved and spent, and the usage that was billed to them.
+"""The reservations and spending of API keys' accounts, and the usage that was billed to them.
 
 At any moment, `settled + reserved <= budget` of each account and period, because a reservation is granted only if it
 fits, and a request is billed at most what its own reservation and the free part of the budget allow.

@@ -1,4 +1,4 @@
-"""What a replica's prefix cache is assumed to hold, from the requests that this gateway sent there."""
+"""The assumed content of a replica's prefix cache, from the requests that this gateway sent there."""
 
 from __future__ import annotations
 

@@ -50,8 +50,9 @@ class ReplicaState:
 
 @dataclass(slots=True)
 class _Assigned:
-    """What this gateway has sent to a replica: the requests without a first token, by their times, their tokens, and
-    all that are in flight.
+    """The load that this gateway has sent to a replica.
+
+    That is the requests without a first token, by their times, their tokens, and all that are in flight.
     """
 
     index: PrefixIndex
