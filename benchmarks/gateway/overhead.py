@@ -25,10 +25,11 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "platform"))
@@ -45,20 +46,20 @@ engine = FakeEngine(model="m", tokens_per_s=rate, max_running=1024, max_waiting=
 uvicorn.run(create_app(Server(engine, model="m")), host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 """
 GATEWAY = """
-import asyncio, subprocess, sys, tempfile
+import asyncio, json, subprocess, sys
 from raytide.actors.serving.engine_child import EngineChild
 from raytide.core.objects.endpoint import ServeSpec
-async def main(port, rate, worker):
-    engine = {"kind": "fake", "tokens_per_s": rate or None, "max_running": 1024, "max_waiting": 4096}
-    spec = ServeSpec(name="m", model=tempfile.mkdtemp(), engine=engine)
+async def main(port, spec, worker):
+    spec = ServeSpec.model_validate_json(spec)
     child = await EngineChild.start(spec, "127.0.0.1", "r1")
     command = [sys.executable, "-c", worker, port, spec.model_dump_json(), str(child.port), child.secret]
     started = [subprocess.Popen(command) for _ in range(2)]
     await asyncio.to_thread(started[0].wait)
-asyncio.run(main(sys.argv[1], float(sys.argv[2]), sys.argv[3]))
+asyncio.run(main(*sys.argv[1:]))
 """
 WORKER = """
-import asyncio, sys
+import asyncio, sys, tempfile
+from pathlib import Path
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.gateway import __main__ as gateway
@@ -75,7 +76,8 @@ class Directory:
     def stop(self): pass
 gateway.Directory = Directory
 tenancy = Tenancy(ControlApi("http://127.0.0.1:9", "", "one"), requires_keys=False)
-gateway.serve("", gateway.listen("127.0.0.1", int(port)), "one", tenancy)
+files = Path(tempfile.mkdtemp())
+gateway.serve("", gateway.bound_socket("127.0.0.1", int(port)), "one", tenancy, files)
 """
 SERVE = """
 import sys, time
@@ -105,9 +107,17 @@ class Side:
 
 
 @contextmanager
-def process(command: list[str], port: int, path: str = "/v1/models", wait_s: float = 120.0) -> Iterator[None]:
+def process(
+    command: list[str],
+    port: int,
+    path: str = "/v1/models",
+    wait_s: float = 120.0,
+    more_env: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[None]:
     """A server process that is ended with all of its children."""
     env = os.environ | {"PYTHONPATH": str(ROOT / "platform"), "RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
+    env["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"  # no keys here, nor in the gateway
+    env |= more_env
     log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
     started = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -166,11 +176,15 @@ def free_port() -> int:
 
 
 def sides_of(args: argparse.Namespace, rate: float, stack: ExitStack) -> list[Side]:
-    scripts = {"bare": BARE, "gateway": GATEWAY} | ({"serve": SERVE} if args.serve else {})
+    engine = {"kind": "fake", "tokens_per_s": rate or None, "max_running": 1024, "max_waiting": 4096}
+    spec = {"name": "m", "model": stack.enter_context(tempfile.TemporaryDirectory()), "engine": engine}
+    scripts = {"bare": [BARE, str(rate)], "gateway": [GATEWAY, json.dumps(spec), WORKER]}
+    if args.serve:
+        scripts["serve"] = [SERVE, str(rate)]
     sides = []
-    for name, script in scripts.items():
+    for name, (script, *arguments) in scripts.items():
         port = free_port()
-        stack.enter_context(process([sys.executable, "-c", script, str(port), str(rate), WORKER], port))
+        stack.enter_context(process([sys.executable, "-c", script, str(port), *arguments], port))
         sides.append(Side(name, port))
     if args.litellm:
         port = free_port()
