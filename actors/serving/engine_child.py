@@ -8,7 +8,9 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.core.errors import EngineDeadError, EngineError, from_json
@@ -24,9 +26,17 @@ class EngineChild:
         self._process, self.engine, self.port, self.secret = process, engine, port, secret
 
     @classmethod
-    async def start(cls, spec: ServeSpec, host: str, name: str) -> EngineChild:
-        """Starts the process and waits until its engine is ready. Raises the error that the engine's start raised, or
-        EngineError when the process ended without one.
+    async def start(
+        cls,
+        spec: ServeSpec,
+        host: str,
+        name: str,
+        *,
+        model_dir: str,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ) -> EngineChild:
+        """Starts the process and waits until its engine is ready; `on_phase` is told what it does. Raises the error
+        that the engine's start raised, or EngineError when the process ended without one.
         """
         secret = secrets.token_hex(32)
         reading, writing = os.pipe()
@@ -46,9 +56,10 @@ class EngineChild:
             os.close(writing)
         try:
             assert process.stdin is not None
-            order = {"spec": spec.model_dump(mode="json"), "host": host, "secret": secret}
+            fields = spec.model_dump(mode="json")
+            order = {"spec": fields, "model_dir": model_dir, "host": host, "secret": secret}
             process.stdin.write(json.dumps(order).encode() + b"\n")
-            answer = json.loads(await _line(reading) or b"{}")
+            answer = await _answer(reading, on_phase)
             if "error" in answer:
                 raise from_json(answer["error"])
             if "port" not in answer:
@@ -59,6 +70,9 @@ class EngineChild:
         except BaseException:
             with suppress(ProcessLookupError):
                 process.kill()
+            assert process.stdin is not None
+            process.stdin.close()
+            await process.wait()
             raise
         return cls(process, engine, answer["port"], secret)
 
@@ -88,12 +102,17 @@ class EngineChild:
             await self._process.wait()
 
 
-async def _line(fd: int) -> bytes:
-    """Reads a line; empty when the other side closed the pipe."""
+async def _answer(fd: int, on_phase: Callable[[str], None]) -> dict[str, Any]:
+    """Reads the phases of the start and returns what follows them; nothing if the other side closed the pipe."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb"))
     try:
-        return await reader.readline()
+        while line := await reader.readline():
+            answer: dict[str, Any] = json.loads(line)
+            if "phase" not in answer:
+                return answer
+            on_phase(answer["phase"])
+        return {}
     finally:
         transport.close()

@@ -1,7 +1,8 @@
 """A replica's engine in a process of its own: `python -m raytide.actors.serving.engine_process REPORT_FD`.
 
 The engine's thread shares its interpreter with nothing but the server of its connections: HTTP is spoken elsewhere. The
-order arrives as a line of JSON on stdin, so that the secret is in no argument list; the answer is written to REPORT_FD.
+order arrives as a line of JSON on stdin, so that the secret is in no argument list; the phases of the start and the
+answer are written to REPORT_FD, a line each.
 The process ends when stdin is closed, with its parent, and when its engine is broken.
 """
 
@@ -20,6 +21,8 @@ from typing import Any, BinaryIO
 
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.types import GenRequest
 from raytide.actors.serving.engines import build_engine
 from raytide.actors.serving.health import ProgressWatch
 from raytide.core.errors import RaytideError
@@ -39,10 +42,14 @@ async def run(order: dict[str, Any], report: BinaryIO) -> None:
     """Serves the ordered engine until stdin ends or the engine is broken."""
     spec = ServeSpec.parse(order["spec"], where="endpoint")
     try:
-        engine = build_engine(spec)
+        _write(report, {"phase": "load"})
+        engine = build_engine(spec, order["model_dir"])
         info = await engine.start()
+        if info.backend != "fake":
+            _write(report, {"phase": "warm-up"})
+            await _warm_up(engine)
     except RaytideError as error:
-        _answer(report, {"error": error.to_json()})
+        _write(report, {"error": error.to_json()})
         return
     health = _Health(engine)
     slo_ttft_s = spec.replicas.slo_ttft_s
@@ -51,7 +58,7 @@ async def run(order: dict[str, Any], report: BinaryIO) -> None:
     # A full collection would go through all that was loaded, and stop the engine for 0.2 s.
     gc.collect()
     gc.freeze()
-    _answer(report, {"port": port})
+    _write(report, {"port": port})
     parent = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     while not parent.done():
         if (problem := await health.problem()) is not None:
@@ -78,9 +85,16 @@ class _Health:
         return self._watch.problem(stats, time.monotonic())
 
 
-def _answer(report: BinaryIO, answer: dict[str, Any]) -> None:
-    with report:
-        report.write(json.dumps(answer).encode() + b"\n")
+async def _warm_up(engine: Engine) -> None:
+    """Generates a token, for which engines compile what they need: else the first client would wait for that."""
+    request = GenRequest(request_id="warm-up", prompt=[0], sampling=SamplingParams(max_tokens=1))
+    async for _ in engine.generate(request):
+        pass
+
+
+def _write(report: BinaryIO, line: dict[str, Any]) -> None:
+    report.write(json.dumps(line).encode() + b"\n")
+    report.flush()
 
 
 def main(report_fd: str) -> None:

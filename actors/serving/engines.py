@@ -16,23 +16,23 @@ from raytide.core.objects.endpoint import ServeSpec
 log = logger(__name__)
 
 
-def _native(spec: ServeSpec, options: dict[str, Any]) -> Engine:
+def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> Engine:
     from raytide.actors.engine.backends.native.engine import NativeEngine
     from raytide.actors.engine.config import EngineConfig
 
-    config = {"model_dir": spec.model, **options}
+    config = {"model_dir": model_dir, **options}
     return NativeEngine(EngineConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
 
 
-def _vllm(spec: ServeSpec, options: dict[str, Any]) -> Engine:
+def _vllm(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> Engine:
     from raytide.actors.engine.backends.vllm.config import VllmConfig
     from raytide.actors.engine.backends.vllm.engine import VllmEngine
 
-    config = {"model_dir": spec.model, **options}
+    config = {"model_dir": model_dir, **options}
     return VllmEngine(VllmConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
 
 
-def _fake(spec: ServeSpec, options: dict[str, Any]) -> Engine:
+def _fake(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> Engine:
     from raytide.actors.engine.backends.fake import FakeEngine
 
     try:
@@ -41,7 +41,11 @@ def _fake(spec: ServeSpec, options: dict[str, Any]) -> Engine:
         raise ConfigError(f"engine options of endpoint {spec.name}: {error}.") from None
 
 
-ENGINES: dict[str, Callable[[ServeSpec, dict[str, Any]], Engine]] = {"fake": _fake, "native": _native, "vllm": _vllm}
+ENGINES: dict[str, Callable[[ServeSpec, str, dict[str, Any]], Engine]] = {
+    "fake": _fake,
+    "native": _native,
+    "vllm": _vllm,
+}
 SPANNING = frozenset({"fake"})
 """Engines that can use a replica of several members."""
 
@@ -87,8 +91,8 @@ def _automatic(spec: ServeSpec) -> EngineChoice:
     return EngineChoice("native", "its replicas have no GPU, and on CPUs raytide's own engine is the faster one.")
 
 
-def build_engine(spec: ServeSpec) -> Engine:
-    """Returns the spec's engine, not started yet.
+def build_engine(spec: ServeSpec, model_dir: str | None = None) -> Engine:
+    """Returns the spec's engine, not started yet. `model_dir` is the copy of a model in an object store.
 
     ConfigError when its options make no sense, or when `auto` chose an engine that is not installed on this node;
     DeniedError for paths that are private or outside the data roots, as they are on this node.
@@ -104,4 +108,4 @@ def build_engine(spec: ServeSpec) -> Engine:
     if choice.why.endswith(ON_REFERENCE):
         log.warning("the native engine runs on reference operators", extra={"endpoint": spec.name, "why": choice.why})
     options = {key: value for key, value in spec.engine.items() if key != "kind"}
-    return ENGINES[choice.kind](spec, options)
+    return ENGINES[choice.kind](spec, model_dir or spec.model, options)

@@ -16,6 +16,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from raytide.actors.engine.base import Engine
+from raytide.actors.models.model_cache import staged_model
 from raytide.actors.serving.batch.input_file import BatchInput, InputRow, check_input
 from raytide.actors.serving.batch.progress_file import ProgressFile, RowResult
 from raytide.actors.serving.batch.row_request import request_row
@@ -82,7 +83,9 @@ def _run(
         if len(progress):
             say(f"{len(progress)} of {len(rows)} rows have run before")
         if len(progress) < len(rows):
-            asyncio.run(_answer(rows, progress, build_engine(spec), claim, say))
+            staged = staged_model(spec.model)
+            asyncio.run(_answer(rows, progress, build_engine(spec, staged.path), claim, say))
+            staged.close()
         results = folder / "output", folder / "errors"
         write_results(progress, len(rows), *results)
         with committing([str(folder)], claim.token), full_disk_is_an_error(str(out)):

@@ -33,6 +33,8 @@ class Application:
     """The node of each ready replica, by the replica's id."""
     replica_ids: frozenset[str] = frozenset()
     """All replicas that Serve knows, in any state."""
+    ordered_at_s: Mapping[str, float] = field(default_factory=dict)
+    """The time at which Serve ordered each replica that does not stop."""
     stopping_ids: frozenset[str] = frozenset()
     """Those that take no more requests."""
     failure: str = ""
@@ -72,6 +74,12 @@ class Application:
             replica_nodes=tuple(sorted(node for node in nodes if node)),
             moving=tuple(sorted(moving)),
             ready_on={str(replica.get("replica_id")): node for replica, node in ready if node},
+            ordered_at_s={
+                str(replica["replica_id"]): float(replica["start_time_s"])
+                for deployment in details["deployments"].values()
+                for replica in deployment["replicas"]
+                if replica["state"] in _STAYING and "start_time_s" in replica
+            },
             replica_ids=frozenset(states),
             stopping_ids=frozenset(name for name, state in states.items() if state not in _STAYING),
             failure=_failure(details) if details.get("status") == "DEPLOY_FAILED" else "",

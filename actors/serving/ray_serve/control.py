@@ -19,13 +19,15 @@ from raytide.actors.serving.ray_serve.keys import (
     queue_prefix,
     replica_prefix,
     spec_key,
+    startup_prefix,
     target_key,
 )
+from raytide.actors.serving.ray_serve.startup import startup_of
 from raytide.core import ray_internals
 from raytide.core.io.timeout import call_with_timeout
 from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, ReplicaLoad
 
-_QUEUE = b"/queue/"
+_QUEUE, _STARTUP = b"/queue/", b"/startup/"
 _QUEUE_REPORT_S = 5.0
 """An older report on waiting requests is of a gateway that has ended."""
 LOOK_TIMEOUT_S = 4.0
@@ -98,12 +100,13 @@ class ServeControl:
         def call() -> dict[str, EndpointLoad]:
             applications = _applications(self._look_timeout_s)
             keys = self._keys()
-            published = self._get([load_key(name) for name in wanted] + [key for key in keys if _QUEUE in key])
+            reports = [key for key in keys if _QUEUE in key or _STARTUP in key]
+            published = self._get([load_key(name) for name in wanted] + reports)
             for name in wanted:
                 if name in applications:
                     self._forget_replicas(name, applications[name], keys)
             return {
-                name: _load(applications[name], published[load_key(name)], _queued(name, published))
+                name: _load(name, applications[name], published)
                 for name in wanted
                 if name in applications and load_key(name) in published
             }
@@ -129,12 +132,12 @@ class ServeControl:
         call_with_timeout(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
 
     def _forget_replicas(self, name: str, application: Application, keys: Iterable[bytes]) -> None:
-        """Deletes the addresses of replicas that have ended without doing so themselves."""
-        prefix = replica_prefix(name)
-        for key in keys:
-            if key.startswith(prefix) and key.removeprefix(prefix).decode() not in application.replica_ids:
-                gcs = ray_internals.connected_gcs()
-                gcs.internal_kv_del(key, False, KV_NAMESPACE, timeout=self._call_timeout_s)
+        """Deletes the addresses and starts of replicas that have ended without doing so themselves."""
+        for prefix in (replica_prefix(name), startup_prefix(name)):
+            for key in keys:
+                if key.startswith(prefix) and key.removeprefix(prefix).decode() not in application.replica_ids:
+                    gcs = ray_internals.connected_gcs()
+                    gcs.internal_kv_del(key, False, KV_NAMESPACE, timeout=self._call_timeout_s)
 
     def _keys(self) -> list[bytes]:
         gcs = ray_internals.connected_gcs()
@@ -175,11 +178,11 @@ def _queued(name: str, published: Mapping[bytes, bytes]) -> float:
     return sum(float(report["queued"]) for report in reports if time.time() - report["at_s"] < _QUEUE_REPORT_S)
 
 
-def _load(application: Application, published: bytes, queued: float) -> EndpointLoad:
-    seen = json.loads(published)
+def _load(name: str, application: Application, published: Mapping[bytes, bytes]) -> EndpointLoad:
+    seen, queued, now_s = json.loads(published[load_key(name)]), _queued(name, published), time.time()
     known = application.replica_ids - application.stopping_ids  # Serve keeps the last reports of others for a while
-    by_replica = sorted((name, stats) for name, stats in seen.get("replicas", {}).items() if name in known)
-    replicas = tuple(_replica(name, stats, application.ready_on.get(name, "")) for name, stats in by_replica)
+    by_replica = sorted((replica, stats) for replica, stats in seen.get("replicas", {}).items() if replica in known)
+    replicas = tuple(_replica(replica, stats, application.ready_on.get(replica, "")) for replica, stats in by_replica)
     held = sum(replica.running + replica.waiting for replica in replicas)
     return EndpointLoad(
         at_s=seen["at_s"],
@@ -189,6 +192,10 @@ def _load(application: Application, published: bytes, queued: float) -> Endpoint
         moving=application.moving,
         replicas=replicas,
         queued=queued,
+        startups=tuple(
+            startup_of(replica, at_s, published.get(startup_prefix(name) + replica.encode()), now_s)
+            for replica, at_s in sorted(application.ordered_at_s.items())
+        ),
     )
 
 

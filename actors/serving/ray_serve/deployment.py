@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import warnings
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+import psutil
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+from raytide.actors.models.model_cache import staged_model
 from raytide.actors.serving.engine_child import EngineChild
 from raytide.actors.serving.ray_serve.application import DEPLOYMENT, SPANNING
-from raytide.actors.serving.ray_serve.keys import KV_NAMESPACE, ReplicaAddress, replica_key
+from raytide.actors.serving.ray_serve.keys import KV_NAMESPACE, ReplicaAddress, replica_key, startup_prefix
+from raytide.actors.serving.ray_serve.startup import READY, StartupLog
 from raytide.core import ray_internals
 from raytide.core.errors import EngineError
 from raytide.core.objects.endpoint import Endpoint, ServeSpec
@@ -28,6 +33,7 @@ END_S = 15.0
 METRICS_PERIOD_S = 0.5
 LOAD_WINDOW_S = 1.0
 _GCS_TIMEOUT_S = 10.0
+_PROCESS_AT_S = psutil.Process().create_time()
 
 
 class EngineReplica:
@@ -38,11 +44,14 @@ class EngineReplica:
         _limit_threads(parsed.resources.get("CPU", 0.0))
         self._name = serve.get_replica_context().replica_id.unique_id
         self._key = replica_key(parsed.name, self._name)
+        log = StartupLog(partial(_put, startup_prefix(parsed.name) + self._name.encode()), _PROCESS_AT_S)
+        log.begin("stage")
+        self._model = await asyncio.to_thread(staged_model, parsed.model, log.progress)
+        log.staged(self._model.bytes)
         host = ray.util.get_node_ip_address()
-        self._child = await EngineChild.start(parsed, host, self._name)
-        address = ReplicaAddress(host, self._child.port, self._child.secret)
-        gcs = ray_internals.connected_gcs()
-        gcs.internal_kv_put(self._key, address.dump(), True, KV_NAMESPACE, timeout=_GCS_TIMEOUT_S)
+        self._child = await EngineChild.start(parsed, host, self._name, model_dir=self._model.path, on_phase=log.begin)
+        _put(self._key, ReplicaAddress(host, self._child.port, self._child.secret).dump())
+        log.begin(READY)
 
     async def check_health(self) -> None:
         """Serve replaces the replica after three failures in a row, or as soon as its process has ended."""
@@ -59,6 +68,10 @@ class EngineReplica:
             with suppress(Exception):  # the controller deletes it otherwise
                 ray_internals.connected_gcs().internal_kv_del(self._key, False, KV_NAMESPACE, timeout=_GCS_TIMEOUT_S)
             await self._child.stop(DRAIN_S)
+
+
+def _put(key: bytes, value: bytes) -> None:
+    ray_internals.connected_gcs().internal_kv_put(key, value, True, KV_NAMESPACE, timeout=_GCS_TIMEOUT_S)
 
 
 def application(endpoint: Endpoint) -> serve.Application:

@@ -19,6 +19,7 @@ __all__ = [
     "replica_key",
     "replica_prefix",
     "spec_key",
+    "startup_prefix",
     "target_key",
 ]
 
@@ -53,6 +54,11 @@ def replica_key(endpoint: str, replica: str) -> bytes:
 
 def replica_prefix(endpoint: str) -> bytes:
     return f"{endpoint}/replica/".encode()
+
+
+def startup_prefix(endpoint: str) -> bytes:
+    """Returns the beginning of the keys of its replicas' starts, which end with a replica's id."""
+    return f"{endpoint}/startup/".encode()
 
 
 def queue_key(endpoint: str, gateway: str) -> bytes:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from raytide.actors.trainer.data.local_copy import private_folder, try_lock
 from raytide.core.errors import DataError, RaytideError, StorageError
 from raytide.core.io.atomic_file import read_json, write_json
+from raytide.core.io.private_folder import private_folder, try_lock
 from raytide.core.io.token_dataset import Shard, TokenDtype
 
 WAIT_S = 60.0

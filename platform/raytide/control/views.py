@@ -3,8 +3,9 @@ JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from pydantic import TypeAdapter
 from raytide.core.io.atomic_file import read_json
 from raytide.core.money import format_usd
 from raytide.core.objects.api_key import ApiKey, KeySpending, UsageRow
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ReplicaStartup
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job, JobState
 from raytide.core.objects.node import Node, Use
@@ -145,6 +146,8 @@ class EndpointStatus:
     """True if the time is learned from the endpoint's starts, not configured."""
     paces: Mapping[str, float] = field(default_factory=dict)
     """The throughput of a replica on each node type, relative to the lowest; empty if types count as equal."""
+    startups: tuple[ReplicaStartup, ...] = ()
+    """The starts of its replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +176,11 @@ class ClusterStatus:
         return value
 
     def _repr_html_(self) -> str:
-        from raytide.core.io.notebook import table
-
         jobs = ", ".join(f"{count} {state}" for state, count in self.jobs.items()) or "none"
         money = f"{format_usd(self.cost_micro_usd)} so far, {format_usd(self.price_micro_usd_h)} an hour"
         nodes = [(node.id, f"{node.type} in {node.zone}: {node.state}") for node in self.nodes]
         rows = [("jobs", jobs), ("endpoints", self.endpoints), ("cost", money), ("Ray", self.ray), *nodes]
-        return table(self.name, ("", ""), [*rows, *(("trouble", error) for error in self.errors)])
+        return html_table(self.name, ("", ""), [*rows, *(("trouble", error) for error in self.errors)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +271,13 @@ class CostReport:
         return value
 
     def _repr_html_(self) -> str:
-        from raytide.core.io.notebook import table
-
         total = format_usd(self.booked_micro_usd + self.accrued_micro_usd)
         rows = [(x.kind, x.subject, x.team, format_usd(x.amount_micro_usd)) for x in self.lines]
-        return table("cost", ("for", "whose", "team", "cost"), [*rows, ("total", "", "", total)])
+        return html_table("cost", ("for", "whose", "team", "cost"), [*rows, ("total", "", "", total)])
+
+
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Returns a table for notebooks."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

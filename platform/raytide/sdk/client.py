@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, Unpack
 
 from raytide.control.client import ApiClient
-from raytide.control.views import ClusterStatus, CostReport, JobView
+from raytide.control.views import ClusterStatus, CostReport, JobView, html_table
 from raytide.core.config import Config, load_yaml
 from raytide.core.errors import UsageError
 from raytide.core.io.working_dir import pack
@@ -229,11 +229,9 @@ class Client:
         return f"Client({self.client.address})"
 
     def _repr_html_(self) -> str:
-        from raytide.core.io.notebook import table
-
         status = self.status()
         rows = [(node.id, node.type, str(node.market), node.zone, str(node.state)) for node in status.nodes]
-        return table(f"cluster {status.name}", ("node", "type", "market", "zone", "state"), rows)
+        return html_table(f"cluster {status.name}", ("node", "type", "market", "zone", "state"), rows)
 
     def _submit(
         self, kind: JobKind, gang: GangSpec, config: Mapping[str, object], options: Mapping[str, object]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from raytide.control.client import ApiClient
-from raytide.control.views import EndpointStatus, to_json
+from raytide.control.views import EndpointStatus, html_table, to_json
 from raytide.core.errors import EngineError, WaitTimeoutError
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import EndpointState
@@ -76,8 +76,6 @@ class EndpointHandle:
         return f"EndpointHandle({self.name}, {self.status.endpoint.state}, {self.base_url})"
 
     def _repr_html_(self) -> str:
-        from raytide.core.io.notebook import table
-
         rows = [
             ("state", self.status.endpoint.state),
             ("replicas", f"{self.status.ready_replicas} of {self.status.endpoint.target_replicas}"),
@@ -85,4 +83,4 @@ class EndpointHandle:
             ("url", self.base_url),
             ("cost", format_usd(self.status.cost_micro_usd)),
         ]
-        return table(f"endpoint {self.name}", ("", ""), rows)
+        return html_table(f"endpoint {self.name}", ("", ""), rows)

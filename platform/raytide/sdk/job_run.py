@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal, Self, TypeVar, overload
 
 from raytide.control.client import ApiClient
-from raytide.control.views import JobView, LogPart, WhyView, to_json
+from raytide.control.views import JobView, LogPart, WhyView, html_table, to_json
 from raytide.core.bounds import printable
 from raytide.core.clock import ago
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
@@ -137,10 +137,8 @@ class Run:
         return f"Run({self.id}, {self.state}, {format_usd(self.view.cost_micro_usd)})"
 
     def _repr_html_(self) -> str:
-        from raytide.core.io.notebook import table
-
         rows = [("state", self.state), ("why", explain(self.view)), ("cost", format_usd(self.view.cost_micro_usd))]
-        return table(self.id, ("", ""), [*rows, *self.progress.items()])
+        return html_table(self.id, ("", ""), [*rows, *self.progress.items()])
 
 
 def patiently(job_id: str, ask: Callable[[], T], *, goes_on: bool = True) -> T:

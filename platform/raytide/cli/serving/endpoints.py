@@ -1,4 +1,4 @@
-"""endpoint: the revisions of endpoints."""
+"""endpoint: the revisions of endpoints, and the starts of their replicas."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
 from raytide.control.views import to_json
 
-endpoint = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show the revisions of endpoints.")
-
-
-@endpoint.callback()
-def _group() -> None:
-    """Makes `endpoint` a group although it has one command."""
+PHASES = ("node", "process", "stage", "load", "warm-up")
+endpoint = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show endpoints.")
 
 
 @endpoint.command()
@@ -40,3 +36,28 @@ def history(
         for each in revisions
     ]
     as_table(("REVISION", "AT", "USER", "VERSION", "MODEL", "WHY"), rows)
+
+
+@endpoint.command()
+def startup(
+    name: Annotated[str, typer.Argument(help="The endpoint.")], cluster: ClusterName = None, json: Json = False
+) -> None:
+    """Show how long each phase of its replicas' starts took, or takes so far.
+
+    A start waits for a node, then for a process of Ray on it, copies the model from its object store, loads it, and
+    warms the engine up.
+    """
+    startups = ApiClient.find(cluster).endpoint(name).startups
+    if json:
+        as_json([to_json(each) for each in startups])
+        return
+    rows = []
+    for each in startups:
+        seconds = dict(each.phases)
+        last = len(each.phases) - (not each.is_ready)
+        shown = [
+            f"{seconds[phase]:.1f}" + ("..." if place >= last else "") if phase in seconds else "-"
+            for place, phase in enumerate(PHASES)
+        ]
+        rows.append((each.id, *shown, f"{sum(seconds.values()):.1f}", each.detail or "-"))
+    as_table(("REPLICA", *(f"{phase.upper()} (s)" for phase in PHASES), "ALL (s)", "MODEL"), rows)

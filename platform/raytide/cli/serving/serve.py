@@ -26,7 +26,8 @@ from raytide.sdk.script import parse_range, with_resources
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="A Hugging Face directory, registry:NAME@ALIAS, or a ServeSpec in a YAML file.")
+        str | None,
+        typer.Argument(help="A Hugging Face directory or its URL, registry:NAME@ALIAS, or a ServeSpec in a YAML file."),
     ] = None,
     name: Annotated[str, typer.Option(help="The name of the endpoint and of its model.")] = "",
     replicas: Annotated[str, typer.Option(help="`2`, or `1:4` to follow the load; the default is 1.")] = "",
@@ -158,7 +159,8 @@ def _spec(
     if model.endswith((".yaml", ".yml")):
         fields, where = dict(load_yaml(model)), model
     else:
-        fields, where = named_model(model if model.startswith(SCHEME) else str(Path(model).resolve())), "serve"
+        is_path = "://" not in model and not model.startswith(SCHEME)
+        fields, where = named_model(str(Path(model).resolve()) if is_path else model), "serve"
     fields |= {key: value for key, value in names.items() if value}
     own = fields.get("replicas", {})
     if replicas and isinstance(own, Mapping):  # the spec rejects anything else

@@ -32,7 +32,14 @@ MARKS = ("RAYTIDE_CLUSTER", "RAYTIDE_NODE")
 
 WITH_COMMANDS = (*_SYSTEM, *_DEVICES, *_LIBRARIES, *MARKS)
 """The environment of users' commands. It excludes Ray's variables, because Ray's token allows everything in Ray."""
-ON_NODES = (*WITH_COMMANDS, "RAYTIDE_HOME", "RAYTIDE_CLUSTER_NAME", "RAYTIDE_PASS", "RAYTIDE_MLFLOW_*")
+ON_NODES = (
+    *WITH_COMMANDS,
+    "RAYTIDE_HOME",
+    "RAYTIDE_CLUSTER_NAME",
+    "RAYTIDE_PASS",
+    "RAYTIDE_MLFLOW_*",
+    "RAYTIDE_MODEL_*",
+)
 """The environment of raylets, and so of the drivers, trainers and replicas below them, which are raytide's programs."""
 
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)

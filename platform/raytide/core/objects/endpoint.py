@@ -88,8 +88,9 @@ class ServeSpec(Config):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Also the OpenAI model name."""
     model: bounds.Location
-    """A Hugging Face directory that every node can read, or a registered model: `registry:NAME@ALIAS` or
-    `registry:NAME:VERSION`, in whose place the API puts its directory."""
+    """A Hugging Face directory that every node can read, its URL in an object store, from which each node copies it
+    once, or a registered model: `registry:NAME@ALIAS` or `registry:NAME:VERSION`, in whose place the API puts its
+    location."""
     version: bounds.Word = ""
     """The registered version in `model`, as `NAME:VERSION`; the API sets it."""
     team: bounds.Name = "default"
@@ -264,6 +265,19 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaStartup:
+    """The start of one replica."""
+
+    id: str
+    ordered_at_s: float
+    phases: tuple[tuple[str, float], ...]
+    """`node`, `process`, `stage`, `load` and `warm-up`, as far as it has come, with the seconds of each."""
+    is_ready: bool
+    detail: str = ""
+    """The copied bytes of the model, where it is in an object store."""
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointLoad:
     """The last reports of an endpoint's replicas and router, and when Serve reported."""
 
@@ -281,6 +295,8 @@ class EndpointLoad:
     """Requests that no replica has accepted yet, so that none counts them."""
     moving: tuple[str, ...] = ()
     """The part of `replica_nodes` whose replicas, of several members, Serve is moving."""
+    startups: tuple[ReplicaStartup, ...] = ()
+    """The starts of all replicas that are there or start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from raytide.actors.trainer.data.shard_check import ShardCheck
 from raytide.actors.trainer.data.token_dataset import BatchSampler, TokenData
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import DataError, StorageError, WaitTimeoutError
+from raytide.core.io.private_folder import lock, private_folder
 from raytide.core.specs.train import TrainSpec
 
 HALF = "shards/00000.bin"
@@ -137,7 +138,7 @@ def test_processes_that_open_it_together_share_the_work(mine: Path, hashed: list
 
 def test_a_note_that_is_torn_is_made_again(mine: Path, hashed: list[str]) -> None:
     TokenData(str(mine), 32)
-    for note in local_copy.private_folder("checked").glob("*.json"):
+    for note in private_folder("checked").glob("*.json"):
         note.write_text("{")
     TokenData(str(mine), 32)
     assert len(hashed) == 6
@@ -232,7 +233,7 @@ def test_a_copy_that_does_not_fit_is_refused_with_both_numbers_and_leaves_nothin
         TokenData(remote(mine, "staged-3"), 32)
     monkeypatch.undo()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(scratch))
-    assert [path.suffix for path in local_copy.private_folder("datasets").iterdir()] == [".lock"]
+    assert [path.suffix for path in private_folder("datasets").iterdir()] == [".lock"]
     assert TokenData("memory://staged-3", 32).n_sequences > 0
 
 
@@ -258,18 +259,18 @@ def test_a_folder_that_somebody_else_prepared_is_refused(scratch: Path, tmp_path
         top.mkdir()
         top.chmod(0o777)
     with pytest.raises(StorageError):
-        local_copy.private_folder("datasets")
+        private_folder("datasets")
 
 
 def test_the_folder_and_what_is_in_it_belong_to_this_user_alone(mine: Path) -> None:
     TokenData(str(mine), 32)
-    folder = local_copy.private_folder("checked")
+    folder = private_folder("checked")
     assert {path.stat().st_mode & 0o077 for path in [folder.parent, folder, *folder.iterdir()]} == {0}
 
 
 def test_a_lock_that_is_never_let_go_of_ends_the_wait(tmp_path: Path) -> None:
-    with local_copy.lock(tmp_path / "x"), pytest.raises(WaitTimeoutError, match="another process has held"):
-        local_copy.lock(tmp_path / "x", timeout_s=0.0).__enter__()
+    with lock(tmp_path / "x"), pytest.raises(WaitTimeoutError, match="another process has held"):
+        lock(tmp_path / "x", timeout_s=0.0).__enter__()
 
 
 def test_batches_take_any_data_with_its_vocabulary(dataset: Path, spec: TrainSpec) -> None:

@@ -77,6 +77,7 @@ class EndpointService:
                 cold_start_s=cold_start_s(endpoint.spec.replicas, load),
                 cold_start_is_learned=bool(load and load.traffic and load.traffic.cold_start_s is not None),
                 paces=load.traffic.paces if load and load.traffic else {},
+                startups=load.startups if load else (),
             )
             for endpoint in self._store.endpoints(ended=True)
             if caller.sees(endpoint.spec.team)

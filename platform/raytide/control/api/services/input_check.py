@@ -93,9 +93,9 @@ class Inputs:
             check_url(url)
 
     def check_model(self, model: str, caller: Caller) -> None:
-        """Raises DataError if the model is not a model directory."""
+        """Raises DataError if the model is a local path that is no model directory, or if a URL is not allowed."""
         check_url(model)
-        if local_path(model) is None or self._look(join(model, "config.json"), caller, most=0).is_missing:
+        if self._look(join(model, "config.json"), caller, most=0).is_missing:
             raise DataError(f"{model} is not a model directory: it has no config.json.", hint="Use an exported model.")
 
     def _look(self, url: str, caller: Caller, most: int = _MOST_BYTES) -> FileCheck:

@@ -1,0 +1,199 @@
+"""A cache on this node of model directories from object stores, by content: each is copied once, whoever asks for it.
+
+Two files and a folder make an entry. `KEY.lock` holds its size in bytes, and is locked: exclusively while the files are
+copied or deleted, shared for as long as a process uses them; the kernel frees it when that ends. The folder `KEY`
+appears by a rename once its copy is whole. `KEY.*.part` is a copy in progress or a torn one, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytide.actors.models.remote_directory import RemoteDirectory
+from raytide.core.config import environment
+from raytide.core.errors import ConfigError, DataError, StorageError
+from raytide.core.io.private_folder import (
+    LOCK_TIMEOUT_S,
+    MARGIN_BYTES,
+    held_too_long,
+    lock,
+    lock_file,
+    private_folder,
+    take,
+)
+from raytide.core.io.private_paths import check_named
+from raytide.core.io.storage import check_url, full_disk_is_an_error, local_path
+
+CACHE_GB = "MODEL_CACHE_GB"
+"""The environment variable RAYTIDE_MODEL_CACHE_GB has the cache's capacity on a node."""
+_SHARE_OF_DISK = 0.5
+_POLL_S = 0.1
+_KEY = re.compile(r"[0-9a-f]{32}\.lock")
+
+Progress = Callable[[int, int], None]
+"""It is called now and then with the bytes that are there, and all."""
+
+
+@dataclass(slots=True)
+class StagedModel:
+    """A model directory on this node. Until `close`, or this process's end, nobody deletes it."""
+
+    path: str
+    bytes: int = 0
+    """The bytes that were copied for this user: none where the directory was there."""
+    _lock: int | None = None
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def staged_model(location: str, on_progress: Progress = lambda done, total: None) -> StagedModel:
+    """Returns the directory of a model or adapter, which is copied to this node if it is in an object store.
+
+    Blocks, for as long as bytes arrive. Raises DataError for a location that is not allowed or cannot be read,
+    DeniedError for one outside the data roots, StorageError if it does not fit, WaitTimeoutError if nothing arrives.
+    """
+    if (path := local_path(location)) is not None:
+        return StagedModel(path)
+    check_url(location)
+    check_named(location, "a model")
+    return ModelCache(private_folder("models"), capacity_bytes()).stage(location, on_progress)
+
+
+def capacity_bytes() -> int:
+    """Returns the cache's capacity: RAYTIDE_MODEL_CACHE_GB, else half of its disk."""
+    if (text := environment(CACHE_GB)) is None:
+        return int(shutil.disk_usage(private_folder("models")).total * _SHARE_OF_DISK)
+    try:
+        capacity = int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        capacity = 0
+    if capacity <= 0:
+        raise ConfigError(f"RAYTIDE_{CACHE_GB} is {text!r}.", hint="Give the gigabytes that models may take: 200.")
+    return capacity
+
+
+class ModelCache:
+    """The entries in one folder, which many processes share."""
+
+    def __init__(self, folder: Path, capacity: int, *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        self._folder, self._capacity, self._lock_timeout_s = folder, capacity, lock_timeout_s
+
+    def stage(self, url: str, on_progress: Progress = lambda done, total: None) -> StagedModel:
+        """Returns the copy of a model directory, which is made if there is none."""
+        remote = RemoteDirectory.read(url)
+        home, lock_path = self._folder / remote.key, self._folder / f"{remote.key}.lock"
+        deadline_s, copied = time.monotonic() + self._lock_timeout_s, 0
+        while True:
+            handle = lock_file(lock_path)
+            try:
+                is_ours = not home.is_dir() and take(handle, fcntl.LOCK_EX) and _is_at(handle, lock_path)
+                if is_ours and not home.is_dir():
+                    self._copy(remote, home, handle, on_progress)
+                    copied = remote.bytes
+                if home.is_dir() and take(handle, fcntl.LOCK_SH) and _is_at(handle, lock_path) and home.is_dir():
+                    os.utime(handle)
+                    return StagedModel(str(home), copied, handle)
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)
+            if time.monotonic() > deadline_s:
+                raise held_too_long(lock_path, self._lock_timeout_s)
+            time.sleep(_POLL_S)
+
+    def _copy(self, remote: RemoteDirectory, home: Path, handle: int, on_progress: Progress) -> None:
+        """Copies the files and shows the folder once it is whole. The entry is locked exclusively."""
+        with lock(self._folder / "room.lock"):
+            self._make_room(remote)
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, str(remote.bytes).encode(), 0)
+        _delete_parts(home)
+        part = home.with_name(f"{home.name}.{secrets.token_hex(4)}.part")
+        try:
+            with full_disk_is_an_error(f"{remote.url} to {part}"):
+                part.mkdir(mode=0o700)
+                remote.copy_to(part, on_progress)
+                if RemoteDirectory.read(remote.url).key != remote.key:
+                    raise DataError(f"{remote.url} changed while it was read.", hint="Use a model that is complete.")
+                part.rename(home)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _make_room(self, remote: RemoteDirectory) -> None:
+        """Deletes the entries that were not used for the longest time until the model fits."""
+        if remote.bytes > self._capacity:
+            raise StorageError(
+                f"{remote.url} has {remote.bytes / 1e9:.3f} GB, more than this node keeps of all models.",
+                hint=f"RAYTIDE_{CACHE_GB} raises the {self._capacity / 1e9:.3f} GB; TMPDIR names another disk.",
+            )
+        sizes = {path: _size(path) for path in self._folder.iterdir() if _KEY.fullmatch(path.name)}
+        sizes.pop(self._folder / f"{remote.key}.lock", None)
+        used = sum(sizes.values())
+        for path in sorted(sizes, key=_used_at_s):
+            if self._fits(remote, used):
+                return
+            if _delete(path):
+                used -= sizes[path]
+        if not self._fits(remote, used):
+            raise StorageError(
+                f"{remote.url} needs {remote.bytes / 1e9:.3f} GB in {self._folder}, where models in use take "
+                f"{used / 1e9:.3f} GB of {self._capacity / 1e9:.3f}.",
+                hint=f"End other endpoints here, free space, or raise RAYTIDE_{CACHE_GB}.",
+            )
+
+    def _fits(self, remote: RemoteDirectory, used: int) -> bool:
+        free = shutil.disk_usage(self._folder).free
+        return used + remote.bytes <= self._capacity and remote.bytes + MARGIN_BYTES <= free
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Returns whether an open lock is still the entry's, and was not deleted with it."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return 0
+
+
+def _used_at_s(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _delete(path: Path) -> bool:
+    """Deletes an entry by its lock's path; returns False if it is in use."""
+    handle = lock_file(path)
+    try:
+        if not take(handle, fcntl.LOCK_EX):
+            return False
+        home = path.with_suffix("")
+        with suppress(FileNotFoundError):  # a deletion that is interrupted leaves no torn folder under its name
+            home.rename(home.with_name(f"{home.name}.{secrets.token_hex(4)}.part"))
+        _delete_parts(home)
+        path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(handle)
+
+
+def _delete_parts(home: Path) -> None:
+    for part in home.parent.glob(f"{home.name}.*.part"):
+        shutil.rmtree(part, ignore_errors=True)

@@ -1,0 +1,252 @@
+"""A model directory in an object store: its files, the digest of its content, and a bounded, parallel copy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytide.core.errors import DataError, RaytideError, WaitTimeoutError
+from raytide.core.io.storage import open_url
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+STALL_S = 120.0
+"""The seconds without a byte, or for a listing, after which a store is given up."""
+MOST_ENTRIES = 10_000
+_PIECE_BYTES = 8 << 20
+_THREADS = 8
+_POLL_S = 0.2
+_WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+"""The files of a model or adapter that engines read; in subfolders only those of JSON (pooling)."""
+_CONTENT_TAG = re.compile(r"[0-9a-f]{32}(-[0-9]+)?|[A-Za-z0-9+/]{22}==|[0-9a-f]{40}|[0-9a-f]{64}")
+"""A tag of a file that depends on its content alone: S3's ETag, MD5 as base64, git's blob, SHA-256."""
+_TAGS = ("sha256", "blob_id", "md5Hash", "ETag", "etag")
+_TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    path: str
+    bytes: int
+    tag: str
+    """It changes with the file's content."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDirectory:
+    """The files of a model directory by their names in it, as they were listed."""
+
+    url: str
+    files: Mapping[str, RemoteFile]
+    key: str
+    """A digest of names, sizes and tags; of the URL too where a tag is not one of the content."""
+
+    @classmethod
+    def read(cls, url: str) -> RemoteDirectory:
+        """Lists the directory. Raises DataError if it is none of a model, or cannot be read."""
+
+        def listing() -> dict[str, RemoteFile]:
+            fs, root = open_url(url)
+            fs.invalidate_cache()
+            return dict(_files(fs, root, url))
+
+        files = _within(STALL_S, url, listing)
+        if not files.keys() & {"config.json", "adapter_config.json"}:
+            raise DataError(
+                f"{url} is not a model directory: it has no config.json.", hint="Check the URL; it names a folder."
+            )
+        return cls(url, files, _digest(url, files))
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+    def copy_to(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
+        """Copies all files, each exactly as long as it was listed. A few pieces are in memory at a time."""
+        fs, _ = open_url(self.url)
+        for name in self.files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = _Copy(fs, self, folder)
+        for _ in range(_THREADS):
+            threading.Thread(target=copy.run, name="copy of a model", daemon=True).start()
+        done, moved_s = 0, time.monotonic()
+        try:
+            while not copy.ended.wait(_POLL_S):
+                if copy.done > done:
+                    done, moved_s = copy.done, time.monotonic()
+                    on_progress(done, self.bytes)
+                elif time.monotonic() - moved_s > STALL_S:
+                    raise _stalled(self.url, STALL_S)
+        finally:
+            copy.is_cancelled = True
+        if copy.error is not None:
+            raise copy.error
+        _sync(folder)
+
+
+class _Copy:
+    """The threads' common state."""
+
+    def __init__(self, fs: AbstractFileSystem, remote: RemoteDirectory, folder: Path) -> None:
+        self._fs, self._remote, self._folder = fs, remote, folder
+        self._left = deque(
+            (name, start) for name, file in remote.files.items() for start in range(0, max(1, file.bytes), _PIECE_BYTES)
+        )
+        self._lock = threading.Lock()
+        self._running = _THREADS
+        self.done = 0
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
+        self.is_cancelled = False
+
+    def run(self) -> None:
+        try:
+            while not (self.is_cancelled or self.error):
+                try:
+                    name, start = self._left.popleft()
+                except IndexError:
+                    break
+                self._piece(name, start)
+        except BaseException as error:
+            self.error = self.error or error
+        with self._lock:
+            self._running -= 1
+            if self._running == 0 or self.error:
+                self.ended.set()
+
+    def _piece(self, name: str, start: int) -> None:
+        file = self._remote.files[name]
+        size = min(_PIECE_BYTES, file.bytes - start)
+        try:
+            piece = self._fs.cat_file(file.path, start=start, end=start + size) if size else b""
+        except Exception as error:
+            raise _unreadable(f"{self._remote.url}: {name}", error) from error
+        if len(piece) != size:
+            raise DataError(
+                f"{self._remote.url}: {name} has fewer bytes than the {file.bytes} that were listed.",
+                hint="Use a model that is complete.",
+            )
+        if self.is_cancelled:
+            return
+        handle = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            written = 0
+            while written < size:
+                written += os.pwrite(handle, memoryview(piece)[written:], start + written)
+        finally:
+            os.close(handle)
+        with self._lock:
+            self.done += size
+
+
+def _files(fs: AbstractFileSystem, root: str, url: str) -> Iterator[tuple[str, RemoteFile]]:
+    root = root.rstrip("/")
+    pending, seen = [root], 0
+    while pending:
+        folder = pending.pop()
+        for info in _entries(fs, folder, url):
+            seen += 1
+            if seen > MOST_ENTRIES:
+                raise DataError(f"{url} has more than {MOST_ENTRIES} entries.", hint="Name a folder of one model.")
+            name = _name(str(info["name"]), root, url)
+            parts = name.split("/")
+            if any(part.startswith(".") for part in parts):
+                continue
+            if info["type"] == "directory":
+                if folder == root and name:
+                    pending.append(f"{root}/{name}")
+            elif name and any(fnmatchcase(name, each) for each in (_WANTED if len(parts) == 1 else _WANTED[:1])):
+                yield name, RemoteFile(str(info["name"]), int(info["size"] or 0), _tag(info))
+
+
+def _entries(fs: AbstractFileSystem, folder: str, url: str) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = fs.ls(folder, detail=True)
+    except RaytideError:
+        raise
+    except FileNotFoundError:
+        raise DataError(f"{url} does not exist.", hint="Check the URL.") from None
+    except Exception as error:
+        raise _unreadable(url, error) from error
+    return found
+
+
+def _name(path: str, root: str, url: str) -> str:
+    """Returns an entry's name in the directory; "" for the directory itself."""
+    path = path.rstrip("/")
+    if path == root:
+        return ""
+    name = path.removeprefix(f"{root}/")
+    if (
+        name == path
+        or any(part in ("", ".", "..") for part in name.split("/"))
+        or "\\" in name
+        or not name.isprintable()
+    ):
+        raise DataError(f"{url}: a file is named {path[:200]!r}.", hint="Names must stay in the folder.")
+    return name
+
+
+def _tag(info: Mapping[str, Any]) -> str:
+    for each in (*_TAGS, *_TIMES):
+        if info.get(each):
+            return str(info[each]).strip('"')
+    return ""
+
+
+def _digest(url: str, files: Mapping[str, RemoteFile]) -> str:
+    is_content = all(_CONTENT_TAG.fullmatch(file.tag) for file in files.values())
+    listed = [[name, file.bytes, file.tag] for name, file in sorted(files.items())]
+    text = json.dumps(["" if is_content else url, listed])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _within(timeout_s: float, url: str, work: Callable[[], dict[str, RemoteFile]]) -> dict[str, RemoteFile]:
+    """Returns the result of `work`, whose thread is abandoned when it takes too long."""
+    found: list[dict[str, RemoteFile]] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="listing of a model", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if found:
+        return found[0]
+    if not failed:
+        raise _stalled(url, timeout_s)
+    raise failed[0] if isinstance(failed[0], RaytideError) else _unreadable(url, failed[0])
+
+
+def _stalled(url: str, timeout_s: float) -> WaitTimeoutError:
+    return WaitTimeoutError(f"{url}: nothing arrived for {timeout_s:g} s.", hint="Check the store and the network.")
+
+
+def _unreadable(what: str, error: BaseException) -> DataError:
+    text = f"{type(error).__name__}: {error}"[:300]
+    return DataError(f"cannot read {what}: {text}.", hint="Check the URL, and the credentials on the nodes.")
+
+
+def _sync(folder: Path) -> None:
+    """Writes the files to the disk, so that a crash of the machine leaves no whole folder of torn files."""
+    for path in (*folder.rglob("*"), folder):
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,65 @@
+"""The start of a replica, phase by phase: the replica publishes it in the GCS, and the controller reads it.
+
+`node` ends with a worker process on a node, `process` when that runs raytide's code (environment, image), `stage` when
+the model is on the node, `load` and `warm-up` in the engine's process.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+
+from raytide.core.objects.endpoint import ReplicaStartup
+
+READY = "ready"
+_PROGRESS_S = 1.0
+
+
+class StartupLog:
+    """Publishes the phases of this replica's start with `put`, which stores a value in the GCS."""
+
+    def __init__(self, put: Callable[[bytes], object], process_at_s: float) -> None:
+        self._put = put
+        self._phases: list[tuple[str, float]] = [("process", process_at_s)]
+        self._detail = ""
+        self._told_s = 0.0
+
+    def begin(self, phase: str) -> None:
+        """Ends the phase before this one."""
+        self._phases.append((phase, time.time()))
+        self._publish()
+
+    def progress(self, done: int, total: int) -> None:
+        """Reports the copied bytes, at most once a second."""
+        if time.monotonic() - self._told_s > _PROGRESS_S:
+            self._told_s = time.monotonic()
+            self._detail = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
+            self._publish()
+
+    def staged(self, copied: int) -> None:
+        """Reports the bytes that were copied in all."""
+        self._detail = f"{copied / 1e9:.2f} GB copied" if copied else ""
+
+    def _publish(self) -> None:
+        self._put(json.dumps({"phases": self._phases, "detail": self._detail}).encode())
+
+
+def startup_of(replica: str, ordered_at_s: float, published: bytes | None, now_s: float) -> ReplicaStartup:
+    """Returns the start of a replica that Serve ordered at a time; without a report it still waits for a node."""
+    report: Mapping[str, object] = json.loads(published) if published else {}
+    phases = report.get("phases")
+    begun = [("node", ordered_at_s), *(phases if isinstance(phases, list) else [])]
+    ends = [*(float(at_s) for _, at_s in begun[1:]), now_s]
+    is_ready = begun[-1][0] == READY
+    return ReplicaStartup(
+        id=replica,
+        ordered_at_s=ordered_at_s,
+        phases=tuple(
+            (str(name), max(0.0, end_s - max(float(at_s), ordered_at_s)))
+            for (name, at_s), end_s in zip(begun, ends, strict=True)
+            if name != READY
+        ),
+        is_ready=is_ready,
+        detail=str(report.get("detail", "")),
+    )
