@@ -12,7 +12,7 @@ from raytide.control.client import ApiClient
 from raytide.control.views import to_json
 
 PHASES = ("node", "process", "stage", "load", "warm-up")
-endpoint = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show endpoints.")
+endpoint = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show endpoints and their adapters.")
 
 
 @endpoint.command()

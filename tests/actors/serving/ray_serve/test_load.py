@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.ray_serve import policy
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.actors.serving.ray_serve.control import _load
+from raytide.actors.serving.ray_serve.keys import load_key, queue_key
 from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaLoad
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -38,7 +40,9 @@ def passed_on(load: dict[str, float], at_s: float, queued: float = 0.0, ids: tup
     ctx: Any = SimpleNamespace(raw_metrics={**series, "running_requests": {SimpleReplica("r2"): []}})
     published = {"at_s": at_s + 1, "replicas": policy._replica_stats(ctx)}
     application = Application(ready=1, ready_on={"r1": "ray-1"}, replica_ids=frozenset(ids))
-    return _load(application, json.dumps(published).encode(), queued)
+    waiting = {"at_s": time.time(), "queued": queued}
+    keys = {load_key("m"): published, queue_key("m", "gateway"): waiting}
+    return _load("m", application, {key: json.dumps(value).encode() for key, value in keys.items()})
 
 
 class SimpleReplica:

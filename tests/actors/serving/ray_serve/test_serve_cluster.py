@@ -170,6 +170,13 @@ def test_an_endpoint_outlives_the_controller_that_deployed_it(control: ServeCont
     assert answer.headers.get_list("x-request-id") == ["mine"]
 
 
+def test_the_start_of_a_replica_is_shown_phase_by_phase(control: ServeControl) -> None:
+    (startup,) = load_of(control).startups
+    assert [name for name, _ in startup.phases] == ["node", "process", "stage", "load"]
+    assert startup.is_ready
+    assert startup.id in pids(control)
+
+
 def test_deploying_the_same_endpoint_again_changes_nothing(control: ServeControl) -> None:
     before = pids(control)
     control.start()
