@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
@@ -135,6 +135,17 @@ async def test_no_request_stays_counted(leaves: bool) -> None:
         await stream.aclose()  # type: ignore[attr-defined]
         for assigned in engine._replicas.router._assigned.values():
             assert (assigned.pending_tokens, len(assigned.in_flight), len(assigned.unanswered)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_stream_that_is_closed_has_left_its_engine(temperature: float) -> None:
+    """Otherwise the id would still be in use there when the request is sent again."""
+    async with replicas(count=1, tokens_per_s=50.0) as addresses, gateway(addresses) as engine:
+        sampling = SamplingParams(temperature=temperature, max_tokens=1000)
+        request = GenRequest(request_id="a", prompt=PROMPT, sampling=sampling)
+        for _ in range(3):
+            async with asyncio.timeout(TIMEOUT_S), aclosing(engine.generate(request)) as stream:  # type: ignore[type-var]
+                assert await anext(stream)
 
 
 async def test_equal_greedy_requests_are_computed_once_by_all_replicas_together() -> None:

@@ -57,11 +57,13 @@ class RemoteEngine(BasicEngine):
                 await loop.create_connection(lambda: connection, *self._address)
                 connection.send([Kind.OPEN, wire.VERSION, self._secret])
                 info: EngineInfo = await connection.hello
+            self._connection = connection
+            return info
         except (OSError, TimeoutError, EngineDeadError) as error:
-            connection.close()
             raise EngineDeadError(f"engine {self.name} does not answer: {error!r}.", hint="Retry elsewhere.") from error
-        self._connection = connection
-        return info
+        finally:
+            if self._connection is not connection:
+                connection.close()
 
     @property
     def is_connected(self) -> bool:

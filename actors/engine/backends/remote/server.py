@@ -94,7 +94,7 @@ class EngineServer:
     def is_known(self, secret: object) -> bool:
         return isinstance(secret, str) and hmac.compare_digest(secret.encode(errors="replace"), self._secret)
 
-    def opened(self, connection: _Connection) -> None:
+    def accepted(self, connection: _Connection) -> None:
         self._connections.add(connection)
 
     def closed(self, connection: _Connection) -> None:
@@ -103,7 +103,7 @@ class EngineServer:
     def add_prefix(self, sender: _Connection, prefix: bytes) -> None:
         """Notes a prefix for the other clients, which will find it in the cache."""
         for connection in self._connections:
-            if connection is not sender:
+            if connection.is_open and connection is not sender:
                 connection.prefixes.append(prefix)
 
     async def status(self) -> list[Any]:
@@ -121,7 +121,7 @@ class EngineServer:
 
     async def _report_once(self) -> None:
         packed = wire.pack(await self.status())
-        for connection in list(self._connections):
+        for connection in [each for each in self._connections if each.is_open]:
             if connection.prefixes:
                 connection.write(wire.pack([Kind.PREFIXES, list(connection.prefixes)]))
                 connection.prefixes.clear()
@@ -137,7 +137,8 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._unpacker = wire.unpacker()
-        self._is_open = False
+        self.is_open = False
+        """True once the client has shown that it knows the secret."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._chunks: list[list[Any]] = []
         self._new_tokens: dict[int, bytes] = {}
@@ -149,6 +150,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods alone
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._opening = self._loop.call_later(_OPEN_TIMEOUT_S, self._transport.abort)
+        self._server.accepted(self)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -180,7 +182,7 @@ class _Connection(asyncio.Protocol):
 
     def _take(self, message: list[Any]) -> None:
         kind = message[0]
-        if not self._is_open:
+        if not self.is_open:
             self._open(message)
         elif kind == Kind.GENERATE:
             self._start(message[1], self._generate(*message[1:]))
@@ -196,8 +198,7 @@ class _Connection(asyncio.Protocol):
         if kind != Kind.OPEN or version != wire.VERSION or not self._server.is_known(secret):
             raise ValueError("the first message does not open the connection")
         self._opening.cancel()
-        self._is_open = True
-        self._server.opened(self)
+        self.is_open = True
         self.write(wire.pack([Kind.HELLO, wire.pack_info(self._server.info)]))
         self._start(-1, self._first_status())
 

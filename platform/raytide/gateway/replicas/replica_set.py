@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
@@ -67,11 +67,13 @@ class Replica:
     async def generate(self, request: GenRequest, waited_s: float, prefix: bytes) -> AsyncIterator[GenChunk]:
         self.in_flight += 1
         try:
-            with self._noticing_death():
-                async for chunk in self.engine.generate(request, waited_s=waited_s, prefix=prefix):
-                    if chunk.finish_reason == "abort":  # its engine has died, or its drain is over
-                        raise EngineDeadError(f"replica {self.name} ended the request.", hint="Retry.")
-                    yield chunk
+            stream = self.engine.generate(request, waited_s=waited_s, prefix=prefix)
+            async with aclosing(stream):  # type: ignore[type-var]
+                with self._noticing_death():
+                    async for chunk in stream:
+                        if chunk.finish_reason == "abort":  # its engine has died, or its drain is over
+                            raise EngineDeadError(f"replica {self.name} ended the request.", hint="Retry.")
+                        yield chunk
         finally:
             self.in_flight -= 1
 

@@ -1,0 +1,66 @@
+"""Connections between an engine's process and its clients: how they end, and what does not end them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from raytide.actors.engine import FakeEngine
+from raytide.actors.engine.backends.remote import client, server
+from raytide.actors.engine.backends.remote.client import RemoteEngine
+from raytide.actors.engine.backends.remote.server import EngineServer
+from raytide.actors.engine.base import Engine
+
+TIMEOUT_S = 20.0
+
+
+@asynccontextmanager
+async def served(engine: Engine) -> AsyncIterator[tuple[EngineServer, int]]:
+    """Yields the server of an engine and its port."""
+    found = EngineServer(engine, await engine.start(), "secret", problem=_no_problem)
+    port = await found.listen("127.0.0.1")
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield found, port
+    finally:
+        await found.close()
+        await engine.shutdown()
+
+
+async def _no_problem() -> None:
+    return None
+
+
+async def test_a_closed_server_ends_connections_that_have_not_said_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_OPEN_TIMEOUT_S", 600.0)
+    async with served(FakeEngine()) as (closed, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while not closed._connections:
+            await asyncio.sleep(0.01)
+        await closed.close()
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_start_that_is_cancelled_closes_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_SILENCE_S", 600.0)
+    received: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            received.put_nowait(data)
+        received.put_nowait(b"")
+        writer.close()
+
+    async with asyncio.timeout(TIMEOUT_S), await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listening:
+        starting = asyncio.create_task(RemoteEngine("127.0.0.1", _port(listening), "secret").start())
+        assert await received.get() != b""
+        starting.cancel()
+        assert await received.get() == b""
+
+
+def _port(listening: asyncio.Server) -> int:
+    return int(listening.sockets[0].getsockname()[1])
