@@ -60,6 +60,11 @@ class Gateway:
         self.listing[name] = EndpointEntry(entry.spec, entry.created_at_s, left)
         self.models.update(self.listing)
 
+    async def close(self) -> None:
+        await self.models.close()
+        for server in self.servers.values():
+            await server.close()
+
 
 @asynccontextmanager
 async def running_gateway(*, requires_keys: bool = False) -> AsyncIterator[Gateway]:
@@ -70,10 +75,9 @@ async def running_gateway(*, requires_keys: bool = False) -> AsyncIterator[Gatew
         transport = httpx.ASGITransport(app=app)
         http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://gateway"))
         gateway = Gateway(http, models)
+        stack.push_async_callback(tenancy.close)
+        stack.push_async_callback(gateway.close)
         yield gateway
-        await models.close()
-        for server in gateway.servers.values():
-            await server.close()
 
 
 async def until(holds: Callable[[], Awaitable[bool]]) -> None:

@@ -31,19 +31,23 @@ async def replicas(count: int = 3, **options: object) -> AsyncIterator[dict[str,
     addresses = {}
     for at, server in enumerate(servers):
         addresses[f"r{at}"] = ReplicaAddress("127.0.0.1", await server.listen("127.0.0.1"), "secret")
-    yield addresses
-    for server, engine in zip(servers, engines, strict=True):
-        await server.close()
-        await engine.shutdown()
+    try:
+        yield addresses
+    finally:
+        for server, engine in zip(servers, engines, strict=True):
+            await server.close()
+            await engine.shutdown()
 
 
 @asynccontextmanager
 async def gateway(addresses: dict[str, ReplicaAddress]) -> AsyncIterator[RoutedEngine]:
     found = ReplicaSet("e")
     found.update(addresses)
-    await until(lambda: len(found.ready) == len(addresses))
-    yield RoutedEngine(found)
-    await found.close()
+    try:
+        await until(lambda: len(found.ready) == len(addresses))
+        yield RoutedEngine(found)
+    finally:
+        await found.close()
 
 
 async def until(holds: Callable[[], bool]) -> None:

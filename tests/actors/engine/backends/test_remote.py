@@ -38,8 +38,8 @@ async def test_a_closed_server_ends_connections_that_have_not_said_the_secret(mo
     monkeypatch.setattr(server, "_OPEN_TIMEOUT_S", 600.0)
     async with served(FakeEngine()) as (closed, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        while not closed._connections:
-            await asyncio.sleep(0.01)
+        other = RemoteEngine("127.0.0.1", port, "secret")
+        await other.start()  # the server accepts in order
         await closed.close()
         assert await reader.read() == b""
         writer.close()
