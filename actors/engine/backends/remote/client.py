@@ -20,6 +20,9 @@ _CONNECT_TIMEOUT_S = 5.0
 _SILENCE_S = 10.0
 """A process that has sent nothing for this long, not even its status, is taken as dead."""
 
+_EMBEDDED_AT_ONCE = 128
+"""Inputs of one call: 2,048 vectors of a large model would be a longer message than a connection takes."""
+
 Item = GenChunk | RaytideError
 
 
@@ -85,7 +88,7 @@ class RemoteEngine(BasicEngine):
         return list(await self._call("decode", prompts))
 
     async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        return list(await self._call("chat_prompt", wire.pack_messages(messages), list(tools)))
+        return list(await self._call("chat_prompt", wire.pack_messages(messages), wire.pack_tools(tools)))
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the text of a token for which log probabilities were received."""
@@ -102,7 +105,10 @@ class RemoteEngine(BasicEngine):
         return int(await self._call("cached_prefix", token_ids, lora, cache_salt))
 
     async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
-        return list(await self._call("embed", batch))
+        vectors: list[list[float]] = []
+        for start in range(0, len(batch), _EMBEDDED_AT_ONCE):
+            vectors += await self._call("embed", batch[start : start + _EMBEDDED_AT_ONCE])
+        return vectors
 
     async def pause(self) -> None:
         await self._call("pause")
@@ -205,8 +211,8 @@ class _Connection(asyncio.Protocol):
     async def call(self, method: str, arguments: Sequence[object]) -> Any:
         key = next(self._keys)
         done = self._calls[key] = self._loop.create_future()
-        self.send([Kind.CALL, key, method, list(arguments)])
         try:
+            self.send([Kind.CALL, key, method, list(arguments)])
             return await done
         finally:
             self._calls.pop(key, None)

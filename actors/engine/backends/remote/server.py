@@ -34,7 +34,9 @@ async def _stats(engine: Engine) -> dict[str, Any]:
 _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
     "tokenize": lambda engine, text: engine.tokenize(text),
     "decode": lambda engine, prompts: engine.decode(prompts),
-    "chat_prompt": lambda engine, turns, tools: engine.chat_prompt(wire.unpack_messages(turns), tools),
+    "chat_prompt": lambda engine, turns, tools: engine.chat_prompt(
+        wire.unpack_messages(turns), wire.unpack_tools(tools)
+    ),
     "cached_prefix": lambda engine, ids, lora, salt: engine.cached_prefix(ids, lora=lora, cache_salt=salt),
     "stats": _stats,
     "abort": lambda engine, request_id: engine.abort(request_id),

@@ -6,6 +6,7 @@ neither side's interpreter pays for each token. Nothing is pickled: the two side
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from enum import IntEnum
@@ -29,7 +30,7 @@ from raytide.actors.engine.types import (
 )
 from raytide.core.errors import EngineError, RaytideError, from_json
 
-VERSION = 2
+VERSION = 3
 _DEFAULT = SamplingParams()
 MAX_MESSAGE_BYTES = 64 << 20
 """A larger message, or as many unread bytes, end the connection."""
@@ -138,6 +139,16 @@ def unpack_messages(packed: Iterable[Mapping[str, Any]]) -> list[Message]:
     return [
         Message(**{**each, "tool_calls": tuple(ToolCallTurn(**call) for call in each["tool_calls"])}) for each in packed
     ]
+
+
+def pack_tools(tools: Iterable[Mapping[str, Any]]) -> str:
+    """Returns tools as JSON text: their schemas may have numbers beyond 64 bits, which msgpack lacks."""
+    return json.dumps(list(tools))
+
+
+def unpack_tools(packed: str) -> list[dict[str, Any]]:
+    tools: list[dict[str, Any]] = json.loads(packed)
+    return tools
 
 
 def pack_error(error: Exception) -> dict[str, str]:

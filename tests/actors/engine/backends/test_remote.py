@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from raytide.actors.engine import FakeEngine
-from raytide.actors.engine.backends.remote import client, server
+from raytide.actors.engine.backends.remote import client, server, wire
 from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.actors.engine.backends.remote.server import EngineServer
-from raytide.actors.engine.base import Engine
+from raytide.actors.engine.base import Engine, Prompt
+from raytide.actors.engine.types import Message
 
 TIMEOUT_S = 20.0
 
@@ -60,6 +62,50 @@ async def test_a_start_that_is_cancelled_closes_its_connection(monkeypatch: pyte
         assert await received.get() != b""
         starting.cancel()
         assert await received.get() == b""
+
+
+class _Engine(FakeEngine):
+    """Records the tools of prompts, and has large embeddings."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        self.tools = tools
+        return await super().chat_prompt(messages)
+
+    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+        return [[float(place)] * 64 for place, _ in enumerate(batch)]
+
+
+async def test_numbers_of_tools_may_be_large() -> None:
+    engine, tools = _Engine(), [{"parameters": {"properties": {"n": {"type": "integer", "maximum": 2**70}}}}]
+    async with served(engine) as (_, port):
+        remote = RemoteEngine("127.0.0.1", port, "secret")
+        await remote.start()
+        await remote.chat_prompt([Message("user", "hello")], tools)
+        await remote.shutdown()
+    assert engine.tools == tools
+
+
+async def test_many_embeddings_do_not_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1 << 17)
+    async with served(_Engine()) as (_, port):
+        remote = RemoteEngine("127.0.0.1", port, "secret")
+        await remote.start()
+        vectors = await remote.embed([[1, 2]] * 1000)
+        assert remote.is_connected
+        await remote.shutdown()
+    assert [len(vector) for vector in vectors] == [64] * 1000
+
+
+async def test_a_call_that_cannot_be_sent_leaves_nothing_behind() -> None:
+    async with served(FakeEngine()) as (_, port):
+        remote = RemoteEngine("127.0.0.1", port, "secret")
+        await remote.start()
+        with pytest.raises(OverflowError):
+            await remote.embed([[2**70]])
+        assert remote._connected()._calls == {}
+        await remote.shutdown()
 
 
 def _port(listening: asyncio.Server) -> int:
