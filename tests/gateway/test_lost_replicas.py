@@ -10,6 +10,7 @@ import pytest
 from tests.gateway.conftest import Gateway, running_gateway, until
 
 from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.gateway.replicas.directory import EndpointEntry
 
 TOKENS = 100
 TEXT = "tide " * (TOKENS // 5)
@@ -61,6 +62,52 @@ async def test_requests_wait_for_a_replacement_when_the_last_replica_dies() -> N
         assert gateway.models.endpoint("m")[1].waiting == 4
         await gateway.deploy("m", FakeEngine(tokens_per_s=100))
         assert {text for _, text, _ in await asyncio.gather(*streams)} == {TEXT}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_recreated", [False, True])
+async def test_streams_of_a_deleted_endpoint_finish_and_end_with_its_replicas(is_recreated: bool) -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("m", FakeEngine(tokens_per_s=100), FakeEngine(tokens_per_s=1))
+        replicas, servers = gateway.models.endpoint("m")[1], dict(gateway.servers)
+        streams = [asyncio.create_task(ask(gateway, prompt=f"{number}", max_tokens=20)) for number in range(8)]
+
+        async def are_on_both() -> bool:
+            return all([(await server.engine.stats()).steps > 0 for server in servers.values()])
+
+        await until(are_on_both)
+        if is_recreated:
+            gateway.listing["m"] = EndpointEntry(gateway.listing["m"].spec, 2.0, {})
+        else:
+            gateway.listing.clear()
+        gateway.models.update(gateway.listing)
+        await asyncio.wait(streams, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        for server in servers.values():
+            await server.close()
+        answers = {(await asyncio.wait_for(stream, 10))[1] for stream in streams}
+        assert answers == {TEXT[:20], "not_found"}
+
+        async def are_gone() -> bool:
+            return not replicas.connected
+
+        await until(are_gone)
+
+
+@pytest.mark.asyncio
+async def test_requests_that_wait_for_a_replica_are_refused_when_their_endpoint_is_deleted() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("m", FakeEngine())
+        replicas = gateway.models.endpoint("m")[1]
+        await gateway.kill("m-0")
+        waiting = asyncio.create_task(ask(gateway))
+
+        async def is_waiting() -> bool:
+            return replicas.waiting == 1
+
+        await until(is_waiting)
+        gateway.listing.clear()
+        gateway.models.update(gateway.listing)
+        assert (await asyncio.wait_for(waiting, 10))[:2] == (404, "not_found")
 
 
 @pytest.mark.asyncio

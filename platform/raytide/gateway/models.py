@@ -40,18 +40,19 @@ class EndpointModels:
         self._gateway = gateway
         self._endpoints: dict[str, _Endpoint] = {}
         self._refused: dict[str, int] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._retired: list[ReplicaSet] = []
+        """Replicas of deleted endpoints, which finish their requests."""
         self.listed = asyncio.Event()
         """Set once the endpoints were read: before that, a model that is not known may exist."""
 
     def update(self, listing: Listing) -> None:
         """Takes over the endpoints and replicas that exist now."""
-        for name in self._endpoints.keys() - listing.keys():
-            self._closing.add(task := asyncio.create_task(self._endpoints.pop(name).replicas.close()))
-            task.add_done_callback(self._closing.discard)
+        for name, old in list(self._endpoints.items()):
+            if name not in listing or listing[name].created_at_s != old.entry.created_at_s:
+                self._retire(self._endpoints.pop(name).replicas)
         for name, entry in listing.items():
             known = self._endpoints.get(name)
-            if known is None or known.entry.created_at_s != entry.created_at_s:
+            if known is None:
                 known = self._endpoints[name] = self._made(name, entry)
             known.entry = entry
             known.replicas.most_waiting = entry.spec.max_ongoing * max(1, entry.spec.replicas.max)
@@ -113,8 +114,12 @@ class EndpointModels:
             await asyncio.sleep(_REPORT_S)
 
     async def close(self) -> None:
-        for found in self._endpoints.values():
-            await found.replicas.close()
+        for replicas in (*(found.replicas for found in self._endpoints.values()), *self._retired):
+            await replicas.close()
+
+    def _retire(self, replicas: ReplicaSet) -> None:
+        replicas.retire()
+        self._retired = [*(each for each in self._retired if each.connected), replicas]
 
     def _made(self, name: str, entry: EndpointEntry) -> _Endpoint:
         spec = entry.spec

@@ -13,7 +13,7 @@ from typing import TypeVar
 from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
-from raytide.core.errors import EngineDeadError, OverloadedError, WaitTimeoutError
+from raytide.core.errors import EngineDeadError, NotFoundError, OverloadedError, WaitTimeoutError
 from raytide.core.logs import logger
 from raytide.gateway.replicas.routing.router import ReplicaState, Router
 
@@ -100,6 +100,7 @@ class ReplicaSet:
         self._addresses: dict[str, ReplicaAddress] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._replicas: dict[str, Replica] = {}
+        self._is_retired = False
         self.token_texts: dict[int, bytes] = {}
         self._changed = asyncio.Event()
 
@@ -114,6 +115,12 @@ class ReplicaSet:
             if name not in self._keepers or self._keepers[name].done():
                 self._keepers[name] = asyncio.create_task(self._keep(name, address))
 
+    def retire(self) -> None:
+        """Ends the endpoint: requests that run may finish where they are, those that wait for a replica are refused."""
+        self._is_retired = True
+        self.update({})
+        self._changed.set()
+
     @property
     def connected(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.engine.is_connected]
@@ -127,7 +134,9 @@ class ReplicaSet:
         return [replica for replica in ready if replica.engine.status.at_s >= since_s] or ready
 
     async def wait_ready(self, timeout_s: float) -> list[Replica]:
-        """Returns the replicas that take requests, as soon as there is one. Raises WaitTimeoutError."""
+        """Returns the replicas that take requests, as soon as there is one. Raises WaitTimeoutError, and NotFoundError
+        for a retired endpoint.
+        """
         if ready := self.ready:
             return ready
         if self.waiting >= self.most_waiting:
@@ -137,6 +146,10 @@ class ReplicaSet:
         self.waiting += 1
         try:
             while not (ready := self.ready):
+                if self._is_retired:
+                    raise NotFoundError(
+                        f"endpoint {self.endpoint} was deleted.", hint="`raytide status` lists endpoints."
+                    )
                 self._changed.clear()
                 async with asyncio.timeout(deadline_s - time.monotonic()):
                     await self._changed.wait()
