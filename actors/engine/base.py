@@ -21,6 +21,8 @@ from raytide.actors.engine.types import (
     GenRequest,
     Message,
     SampleProgress,
+    Timing,
+    TokenUsage,
     check_progress,
 )
 from raytide.core.errors import UsageError
@@ -254,6 +256,16 @@ class StreamProgress:
             return self._request
         pairs = zip(self._token_ids, self._finish_reasons, strict=True)
         return replace(self._request, resume=tuple(SampleProgress(tuple(ids), reason) for ids, reason in pairs))
+
+
+def aborted_chunks(request: GenRequest, prompt_len: int) -> list[GenChunk]:
+    """Returns the chunks of a request that was aborted before it had sequences."""
+    ended = {index for index, each in enumerate(request.resume) if each.finish_reason is not None}
+    running = [index for index in range(request.sampling.n) if index not in ended]
+    chunks = [GenChunk(request.request_id, [], "", "abort", index=index) for index in running]
+    usage = TokenUsage(prompt_len, sum(len(each.token_ids) for each in request.resume))
+    chunks[-1] = replace(chunks[-1], usage=usage, timing=Timing(0.0, 0.0, 0.0))
+    return chunks
 
 
 def required_features(request: GenRequest) -> list[Feature]:

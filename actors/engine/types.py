@@ -87,7 +87,8 @@ class GenRequest:
     the policy "deadline" serves by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no
     prefix.
 
-    `session` is for routers alone: a session's requests go to one replica where that is sensible.
+    `session` is for routers alone: a session's requests go to one replica where that is sensible. `team` and its
+    `weight` are for the sharing of an engine among teams.
 
     `resume` continues a stream that another engine began: it has the progress of each sample by index, and the stream
     has only what follows, as if it had never been cut. Samples beyond it start anew; those that have ended stay so.
@@ -101,6 +102,8 @@ class GenRequest:
     lora: str | None = None
     cache_salt: str = ""
     session: str = ""
+    team: str = ""
+    weight: float = 1.0
     resume: tuple[SampleProgress, ...] = ()
 
     def __post_init__(self) -> None:
@@ -211,7 +214,9 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The properties of a started engine. `features` decides which conformance tests apply."""
+    """The properties of a started engine. `features` decides which conformance tests apply. `max_running` sequences run
+    at once, and `max_waiting` further requests may wait; 0 where that is not known.
+    """
 
     model: str
     backend: str
@@ -221,6 +226,8 @@ class EngineInfo:
     features: frozenset[Feature]
     weights_version: str = ""
     chat: ChatFormat = ChatFormat()
+    max_running: int = 0
+    max_waiting: int = 0
 
 
 @dataclass(slots=True)

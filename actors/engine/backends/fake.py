@@ -16,7 +16,7 @@ from raytide.actors.engine.backends.fake_generator import (
     Prompts,
     direction,
 )
-from raytide.actors.engine.base import BasicEngine, Prompt, check_features, check_resume
+from raytide.actors.engine.base import BasicEngine, Prompt, aborted_chunks, check_features, check_resume
 from raytide.actors.engine.kv_cache.handle import KvHandle, KvHeader
 from raytide.actors.engine.types import (
     EngineInfo,
@@ -55,6 +55,8 @@ class _Live:
     request: GenRequest
     prompt: bytes
     voices: list[CannedGenerator]
+    place: asyncio.Future[bool]
+    """The result is False if it was aborted while it waited for a place."""
     aborted: bool = False
 
 
@@ -87,7 +89,7 @@ class FakeEngine(BasicEngine):
         self._reply = reply.encode("ascii")
         self._pause_s = 1.0 / tokens_per_s if tokens_per_s else 0.0
         self._max_model_len = max_model_len
-        self._max_waiting = max_waiting
+        self._max_running, self._max_waiting = max_running, max_waiting
         self._fail_on, self._die_on = fail_on, die_on
         self._is_dead = False
         self._kv_tokens = kv_tokens
@@ -112,6 +114,8 @@ class FakeEngine(BasicEngine):
             num_blocks=self._kv_tokens or self._stats.num_blocks,
             features=_FEATURES,
             weights_version=self._version,
+            max_running=self._max_running,
+            max_waiting=self._max_waiting,
         )
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
@@ -137,9 +141,13 @@ class FakeEngine(BasicEngine):
         self._stats.waiting += 1
         try:
             try:
-                await self._places.take(request.priority)
+                has_place = await self._places.take(request.priority, live.place)
             finally:
                 self._stats.waiting -= 1
+            if not has_place:
+                for chunk in aborted_chunks(request, len(live.prompt)):
+                    yield chunk
+                return
             self._stats.running += 1
             self._stats.free_blocks -= 1
             try:
@@ -180,7 +188,7 @@ class FakeEngine(BasicEngine):
         voices = [CannedGenerator(request, i, self._reply, room) for i in range(request.sampling.n)]
         for voice, done in zip(voices, request.resume, strict=False):
             voice.replay(done)
-        return _Live(request, prompt, voices)
+        return _Live(request, prompt, voices, asyncio.get_running_loop().create_future())
 
     async def _speak(self, live: _Live, queued_s: float) -> AsyncIterator[GenChunk]:
         request, prompt, clock = live.request, live.prompt, asyncio.get_running_loop().time
@@ -313,6 +321,8 @@ class FakeEngine(BasicEngine):
 
     def _end(self, live: _Live) -> None:
         live.aborted = True
+        if not live.place.done():
+            live.place.set_result(False)
         self._going.set()  # even a paused engine lets its requests go
         if self._stats.state != "serving":
             self._going.clear()

@@ -72,17 +72,17 @@ class PrioritySemaphore:
     def __init__(self, count: int) -> None:
         self._free = count
         self._arrivals = 0
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[int, int, asyncio.Future[bool]]] = []
 
-    async def take(self, priority: int) -> None:
+    async def take(self, priority: int, turn: asyncio.Future[bool]) -> bool:
+        """Returns when `turn` is done: True with a place, False if somebody else has ended it."""
         self._arrivals += 1
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (priority, self._arrivals, turn))
         self._call()
         try:
-            await turn
+            return await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # called and gone at once
+            if not turn.cancelled() and turn.result():  # called and gone at once
                 self.leave()
             raise
 
@@ -95,7 +95,7 @@ class PrioritySemaphore:
             *_, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 self._free -= 1
-                turn.set_result(None)
+                turn.set_result(True)
 
 
 class Prompts:

@@ -32,6 +32,10 @@ class RequestCaller(Protocol):
     def team(self) -> str: ...
 
     @property
+    def weight(self) -> float:
+        """The team's weight in the fair share."""
+
+    @property
     def is_known(self) -> bool:
         """True for the holder of a key."""
 
@@ -49,6 +53,7 @@ class Anybody:
     """The caller where no keys are kept."""
 
     team = "default"
+    weight = 1.0
     is_known = False
     priority = 0
 

@@ -122,6 +122,8 @@ class Server:
                 priority=self._priority(request.priority, caller),
                 cache_salt=_salt(request.cache_salt, caller),
                 session=session,
+                team=caller.team,
+                weight=caller.weight,
             )
             for place, prompt in enumerate(prompts)
         ]

@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeVar
 from raytide.actors.engine.backends.native import kv_transfer, operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.input_processor import Prepared
-from raytide.actors.engine.backends.native.output_processor import Output, RequestFailure, aborted_chunks
+from raytide.actors.engine.backends.native.output_processor import Output, RequestFailure
 from raytide.actors.engine.backends.native.thread import EngineThread
-from raytide.actors.engine.base import BasicEngine, Prompt, check_features
+from raytide.actors.engine.base import BasicEngine, Prompt, aborted_chunks, check_features
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.model.pooling import groups

@@ -99,6 +99,8 @@ class EngineCore:
             features=native_features(config),
             weights_version=self.weights.version,
             chat=self.tokenizer.chat_format,
+            max_running=config.max_running,
+            max_waiting=config.max_waiting,
         )
 
     @property

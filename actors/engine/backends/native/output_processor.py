@@ -132,16 +132,6 @@ class RequestState:
         )
 
 
-def aborted_chunks(request: GenRequest, prompt_len: int) -> list[GenChunk]:
-    """Returns the chunks of a request that was aborted before it had sequences."""
-    ended = {index for index, each in enumerate(request.resume) if each.finish_reason is not None}
-    running = [index for index in range(request.sampling.n) if index not in ended]
-    chunks = [GenChunk(request.request_id, [], "", "abort", index=index) for index in running]
-    usage = TokenUsage(prompt_len, sum(len(each.token_ids) for each in request.resume))
-    chunks[-1] = replace(chunks[-1], usage=usage, timing=Timing(0.0, 0.0, 0.0))
-    return chunks
-
-
 def _merged(chunks: list[GenChunk], index: int) -> GenChunk:
     last = chunks[-1]
     return replace(

@@ -6,16 +6,19 @@ import asyncio
 import hmac
 import logging
 import socket
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from raytide.actors.engine.backends.remote import wire
+from raytide.actors.engine.backends.remote.fair_admission import FairAdmission
 from raytide.actors.engine.backends.remote.load_counters import LoadCounters
 from raytide.actors.engine.backends.remote.wire import Kind
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest, as_request_error
+from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest, as_request_error
 from raytide.core.errors import EngineError, OverloadedError, RaytideError, UsageError
 
 _log = logging.getLogger(__name__)
@@ -27,10 +30,6 @@ _MAX_UNSENT_BYTES = 64 << 20
 """A client that leaves more unread loses its connection, and its requests end."""
 
 
-async def _stats(engine: Engine) -> dict[str, Any]:
-    return wire.pack_stats(await engine.stats())
-
-
 _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
     "tokenize": lambda engine, text: engine.tokenize(text),
     "decode": lambda engine, prompts: engine.decode(prompts),
@@ -38,8 +37,6 @@ _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
         wire.unpack_messages(turns), wire.unpack_tools(tools)
     ),
     "cached_prefix": lambda engine, ids, lora, salt: engine.cached_prefix(ids, lora=lora, cache_salt=salt),
-    "stats": _stats,
-    "abort": lambda engine, request_id: engine.abort(request_id),
     "embed": lambda engine, batch: engine.embed(batch),
     "pause": lambda engine: engine.pause(),
     "resume": lambda engine: engine.resume(),
@@ -64,6 +61,7 @@ class EngineServer:
         slo_ttft_s: float | None = None,
     ) -> None:
         self.engine, self.info = engine, info
+        self.admission = FairAdmission(engine, info)
         self.counters = LoadCounters(slo_ttft_s)
         self.is_draining = False
         self._secret = secret.encode()
@@ -83,7 +81,9 @@ class EngineServer:
         """Tells clients to send no more requests and waits for those that run; returns whether all ended in time."""
         self.is_draining = True
         await self._report_once()
-        return await self.engine.drain(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        await self.admission.drain(timeout_s)
+        return await self.engine.drain(max(0.0, deadline_s - time.monotonic()))
 
     async def close(self) -> None:
         if self._reporting is not None:
@@ -111,10 +111,15 @@ class EngineServer:
     async def status(self) -> list[Any]:
         problem = await self._problem()
         try:
-            stats = await self.engine.stats()
+            stats = await self.stats()
         except RaytideError as error:
             return [Kind.STATUS, None, {}, problem or str(error), self.is_draining]
         return [Kind.STATUS, wire.pack_stats(stats), self.counters.load(stats), problem, self.is_draining]
+
+    async def stats(self) -> EngineStats:
+        """Returns the engine's statistics, with the requests that wait in front of it."""
+        stats = await self.engine.stats()
+        return replace(stats, waiting=stats.waiting + self.admission.waiting)
 
     async def _report(self) -> None:
         while True:
@@ -223,6 +228,10 @@ class _Connection(asyncio.Protocol):
         try:
             if method == "drain":
                 result: object = await self._server.drain(*arguments)
+            elif method == "abort":
+                result = await self._server.admission.abort(*arguments)
+            elif method == "stats":
+                result = wire.pack_stats(await self._server.stats())
             elif method in _CALLS:
                 result = await _CALLS[method](self._server.engine, *arguments)
             else:
@@ -238,7 +247,7 @@ class _Connection(asyncio.Protocol):
         try:
             request = _request(packed)
             tracked = self._server.counters.track(waited_s)
-            async with aclosing(self._server.engine.generate(request)) as chunks:  # type: ignore[type-var]
+            async with aclosing(self._server.admission.generate(request)) as chunks:
                 async for chunk in chunks:
                     tracked.first_chunk()
                     self._add(key, chunk)

@@ -113,6 +113,8 @@ class VllmEngine(BasicEngine):
             num_blocks=core.num_blocks,
             features=core.features,
             chat=self._tokenizer.chat_format,
+            max_running=self._config.max_running,
+            max_waiting=self._config.max_waiting,
         )
 
     async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:

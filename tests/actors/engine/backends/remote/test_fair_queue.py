@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.gateway.tenancy.fair_queue import FairQueue
+from raytide.actors.engine.backends.remote.fair_queue import FairQueue
 
 TEAMS = ("a", "b", "c")
 STEPS = st.lists(
@@ -35,7 +35,9 @@ def test_each_request_goes_once_and_in_the_order_of_its_team(steps: list[tuple[s
             assert queue.remove(gone)
             assert not queue.remove(gone)
         elif what == "pop" and waiting:
-            found = queue.pop()
+            found = queue.head()
+            assert queue.pop() is found is not None
+            assert found.priority == min(each.priority for each in waiting)
             of_team = [each for each in waiting if each.team == found.team]
             assert found is min(of_team, key=lambda each: (each.priority, each.number))
             waiting.remove(found)
@@ -48,7 +50,7 @@ def test_each_request_goes_once_and_in_the_order_of_its_team(steps: list[tuple[s
 @given(STEPS)
 def test_a_light_tenant_never_waits_behind_the_backlog_of_others(steps: list[tuple[str, str, int, int]]) -> None:
     """However the queue came to be, a team that had nothing waiting and owes nothing waits for one request of each
-    other team at most."""
+    other team at most, beside the more urgent ones."""
     queue: FairQueue[Request] = FairQueue()
     for number, (what, team, tokens, priority) in enumerate(steps):
         if what == "push":
@@ -58,7 +60,10 @@ def test_a_light_tenant_never_waits_behind_the_backlog_of_others(steps: list[tup
     queue.push(light := Request("light", 10**6, 0, 999), "light", 10**6)
     before = []
     while (found := queue.pop()) is not light:
-        before.append(found.team)
+        if found.priority == 0:
+            before.append(found.team)
+        else:
+            assert found.priority < 0
     assert len(before) == len(set(before))
 
 
@@ -82,14 +87,23 @@ def test_teams_that_always_wait_get_tokens_by_their_weight(a: list[int], b: list
         assert abs(served["a"] - served["b"]) <= bound
 
 
-def test_a_team_pays_for_what_it_used_beyond_what_was_expected() -> None:
+def test_a_team_pays_for_what_it_is_served_later() -> None:
     queue: FairQueue[str] = FairQueue()
     for team in ("a", "b"):
         for number in range(4):
             queue.push(f"{team}{number}", team, 10)
     assert [queue.pop(), queue.pop()] == ["a0", "b0"]
-    queue.correct("a", 15)
+    queue.charge("a", 15)
     assert [queue.pop() for _ in range(3)] == ["b1", "b2", "a1"]
+
+
+def test_a_request_that_comes_again_is_the_first_of_its_team_and_costs_nothing() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for name in ("a0", "a1", "b0", "b1"):
+        queue.push(name, name[0], 10)
+    assert [queue.pop(), queue.pop()] == ["a0", "b0"]
+    queue.push("a0", "a", 0, again=True)
+    assert [queue.pop() for _ in range(3)] == ["b1", "a0", "a1"]
 
 
 def test_what_was_owed_is_forgotten_when_nobody_waits() -> None:

@@ -1,0 +1,326 @@
+"""Admits requests of many teams to an engine, so that none waits behind the backlog of another.
+
+The requests of all gateway processes meet here, in the engine's process. As many run as the engine has places for; the
+others wait in a fair queue, and not in the engine's. When a team holds less than half of its share of the places and
+none is free, a request of a team with more is taken out of the engine, and goes on from its tokens later: its client
+sees a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+
+from raytide.actors.engine.backends.remote.fair_queue import FairQueue
+from raytide.actors.engine.base import Engine, StreamProgress, aborted_chunks
+from raytide.actors.engine.limits import MAX_PRIORITY
+from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest
+from raytide.core.errors import ConflictError, OverloadedError, RaytideError
+
+__all__ = ["FairAdmission"]
+
+SPARE_SHARE = 16
+"""One request more for each so many places waits in the engine itself, so that a free place is taken at once."""
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A request on its way through."""
+
+    request: GenRequest
+    progress: StreamProgress
+    places: int
+    """The sequences that it takes in the engine."""
+    priority: int
+    turn: asyncio.Future[None]
+    tokens: int = 0
+    """The tokens of its answer so far."""
+    is_running: bool = False
+    started: int = 0
+    """The number of its last start, in the order of all."""
+    is_answered: bool = False
+    """True once the engine has sent something since the last start: it waits there no more."""
+    is_preempted: bool = False
+    """True once the engine has ended it for others, since its last start."""
+    is_aborted: bool = False
+    has_preempted: bool = False
+    """True once others were taken out for it: then it goes to the engine although the KV cache seems full."""
+    cached_tokens: int | None = None
+    """The part of the prompt that was cached at the first start, if it was preempted since."""
+
+    @property
+    def kv_tokens(self) -> int:
+        return len(self.request.prompt) + 1 + self.tokens
+
+    @property
+    def is_preemptible(self) -> bool:
+        """False where what was computed would have to be computed, or sent, again."""
+        params = self.request.sampling
+        return self.is_running and params.num_samples == params.n and params.prompt_logprobs is None
+
+
+@dataclass(slots=True)
+class _Team:
+    weight: float = 1.0
+    places: int = 0
+    """The places that its requests take in the engine."""
+    requests: int = 0
+    """All its requests here."""
+
+
+class FairAdmission:
+    """The way to one engine. Use it from one event loop. An engine that does not tell its places gets all at once."""
+
+    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+        self._engine, self._info = engine, info
+        self._spare = min(-(-info.max_running // SPARE_SHARE), info.max_waiting)
+        self._queue: FairQueue[_Entry] = FairQueue()
+        self._entries: dict[str, _Entry] = {}
+        self._teams: dict[str, _Team] = {}
+        self._preempting: set[_Entry] = set()
+        self._aborting: set[asyncio.Task[None]] = set()
+        self._asked = self._used = self._kv_tokens = self._unanswered = 0
+        self._starts = itertools.count(1)
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def waiting(self) -> int:
+        """The requests that wait here."""
+        return len(self._queue)
+
+    async def generate(self, request: GenRequest) -> AsyncGenerator[GenChunk]:
+        """Streams a request as the engine does, once it is its turn. Raises OverloadedError if too many wait."""
+        if not self._info.max_running:
+            async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
+            return
+        entry = self._enter(request)
+        try:
+            while True:
+                await self._await_turn(entry)
+                if entry.is_aborted:
+                    for chunk in aborted_chunks(entry.progress.resumed(), len(request.prompt)):
+                        yield chunk
+                    return
+                try:
+                    async with aclosing(self._engine.generate(entry.progress.resumed())) as chunks:  # type: ignore[type-var]
+                        async for chunk in chunks:
+                            if (passed := self._passed(entry, chunk)) is not None:
+                                yield passed
+                finally:
+                    self._leave(entry)
+                if not entry.is_preempted:
+                    return
+                self._queue_again(entry)
+        finally:
+            self._exit(entry)
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request, in the engine or on the way there. Returns False for an unknown one."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.is_running:
+            return await self._engine.abort(request_id)
+        entry.is_aborted = True
+        self._queue.remove(entry)
+        if not entry.turn.done():
+            entry.turn.set_result(None)
+        return True
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no new requests and waits until all have ended. Those that still wait after `timeout_s` are refused."""
+        self._is_draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        for entry in list(self._entries.values()):
+            self._refuse(entry)
+
+    def _enter(self, request: GenRequest) -> _Entry:
+        if self._is_draining:
+            raise OverloadedError(f"engine {self._info.model} takes no more requests now.", hint="Retry elsewhere.")
+        if request.request_id in self._entries:
+            raise ConflictError(
+                f"request {request.request_id} is already running.", hint="Give each request its own id."
+            )
+        entry = _Entry(
+            request,
+            StreamProgress(request),
+            min(request.sampling.num_samples, self._info.max_running),
+            max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority)),
+            asyncio.get_running_loop().create_future(),
+        )
+        if self._asked + entry.places > self._info.max_running + self._info.max_waiting:
+            self._make_room(request)
+        self._entries[request.request_id] = entry
+        self._idle.clear()
+        team = self._teams.setdefault(request.team, _Team())
+        team.weight = request.weight
+        team.requests += 1
+        self._asked += entry.places
+        self._queue.push(entry, request.team, len(request.prompt), weight=request.weight, priority=entry.priority)
+        self._dispatch()
+        return entry
+
+    def _exit(self, entry: _Entry) -> None:
+        del self._entries[entry.request.request_id]
+        self._asked -= entry.places
+        team = self._teams[entry.request.team]
+        team.requests -= 1
+        if not team.requests:
+            del self._teams[entry.request.team]
+        if self._queue.remove(entry):
+            self._dispatch()
+        if not self._entries:
+            self._idle.set()
+
+    async def _await_turn(self, entry: _Entry) -> None:
+        try:
+            await entry.turn
+        except BaseException:
+            if entry.is_running:  # it was its turn at the same moment
+                self._leave(entry)
+            raise
+
+    def _queue_again(self, entry: _Entry) -> None:
+        entry.turn = asyncio.get_running_loop().create_future()
+        request = entry.request
+        self._queue.push(entry, request.team, 0, weight=request.weight, priority=entry.priority, again=True)
+        self._dispatch()
+
+    def _make_room(self, request: GenRequest) -> None:
+        """Refuses the newest request of the team with the longest queue, or this one if that team is its own."""
+        queued = [each for each in self._entries.values() if not (each.is_running or each.tokens or each.turn.done())]
+        counts = Counter(each.request.team for each in queued)
+        counts[request.team] += 1
+        longest = max(
+            counts, key=lambda team: counts[team] / (request if team == request.team else self._teams[team]).weight
+        )
+        if longest == request.team:
+            raise self._full()
+        self._refuse(next(each for each in reversed(queued) if each.request.team == longest))
+
+    def _refuse(self, entry: _Entry) -> None:
+        """Refuses a request that waits."""
+        if self._queue.remove(entry) and not entry.turn.done():
+            entry.turn.set_exception(self._full())
+
+    def _full(self) -> OverloadedError:
+        return OverloadedError(f"{self.waiting} requests wait for engine {self._info.model}.", hint="Retry later.")
+
+    def _dispatch(self) -> None:
+        """Starts the requests whose turn it is, as far as the engine has places for them."""
+        capacity = self._info.num_blocks * self._info.block_size
+        while (head := self._queue.head()) is not None:
+            if head.turn.done():  # it has been cancelled
+                self._queue.pop()
+                continue
+            room = self._info.max_running - self._used
+            # A prefix that requests share is counted for each of them, so what seems not to fit is tried one by one.
+            fits_kv = head.has_preempted or not self._unanswered or self._kv_tokens + head.kv_tokens <= capacity
+            if not (head.places <= room and fits_kv):
+                if self._preempting:
+                    return
+                victims = self._victims(head, head.places - room, 0 if fits_kv else head.kv_tokens)
+                if victims:
+                    head.has_preempted = True
+                    for victim in victims:
+                        self._preempt(victim)
+                    return
+                if not (head.places <= room + self._spare and fits_kv):
+                    return
+            self._start(self._queue.pop())
+
+    def _start(self, entry: _Entry) -> None:
+        entry.is_running, entry.is_answered, entry.is_preempted = True, False, False
+        entry.started = next(self._starts)
+        self._used += entry.places
+        self._unanswered += 1
+        self._kv_tokens += entry.kv_tokens
+        self._teams[entry.request.team].places += entry.places
+        entry.turn.set_result(None)
+
+    def _leave(self, entry: _Entry) -> None:
+        entry.is_running = False
+        self._used -= entry.places
+        self._unanswered -= not entry.is_answered
+        self._kv_tokens -= entry.kv_tokens
+        self._teams[entry.request.team].places -= entry.places
+        self._preempting.discard(entry)
+        self._dispatch()
+
+    def _passed(self, entry: _Entry, chunk: GenChunk) -> GenChunk | None:
+        """Counts a chunk and returns it as its client sees it; None for the end of a request that goes on later. The
+        text that the engine held back comes again then.
+        """
+        if entry in self._preempting and chunk.finish_reason == "abort":
+            entry.is_preempted = True
+            if chunk.usage is not None and entry.tokens and entry.cached_tokens is None:
+                entry.cached_tokens = chunk.usage.cached_tokens
+            return None
+        count = len(chunk.token_ids)
+        entry.progress.add(chunk)
+        entry.tokens += count
+        self._kv_tokens += count
+        request = entry.request
+        self._queue.charge(request.team, count, weight=request.weight, priority=entry.priority)
+        if not entry.is_answered:
+            entry.is_answered = True
+            self._unanswered -= 1
+            self._dispatch()
+        if chunk.usage is None or entry.cached_tokens is None:
+            return chunk
+        return replace(chunk, usage=replace(chunk.usage, cached_tokens=entry.cached_tokens))
+
+    def _victims(self, head: _Entry, places: int, kv_tokens: int) -> list[_Entry]:
+        """Returns the requests to take out of the engine so that `head` starts at once; none if that is not due.
+
+        Less urgent ones may always be taken out, others if `head` is of a team with less than half of its share, and
+        theirs still has more than that afterwards. First go those that have no token yet, the newest first, which may
+        still wait in the engine; then those with the fewest tokens to compute again.
+        """
+        if "resume" not in self._info.features:
+            return []
+        own = self._teams[head.request.team]
+        share = self._info.max_running * own.weight / sum(team.weight for team in self._teams.values())
+        least = (own.places + head.places) / own.weight if 2 * own.places < share else math.inf
+        left = {name: team.places for name, team in self._teams.items()}
+        victims: list[_Entry] = []
+        for each in sorted(
+            filter(lambda each: each.is_preemptible, self._entries.values()), key=self._preemption_order
+        ):
+            if places <= 0 and kv_tokens <= 0:
+                break
+            name = each.request.team
+            rest = (left[name] - each.places) / self._teams[name].weight
+            if each.priority < head.priority or (each.priority == head.priority and rest < least):
+                continue
+            victims.append(each)
+            left[name] -= each.places
+            places -= each.places
+            kv_tokens -= each.kv_tokens if each.is_answered else 0
+        return victims if places <= 0 and kv_tokens <= 0 else []
+
+    def _preemption_order(self, entry: _Entry) -> tuple[float, ...]:
+        team = self._teams[entry.request.team]
+        cost = entry.kv_tokens if entry.is_answered else -entry.started
+        return -entry.priority, -team.places / team.weight, entry.is_answered, cost
+
+    def _preempt(self, victim: _Entry) -> None:
+        async def abort() -> None:
+            is_ending = False
+            with suppress(RaytideError):  # a dead engine ends its requests itself
+                is_ending = await self._engine.abort(victim.request.request_id)
+            if not is_ending and victim in self._preempting:
+                self._preempting.discard(victim)
+                self._dispatch()
+
+        self._preempting.add(victim)
+        self._aborting.add(task := asyncio.create_task(abort()))
+        task.add_done_callback(self._aborting.discard)
