@@ -67,16 +67,25 @@ class Gateway:
 
 
 @asynccontextmanager
-async def running_gateway(*, requires_keys: bool = False) -> AsyncIterator[Gateway]:
+async def running_gateway(
+    *, requires_keys: bool = False, api: ControlApi | None = None, beside: Gateway | None = None
+) -> AsyncIterator[Gateway]:
+    """A gateway; with an `api`, it knows the keys there. One `beside` another has the same replicas."""
     async with AsyncExitStack() as stack:
         models = EndpointModels("test")
-        tenancy = Tenancy(ControlApi("http://127.0.0.1:9", "", "test"), requires_keys=requires_keys)
+        tenancy = Tenancy(api or ControlApi("http://127.0.0.1:9", "", "test"), requires_keys=requires_keys)
+        if api is not None:
+            tenancy.start()
+            await asyncio.wait_for(tenancy.keys.synced.wait(), 10)
         app = create_app(models, tenancy, _nothing)
         transport = httpx.ASGITransport(app=app)
         http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://gateway"))
         gateway = Gateway(http, models)
         stack.push_async_callback(tenancy.close)
         stack.push_async_callback(gateway.close)
+        if beside is not None:
+            gateway.listing = beside.listing
+            models.update(gateway.listing)
         yield gateway
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
@@ -157,7 +156,7 @@ class FairAdmission:
             asyncio.get_running_loop().create_future(),
         )
         if self._asked + entry.places > self._info.max_running + self._info.max_waiting:
-            self._make_room(request)
+            self._make_room(request, entry.places)
         self._entries[request.request_id] = entry
         self._idle.clear()
         team = self._teams.setdefault(request.team, _Team())
@@ -194,14 +193,19 @@ class FairAdmission:
         self._queue.push(entry, request.team, 0, weight=request.weight, priority=entry.priority, again=True)
         self._dispatch()
 
-    def _make_room(self, request: GenRequest) -> None:
-        """Refuses the newest request of the team with the longest queue, or this one if that team is its own."""
-        queued = [each for each in self._entries.values() if not (each.is_running or each.tokens or each.turn.done())]
-        counts = Counter(each.request.team for each in queued)
-        counts[request.team] += 1
-        longest = max(
-            counts, key=lambda team: counts[team] / (request if team == request.team else self._teams[team]).weight
-        )
+    def _make_room(self, request: GenRequest, places: int) -> None:
+        """Refuses the newest request that waits of the team with the most requests, or this one if that is its own.
+
+        One that was taken out of the engine neither counts nor is refused.
+        """
+        entries = [each for each in self._entries.values() if not (each.is_running or each.turn.done())]
+        queued = [each for each in entries if not each.tokens]
+        begun = sum(each.places for each in entries if each.tokens)
+        if self._asked + places - begun <= self._info.max_running + self._info.max_waiting:
+            return
+        weights = {each.request.team: each.request.weight for each in queued} | {request.team: request.weight}
+        counts = {name: team.requests + (name == request.team) for name, team in self._teams.items()}
+        longest = max(weights, key=lambda team: counts.get(team, 1) / weights[team])
         if longest == request.team:
             raise self._full()
         self._refuse(next(each for each in reversed(queued) if each.request.team == longest))

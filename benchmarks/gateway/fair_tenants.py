@@ -1,0 +1,214 @@
+"""Measures what a heavy team costs a light one that shares an engine with it: the light team's times, alone and beside.
+
+    python benchmarks/gateway/fair_tenants.py [--streams 64] [--requests 100] [--rounds 3] [--real]
+
+Two gateway processes and one engine process, as `raytide up` starts them; callers have API keys of two teams, which a
+small control API of this script serves. The heavy team keeps `--streams` requests of `--heavy-tokens` tokens open, half
+through each gateway; the light one asks for `--light-tokens` tokens, one request after another. The engine is a fake
+one with 16 places that yields `--rate` tokens a second for each, or with --real the native one with random weights.
+Rounds alternate: alone, beside. Printed are the light team's first token and whole time, mean and 99th percentile, the
+ratio of the percentiles, and the tokens a second of all, beside the heavy team's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "platform"))
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gateway.overhead import free_port, process  # noqa: E402
+
+HOST = "127.0.0.1"
+PLACES = 16
+SECRETS = {"heavy": "rk-" + "h" * 43, "light": "rk-" + "l" * 43}
+CONTROL = """
+import hashlib, sys, uvicorn
+from fastapi import FastAPI
+from raytide.core.objects.api_key import ApiKey, KeyTableChange
+app = FastAPI()
+keys = {}
+for pair in sys.argv[2:]:
+    team, secret = pair.split("=")
+    digest = hashlib.sha256(secret.encode()).hexdigest()
+    keys[digest] = ApiKey(id=team, name=team, team=team, user="", account=team)
+@app.get("/v1/gateway/keys")
+async def table(newer_than: int, timeout_s: float):
+    import asyncio
+    await asyncio.sleep(timeout_s)
+    return KeyTableChange(0, newer_than < 0, keys if newer_than < 0 else {}, {}, {})
+@app.post("/v1/gateway/usage")
+async def usage(): return {}
+@app.get("/v1/models")
+async def ready(): return {}
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+ENGINE = """
+import asyncio, json, subprocess, sys
+from raytide.actors.serving.engine_child import EngineChild
+from raytide.core.objects.endpoint import ServeSpec
+async def main(worker, control, spec, *ports):
+    spec = ServeSpec.model_validate_json(spec)
+    child = await EngineChild.start(spec, "127.0.0.1", "r1")
+    started = [
+        subprocess.Popen([sys.executable, "-c", worker, port, spec.model_dump_json(), str(child.port), child.secret, control])
+        for port in ports
+    ]
+    await asyncio.to_thread(started[0].wait)
+asyncio.run(main(*sys.argv[1:]))
+"""
+WORKER = """
+import sys
+from raytide.actors.serving.ray_serve.keys import ReplicaAddress
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.gateway import __main__ as gateway
+from raytide.gateway.replicas.directory import EndpointEntry
+from raytide.gateway.tenancy.control_api import ControlApi
+from raytide.gateway.tenancy.tenancy import Tenancy
+from pathlib import Path
+import tempfile
+port, spec, engine_port, secret, control = sys.argv[1:]
+entry = EndpointEntry(ServeSpec.model_validate_json(spec), 1.0, {"r1": ReplicaAddress("127.0.0.1", int(engine_port), secret)})
+class Directory:
+    def __init__(self, gcs_address, on_change):
+        self.start = lambda: on_change({"m": entry})
+    def report(self, key, value): pass
+    def stop(self): pass
+gateway.Directory = Directory
+tenancy = Tenancy(ControlApi(control, "", "g" + port), requires_keys=True)
+gateway.serve("", gateway.bound_socket("127.0.0.1", int(port)), port, tenancy, Path(tempfile.mkdtemp()))
+"""
+
+
+async def stream(http: httpx.AsyncClient, port: int, team: str, tokens: int, number: int) -> tuple[float, float, int]:
+    """Returns the seconds to the first token and to the last, and the tokens."""
+    body = {"model": "m", "prompt": f"request {number}", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    body |= {"seed": number, "stream_options": {"include_usage": True}}
+    headers = {"authorization": f"Bearer {SECRETS[team]}"}
+    began_s, first_s, usage = time.perf_counter(), 0.0, 0
+    async with http.stream("POST", f"http://{HOST}:{port}/v1/completions", json=body, headers=headers) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                usage = (event.get("usage") or {}).get("completion_tokens", usage)
+                if not first_s and event["choices"]:
+                    first_s = time.perf_counter() - began_s
+    return first_s, time.perf_counter() - began_s, usage
+
+
+@asynccontextmanager
+async def flood(http: httpx.AsyncClient, ports: Sequence[int], streams: int, tokens: int) -> AsyncIterator[None]:
+    async def endless(number: int) -> None:
+        while True:
+            number += streams
+            await stream(http, ports[number % len(ports)], "heavy", tokens, number)
+
+    tasks = [asyncio.create_task(endless(number)) for number in range(streams)]
+    try:
+        yield
+    finally:
+        done = [task for task in tasks if task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+
+
+async def generated(http: httpx.AsyncClient, port: int) -> float:
+    """Returns the tokens that the engine has generated so far, also those of streams that still go on."""
+    text = (await http.get(f"http://{HOST}:{port}/metrics")).text
+    rows = (line.split() for line in text.splitlines() if line.startswith("raytide_generated_tokens_total"))
+    return sum(float(row[-1]) for row in rows)
+
+
+async def light(http: httpx.AsyncClient, ports: Sequence[int], args: argparse.Namespace) -> list[tuple[float, float]]:
+    found = []
+    for number in range(args.requests):
+        first_s, whole_s, _ = await stream(http, ports[number % 2], "light", args.light_tokens, 10**6 + number)
+        found.append((first_s, whole_s))
+    return found
+
+
+def p99(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+async def measure(args: argparse.Namespace, ports: Sequence[int]) -> None:
+    alone: list[tuple[float, float]] = []
+    beside: list[tuple[float, float]] = []
+    rates: dict[str, list[float]] = {"heavy alone": [], "both": []}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=300, limits=limits) as http:
+
+        async def rate_of(name: str, began_s: float, before: float) -> None:
+            tokens = await generated(http, ports[0]) - before
+            rates[name].append(tokens / (time.perf_counter() - began_s))
+
+        for _ in range(args.rounds):
+            alone += await light(http, ports, args)
+            async with flood(http, ports, args.streams, args.heavy_tokens):
+                await asyncio.sleep(args.warm_s)
+                began_s, before = time.perf_counter(), await generated(http, ports[0])
+                await asyncio.sleep(args.warm_s)
+                await rate_of("heavy alone", began_s, before)
+                began_s, before = time.perf_counter(), await generated(http, ports[0])
+                beside += await light(http, ports, args)
+                await rate_of("both", began_s, before)
+    print(f"{len(alone)} requests of the light team, ms   {'mean':>8} {'p99':>8}")
+    for what, place in (("first token", 0), ("whole time", 1)):
+        for name, times in (("alone", alone), ("beside", beside)):
+            values = [1e3 * each[place] for each in times]
+            print(f"{what + ', ' + name:<36} {statistics.mean(values):>8.1f} {p99(values):>8.1f}")
+        ratio = p99([each[place] for each in beside]) / p99([each[place] for each in alone])
+        print(f"{what}, p99 beside / alone: {ratio:.2f}")
+    print(", ".join(f"tokens/s {name}: {statistics.mean(each):,.0f}" for name, each in rates.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=100, help="of the light team in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--heavy-tokens", type=int, default=200)
+    parser.add_argument("--light-tokens", type=int, default=20)
+    parser.add_argument("--rate", type=float, default=40.0, help="tokens a second of each place of the fake engine")
+    parser.add_argument("--warm-s", type=float, default=5.0)
+    parser.add_argument("--real", action="store_true", help="the native engine, with random weights")
+    args = parser.parse_args()
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        engine: dict[str, object] = {"kind": "fake", "tokens_per_s": args.rate, "max_running": PLACES}
+        if args.real:
+            from benchmarks.engine.models import random_model
+
+            random_model(Path(folder))
+            engine = {"max_running": PLACES}
+        spec = json.dumps({"name": "m", "model": folder, "engine": engine})
+        control, ports = free_port(), [free_port(), free_port()]
+        pairs = [f"{team}={secret}" for team, secret in SECRETS.items()]
+        stack.enter_context(process([sys.executable, "-c", CONTROL, str(control), *pairs], control))
+        command = [sys.executable, "-c", ENGINE, WORKER, f"http://{HOST}:{control}", spec, *map(str, ports)]
+        stack.enter_context(process(command, ports[0], "/health"))
+        asyncio.run(measure(args, ports))
+        print(f"load of the machine over the last minute: {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
