@@ -17,7 +17,6 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,13 +26,11 @@ from pathlib import Path
 
 import httpx
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "platform"))
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
-from benchmarks.gateway.overhead import free_port, process  # noqa: E402
+from engine_cpu import SHAPES, save_model
+from overhead import HOST, free_port, process
 
-HOST = "127.0.0.1"
 PLACES = 16
 SECRETS = {"heavy": "rk-" + "h" * 43, "light": "rk-" + "l" * 43}
 CONTROL = """
@@ -63,9 +60,10 @@ from raytide.actors.serving.engine_child import EngineChild
 from raytide.core.objects.endpoint import ServeSpec
 async def main(worker, control, spec, *ports):
     spec = ServeSpec.model_validate_json(spec)
-    child = await EngineChild.start(spec, "127.0.0.1", "r1")
+    child = await EngineChild.start(spec, "127.0.0.1", "r1", model_dir=spec.model)
+    child_at = [str(child.port), child.secret]
     started = [
-        subprocess.Popen([sys.executable, "-c", worker, port, spec.model_dump_json(), str(child.port), child.secret, control])
+        subprocess.Popen([sys.executable, "-c", worker, port, spec.model_dump_json(), *child_at, control])
         for port in ports
     ]
     await asyncio.to_thread(started[0].wait)
@@ -82,26 +80,29 @@ from raytide.gateway.tenancy.tenancy import Tenancy
 from pathlib import Path
 import tempfile
 port, spec, engine_port, secret, control = sys.argv[1:]
-entry = EndpointEntry(ServeSpec.model_validate_json(spec), 1.0, {"r1": ReplicaAddress("127.0.0.1", int(engine_port), secret)})
+address = ReplicaAddress("127.0.0.1", int(engine_port), secret)
+entry = EndpointEntry(ServeSpec.model_validate_json(spec), 1.0, {"r1": address})
 class Directory:
     def __init__(self, gcs_address, on_change):
         self.start = lambda: on_change({"m": entry})
     def report(self, key, value): pass
     def stop(self): pass
 gateway.Directory = Directory
-tenancy = Tenancy(ControlApi(control, "", "g" + port), requires_keys=True)
+tenancy = Tenancy(ControlApi(control, "any", "g" + port), requires_keys=True)
 gateway.serve("", gateway.bound_socket("127.0.0.1", int(port)), port, tenancy, Path(tempfile.mkdtemp()))
 """
 
 
 async def stream(http: httpx.AsyncClient, port: int, team: str, tokens: int, number: int) -> tuple[float, float, int]:
     """Returns the seconds to the first token and to the last, and the tokens."""
-    body = {"model": "m", "prompt": f"request {number}", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+    prompt = [1 + (number >> shift) % 64 for shift in range(16)]
+    body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True}
     body |= {"seed": number, "stream_options": {"include_usage": True}}
     headers = {"authorization": f"Bearer {SECRETS[team]}"}
     began_s, first_s, usage = time.perf_counter(), 0.0, 0
     async with http.stream("POST", f"http://{HOST}:{port}/v1/completions", json=body, headers=headers) as answer:
-        answer.raise_for_status()
+        if answer.status_code != 200:
+            raise RuntimeError(f"{answer.status_code}: {(await answer.aread()).decode()}")
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line[6:])
@@ -110,6 +111,19 @@ async def stream(http: httpx.AsyncClient, port: int, team: str, tokens: int, num
                 if not first_s and event["choices"]:
                     first_s = time.perf_counter() - began_s
     return first_s, time.perf_counter() - began_s, usage
+
+
+async def ready(http: httpx.AsyncClient, port: int) -> None:
+    """Waits until the gateway knows the keys and the replica."""
+    problem: Exception | None = None
+    for _ in range(200):
+        try:
+            await stream(http, port, "light", 1, 0)
+            return
+        except (httpx.HTTPError, RuntimeError) as error:
+            problem = error
+            await asyncio.sleep(0.1)
+    raise TimeoutError(str(problem))
 
 
 @asynccontextmanager
@@ -161,6 +175,8 @@ async def measure(args: argparse.Namespace, ports: Sequence[int]) -> None:
             tokens = await generated(http, ports[0]) - before
             rates[name].append(tokens / (time.perf_counter() - began_s))
 
+        for port in ports:
+            await ready(http, port)
         for _ in range(args.rounds):
             alone += await light(http, ports, args)
             async with flood(http, ports, args.streams, args.heavy_tokens):
@@ -196,16 +212,15 @@ def main() -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         engine: dict[str, object] = {"kind": "fake", "tokens_per_s": args.rate, "max_running": PLACES}
         if args.real:
-            from benchmarks.engine.models import random_model
-
-            random_model(Path(folder))
-            engine = {"max_running": PLACES}
+            save_model(Path(folder), SHAPES["28M"], "float32")
+            engine = {"max_running": PLACES, "max_model_len": 1024}
         spec = json.dumps({"name": "m", "model": folder, "engine": engine})
         control, ports = free_port(), [free_port(), free_port()]
         pairs = [f"{team}={secret}" for team, secret in SECRETS.items()]
         stack.enter_context(process([sys.executable, "-c", CONTROL, str(control), *pairs], control))
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         command = [sys.executable, "-c", ENGINE, WORKER, f"http://{HOST}:{control}", spec, *map(str, ports)]
-        stack.enter_context(process(command, ports[0], "/health"))
+        stack.enter_context(process(command, ports[0], "/health", more_env=one_thread))
         asyncio.run(measure(args, ports))
         print(f"load of the machine over the last minute: {os.getloadavg()[0]:.1f}")
 

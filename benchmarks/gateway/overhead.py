@@ -51,7 +51,7 @@ from raytide.actors.serving.engine_child import EngineChild
 from raytide.core.objects.endpoint import ServeSpec
 async def main(port, spec, worker):
     spec = ServeSpec.model_validate_json(spec)
-    child = await EngineChild.start(spec, "127.0.0.1", "r1")
+    child = await EngineChild.start(spec, "127.0.0.1", "r1", model_dir=spec.model)
     command = [sys.executable, "-c", worker, port, spec.model_dump_json(), str(child.port), child.secret]
     started = [subprocess.Popen(command) for _ in range(2)]
     await asyncio.to_thread(started[0].wait)

@@ -109,7 +109,7 @@ def _spec(folder: str, num_blocks: int) -> ServeSpec:
 
 async def _speed(folder: str) -> Speed:
     """Returns the step times of one engine without other work, each the median of nine."""
-    child = await EngineChild.start(_spec(folder, 1000), HOST, "alone")
+    child = await EngineChild.start(_spec(folder, 1000), HOST, "alone", model_dir=folder)
     rng = random.Random(0)
 
     async def seconds(name: str, length: int, output: int) -> float:
@@ -136,7 +136,7 @@ async def _replay(
 ) -> tuple[float, list[float]]:
     """Returns the share of prompt tokens from caches, and the times to the first tokens."""
     spec = _spec(folder, num_blocks)
-    children = [await EngineChild.start(spec, HOST, f"r{at}") for at in range(REPLICAS)]
+    children = [await EngineChild.start(spec, HOST, f"r{at}", model_dir=spec.model) for at in range(REPLICAS)]
     replicas = ReplicaSet("bench")
     replicas.router = router
     try:
