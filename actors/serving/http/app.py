@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -18,7 +18,7 @@ from raytide.actors.serving.http.headers import ResponseHeaders
 from raytide.actors.serving.openai_api.admission import caller_of
 from raytide.actors.serving.openai_api.embeddings import EmbeddingList, EmbeddingRequest, embed
 from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
-from raytide.actors.serving.openai_api.respond import failed, respond
+from raytide.actors.serving.openai_api.respond import failed, respond, session_of
 from raytide.actors.serving.openai_api.response_writer import ChatWriter, CompletionWriter
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.tool_choice import ToolUse
@@ -34,12 +34,17 @@ from raytide.actors.serving.responses_api.request import ResponsesRequest, chat_
 from raytide.actors.serving.responses_api.writer import ResponsesWriter
 from raytide.core.errors import RaytideError
 
+T = TypeVar("T")
+
 
 class Models(Protocol):
     """The models that an app serves: one engine's, or all endpoints of a cluster."""
 
     async def server(self, model: str, request: Request) -> Server:
         """Returns the server of a model. Raises ApiError for one that is unknown or that this caller may not use."""
+
+    async def answer(self, model: str, request: Request, session: str, respond: Callable[[Server], Awaitable[T]]) -> T:
+        """Returns what a server of the model responds; another one may be asked when the first one fails."""
 
     def cards(self, request: Request) -> list[Model]:
         """Returns the models that this caller may use."""
@@ -57,6 +62,9 @@ class SingleModel:
     async def server(self, model: str, request: Request) -> Server:
         self._server.check_name(model)
         return self._server
+
+    async def answer(self, model: str, request: Request, session: str, respond: Callable[[Server], Awaitable[T]]) -> T:
+        return await respond(await self.server(model, request))
 
     def cards(self, request: Request) -> list[Model]:
         return [self._server.card(self._server.model)]
@@ -118,32 +126,45 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
         def writer_of(_: ToolUse) -> CompletionWriter:
             return CompletionWriter(body.model, includes_usage=body.includes_usage)
 
-        return await respond(await models.server(body.model, request), "completions", body, request, writer_of)
+        def answer(server: Server) -> Awaitable[Response]:
+            return respond(server, "completions", body, request, writer_of)
+
+        return await models.answer(body.model, request, session_of(body, request.headers), answer)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat(body: ChatRequest, request: Request) -> Response:
         writer_of = partial(ChatWriter, body.model, includes_usage=body.includes_usage)
-        return await respond(await models.server(body.model, request), "chat", body, request, writer_of)
+
+        def answer(server: Server) -> Awaitable[Response]:
+            return respond(server, "chat", body, request, writer_of)
+
+        return await models.answer(body.model, request, session_of(body, request.headers), answer)
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        server = await models.server(body.model, request)
+        await models.server(body.model, request)  # an unknown model is the first problem to name
         try:
             chat = chat_request(body)
         except ValidationError as error:
             raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
-        return await respond(server, "responses", chat, request, partial(ResponsesWriter, body))
+
+        def answer(server: Server) -> Awaitable[Response]:
+            return respond(server, "responses", chat, request, partial(ResponsesWriter, body))
+
+        return await models.answer(body.model, request, session_of(chat, request.headers), answer)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> EmbeddingList:
-        server = await models.server(body.model, request)
-        track = server.metrics.track("embeddings")
-        try:
-            answer = await embed(server, body, caller_of(request.scope))
-        except Exception as error:
-            raise failed(error, track) from error
-        track.finish("ok")
-        return answer
+        async def answer(server: Server) -> EmbeddingList:
+            track = server.metrics.track("embeddings")
+            try:
+                found = await embed(server, body, caller_of(request.scope))
+            except Exception as error:
+                raise failed(error, track) from error
+            track.finish("ok")
+            return found
+
+        return await models.answer(body.model, request, session_of(body, request.headers), answer)
 
     return app
 

@@ -60,7 +60,7 @@ async def embed(server: Server, request: EmbeddingRequest, caller: RequestCaller
     except BaseException:
         grant.release()
         raise
-    grant.settle(TokenUsage(tokens, 0), 200, version=server.info.weights_version)
+    grant.settle(TokenUsage(tokens, 0), 200, version=server.version or server.info.weights_version)
     return EmbeddingList(
         data=[
             Embedding(index=index, embedding=_packed(vector) if request.encoding_format == "base64" else vector)

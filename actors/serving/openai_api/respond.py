@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from raytide.actors.engine.limits import MAX_LOGPROB_ENTRIES, MAX_NAME_CHARS, MAX_TIMEOUT_S
@@ -53,7 +54,7 @@ async def respond(
     try:
         generating = server.generate(body, caller_of(request.scope), session_of(body, request.headers))
         generation = await _unless_gone(leaving, generating)
-        reading = _Reading(generation, track, server.info.weights_version, _deadline_s(body, request))
+        reading = _Reading(generation, track, server.version or server.info.weights_version, _deadline_s(body, request))
         try:
             writer = writer_of(generation.tool_use)
             if body.stream:
@@ -105,7 +106,7 @@ def _deadline_s(body: CompletionRequest | ChatRequest, request: Request) -> floa
     return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
 
-def session_of(body: CompletionRequest | ChatRequest, headers: Mapping[str, str]) -> str:
+def session_of(body: BaseModel, headers: Mapping[str, str]) -> str:
     """Returns the session that a request names, in a header or in one of OpenAI's fields; "" for none."""
     fields = body.model_extra or {}
     named = (headers.get(SESSION), fields.get("prompt_cache_key"), fields.get("user"))

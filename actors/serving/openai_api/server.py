@@ -46,6 +46,8 @@ class Server:
         self._drain_s, self._min_priority = drain_s, min_priority
         self._created = int(time.time())
         self._info: EngineInfo | None = None
+        self.version = ""
+        """The version of the model as usage names it; the engine's version of the weights if it is empty."""
 
     async def start(self) -> None:
         self._info = await self.engine.start()

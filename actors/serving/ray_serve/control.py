@@ -18,6 +18,7 @@ from raytide.actors.serving.ray_serve.keys import (
     load_key,
     queue_prefix,
     replica_prefix,
+    route_key,
     spec_key,
     startup_prefix,
     target_key,
@@ -92,6 +93,11 @@ class ServeControl:
         call_with_timeout(
             self._call_timeout_s, f"the GCS to store the target of {name}", lambda: self._publish(name, target)
         )
+
+    def publish_route(self, name: str, route: bytes) -> None:
+        """Publishes which applications answer an endpoint's requests. Gateways follow within half a second."""
+        what = f"the GCS to store the route of {name}"
+        call_with_timeout(self._call_timeout_s, what, lambda: self._put(route_key(name), route))
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
         """Returns the loads of the endpoints that Serve has reported on, in one look."""

@@ -123,8 +123,8 @@ def _autoscaling(endpoint: Endpoint) -> AutoscalingConfig:
         # Ray 2.60 calls `metrics_interval_s` deprecated; the environment variables that replace it are not read yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
-            min_replicas=replicas.min,
-            initial_replicas=min(max(endpoint.target_replicas, replicas.min), replicas.most),
+            min_replicas=min(replicas.min, 1),  # a rollout's two revisions share the configured minimum
+            initial_replicas=min(max(endpoint.target_replicas, min(replicas.min, 1)), replicas.most),
             max_replicas=replicas.most,
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,

@@ -12,16 +12,22 @@ from raytide.actors.serving.ray_serve.policy import KV_NAMESPACE, load_key, targ
 
 __all__ = [
     "KV_NAMESPACE",
+    "ROUTES",
     "ReplicaAddress",
     "load_key",
     "queue_key",
     "queue_prefix",
     "replica_key",
     "replica_prefix",
+    "route_key",
     "spec_key",
     "startup_prefix",
     "target_key",
 ]
+
+
+ROUTES = b"~route/"
+"""The begin of the keys of routes. No application's name begins with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,11 @@ def replica_prefix(endpoint: str) -> bytes:
 def startup_prefix(endpoint: str) -> bytes:
     """Returns the beginning of the keys of its replicas' starts, which end with a replica's id."""
     return f"{endpoint}/startup/".encode()
+
+
+def route_key(endpoint: str) -> bytes:
+    """Returns the key of an endpoint's route, which outlives the applications that it names: JSON of EndpointRoute."""
+    return ROUTES + endpoint.encode()
 
 
 def queue_key(endpoint: str, gateway: str) -> bytes:

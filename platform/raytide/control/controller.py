@@ -22,7 +22,7 @@ from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.control.accounting.billing_intervals import Booking, update_intervals
 from raytide.control.accounting.lost_work import book_losses, settled_losses
-from raytide.control.accounting.team_usage import recent_usage, team_usage, with_team_usage
+from raytide.control.accounting.team_usage import team_usage, with_team_usage
 from raytide.control.reconcile.apply import ApplyResult, apply
 from raytide.control.reconcile.decide import decide_constrained
 from raytide.control.reconcile.decision_inputs import DecisionInputs
@@ -31,7 +31,7 @@ from raytide.control.reconcile.intents import record_intents
 from raytide.control.reconcile.learned_state import Knowledge, LearnedState
 from raytide.control.reconcile.observation import ClusterObservation, Sources, at_controller_time, observe
 from raytide.control.reconcile.quarantine import Quarantine
-from raytide.control.reconcile.records import ClusterRecords, advance, metered, take_snapshot
+from raytide.control.reconcile.records import ClusterRecords, advance, changes, metered, take_snapshot
 from raytide.control.reconcile.retry_loop import RetryLoop, wait_for_lead
 from raytide.control.reconcile.serve_sync import ServeSync, follow_serve
 from raytide.control.reconcile.snapshot_request import answer_request
@@ -47,7 +47,7 @@ from raytide.core.objects.job import JobKind
 from raytide.core.objects.ledger_entry import Occupancy
 from raytide.core.objects.plan import UNMANAGED, Admit, Assign, Plan, Wait, describe
 from raytide.core.objects.snapshot import Snapshot
-from raytide.core.state import Changes, Records, Store
+from raytide.core.state import Changes, Store
 from raytide.core.state.write import REMOVED_AT_ONCE
 from raytide.ledger.leaving import RecentlyReleased
 from raytide.ledger.occupancy import holders, occupancies
@@ -55,6 +55,9 @@ from raytide.queue.admission.priority import LAST_SHARE
 from raytide.queue.admission.scheduler import queued_jobs
 from raytide.queue.admission.start_forecast import forecast_starts
 from raytide.queue.lifecycle.pending_reason import why_forming
+from raytide.rollout.lifecycle import advance_all, losing_endpoints
+from raytide.rollout.routes import EndpointRoute, routes
+from raytide.rollout.shares import with_shares
 
 log = logger(__name__)
 
@@ -122,13 +125,21 @@ class Controller:
             self._idle = self._idle.observe(observed.ray_nodes, now_s)
         self._idle = self._idle.observe_meters(observed.use, metered(records, self._node_types))
         self._quarantine.begin_tick(records.jobs, records.endpoints, now_s)
+        specs = {name: endpoint.spec for name, endpoint in records.endpoints.items()}
+        records.endpoints = self._quarantine.attempt(
+            "rollouts",
+            lambda: with_shares(records.endpoints, records.rollouts.values(), observed.loads),
+            records.endpoints,
+        )
         advance(records, observed, now_s, self._quarantine.guard)
         for name, endpoint in records.endpoints.items():
             move = partial(follow_serve, endpoint, observed, self._serve_sync.served, now_s)
             records.endpoints[name] = self._quarantine.guard(endpoint, move, endpoint, now_s)
+        self._quarantine.attempt("rollouts", lambda: self._advance_rollouts(records, observed, now_s), None)
         snapshot = take_snapshot(records, observed, self._idle, self._config, now_s, wall_ahead_s)
         decided_on, plan = self._decide(snapshot, records, observed)
         record_intents(records, plan, self._node_types)
+        records.endpoints = {name: replace(e, spec=specs[name]) for name, e in records.endpoints.items()}
         if observed.ray_nodes is not None:
             self._departures = self._departures.observe(holders(snapshot), now_s)
         booking = self._quarantine.attempt(
@@ -136,16 +147,25 @@ class Controller:
             lambda: self._book_costs(records, observed, occupancies(snapshot, self._departures.held), now_s),
             Booking((), (), ()),
         )
-        self._store.commit(_changes(stored, records, booking, plan, now_s))
+        self._store.commit(changes(stored, records, booking, plan, now_s))
         _log(plan)
         self._store.check_lead()
         result = apply(records, plan, observed, self._sources, self._node_types, now_s)
-        self._serve_sync.sync(e for e in records.endpoints.values() if _is_wanted(e))
+        routed = self._quarantine.attempt(
+            "rollouts", lambda: routes(stored.serving, records.rollouts.values()), dict[str, EndpointRoute]()
+        )
+        self._serve_sync.sync((e for e in records.endpoints.values() if _is_wanted(e)), routed)
         if result.nodes:
             self._record(records, result, now_s)
         self._remove_old_records(now_s)
         self._publish(decided_on, plan, observed, result, time.monotonic() - began_s)
         return plan
+
+    def _advance_rollouts(self, records: ClusterRecords, observed: ClusterObservation, now_s: float) -> None:
+        counts = self._store.rollouts.counts(r.number for r in records.rollouts.values() if r.state.is_live)
+        before = records.rollouts.values()
+        records.rollouts = advance_all(before, records.endpoints, observed.loads, counts, now_s)
+        records.endpoints |= losing_endpoints(records.rollouts.values(), records.endpoints, now_s)
 
     def _decide(
         self, snapshot: Snapshot, records: ClusterRecords, observed: ClusterObservation
@@ -300,24 +320,6 @@ class Controller:
         if not 0 <= snapshot.at_s - at_s < _FORECAST_S:
             at_s, found = self._forecast = snapshot.at_s, forecast_starts(snapshot)
         return {job_id: max(0.0, at_s + in_s - snapshot.at_s) for job_id, in_s in found.items()}
-
-
-def _changes(stored: Records, records: ClusterRecords, booking: Booking, plan: Plan, now_s: float) -> Changes:
-    """Returns the records that differ from what was loaded."""
-    old = ClusterRecords.of(stored)
-    return Changes(
-        at_s=now_s,
-        jobs=tuple(job for key, job in records.jobs.items() if old.jobs.get(key) != job),
-        leases=tuple(lease for key, lease in records.leases.items() if old.leases.get(key) != lease),
-        nodes=tuple(node for key, node in records.nodes.items() if old.nodes.get(key) != node),
-        endpoints=tuple(e for key, e in records.endpoints.items() if old.endpoints.get(key) != e),
-        pools=tuple(pool for pool_key, pool in records.pools.items() if old.pools.get(pool_key) != pool),
-        entries=booking.entries,
-        intervals=booking.intervals,
-        closed=booking.closed,
-        teams=recent_usage(records.teams, records.jobs.values(), now_s),
-        plan=plan.for_storage() if plan.actions else None,
-    )
 
 
 def _waiting(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[str, Waiting]:

@@ -20,6 +20,7 @@ from raytide.core.objects.job import Job, JobState
 from raytide.core.objects.node import Node, Use
 from raytide.core.objects.snapshot import MarketConstraint
 from raytide.core.objects.team import TeamSpec
+from raytide.core.specs.rollout import CountedRevision, Rollout
 from raytide.ledger.report import By, CostRow
 
 T = TypeVar("T")
@@ -148,6 +149,29 @@ class EndpointStatus:
     """The throughput of a replica on each node type, relative to the lowest; empty if types count as equal."""
     startups: tuple[ReplicaStartup, ...] = ()
     """The starts of its replicas."""
+    revision: int = 0
+    """The revision that serves; 0 for one of a rollout."""
+    previous: int = 0
+    """The revision that served before it; 0 if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionOutcome:
+    """What was counted of one revision in a rollout."""
+
+    revision: int
+    version: str
+    """The registered version of its model, if it has one."""
+    counts: CountedRevision
+    shares: Mapping[str, tuple[float, float, float]]
+    """The shares of bad requests by criterion, each with the limits of its 95 % interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStatus:
+    rollout: Rollout
+    champion: RevisionOutcome
+    challenger: RevisionOutcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,11 +16,13 @@ import uvicorn
 from raytide.actors.serving.http.protocol import BoundedHttpTools
 from raytide.control.bootstrap.cluster_record import load
 from raytide.control.supervision.daemon import hold_lock
+from raytide.core.errors import RaytideError
 from raytide.core.logs import log_to
 from raytide.gateway.app import create_app
 from raytide.gateway.batches.service import BatchService
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import Directory, Listing
+from raytide.gateway.rollouts.reporter import RolloutReporter
 from raytide.gateway.tenancy.tenancy import Tenancy
 
 _BACKLOG = 2048
@@ -50,7 +53,9 @@ def serve(gcs_address: str, listening: socket.socket, name: str, tenancy: Tenanc
         directory = Directory(gcs_address, update)
         directory.start()
         tenancy.start()
-        tasks = [asyncio.create_task(models.report_queues(directory)), asyncio.create_task(batches.run())]
+        reporter = RolloutReporter(tenancy.api, models.counted)
+        work = (models.report_queues(directory), batches.run(), reporter.run())
+        tasks = [asyncio.create_task(each) for each in work]
         async with asyncio.timeout(_LISTING_TIMEOUT_S):
             await listed.wait()
         yield
@@ -58,6 +63,8 @@ def serve(gcs_address: str, listening: socket.socket, name: str, tenancy: Tenanc
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         directory.stop()
+        with suppress(RaytideError):
+            await reporter.report()
         await models.close()
         await tenancy.close()
 

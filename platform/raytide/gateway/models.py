@@ -5,32 +5,43 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fastapi import Request
 
 from raytide.actors.serving.metrics import render_all
-from raytide.actors.serving.openai_api.admission import caller_of
-from raytide.actors.serving.openai_api.errors import ApiError, invalid
+from raytide.actors.serving.openai_api.admission import HEADERS, caller_of
+from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import Model
 from raytide.actors.serving.ray_serve.keys import queue_key
 from raytide.core.errors import WaitTimeoutError
+from raytide.core.specs.rollout import CountedRevision
 from raytide.gateway.replicas.directory import Directory, EndpointEntry, Listing
 from raytide.gateway.replicas.replica_set import ReplicaSet
 from raytide.gateway.replicas.routed_engine import COLD_START_S, RoutedEngine
+from raytide.gateway.rollouts.choice import champion_may_answer, is_for_challenger, is_overload
+from raytide.gateway.rollouts.counting import CountedMetrics, RevisionTally
 
 ENDPOINT = "raytide.endpoint"
 """The key of an ASGI scope with the endpoint that the path names, if it names one."""
 _REPORT_S = 1.0
 
 
+T = TypeVar("T")
+
+
 @dataclass(slots=True)
-class _Endpoint:
+class _Application:
+    """One revision of an endpoint, or all of one without rollouts."""
+
     entry: EndpointEntry
     replicas: ReplicaSet
     engine: RoutedEngine
     server: Server
+    metrics: CountedMetrics
 
 
 class EndpointModels:
@@ -38,7 +49,9 @@ class EndpointModels:
 
     def __init__(self, gateway: str) -> None:
         self._gateway = gateway
-        self._endpoints: dict[str, _Endpoint] = {}
+        self._listing: Listing = {}
+        self._applications: dict[str, _Application] = {}
+        self._tallies: dict[tuple[int, int], RevisionTally] = {}
         self._refused: dict[str, int] = {}
         self._retired: list[ReplicaSet] = []
         """Replicas of deleted endpoints, which finish their requests."""
@@ -47,24 +60,71 @@ class EndpointModels:
 
     def update(self, listing: Listing) -> None:
         """Takes over the endpoints and replicas that exist now."""
-        for name, old in list(self._endpoints.items()):
-            if name not in listing or listing[name].created_at_s != old.entry.created_at_s:
-                self._retire(self._endpoints.pop(name).replicas)
-        for name, entry in listing.items():
-            known = self._endpoints.get(name)
+        named = [(name, each) for name, entry in listing.items() for each in (entry, entry.challenger) if each]
+        created = {each.spec.name: each.created_at_s for _, each in named}
+        for name, old in list(self._applications.items()):
+            if created.get(name) != old.entry.created_at_s:
+                self._retire(self._applications.pop(name).replicas)
+        for name, entry in named:
+            known = self._applications.get(entry.spec.name)
             if known is None:
-                known = self._endpoints[name] = self._made(name, entry)
+                known = self._applications[entry.spec.name] = self._made(name, entry)
             known.entry = entry
             known.replicas.most_waiting = entry.spec.max_ongoing * max(1, entry.spec.replicas.max)
             known.engine.answers.cache.set_policy(entry.spec.answer_cache)
             known.replicas.update(entry.replicas)
+        self._listing = dict(listing)
+        for entry in listing.values():
+            self._join_rollout(entry)
         self.listed.set()
+
+    def _join_rollout(self, entry: EndpointEntry) -> None:
+        """Counts the requests of both revisions of a rollout. A challenger is not waited for: its champion answers."""
+        champion, rollout = self._applications[entry.spec.name], entry.rollout
+        champion.server.version = _version(entry)
+        champion.engine.patience_s = COLD_START_S
+        champion.metrics.tally = None
+        if rollout is None or entry.challenger is None:
+            return
+        challenger = self._applications[entry.challenger.spec.name]
+        challenger.server.version = _version(entry.challenger)
+        challenger.engine.patience_s = 0.0
+        for each, revision in ((champion, rollout.split.champion), (challenger, rollout.split.challenger)):
+            key = (rollout.number, revision)
+            each.metrics.tally = self._tallies.setdefault(key, RevisionTally(*key))
+            each.metrics.goal_s = entry.spec.replicas.slo_ttft_s
+
+    def counted(self) -> list[CountedRevision]:
+        """Returns the totals of the rollouts that run, and of those that ran since the start."""
+        return [tally.to_report() for tally in self._tallies.values()]
+
+    async def answer(self, model: str, request: Request, session: str, respond: Callable[[Server], Awaitable[T]]) -> T:
+        """Returns what the revision for this request responds. Nothing of a response was sent yet when `respond`
+        raises, so the champion answers what a challenger fails.
+        """
+        champion = await self.server(model, request)
+        entry = self._listing[model]
+        challenger = self._challenger(entry, request, session)
+        if challenger is None:
+            return _marked(await respond(champion), request, entry.revision)
+        tally = challenger.metrics.tally
+        refusal: Exception | None = None
+        if challenger.replicas.ready:
+            try:
+                return _marked(await respond(challenger.server), request, challenger.entry.revision)
+            except Exception as error:
+                if not champion_may_answer(error):
+                    raise
+                refusal = error
+        is_counted = refusal is not None and (is_overload(refusal) or to_api_error(refusal).status >= 500)
+        response = await respond(await self.server(model, request))
+        if tally is not None and not is_counted:  # it had no replica, or refused what the champion answers
+            tally.fail()
+        return _marked(response, request, entry.revision)
 
     async def server(self, model: str, request: Request) -> Server:
         self._check_path(model, request)
-        found = self._endpoints.get(model)
-        if found is None:
-            raise _unknown(model)
+        found = self._serving(model)
         if not caller_of(request.scope).may_use(model):
             message = f"This API key does not have access to model {model!r}."
             raise invalid(message, param="model", code="model_not_allowed", status=403)
@@ -77,32 +137,32 @@ class EndpointModels:
 
     def cards(self, request: Request) -> list[Model]:
         path = request.scope.get(ENDPOINT)
-        if path is not None and path not in self._endpoints:
+        if path is not None and path not in self._listing:
             raise invalid(f"There is no endpoint {path!r} here.", param=None, code="not_found", status=404)
         may_use = caller_of(request.scope).may_use
-        named = [(name, each) for name, each in sorted(self._endpoints.items()) if path in (None, name)]
-        return [each.server.card(name) for name, each in named if may_use(name)]
+        named = [name for name in sorted(self._listing) if path in (None, name)]
+        return [self._serving(name).server.card(name) for name in named if may_use(name)]
 
     def count_refused_body(self, api: str) -> None:
         self._refused[api] = self._refused.get(api, 0) + 1
 
     def endpoint(self, name: str) -> tuple[Server, ReplicaSet]:
         """Returns the server and the replicas of an endpoint. Raises ApiError for an unknown one."""
-        found = self._endpoints.get(name)
-        if found is None:
-            raise _unknown(name)
+        found = self._serving(name)
         return found.server, found.replicas
 
     async def metrics(self, name: str | None) -> bytes:
         """Returns the metrics of an endpoint, or of all, in Prometheus' text format."""
-        servers = [self.endpoint(name)[0]] if name is not None else [each.server for each in self._endpoints.values()]
-        return render_all([(server.metrics, await server.engine.stats()) for server in servers])
+        if name is not None:
+            self._serving(name)
+        found = [each for each in self._applications.values() if name in (None, each.server.model)]
+        return render_all([(each.metrics, await each.engine.stats()) for each in found])
 
     async def report_queues(self, directory: Directory) -> None:
         """Reports the requests that wait for a replica, for as long as it runs; the controller scales by them."""
         reported: set[str] = set()
         while True:
-            for name, found in self._endpoints.items():
+            for name, found in self._applications.items():
                 key = queue_key(name, self._gateway)
                 if found.replicas.waiting:
                     report = {"at_s": time.time(), "queued": found.replicas.waiting}
@@ -114,14 +174,29 @@ class EndpointModels:
             await asyncio.sleep(_REPORT_S)
 
     async def close(self) -> None:
-        for replicas in (*(found.replicas for found in self._endpoints.values()), *self._retired):
+        for replicas in (*(found.replicas for found in self._applications.values()), *self._retired):
             await replicas.close()
 
     def _retire(self, replicas: ReplicaSet) -> None:
         replicas.retire()
         self._retired = [*(each for each in self._retired if each.connected), replicas]
 
-    def _made(self, name: str, entry: EndpointEntry) -> _Endpoint:
+    def _challenger(self, entry: EndpointEntry, request: Request, session: str) -> _Application | None:
+        """Returns the challenger if it answers this request and was ever reached."""
+        if entry.rollout is None or entry.challenger is None:
+            return None
+        found = self._applications[entry.challenger.spec.name]
+        is_chosen = found.server.is_described and is_for_challenger(entry.rollout, request.scope, session)
+        return found if is_chosen else None
+
+    def _serving(self, name: str) -> _Application:
+        """Returns the application that serves an endpoint. Raises ApiError for an unknown one."""
+        entry = self._listing.get(name)
+        if entry is None:
+            raise _unknown(name)
+        return self._applications[entry.spec.name]
+
+    def _made(self, name: str, entry: EndpointEntry) -> _Application:
         spec = entry.spec
         replicas = ReplicaSet(name, on_info=lambda info: server.describe(info))
         engine = RoutedEngine(replicas, on_reuse=lambda how: server.metrics.count_reuse(how))
@@ -130,7 +205,8 @@ class EndpointModels:
             model=name,
             min_priority=spec.min_request_priority,
         )
-        return _Endpoint(entry, replicas, engine, server)
+        server.metrics = metrics = CountedMetrics(spec.name)
+        return _Application(entry, replicas, engine, server, metrics)
 
     def _check_path(self, model: str, request: Request) -> None:
         """Refuses a model that is not the endpoint of the path."""
@@ -142,6 +218,18 @@ class EndpointModels:
                 code="model_not_found",
                 status=404,
             )
+
+
+def _marked(response: T, request: Request, revision: int) -> T:
+    """Leaves the revision that answered for the middleware that writes headers."""
+    if revision:
+        request.scope[HEADERS] = {**request.scope.get(HEADERS, {}), "x-raytide-revision": str(revision)}
+    return response
+
+
+def _version(entry: EndpointEntry) -> str:
+    """Returns the registered version and the revision, such as `chat:2 r7`, as far as they are known."""
+    return " ".join(filter(None, [entry.spec.version, f"r{entry.revision}" if entry.revision else ""]))
 
 
 def _unknown(model: str) -> ApiError:

@@ -37,6 +37,10 @@ class BadShare:
     def mean(self) -> float:
         return self.bad / self.total if self.total else 0.0
 
+    def lower(self, alpha: float) -> float:
+        """Returns the lower limit of Wilson's one-sided interval."""
+        return 1.0 - BadShare(self.total, self.total - self.bad).upper(alpha)
+
     def upper(self, alpha: float) -> float:
         """Returns the upper limit of Wilson's one-sided interval, which the true share exceeds with a probability of
         about alpha."""

@@ -100,4 +100,4 @@ def _staying(load: EndpointLoad, leaving: frozenset[str]) -> int:
 
 def _mark(endpoint: str) -> str:
     """Returns the endpoint's name as a label value, which must end in a letter or digit."""
-    return "!" + endpoint.rstrip("._-")
+    return "!" + endpoint.replace("~", ".R").rstrip("._-")

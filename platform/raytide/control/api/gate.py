@@ -32,7 +32,7 @@ PACKAGE_S = 300.0
 """The time within which a package must arrive."""
 
 _OPEN = frozenset({"/health", "/metrics"})
-_SPECS = frozenset({"/v1/jobs", "/v1/endpoints", "/v1/models"})
+_SPECS = frozenset({"/v1/jobs", "/v1/endpoints", "/v1/models", "/v1/rollouts"})
 _PACKAGE = re.compile(r"/v1/packages/[^/]*")
 _DISCARDED_BYTES, _DISCARD_S = 2**24, 2.0
 _CLOSE = {"Connection": "close"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter
@@ -60,5 +60,24 @@ def model_routes(models: ModelService, endpoints: EndpointService) -> APIRouter:
     @router.post("/endpoints/{name}/rollback")
     async def roll_back(caller: q.CallerInput, name: q.Name, revision: q.Revision) -> Any:
         return to_json(await run(endpoints.roll_back, name, revision, caller))
+
+    @router.post("/rollouts")
+    async def start_rollout(caller: q.CallerInput, body: q.Body) -> Any:
+        return to_json(await run(endpoints.start_rollout, body, caller))
+
+    @router.get("/endpoints/{name}/rollouts")
+    def rollouts(caller: q.CallerInput, name: q.Name, limit: q.Limit = 100) -> Any:
+        return [to_json(rollout) for rollout in endpoints.rollouts(name, caller, min(limit, _MOST))]
+
+    @router.post("/endpoints/{name}/rollout/{end}")
+    async def end_rollout(
+        caller: q.CallerInput, name: q.Name, end: Literal["stop", "promote"], why: q.Word = None
+    ) -> Any:
+        return to_json(await run(endpoints.end_rollout, name, end, why or "", caller))
+
+    @router.post("/gateway/rollouts")
+    async def count_rollouts(body: q.Body) -> Any:
+        await run(endpoints.count_rollouts, body)
+        return {}
 
     return router

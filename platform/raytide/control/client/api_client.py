@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from raytide.control.client.connections import HttpConnections
 from raytide.control.job_tokens import key_in, token_of
@@ -24,6 +24,7 @@ from raytide.control.views import (
     KeyView,
     LogPart,
     NewKey,
+    RolloutStatus,
     TeamView,
     UsagePage,
     WhyView,
@@ -188,13 +189,26 @@ class ApiClient:
         return from_json(list[EndpointRevision], self._get(f"/v1/endpoints/{name}/revisions"))
 
     def roll_back(self, name: str, revision: int | None = None) -> EndpointStatus:
-        """Gives an endpoint the spec of an earlier revision, by default the one before the newest."""
+        """Gives an endpoint the spec of an earlier revision, by default of the one that served before."""
         if revision is None:  # the request may be repeated, and must then mean the same
-            found = self.revisions(name)
-            if len(found) < 2:
+            revision = self.endpoint(name).previous
+            if revision == 0:
                 raise NotFoundError(f"endpoint {name} has no earlier revision.", hint="Serve another model.")
-            revision = found[1].number
         return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/rollback", query={"revision": revision}))
+
+    def start_rollout(self, spec: ServeSpec, rollout: Mapping[str, Any], why: str = "") -> RolloutStatus:
+        """Starts a revision beside the one that serves. `rollout` is a RolloutSpec as JSON."""
+        body = {"spec": _to_body(spec), "rollout": rollout, "why": why}
+        return from_json(RolloutStatus, self._post("/v1/rollouts", body))
+
+    def rollouts(self, name: str, limit: int = 100) -> list[RolloutStatus]:
+        """Returns the rollouts of an endpoint, newest first."""
+        return from_json(list[RolloutStatus], self._get(f"/v1/endpoints/{name}/rollouts", {"limit": limit}))
+
+    def end_rollout(self, name: str, end: Literal["stop", "promote"], why: str = "") -> RolloutStatus:
+        """Asks for the end of the rollout that runs."""
+        query = {"why": why} if why else None
+        return from_json(RolloutStatus, self._post(f"/v1/endpoints/{name}/rollout/{end}", query=query))
 
     def register_model(self, spec: ModelVersionSpec) -> ModelVersion:
         """Adds a version of a model; the same one again is the version that exists."""

@@ -12,7 +12,9 @@ from raytide.autoscaler.nodes import launch_backoff as pools
 from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.nodes.lifecycle import by_node_id
+from raytide.control.accounting.billing_intervals import Booking
 from raytide.control.accounting.lost_work import lost_nodes, on_disruption
+from raytide.control.accounting.team_usage import recent_usage
 from raytide.control.reconcile.observation import ClusterObservation
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.endpoint import Endpoint
@@ -20,8 +22,10 @@ from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import Job
 from raytide.core.objects.ledger_entry import OpenInterval
 from raytide.core.objects.node import Node, NodeState, NodeType
+from raytide.core.objects.plan import Plan
 from raytide.core.objects.snapshot import EndpointView, NodeView, Pool, Snapshot
-from raytide.core.state.records import Records, StoredTeam
+from raytide.core.specs.rollout import Rollout
+from raytide.core.state.records import Changes, Records, StoredTeam
 from raytide.queue.lifecycle import jobs, leases
 from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 
@@ -39,6 +43,7 @@ class ClusterRecords:
     pools: dict[tuple[str, str], Pool] = field(default_factory=dict)
     intervals: dict[str, OpenInterval] = field(default_factory=dict)
     teams: tuple[StoredTeam, ...] = ()
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
     next_node: int = 1
     next_lease: int = 1
 
@@ -52,6 +57,7 @@ class ClusterRecords:
             pools={(pool.node_type, pool.zone): pool for pool in records.pools},
             intervals=dict(records.intervals),
             teams=records.teams,
+            rollouts={rollout.number: rollout for rollout in records.rollouts},
             next_node=records.next_node,
             next_lease=records.next_lease,
         )
@@ -110,6 +116,25 @@ def take_snapshot(
         next_lease=records.next_lease,
         ray_answers=observed.ray_nodes is not None,
         wall_ahead_s=wall_ahead_s,
+    )
+
+
+def changes(stored: Records, records: ClusterRecords, booking: Booking, plan: Plan, now_s: float) -> Changes:
+    """Returns the records that differ from what was loaded."""
+    old = ClusterRecords.of(stored)
+    return Changes(
+        at_s=now_s,
+        jobs=tuple(job for key, job in records.jobs.items() if old.jobs.get(key) != job),
+        leases=tuple(lease for key, lease in records.leases.items() if old.leases.get(key) != lease),
+        nodes=tuple(node for key, node in records.nodes.items() if old.nodes.get(key) != node),
+        endpoints=tuple(e for key, e in records.endpoints.items() if old.endpoints.get(key) != e),
+        rollouts=tuple(rollout for key, rollout in records.rollouts.items() if old.rollouts.get(key) != rollout),
+        pools=tuple(pool for pool_key, pool in records.pools.items() if old.pools.get(pool_key) != pool),
+        entries=booking.entries,
+        intervals=booking.intervals,
+        closed=booking.closed,
+        teams=recent_usage(records.teams, records.jobs.values(), now_s),
+        plan=plan.for_storage() if plan.actions else None,
     )
 
 

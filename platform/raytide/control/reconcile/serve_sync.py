@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.control.reconcile.observation import ClusterObservation
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import Endpoint, EndpointState
+from raytide.rollout.routes import EndpointRoute
 
 log = logger(__name__)
 
@@ -41,10 +43,11 @@ class ServeSync:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="serving")
         self._pass: Future[ServeObservation] | None = None
         self._published: dict[str, int] = {}
+        self._routes: dict[str, EndpointRoute] = {}
         self.served: ServeObservation | None = None
         """None before the first pass has finished."""
 
-    def sync(self, endpoints: Iterable[Endpoint]) -> None:
+    def sync(self, endpoints: Iterable[Endpoint], routes: Mapping[str, EndpointRoute] = MappingProxyType({})) -> None:
         """Starts a pass unless one runs, and takes over the result of the last one."""
         if self._pass is not None:
             if not self._pass.done():
@@ -53,12 +56,12 @@ class ServeSync:
             self._pass = None
         wanted = tuple(endpoints)
         if wanted:
-            self._pass = self._pool.submit(self._run_pass, wanted)
+            self._pass = self._pool.submit(self._run_pass, wanted, dict(routes))
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run_pass(self, endpoints: tuple[Endpoint, ...]) -> ServeObservation:
+    def _run_pass(self, endpoints: tuple[Endpoint, ...], routes: Mapping[str, EndpointRoute]) -> ServeObservation:
         """Syncs all endpoints with one list of Serve's applications."""
         gone: set[tuple[str, float]] = set()
         failures: dict[str, str] = {}
@@ -67,6 +70,7 @@ class ServeSync:
             there = self._control.applications()
             if not there:  # avoids a log line of Serve on each pass
                 self._control.start()
+            self._publish_routes(routes)  # first: whoever is deleted below gets no requests any more
         except Exception as error:  # Serve may raise anything; the next pass retries
             log.warning("serving pass failed", extra={"error": str(error)})
             return ServeObservation(unseen={endpoint.name: f"Ray Serve: {error}" for endpoint in endpoints})
@@ -88,6 +92,12 @@ class ServeSync:
                 log.warning("endpoint failed", extra={"endpoint": endpoint.name, "error": str(error)})
                 unseen[endpoint.name] = f"endpoint {endpoint.name}: {error}"
         return ServeObservation(frozenset(gone), failures, unseen)
+
+    def _publish_routes(self, routes: Mapping[str, EndpointRoute]) -> None:
+        for name, route in routes.items():
+            if self._routes.get(name) != route:
+                self._control.publish_route(name, route.model_dump_json().encode())
+                self._routes[name] = route
 
     def _sync_endpoint(self, endpoint: Endpoint, *, is_there: bool) -> bool:
         """Deploys and scales one endpoint. Returns whether it was just deployed, which makes its earlier status

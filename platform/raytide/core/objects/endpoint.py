@@ -85,8 +85,8 @@ class AnswerCachePolicy(Config):
 class ServeSpec(Config):
     """`raytide serve`: the model, its resources and its replicas."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    """Also the OpenAI model name."""
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}(~[1-9][0-9]{0,9})?$")
+    """Also the OpenAI model name. Only raytide adds `~` and a number, for the revisions of a rollout."""
     model: bounds.Location
     """A Hugging Face directory that every node can read, its URL in an object store, from which each node copies it
     once, or a registered model: `registry:NAME@ALIAS` or `registry:NAME:VERSION`, in whose place the API puts its

@@ -13,6 +13,7 @@ from raytide.core.objects.ledger_entry import Entry, OpenInterval
 from raytide.core.objects.node import Node
 from raytide.core.objects.plan import Plan
 from raytide.core.objects.snapshot import Pool
+from raytide.core.specs.rollout import Rollout, Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class Records:
     intervals: Mapping[str, OpenInterval] = field(default_factory=dict)
     """Open intervals by node id, including gone nodes whose last interval is not booked yet."""
     teams: tuple[StoredTeam, ...] = ()
+    rollouts: tuple[Rollout, ...] = ()
+    """Those of which anything still runs."""
+    serving: Mapping[str, Serving] = field(default_factory=dict)
+    """What serves an endpoint, by its name; without an entry its first application does."""
     next_node: int = 1
     next_lease: int = 1
 
@@ -78,6 +83,7 @@ class Changes:
     teams: tuple[StoredTeam, ...] = ()
     """Only their recent usage is written."""
     plan: Plan | None = None
+    rollouts: tuple[Rollout, ...] = ()
     events: tuple[Event, ...] = ()
 
 

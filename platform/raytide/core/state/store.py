@@ -19,15 +19,17 @@ from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.snapshot import Pool
 from raytide.core.state import codec
 from raytide.core.state import tables as t
-from raytide.core.state.caps import check_live_endpoints, check_live_jobs, check_progress
+from raytide.core.state.caps import check_live_jobs, check_progress
 from raytide.core.state.database import Database, WriteFailure
 from raytide.core.state.leader import Leader
-from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, leases_where, no_endpoint, no_job
+from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, leases_where, no_job
 from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.core.state.queries.pages import paged
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
+from raytide.core.state.registry.endpoints import request_delete, save_endpoint, served_endpoint
 from raytide.core.state.registry.models import ModelRecords
-from raytide.core.state.registry.revisions import RevisionRecords, add_revision
+from raytide.core.state.registry.revisions import RevisionRecords
+from raytide.core.state.registry.rollouts import RolloutRecords, all_serving, commit_rollouts, unended
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.tenancy.keys import touch_key_table
 from raytide.core.state.tenancy.records import TenancyRecords
@@ -58,6 +60,7 @@ class Store:
         self.tenancy = TenancyRecords(database)
         self.models = ModelRecords(database)
         self.revisions = RevisionRecords(database)
+        self.rollouts = RolloutRecords(database)
         self._leader: Leader | None = None
 
     @classmethod
@@ -145,42 +148,15 @@ class Store:
     def save_endpoint(self, spec: ServeSpec, user: str, now_s: float, why: str = "") -> Endpoint:
         """Creates an endpoint, or gives an existing one a new spec, which is a new revision.
 
-        Raises ConflictError if an endpoint of that name is being deleted or belongs to another team.
+        Raises ConflictError if an endpoint of that name has a rollout, is being deleted or belongs to another team.
         """
         with self._db.write() as c:
-            row = c.execute(_endpoint(spec.name).with_for_update()).first()
-            if row is None or row.team == spec.team or row.state == EndpointState.DELETED:
-                check_live_endpoints(c, spec)
-            if row is None:
-                c.execute(t.endpoints.insert(), codec.new_endpoint(spec, user, now_s))
-            elif row.state == EndpointState.DELETED:
-                update(c, t.endpoints, {"name": spec.name}, codec.new_endpoint(spec, user, now_s))
-            elif row.delete_requested:
-                raise ConflictError(f"endpoint {spec.name} is being deleted.", hint="Try again when it is deleted.")
-            elif row.team != spec.team:
-                raise ConflictError(f"endpoint {spec.name} belongs to team {row.team}.", hint="Choose another name.")
-            else:
-                values: dict[str, Any] = {"spec": spec.model_dump(mode="json")}
-                if row.state == EndpointState.FAILED:  # Serve never retries a failed one: create it anew
-                    values["created_at_s"] = now_s
-                update(c, t.endpoints, {"name": spec.name}, values)
-            if row is None or row.state == EndpointState.DELETED:
-                note(c, [Event(now_s, spec.name, "", "deploying", f"requested by {user}")])
-            touch_key_table(c)
-            number = add_revision(c, spec, user, now_s, why)
-            record(c, "endpoint.save", spec.name, {**codec.audited(spec), "revision": number, "why": why})
-            return codec.endpoint(c.execute(_endpoint(spec.name)).one())
+            return save_endpoint(c, spec, user, now_s, why)
 
     def request_delete(self, name: str) -> Endpoint:
         """Requests the end of an endpoint; has no effect on a deleted endpoint."""
         with self._db.write() as c:
-            if (row := c.execute(_endpoint(name).with_for_update()).first()) is None:
-                raise no_endpoint(name)
-            if not row.delete_requested:
-                update(c, t.endpoints, {"name": name}, {"delete_requested": True})
-                touch_key_table(c)
-                record(c, "endpoint.delete", name)
-            return codec.endpoint(c.execute(_endpoint(name)).one())
+            return request_delete(c, name)
 
     def save_team(self, name: str, given: Mapping[str, Any]) -> None:
         """Sets the fields that override the team's configuration; an empty mapping removes them."""
@@ -223,6 +199,8 @@ class Store:
                 pools=tuple(codec.pool(row) for row in c.execute(t.pools.select())),
                 intervals={row.node_id: codec.interval(row) for row in c.execute(t.open_intervals.select())},
                 teams=_teams(c),
+                rollouts=unended(c),
+                serving=all_serving(c),
                 next_node=counters.get("node", 1),
                 next_lease=counters.get("lease", 1),
             )
@@ -272,6 +250,7 @@ class Store:
             note(c, events)
             if ch.plan is not None:
                 store_plan(c, ch.plan)
+            commit_rollouts(c, ch.rollouts, ch.at_s)  # last: audit entries are ordered by a lock
 
     def remove_old_jobs(self, ended_before_s: float) -> int:
         """Deletes a batch of the jobs that ended before this time, with leases and events; returns their number.
@@ -321,10 +300,9 @@ class Store:
         return self.census.leases([job_id]).get(job_id)
 
     def endpoint(self, name: str) -> Endpoint:
+        """Returns the record of the application that serves an endpoint, which has that name in its spec."""
         with self._db.read() as c:
-            if (row := c.execute(_endpoint(name)).first()) is None:
-                raise no_endpoint(name)
-            return codec.endpoint(row)
+            return served_endpoint(c, name)
 
     def endpoints(self, *, ended: bool = False) -> tuple[Endpoint, ...]:
         """Returns endpoints by name; with `ended`, deleted ones too."""
@@ -391,7 +369,3 @@ def _job(job_id: str) -> sa.Select[Any]:
 
 def _job_of_key(team: str, key: str) -> sa.Select[Any]:
     return t.jobs.select().where(t.jobs.c.team == team, t.jobs.c.client_key == key)
-
-
-def _endpoint(name: str) -> sa.Select[Any]:
-    return t.endpoints.select().where(t.endpoints.c.name == name)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raytide.actors.serving.ray_serve.keys import KV_NAMESPACE, ReplicaAddress
+from raytide.actors.serving.ray_serve.keys import KV_NAMESPACE, ROUTES, ReplicaAddress
 from raytide.core import ray_internals
 from raytide.core.errors import RaytideError
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.specs.rollout import REVISION_SEPARATOR
+from raytide.rollout.routes import EndpointRoute, RolloutRoute
 
 log = logger(__name__)
 
@@ -23,11 +25,17 @@ _RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class EndpointEntry:
-    """An endpoint as it was last deployed, and the addresses of its replicas by their ids."""
+    """An endpoint as it was last deployed, the addresses of its replicas by their ids, and its rollout."""
 
     spec: ServeSpec
+    """The spec of the application that serves it, with the application's name."""
     created_at_s: float
     replicas: Mapping[str, ReplicaAddress] = field(default_factory=dict)
+    revision: int = 0
+    """0 while it is unknown."""
+    rollout: RolloutRoute | None = None
+    challenger: EndpointEntry | None = None
+    """The application of the rollout's challenger."""
 
 
 Listing = dict[str, EndpointEntry]
@@ -89,23 +97,40 @@ def _read(gcs: Any) -> dict[bytes, bytes]:
 
 
 def _is_listed(key: bytes) -> bool:
-    return key.endswith(b"/spec") or b"/replica/" in key
+    return key.endswith(b"/spec") or b"/replica/" in key or key.startswith(ROUTES)
 
 
 def listing(found: Mapping[bytes, bytes]) -> Listing:
-    """Returns the endpoints of these keys. An unreadable one is left out, and hides no other."""
-    endpoints: Listing = {}
+    """Returns the endpoints of these keys. An unreadable one is left out, and hides no other.
+
+    Applications that no route names are those of rollouts that are over or have not begun.
+    """
+    applications: Listing = {}
     replicas: dict[str, dict[str, ReplicaAddress]] = {}
+    routes: dict[str, EndpointRoute] = {}
     for key, value in found.items():
         name, kind, rest = (*key.decode().split("/", 2), "")[:3]
         try:
-            if kind == "replica":
+            if key.startswith(ROUTES):
+                routes[kind] = EndpointRoute.model_validate_json(value)
+            elif kind == "replica":
                 replicas.setdefault(name, {})[rest] = ReplicaAddress.parse(value)
             else:
                 created_at_s, _, spec = value.decode().partition(" ")
-                endpoints[name] = EndpointEntry(ServeSpec.parse(json.loads(spec), where=name), float(created_at_s))
+                applications[name] = EndpointEntry(ServeSpec.parse(json.loads(spec), where=name), float(created_at_s))
         except (ValueError, TypeError, RaytideError) as error:
             log.warning("a key of Serve's cannot be read", extra={"key": key.decode(), "error": str(error)})
+    applications = {name: replace(each, replicas=replicas.get(name, {})) for name, each in applications.items()}
     return {
-        name: EndpointEntry(entry.spec, entry.created_at_s, replicas.get(name, {})) for name, entry in endpoints.items()
+        **{name: each for name, each in applications.items() if REVISION_SEPARATOR not in name},
+        **{name: _routed(route, applications) for name, route in routes.items() if route.application in applications},
     }
+
+
+def _routed(route: EndpointRoute, applications: Listing) -> EndpointEntry:
+    entry = replace(applications[route.application], revision=route.revision)
+    rollout = route.rollout
+    challenger = applications.get(rollout.challenger) if rollout is not None else None
+    if rollout is None or challenger is None:
+        return entry
+    return replace(entry, rollout=rollout, challenger=replace(challenger, revision=rollout.split.challenger))

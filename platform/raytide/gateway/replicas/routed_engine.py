@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 COLD_START_S = 300.0
 """The time for which a request waits while no replica of its endpoint takes requests: it starts, or is replaced."""
+_RESUME_S = 30.0
+"""The time for which a stream that has begun waits for a replica at least."""
 _FULL_PAUSE_S = 0.2
 _PAUSE_S = 0.02
 _MAX_DEATHS = 3
@@ -46,10 +48,12 @@ class RoutedEngine(BasicEngine):
         self._replicas = replicas
         self.answers = SharedAnswers(self._generate, self._version, on_reuse)
         self._suspects = asyncio.Lock()
+        self.patience_s = COLD_START_S
+        """The time for which a request waits for a replica before its first token."""
 
     async def start(self) -> EngineInfo:
         """Waits for the first replica and returns its description."""
-        return (await self._any(COLD_START_S)).info
+        return (await self._any()).info
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
         return self.answers.generate(request)
@@ -138,9 +142,9 @@ class RoutedEngine(BasicEngine):
         """Returns the versions of the weights that may answer now."""
         return " ".join(sorted({replica.info.weights_version for replica in self._replicas.ready}))
 
-    async def _any(self, timeout_s: float = COLD_START_S) -> Replica:
+    async def _any(self) -> Replica:
         """Returns the replica that holds the fewest requests."""
-        return min(await self._replicas.wait_ready(timeout_s), key=lambda replica: replica.load)
+        return min(await self._replicas.wait_ready(self.patience_s), key=lambda replica: replica.load)
 
     async def _ask(self, question: Callable[[RemoteEngine], Awaitable[T]]) -> T:
         """Returns one replica's answer; a replica that dies meanwhile is replaced by another."""
@@ -153,9 +157,10 @@ class RoutedEngine(BasicEngine):
         """Returns the replica for a request that those in `full` have refused, and its route. When all have, it waits
         for one if it `may_wait`, since its client has a part of the answer already.
         """
-        deadline_s = time.monotonic() + COLD_START_S
+        patience_s = max(self.patience_s, _RESUME_S) if may_wait else self.patience_s
+        deadline_s = time.monotonic() + patience_s
         while True:
-            ready = await self._replicas.wait_ready(COLD_START_S)
+            ready = await self._replicas.wait_ready(patience_s)
             open_to_it = {replica.name: replica for replica in ready if replica.name not in full}
             if open_to_it:
                 route = self._replicas.router.route(

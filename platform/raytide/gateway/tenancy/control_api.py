@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 from raytide.core import errors
 from raytide.core.errors import ClusterError
 from raytide.core.objects.api_key import KeyTableChange, ReservationBatch, UsageBatch
+from raytide.core.specs.rollout import RolloutReport
 
 __all__ = ["ControlApi"]
 
@@ -43,6 +44,10 @@ class ControlApi:
     async def settle(self, batch: UsageBatch) -> None:
         """Reports requests. Those that were reported before are not billed again."""
         await self._call("POST", "/v1/gateway/usage", json=batch.model_dump(mode="json"), timeout=_TIMEOUT_S)
+
+    async def report_rollouts(self, report: RolloutReport) -> None:
+        """Reports totals of the revisions of rollouts."""
+        await self._call("POST", "/v1/gateway/rollouts", json=report.model_dump(mode="json"), timeout=_TIMEOUT_S)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -51,7 +51,7 @@ class Tenancy:
         now_s: Callable[[], float] = time.time,
     ) -> None:
         """`limits_path` is a file that the gateway processes of this machine share."""
-        self._api, self._requires_keys, self._now_s = api, requires_keys, now_s
+        self.api, self._requires_keys, self._now_s = api, requires_keys, now_s
         self.keys = KeyTable(api, now_s)
         self.limits = RateLimits(limits_path)
         self.reporter = UsageReporter(api)
@@ -82,7 +82,7 @@ class Tenancy:
             await asyncio.gather(self._following, return_exceptions=True)
         await self.budgets.close()
         await self.reporter.close()
-        await self._api.close()
+        await self.api.close()
         self.limits.close()
 
     def authenticate(self, headers: Mapping[str, str]) -> GatewayCaller:

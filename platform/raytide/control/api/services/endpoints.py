@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Literal
 
 from raytide.actors.serving.engines import choose_engine
 from raytide.autoscaler.endpoints.load_target import cold_start_s
@@ -11,16 +14,26 @@ from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.models import ModelService
 from raytide.control.api.services.submission_rate import SubmissionRate
-from raytide.control.views import EndpointStatus, Live
+from raytide.control.views import EndpointStatus, Live, RevisionOutcome, RolloutStatus
 from raytide.core.clock import Clock
-from raytide.core.errors import ConflictError
+from raytide.core.errors import ConfigError, ConflictError
 from raytide.core.money import to_us
 from raytide.core.objects.cluster_config import ClusterConfig
-from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointRevision, EndpointState, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.resources import resolve_accelerator
+from raytide.core.specs.rollout import (
+    REVISION_SEPARATOR,
+    CountedRevision,
+    Rollout,
+    RolloutReport,
+    Serving,
+    endpoint_of,
+)
 from raytide.core.state import Store
 from raytide.ledger.cost import accrued, costs
+from raytide.rollout.lifecycle import intervals
+from raytide.rollout.spec import NewRollout
 from raytide.scheduling.diagnosis import check_possible
 
 
@@ -44,7 +57,37 @@ class EndpointService:
         self._models, self._rate = models, rate
 
     def serve(self, body: Mapping[str, object], caller: Caller, why: str = "") -> EndpointStatus:
-        spec = ServeSpec.parse({"team": caller.home, **body}, where="serve")
+        spec = self._checked(ServeSpec.parse({"team": caller.home, **body}, where="serve"), caller)
+        self._store.save_endpoint(spec, caller.user, self._clock.now_s(), why)
+        return self.get(spec.name, caller)
+
+    def start_rollout(self, body: Mapping[str, object], caller: Caller) -> RolloutStatus:
+        """Adds a revision beside the one that serves."""
+        asked = NewRollout.parse(body, where="rollout")
+        spec = self._checked(asked.serve_spec(caller.home), caller)
+        plan = asked.rollout.model_dump(mode="json")
+        now_s = self._clock.now_s()
+        return self._status(self._store.rollouts.start(spec, asked.rollout.kind, plan, caller.user, now_s, asked.why))
+
+    def end_rollout(self, name: str, end: Literal["stop", "promote"], why: str, caller: Caller) -> RolloutStatus:
+        """Asks for the end of the live rollout: back to the champion, or on to the challenger."""
+        caller.require_team(self._store.endpoint(name).spec.team)
+        self._rate.take_change(caller.home)
+        return self._status(self._store.rollouts.ask(name, end, caller.user, why))
+
+    def rollouts(self, name: str, caller: Caller, limit: int) -> list[RolloutStatus]:
+        """Returns the rollouts of an endpoint, newest first."""
+        caller.require_team(team := self._store.endpoint(name).spec.team)
+        return [self._status(rollout) for rollout in self._store.rollouts.page(name, team=team, limit=limit)]
+
+    def count_rollouts(self, body: Mapping[str, object]) -> None:
+        """Takes over what a gateway has counted."""
+        self._store.rollouts.report(RolloutReport.parse(body, where="rollouts"))
+
+    def _checked(self, spec: ServeSpec, caller: Caller) -> ServeSpec:
+        """Returns a spec with what it refers to. Raises an error for one that cannot run."""
+        if REVISION_SEPARATOR in spec.name:
+            raise ConfigError(f"serve: name: {spec.name} has a {REVISION_SEPARATOR}.", hint="Choose another name.")
         caller.require_team(spec.team)
         spec = self._models.resolved(spec, caller)
         self._accounts.check_team(spec.team)
@@ -58,30 +101,62 @@ class EndpointService:
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
         self._inputs.check_model(spec.model, caller)
         self._rate.take_change(spec.team, len(spec.model_dump_json()))
-        self._store.save_endpoint(spec, caller.user, self._clock.now_s(), why)
-        return self.get(spec.name, caller)
+        return spec
 
     def all(self, caller: Caller) -> list[EndpointStatus]:
+        """Returns the endpoints, and the revisions of rollouts that run beside them or still finish their requests."""
         booked = self._store.books.booked("endpoint", team=caller.only_team)
         pending = accrued(self._store.books.intervals(), to_us(self._clock.now_s()))
         spent = costs(booked, (entry for entry in pending if caller.sees(entry.team)), "endpoint")
+        serving = self._store.rollouts.all_serving()
+        found = {each.name: each for each in self._store.endpoints(ended=True) if caller.sees(each.spec.team)}
+        ended: Counter[str] = Counter()
+        shown: dict[str, Serving] = {}
+        for name, endpoint in found.items():
+            now = serving.get(endpoint_of(name)) or Serving(name, name, 0)
+            if now.application == name:
+                shown[name] = now
+            elif endpoint.state is not EndpointState.DELETED:
+                shown[name] = Serving(name, name, 0)
+            else:
+                ended[now.application] += spent.get(name, 0)
+        return [self._endpoint(found[name], now, spent.get(name, 0) + ended[name]) for name, now in shown.items()]
+
+    def _endpoint(self, endpoint: Endpoint, now: Serving, cost_micro_usd: int) -> EndpointStatus:
         live = self._live()
-        return [
-            EndpointStatus(
-                endpoint=endpoint,
-                base_url=f"{self._serve_url}/{endpoint.name}/v1",
-                ready_replicas=load.ready if (load := live.loads.get(endpoint.name)) else 0,
-                ongoing=load.ongoing if load else 0.0,
-                cost_micro_usd=spent.get(endpoint.name, 0),
-                waiting=live.waiting.get(endpoint.name),
-                cold_start_s=cold_start_s(endpoint.spec.replicas, load),
-                cold_start_is_learned=bool(load and load.traffic and load.traffic.cold_start_s is not None),
-                paces=load.traffic.paces if load and load.traffic else {},
-                startups=load.startups if load else (),
-            )
-            for endpoint in self._store.endpoints(ended=True)
-            if caller.sees(endpoint.spec.team)
-        ]
+        load = live.loads.get(endpoint.name)
+        return EndpointStatus(
+            endpoint=replace(endpoint, spec=endpoint.spec.model_copy(update={"name": now.name})),
+            base_url=f"{self._serve_url}/{now.name}/v1",
+            ready_replicas=load.ready if load else 0,
+            ongoing=load.ongoing if load else 0.0,
+            cost_micro_usd=cost_micro_usd,
+            waiting=live.waiting.get(endpoint.name),
+            cold_start_s=cold_start_s(endpoint.spec.replicas, load),
+            cold_start_is_learned=bool(load and load.traffic and load.traffic.cold_start_s is not None),
+            paces=load.traffic.paces if load and load.traffic else {},
+            startups=load.startups if load else (),
+            revision=now.revision,
+            previous=now.previous,
+        )
+
+    def _status(self, rollout: Rollout) -> RolloutStatus:
+        """Returns a rollout with the counts of both revisions, which it remembers when it is over."""
+        versions = {
+            each.number: each.spec.version
+            for each in self._store.revisions.page(rollout.name, team=rollout.team)
+            if each.spec is not None
+        }
+        counted = self._store.rollouts.counts([rollout.number])[rollout.number]
+        sides = {"champion": rollout.champion, "challenger": rollout.challenger}
+        outcomes = {}
+        for side, revision in sides.items():
+            counts = counted.get(revision) or CountedRevision(rollout=rollout.number, revision=revision)
+            if rollout.ended_at_s is not None:
+                kept = rollout.progress.get("seen", {}).get(side, {})
+                counts = CountedRevision(rollout=rollout.number, revision=revision, **kept)
+            outcomes[side] = RevisionOutcome(revision, versions.get(revision, ""), counts, intervals(counts))
+        return RolloutStatus(rollout, **outcomes)
 
     def get(self, name: str, caller: Caller) -> EndpointStatus:
         caller.require_team(self._store.endpoint(name).spec.team)

@@ -17,15 +17,21 @@ KEPT_REVISIONS = 100
 """The newest revisions of an endpoint that are kept."""
 
 
-def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str) -> int:
-    """Adds a revision unless the newest one of the same team has the same spec; returns its number.
+def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str, *, is_new: bool = False) -> int:
+    """Adds a revision unless the newest one of the same team has the same spec, or in any case with `is_new`; returns
+    its number.
 
     Lock the endpoint's row before.
     """
     r = t.revisions.c
     of_endpoint = t.revisions.select().where(r.name == spec.name)
     last = c.execute(of_endpoint.order_by(r.number.desc()).limit(1)).first()
-    if last is not None and last.team == spec.team and codec.read_config(ServeSpec, last.spec)[0] == spec:
+    if (
+        not is_new
+        and last is not None
+        and last.team == spec.team
+        and codec.read_config(ServeSpec, last.spec)[0] == spec
+    ):
         return int(last.number)
     number = 1 if last is None else int(last.number) + 1
     values = {"name": spec.name, "number": number, "team": spec.team, "user": user, "at_s": now_s, "why": why}

@@ -1,10 +1,13 @@
-"""The tables of registered models and of the revisions of endpoints. Only the API writes them."""
+"""The tables of registered models, and of the revisions of endpoints and their rollouts.
+
+Only the API writes them, except where a table says otherwise.
+"""
 
 from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Column, Double, Index, Integer, String, Table
 
-from raytide.core.state.tables import metadata
+from raytide.core.state.tables import SafeText, metadata
 
 models = Table(
     "models",
@@ -48,3 +51,57 @@ revisions = Table(
     Column("spec", JSON, nullable=False),
 )
 """The specs that an endpoint had, oldest first."""
+
+serving = Table(
+    "serving",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("application", String, nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("previous", Integer, nullable=False),
+)
+"""Which application and revision serve an endpoint. The controller changes a row when it promotes a revision, and the
+API when an endpoint gets a new spec, which it refuses during a rollout."""
+
+rollouts = Table(
+    "rollouts",
+    metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("name", String, nullable=False),
+    Column("team", String, nullable=False),
+    Column("user", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("plan", JSON, nullable=False),
+    Column("champion", Integer, nullable=False),
+    Column("challenger", Integer, nullable=False),
+    Column("champion_application", String, nullable=False),
+    Column("challenger_application", String, nullable=False),
+    Column("created_at_s", Double, nullable=False),
+    Column("why", String, nullable=False),
+    Column("asked", String, nullable=False),
+    Column("asked_by", String, nullable=False),
+    Column("asked_why", String, nullable=False),
+    Column("state", String, nullable=False),
+    Column("percent", Double, nullable=False),
+    Column("reason", SafeText, nullable=False),
+    Column("progress", JSON, nullable=False),
+    Column("decided_at_s", Double),
+    Column("ended_at_s", Double),
+    Index(None, "name", "number"),
+    Index(None, "ended_at_s"),
+)
+"""The API writes a row up to `asked_why`, and the controller the columns from `state` on."""
+
+rollout_counts = Table(
+    "rollout_counts",
+    metadata,
+    Column("rollout", BigInteger, primary_key=True, autoincrement=False),
+    Column("revision", Integer, primary_key=True, autoincrement=False),
+    Column("gateway", String, primary_key=True),
+    Column("requests", BigInteger, nullable=False),
+    Column("errors", BigInteger, nullable=False),
+    Column("started", BigInteger, nullable=False),
+    Column("late", BigInteger, nullable=False),
+    Column("first_token_ms", BigInteger, nullable=False),
+)
+"""The requests of each revision since the start of each gateway process."""

@@ -1,0 +1,83 @@
+"""Writes of endpoints: each spec is a revision, and goes to the application that serves the endpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from raytide.core.errors import ConflictError
+from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.specs.rollout import Serving
+from raytide.core.state import codec
+from raytide.core.state import tables as t
+from raytide.core.state.caps import check_live_endpoints
+from raytide.core.state.queries.jobs import no_endpoint
+from raytide.core.state.records import Event
+from raytide.core.state.registry.revisions import add_revision
+from raytide.core.state.registry.rollouts import live, refuse_during_rollout, serving, set_serving
+from raytide.core.state.tenancy.audit import record
+from raytide.core.state.tenancy.keys import touch_key_table
+from raytide.core.state.write import note, update
+
+
+def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str) -> Endpoint:
+    """Creates an endpoint, or gives an existing one a new spec, which is a new revision.
+
+    Raises ConflictError if an endpoint of that name has a rollout, is being deleted or belongs to another team.
+    """
+    found = serving(c, spec.name)
+    row = c.execute(_endpoint(found.application).with_for_update()).first()
+    if found.application != spec.name and (row is None or row.state == EndpointState.DELETED):
+        found = Serving(spec.name, spec.name, found.revision)  # it begins anew
+        row = c.execute(_endpoint(spec.name).with_for_update()).first()
+    stored = spec.model_copy(update={"name": found.application})
+    if row is None or row.team == spec.team or row.state == EndpointState.DELETED:
+        check_live_endpoints(c, stored)
+    if row is None:
+        c.execute(t.endpoints.insert(), codec.new_endpoint(stored, user, now_s))
+    elif row.state == EndpointState.DELETED:
+        update(c, t.endpoints, {"name": stored.name}, codec.new_endpoint(stored, user, now_s))
+    elif row.delete_requested or row.state == EndpointState.DELETING:
+        raise ConflictError(f"endpoint {spec.name} is being deleted.", hint="Try again when it is deleted.")
+    elif row.team != spec.team:
+        raise ConflictError(f"endpoint {spec.name} belongs to team {row.team}.", hint="Choose another name.")
+    else:
+        refuse_during_rollout(c, spec.name)
+        values: dict[str, Any] = {"spec": stored.model_dump(mode="json")}
+        if row.state == EndpointState.FAILED:  # Serve never retries a failed one: create it anew
+            values["created_at_s"] = now_s
+        update(c, t.endpoints, {"name": stored.name}, values)
+    if row is None or row.state == EndpointState.DELETED:
+        note(c, [Event(now_s, spec.name, "", "deploying", f"requested by {user}")])
+    touch_key_table(c)
+    number = add_revision(c, spec, user, now_s, why)
+    set_serving(c, found, application=found.application, revision=number)
+    record(c, "endpoint.save", spec.name, {**codec.audited(spec), "revision": number, "why": why})
+    return served_endpoint(c, spec.name)
+
+
+def request_delete(c: sa.Connection, name: str) -> Endpoint:
+    """Requests the end of an endpoint and of its challenger; has no effect on a deleted endpoint."""
+    application = serving(c, name).application
+    if (row := c.execute(_endpoint(application).with_for_update()).first()) is None:
+        raise no_endpoint(name)
+    if not row.delete_requested:
+        rollout = live(c, name)
+        for each in (application, *([] if rollout is None else [rollout.challenger_application])):
+            update(c, t.endpoints, {"name": each}, {"delete_requested": True})
+        touch_key_table(c)
+        record(c, "endpoint.delete", name)
+    return served_endpoint(c, name)
+
+
+def served_endpoint(c: sa.Connection, name: str) -> Endpoint:
+    """Returns the record of the application that serves an endpoint."""
+    row = c.execute(_endpoint(serving(c, name).application)).first()
+    if row is None:
+        raise no_endpoint(name)
+    return codec.endpoint(row)
+
+
+def _endpoint(name: str) -> sa.Select[Any]:
+    return t.endpoints.select().where(t.endpoints.c.name == name)

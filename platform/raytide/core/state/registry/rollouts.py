@@ -1,0 +1,225 @@
+"""Rollouts in the store, the counts of their revisions, and which application serves an endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import sqlalchemy as sa
+
+from raytide.core.errors import ConflictError, NotFoundError
+from raytide.core.objects.endpoint import EndpointState, ServeSpec
+from raytide.core.specs.rollout import (
+    CountedRevision,
+    Rollout,
+    RolloutKind,
+    RolloutReport,
+    RolloutState,
+    Serving,
+    application_of,
+)
+from raytide.core.state import codec
+from raytide.core.state import tables as core
+from raytide.core.state.caps import check_live_endpoints
+from raytide.core.state.database import Database
+from raytide.core.state.queries.jobs import no_endpoint
+from raytide.core.state.records import Event
+from raytide.core.state.registry import tables as t
+from raytide.core.state.registry.revisions import add_revision
+from raytide.core.state.tenancy.audit import add_entry, record
+from raytide.core.state.write import next_number, note, update, upsert
+
+KEPT_ROLLOUTS = 100
+"""The newest rollouts of an endpoint that are kept."""
+_LIVE = [state for state in RolloutState if state.is_live]
+_COUNTS = ("requests", "errors", "started", "late", "first_token_ms")
+_FIELDS = tuple(each.name for each in fields(Rollout))
+
+
+class RolloutRecords:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def start(
+        self, spec: ServeSpec, kind: RolloutKind, plan: Mapping[str, Any], user: str, now_s: float, why: str
+    ) -> Rollout:
+        """Adds a revision with this spec, an application for it with one replica, and the rollout of it.
+
+        Raises NotFoundError without the endpoint, and ConflictError if it is not the team's, has a rollout already or
+        is being deleted.
+        """
+        e = core.endpoints.c
+        with self._db.write() as c:
+            number = next_number(c, "rollout")
+            champion = serving(c, spec.name)
+            row = c.execute(core.endpoints.select().where(e.name == champion.application).with_for_update()).first()
+            if row is None or row.state == EndpointState.DELETED:
+                raise no_endpoint(spec.name)
+            if row.team != spec.team:
+                raise ConflictError(f"endpoint {spec.name} belongs to team {row.team}.", hint="Choose another name.")
+            if row.delete_requested or row.state == EndpointState.DELETING:
+                raise ConflictError(f"endpoint {spec.name} is being deleted.", hint="Try again when it is deleted.")
+            refuse_during_rollout(c, spec.name)
+            revision = add_revision(c, spec, user, now_s, why, is_new=True)
+            challenger = spec.model_copy(update={"name": application_of(spec.name, revision)})
+            check_live_endpoints(c, challenger)
+            values = {**codec.new_endpoint(challenger, user, now_s), "target_replicas": 1}
+            upsert(c, core.endpoints, [values])
+            made = Rollout(
+                number=number,
+                name=spec.name,
+                team=spec.team,
+                user=user,
+                kind=kind,
+                plan=dict(plan),
+                champion=champion.revision,
+                challenger=revision,
+                champion_application=champion.application,
+                challenger_application=challenger.name,
+                created_at_s=now_s,
+                why=why,
+                reason="its first replica starts",
+            )
+            c.execute(t.rollouts.insert(), {name: getattr(made, name) for name in _FIELDS})
+            old = t.rollouts.c
+            nth = sa.select(old.number).where(old.name == spec.name).order_by(old.number.desc())
+            oldest_kept = nth.limit(1).offset(KEPT_ROLLOUTS - 1).scalar_subquery()
+            ended = old.ended_at_s.is_not(None)
+            c.execute(t.rollouts.delete().where(old.name == spec.name, old.number < oldest_kept, ended))
+            note(c, [Event(now_s, challenger.name, "", "deploying", f"a {kind} of {spec.name}, requested by {user}")])
+            shown = {"kind": kind, "from": champion.revision, "to": revision, "why": why, "version": spec.version}
+            record(c, "rollout.start", spec.name, shown)
+            return made
+
+    def ask(self, name: str, end: str, user: str, why: str) -> Rollout:
+        """Asks for the end of an endpoint's live rollout: "stop" or "promote". A repeated request changes nothing."""
+        with self._db.write() as c:
+            found = live(c, name)
+            if found is None:
+                raise NotFoundError(f"endpoint {name} has no rollout that runs.", hint="`raytide serve NAME --canary`.")
+            if found.asked == end:
+                return found
+            asked = {"asked": end, "asked_by": user, "asked_why": why}
+            update(c, t.rollouts, {"number": found.number}, asked)
+            record(c, f"rollout.{end}", name, {"to": found.challenger, "why": why})
+            return _rollout(c.execute(t.rollouts.select().where(t.rollouts.c.number == found.number)).one())
+
+    def page(self, name: str, *, team: str, limit: int = KEPT_ROLLOUTS) -> tuple[Rollout, ...]:
+        """Returns the rollouts of an endpoint, newest first."""
+        r = t.rollouts.c
+        query = t.rollouts.select().where(r.name == name, r.team == team).order_by(r.number.desc()).limit(limit)
+        with self._db.read() as c:
+            return tuple(_rollout(row) for row in c.execute(query))
+
+    def serving(self, name: str) -> Serving:
+        """Returns what serves an endpoint."""
+        with self._db.read() as c:
+            return serving(c, name)
+
+    def all_serving(self) -> dict[str, Serving]:
+        """Returns what serves each endpoint, by its name."""
+        with self._db.read() as c:
+            return all_serving(c)
+
+    def report(self, report: RolloutReport) -> None:
+        """Takes over what a gateway has counted since its start. An older report than the last changes nothing."""
+        columns = {"rollout", "revision", *_COUNTS}
+        rows = [{**each.model_dump(include=columns), "gateway": report.gateway} for each in report.counted]
+        with self._db.write() as c:
+            known = {row.number for row in c.execute(sa.select(t.rollouts.c.number).where(_unended()))}
+            rows = [row for row in rows if row["rollout"] in known]
+            k = t.rollout_counts.c
+            of_gateway = t.rollout_counts.select().where(k.gateway == report.gateway)
+            before = {(row.rollout, row.revision): row._mapping for row in c.execute(of_gateway)}
+            for row in rows:
+                if (old := before.get((row["rollout"], row["revision"]))) is not None:
+                    row.update({name: max(row[name], old[name]) for name in _COUNTS})
+            upsert(c, t.rollout_counts, rows)
+
+    def counts(self, numbers: Iterable[int]) -> dict[int, dict[int, CountedRevision]]:
+        """Returns the sums over the gateways, by rollout and revision."""
+        wanted = list(numbers)
+        found: dict[int, dict[int, CountedRevision]] = {number: {} for number in wanted}
+        k = t.rollout_counts.c
+        sums = [sa.func.sum(k[name]).label(name) for name in _COUNTS]
+        query = sa.select(k.rollout, k.revision, *sums).where(k.rollout.in_(wanted)).group_by(k.rollout, k.revision)
+        if not wanted:
+            return found
+        with self._db.read() as c:
+            for row in c.execute(query).mappings():
+                values = {name: int(value) for name, value in row.items()}
+                found[values["rollout"]][values["revision"]] = CountedRevision.model_validate(values)
+        return found
+
+
+def serving(c: sa.Connection, name: str) -> Serving:
+    """Returns what serves an endpoint; without a row its first application, and its newest revision."""
+    row = c.execute(t.serving.select().where(t.serving.c.name == name)).first()
+    if row is not None:
+        return Serving(row.name, row.application, row.revision, row.previous)
+    numbers = sa.select(t.revisions.c.number).where(t.revisions.c.name == name)
+    newest = [*c.execute(numbers.order_by(t.revisions.c.number.desc()).limit(2)).scalars(), 0, 0]
+    return Serving(name, name, newest[0], newest[1])
+
+
+def all_serving(c: sa.Connection) -> dict[str, Serving]:
+    """Returns the rows of all endpoints that have one."""
+    return {row.name: Serving(row.name, row.application, row.revision, row.previous) for row in c.execute(_SERVING)}
+
+
+_SERVING = t.serving.select()
+
+
+def set_serving(c: sa.Connection, found: Serving, *, application: str, revision: int) -> None:
+    """Lets an application and a revision serve an endpoint."""
+    previous = found.revision if revision != found.revision else found.previous
+    values = {"name": found.name, "application": application, "revision": revision, "previous": previous}
+    upsert(c, t.serving, [values])
+
+
+def live(c: sa.Connection, name: str) -> Rollout | None:
+    r = t.rollouts.c
+    row = c.execute(t.rollouts.select().where(r.name == name, r.state.in_(_LIVE))).first()
+    return None if row is None else _rollout(row)
+
+
+def refuse_during_rollout(c: sa.Connection, name: str) -> None:
+    if (found := live(c, name)) is not None:
+        raise ConflictError(
+            f"endpoint {name} has a rollout of revision {found.challenger}.",
+            hint=f"`raytide endpoint rollout {name}` shows it, and its --stop and --promote end it.",
+        )
+
+
+def unended(c: sa.Connection) -> tuple[Rollout, ...]:
+    """Returns the rollouts of which anything still runs."""
+    query = t.rollouts.select().where(_unended()).order_by(t.rollouts.c.number)
+    return tuple(_rollout(row) for row in c.execute(query))
+
+
+def commit_rollouts(c: sa.Connection, changed: Iterable[Rollout], at_s: float) -> None:
+    """Writes what the controller decided. A promotion changes which application serves the endpoint, and each change of
+    a rollout's state or share of traffic is in the audit log."""
+    r = t.rollouts.c
+    for rollout in changed:
+        before = c.execute(t.rollouts.select().where(r.number == rollout.number)).one()
+        if rollout.state is RolloutState.PROMOTED and before.state != RolloutState.PROMOTED:
+            found = serving(c, rollout.name)
+            set_serving(c, found, application=rollout.challenger_application, revision=rollout.challenger)
+        names = ("state", "percent", "reason", "progress", "decided_at_s", "ended_at_s")
+        update(c, t.rollouts, {"number": rollout.number}, {name: getattr(rollout, name) for name in names})
+        if (before.state, before.percent) != (rollout.state, rollout.percent):
+            detail = {"to": rollout.challenger, "percent": rollout.percent, "why": rollout.reason}
+            add_entry(c, at_s, "raytide", f"rollout.{rollout.state}", rollout.name, detail)
+        if rollout.ended_at_s is not None:
+            c.execute(t.rollout_counts.delete().where(t.rollout_counts.c.rollout == rollout.number))
+
+
+def _unended() -> sa.ColumnElement[bool]:
+    return t.rollouts.c.ended_at_s.is_(None)
+
+
+def _rollout(row: sa.Row[Any]) -> Rollout:
+    values = {name: row._mapping[name] for name in _FIELDS}
+    return Rollout(**{**values, "state": RolloutState(row.state)})

@@ -1,0 +1,48 @@
+"""Which revision answers a request, and which failures of a challenger its champion can make good."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from raytide.actors.serving.openai_api.admission import CALLER
+from raytide.actors.serving.openai_api.errors import to_api_error
+from raytide.core.errors import OverloadedError
+from raytide.gateway.tenancy.tenancy import GatewayCaller
+from raytide.rollout.routes import RolloutRoute
+
+_ADMISSION = frozenset({401, 403, 429})
+"""The statuses of what a caller may not do, whichever revision answers."""
+_TIMED_OUT = "timeout"
+
+
+def is_for_challenger(rollout: RolloutRoute, scope: Any, session: str) -> bool:
+    """Returns whether the challenger answers a request that names this session, or none."""
+    return rollout.split.revision_of(unit_of(scope, session, by_key=rollout.by_key)) == rollout.split.challenger
+
+
+def unit_of(scope: Any, session: str, *, by_key: bool) -> str:
+    """Returns what stays with one revision: the user or session that a request names, apart for each account; else with
+    `by_key` the account, and without the request itself.
+    """
+    caller = scope.get(CALLER)
+    key = caller.key if isinstance(caller, GatewayCaller) else None
+    account = "" if key is None else key.account
+    if session:
+        return f"{account}/{session}"
+    return account if by_key and account else uuid4().hex
+
+
+def is_overload(error: Exception) -> bool:
+    return isinstance(error, OverloadedError) or isinstance(error.__cause__, OverloadedError)
+
+
+def champion_may_answer(error: Exception) -> bool:
+    """Returns whether another revision may answer a request that this error ended before anything of it was sent.
+
+    Refusals of the content are among them: a challenger may wrongly refuse what the champion accepts.
+    """
+    if is_overload(error):
+        return True
+    found = to_api_error(error)
+    return found.status not in _ADMISSION and found.body.error.code != _TIMED_OUT

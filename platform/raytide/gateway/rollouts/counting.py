@@ -1,0 +1,84 @@
+"""Counts the outcomes of a revision's requests while it takes part in a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+
+from raytide.actors.serving.metrics import Outcome, RequestTracker, ServingMetrics
+from raytide.core.specs.rollout import CountedRevision
+
+
+@dataclass(slots=True)
+class RevisionTally:
+    """The totals of one revision in one rollout since this gateway started; `CountedRevision` says what they mean."""
+
+    rollout: int
+    revision: int
+    requests: int = 0
+    errors: int = 0
+    started: int = 0
+    late: int = 0
+    first_token_ms: int = 0
+
+    def fail(self) -> None:
+        """Counts a request that the revision could not answer."""
+        self.requests += 1
+        self.errors += 1
+
+    def to_report(self) -> CountedRevision:
+        return CountedRevision(**asdict(self))
+
+
+class CountedMetrics(ServingMetrics):
+    """The metrics of one revision's server. Its requests are also counted in `tally`, if there is one."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.tally: RevisionTally | None = None
+        self.goal_s: float | None = None
+        """The time within which a first token should come; None without a goal."""
+
+    def track(self, api: str) -> RequestTracker:
+        if self.tally is None:
+            return super().track(api)
+        return _CountedTracker(self, api, self.tally, self.goal_s)
+
+
+class _CountedTracker(RequestTracker):
+    def __init__(self, metrics: ServingMetrics, api: str, tally: RevisionTally, goal_s: float | None) -> None:
+        super().__init__(metrics, api)
+        self._tally, self._goal_s = tally, goal_s
+        self._start_s = time.perf_counter()
+        self._is_started = self._is_over = False
+        loop = asyncio.get_running_loop()
+        self._timer = None if goal_s is None else loop.call_later(goal_s, self._count_start, True)
+
+    def tokens(self, choice: int, count: int) -> None:
+        if count and not self._is_started:
+            waited_s = time.perf_counter() - self._start_s
+            self._tally.first_token_ms += round(1000 * waited_s)
+            self._count_start(self._goal_s is not None and waited_s > self._goal_s)
+        super().tokens(choice, count)
+
+    def finish(self, outcome: Outcome) -> None:
+        if not self._is_over:
+            self._is_over = True
+            if self._timer is not None:
+                self._timer.cancel()
+            if outcome in (
+                "ok",
+                "aborted",
+                "error",
+            ):  # the others are refusals, which are the client's fault or nobody's
+                self._tally.requests += 1
+                self._tally.errors += outcome == "error"
+        super().finish(outcome)
+
+    def _count_start(self, is_late: bool) -> None:
+        """Counts the first token, or that it is late: a request that still waits for it counts at once."""
+        if not self._is_started:
+            self._is_started = True
+            self._tally.started += 1
+            self._tally.late += is_late
