@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,10 +36,8 @@ class Gateway:
         """Adds replicas `NAME-0`, `NAME-1`... with these engines, and waits until they take requests."""
         addresses = dict(self.listing[name].replicas) if name in self.listing else {}
         for engine in engines:
-            server = EngineServer(engine, await engine.start(), SECRET, problem=_no_problem)
             replica = f"{name}-{len(addresses)}"
-            self.servers[replica] = server
-            addresses[replica] = ReplicaAddress("127.0.0.1", await server.listen("127.0.0.1"), SECRET)
+            addresses[replica] = await self.start(replica, engine)
         self.listing[name] = EndpointEntry(ServeSpec(name=name, model="/models/none", **spec), 1.0, addresses)  # type: ignore[arg-type]
         self.models.update(self.listing)
         replicas = self.models.endpoint(name)[1]
@@ -47,6 +46,11 @@ class Gateway:
             return len(replicas.ready) == len(addresses)
 
         await until(are_ready)
+
+    async def start(self, replica: str, engine: Engine) -> ReplicaAddress:
+        """Starts the process of a replica, which is none here, and returns its address."""
+        server = self.servers[replica] = EngineServer(engine, await engine.start(), SECRET, problem=_no_problem)
+        return ReplicaAddress("127.0.0.1", await server.listen("127.0.0.1"), SECRET)
 
     async def kill(self, replica: str) -> None:
         """Ends a replica as SIGKILL would, for those who are connected to it."""
@@ -57,7 +61,7 @@ class Gateway:
         name = replica.rpartition("-")[0]
         entry = self.listing[name]
         left = {other: address for other, address in entry.replicas.items() if other != replica}
-        self.listing[name] = EndpointEntry(entry.spec, entry.created_at_s, left)
+        self.listing[name] = dataclasses.replace(entry, replicas=left)
         self.models.update(self.listing)
 
     async def close(self) -> None:

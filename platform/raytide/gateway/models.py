@@ -102,11 +102,11 @@ class EndpointModels:
         """Returns what the revision for this request responds. Nothing of a response was sent yet when `respond`
         raises, so the champion answers what a challenger fails.
         """
-        champion = await self.server(model, request)
+        await self.server(model, request)
         entry = self._listing[model]
         challenger = self._challenger(entry, request, session)
         if challenger is None:
-            return _marked(await respond(champion), request, entry.revision)
+            return await self._champion_answer(model, request, respond)
         tally = challenger.metrics.tally
         refusal: Exception | None = None
         if challenger.replicas.ready:
@@ -117,10 +117,21 @@ class EndpointModels:
                     raise
                 refusal = error
         is_counted = refusal is not None and (is_overload(refusal) or to_api_error(refusal).status >= 500)
-        response = await respond(await self.server(model, request))
+        response = await self._champion_answer(model, request, respond)
         if tally is not None and not is_counted:  # it had no replica, or refused what the champion answers
             tally.fail()
-        return _marked(response, request, entry.revision)
+        return response
+
+    async def _champion_answer(self, model: str, request: Request, respond: Callable[[Server], Awaitable[T]]) -> T:
+        """Returns the champion's response; that of its successor if it was replaced meanwhile."""
+        while True:
+            server = await self.server(model, request)
+            champion = self._serving(model)
+            try:
+                return _marked(await respond(server), request, champion.entry.revision)
+            except Exception:
+                if model not in self._listing or self._serving(model) is champion:
+                    raise
 
     async def server(self, model: str, request: Request) -> Server:
         self._check_path(model, request)

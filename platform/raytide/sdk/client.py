@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from raytide.control.client import ApiClient
 from raytide.control.views import ClusterStatus, CostReport, JobView, html_table
@@ -20,11 +20,13 @@ from raytide.core.objects.job import JobKind, JobSpec
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
+from raytide.rollout.canary import CanarySpec
 from raytide.sdk.batch import RETRIES, batch_command, batch_model
 from raytide.sdk.endpoint import EndpointHandle
 from raytide.sdk.job_run import Run
 from raytide.sdk.models import ModelRegistry, named_model
 from raytide.sdk.options import GangOptions, NodeOptions, ServeOptions, gang_of, job_and_gang
+from raytide.sdk.rollouts import rollout_of
 from raytide.sdk.script import command_of
 from raytide.sdk.task import Task
 from raytide.sdk.train_run import TrainRun, run_of
@@ -146,17 +148,25 @@ class Client:
         replicas: int | tuple[int, int] = 1,
         slo_ttft_s: float | None = None,
         slo_target: float | None = None,
+        canary: bool | Mapping[str, Any] | CanarySpec = False,
+        shadow: float | None = None,
+        ab: float | None = None,
+        why: str = "",
         **options: Unpack[ServeOptions],
     ) -> EndpointHandle:
         """Serves a Hugging Face directory, or a registered model, over the OpenAI API and returns the endpoint.
 
         With `replicas=(1, 8)` their number follows the load. With `slo_target` too, it is the cheapest number at which
         this share of first tokens arrives within `slo_ttft_s`. A ServeSpec has all other options.
+
+        With `canary`, `shadow` or `ab` (percents) the model becomes a challenger beside what the endpoint serves:
+        `EndpointHandle.rollout` shows how it does.
         """
+        rollout = rollout_of(canary, shadow, ab)
         if isinstance(model, ServeSpec):
             if name or options or replicas != 1 or slo_ttft_s is not None or slo_target is not None:
                 raise UsageError("options cannot be combined with a ServeSpec.", hint="Set them in the ServeSpec.")
-            return EndpointHandle(self.client, self.client.serve(model))
+            return self._serve(model, rollout, why)
         least, most = (replicas, replicas) if isinstance(replicas, int) else replicas
         slo = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target}
         fields = {
@@ -164,7 +174,13 @@ class Client:
             "replicas": {"min": least, "max": most, **slo},
             **{key: value for key, value in options.items() if value is not None},
         }
-        return EndpointHandle(self.client, self.client.serve(ServeSpec.parse(fields, where="serve")))
+        return self._serve(ServeSpec.parse(fields, where="serve"), rollout, why)
+
+    def _serve(self, spec: ServeSpec, rollout: Mapping[str, Any] | None, why: str) -> EndpointHandle:
+        if rollout is None:
+            return EndpointHandle(self.client, self.client.serve(spec))
+        self.client.start_rollout(spec, rollout, why)
+        return self.endpoint(spec.name)
 
     def endpoint(self, name: str) -> EndpointHandle:
         """Returns the endpoint of this name."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from raytide.control.client import ApiClient
-from raytide.control.views import EndpointStatus, html_table, to_json
+from raytide.control.views import EndpointStatus, RolloutStatus, html_table, to_json
 from raytide.core.errors import EngineError, WaitTimeoutError
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import EndpointState
@@ -64,6 +64,19 @@ class EndpointHandle:
         from openai import OpenAI
 
         return OpenAI(base_url=self.base_url, api_key=options.pop("api_key", "none"), **options)
+
+    def rollout(self) -> RolloutStatus | None:
+        """Returns the endpoint's last rollout; None if it never had one."""
+        found = self._client.rollouts(self.name, limit=1)
+        return found[0] if found else None
+
+    def promote(self, why: str = "") -> RolloutStatus:
+        """Lets the challenger of the rollout that runs serve alone, once it has the replicas for it."""
+        return self._client.end_rollout(self.name, "promote", why)
+
+    def stop_rollout(self, why: str = "") -> RolloutStatus:
+        """Ends the rollout that runs: the champion serves alone again."""
+        return self._client.end_rollout(self.name, "stop", why)
 
     def delete(self) -> None:
         self.status = self._client.delete_endpoint(self.name)

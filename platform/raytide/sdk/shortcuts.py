@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from raytide.control.views import ClusterStatus, CostReport
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.train import TrainSpec
+from raytide.rollout.canary import CanarySpec
 from raytide.sdk.client import SpecSource, client_task, connect
 from raytide.sdk.endpoint import EndpointHandle
 from raytide.sdk.job_run import Run
@@ -84,11 +85,24 @@ def serve(
     replicas: int | tuple[int, int] = 1,
     slo_ttft_s: float | None = None,
     slo_target: float | None = None,
+    canary: bool | Mapping[str, Any] | CanarySpec = False,
+    shadow: float | None = None,
+    ab: float | None = None,
+    why: str = "",
     **options: Unpack[ServeOptions],
 ) -> EndpointHandle:
     """Calls `Client.serve` of the connected cluster."""
     return connect(cluster).serve(
-        model, name=name, replicas=replicas, slo_ttft_s=slo_ttft_s, slo_target=slo_target, **options
+        model,
+        name=name,
+        replicas=replicas,
+        slo_ttft_s=slo_ttft_s,
+        slo_target=slo_target,
+        canary=canary,
+        shadow=shadow,
+        ab=ab,
+        why=why,
+        **options,
     )
 
 

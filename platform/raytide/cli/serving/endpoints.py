@@ -1,4 +1,4 @@
-"""endpoint: the revisions of endpoints, and the starts of their replicas."""
+"""endpoint: the revisions of endpoints and their rollouts, and the starts of their replicas."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ import typer
 
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
-from raytide.control.views import to_json
+from raytide.control.views import RevisionOutcome, RolloutStatus, to_json
+from raytide.core.errors import NotFoundError, UsageError
+from raytide.core.specs.rollout import RolloutState
+from raytide.rollout.canary import CRITERIA
 
 PHASES = ("node", "process", "stage", "load", "warm-up")
-endpoint = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show endpoints and their adapters.")
+endpoint = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show endpoints, and end rollouts.")
 
 
 @endpoint.command()
 def history(
     name: Annotated[str, typer.Argument(help="The endpoint.")], cluster: ClusterName = None, json: Json = False
 ) -> None:
-    """List the revisions of an endpoint, newest first."""
-    revisions = ApiClient.find(cluster).revisions(name)
+    """List the revisions of an endpoint, newest first, and its rollouts: who began them, when, why, and their ends."""
+    client = ApiClient.find(cluster)
+    revisions = client.revisions(name)
     if json:
         as_json([to_json(revision) for revision in revisions])
         return
     rows = [
         (
             each.number,
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.at_s)),
+            _at(each.at_s),
             each.user,
             (each.spec.version or "-") if each.spec else "-",
             each.spec.model if each.spec else f"unreadable: {each.unreadable}",
@@ -36,6 +40,9 @@ def history(
         for each in revisions
     ]
     as_table(("REVISION", "AT", "USER", "VERSION", "MODEL", "WHY"), rows)
+    if rollouts := client.rollouts(name):
+        print()
+        as_table(("AT", "USER", "ROLLOUT", "STATE", "WHY", "DECIDED", "BECAUSE"), [_row(each) for each in rollouts])
 
 
 @endpoint.command()
@@ -61,3 +68,71 @@ def startup(
         ]
         rows.append((each.id, *shown, f"{sum(seconds.values()):.1f}", each.detail or "-"))
     as_table(("REPLICA", *(f"{phase.upper()} (s)" for phase in PHASES), "ALL (s)", "MODEL"), rows)
+
+
+@endpoint.command()
+def rollout(
+    name: Annotated[str, typer.Argument(help="The endpoint.")],
+    stop: Annotated[bool, typer.Option("--stop", help="End it: the champion serves alone.")] = False,
+    promote: Annotated[bool, typer.Option("--promote", help="Finish it: the challenger serves alone.")] = False,
+    why: Annotated[str, typer.Option(help="The reason, for the history.")] = "",
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Show the last rollout of an endpoint: its state and what was counted of both revisions; or end it."""
+    if (stop and promote) or (why and not (stop or promote)):
+        raise UsageError(
+            "give one of --stop and --promote; --why explains it.", hint="`raytide endpoint rollout NAME`."
+        )
+    client = ApiClient.find(cluster)
+    if stop or promote:
+        status = client.end_rollout(name, "stop" if stop else "promote", why)
+    elif not (found := client.rollouts(name, limit=1)):
+        raise NotFoundError(f"endpoint {name} had no rollout yet.", hint="`raytide serve MODEL --name NAME --canary`.")
+    else:
+        status = found[0]
+    if json:
+        as_json(to_json(status))
+        return
+    print(rollout_line(status))
+    rows = [_outcome(side, each) for side, each in (("champion", status.champion), ("challenger", status.challenger))]
+    as_table(("", "REVISION", "VERSION", "REQUESTS", "FAILED", "LATE", "DISLIKED", "FIRST TOKEN"), rows)
+
+
+def rollout_line(status: RolloutStatus) -> str:
+    """Returns a rollout's state in one line."""
+    each = status.rollout
+    share = f" with {each.percent:g} % of the traffic" if each.state is RolloutState.RUNNING else ""
+    state = each.state.replace("_", " ")
+    asked = f"; {each.asked} was asked for by {each.asked_by}" if each.asked and each.state.is_live else ""
+    return f"{each.kind} of revision {each.challenger} of {each.name}: {state}{share}: {each.reason}{asked}"
+
+
+def _row(status: RolloutStatus) -> tuple[object, ...]:
+    each = status.rollout
+    decided = "-" if each.decided_at_s is None else _at(each.decided_at_s)
+    what = f"{each.kind} {each.champion} -> {each.challenger}"
+    return (
+        _at(each.created_at_s),
+        each.user,
+        what,
+        each.state.replace("_", " "),
+        each.why or "-",
+        decided,
+        each.reason,
+    )
+
+
+def _outcome(side: str, found: RevisionOutcome) -> tuple[object, ...]:
+    shares = [_share(found.shares.get(name)) for name in CRITERIA]
+    timed = found.counts.started
+    first_s = f"{found.counts.first_token_ms / timed / 1000:.3f} s" if timed else "-"
+    return (side, found.revision, found.version or "-", found.counts.requests, *shares, first_s)
+
+
+def _share(found: tuple[float, float, float] | None) -> str:
+    return "-" if found is None else f"{found[0]:.2%} ({found[1]:.2%} to {found[2]:.2%})"
+
+
+def _at(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

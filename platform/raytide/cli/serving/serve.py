@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from raytide.cli.options import Labels, Spot, resources
+from raytide.cli.serving.endpoints import rollout_line
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
 from raytide.control.views import to_json
@@ -21,6 +22,7 @@ from raytide.core.specs.model_version import SCHEME
 from raytide.sdk.client import Client
 from raytide.sdk.endpoint import EndpointHandle
 from raytide.sdk.models import named_model
+from raytide.sdk.rollouts import rollout_of
 from raytide.sdk.script import parse_range, with_resources
 
 
@@ -54,6 +56,20 @@ def serve(
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Give the endpoint MODEL the spec of its last revision but one.")
     ] = False,
+    canary: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|defaults",
+            help="Roll the model out beside what the endpoint serves, in the steps of a YAML file.",
+        ),
+    ] = "",
+    shadow: Annotated[
+        float | None, typer.Option(metavar="PERCENT", help="Send copies of this share of requests to the model.")
+    ] = None,
+    ab: Annotated[
+        float | None, typer.Option(metavar="PERCENT", help="Give the model this share of users until you decide.")
+    ] = None,
+    why: Annotated[str, typer.Option(help="The reason, for the history of a rollout.")] = "",
     to: Annotated[int | None, typer.Option(min=1, help="The revision to roll back to.")] = None,
     cluster: ClusterName = None,
     json: Json = False,
@@ -75,6 +91,11 @@ def serve(
         raise UsageError("--rollback takes no other options.", hint="Serve the model again with the options.")
     if model is not None and delete:
         raise UsageError("a model and --delete cannot be combined.", hint="Run two commands.")
+    rollout = rollout_of(_canary(canary), shadow, ab)
+    if rollout is not None and (model is None or rollback or explain):
+        raise UsageError("a rollout needs a model.", hint="`raytide serve MODEL --name ENDPOINT --canary defaults`.")
+    if why and rollout is None:
+        raise UsageError("--why is for rollouts.", hint="Add --canary, --shadow or --ab.")
     if model is not None and explain:
         _explain(_spec(model, {"name": name, "team": team}, counts, needs), json=json)
         return
@@ -83,6 +104,13 @@ def serve(
         _roll_back(client, model, to, wait=wait, json=json)
     elif delete:
         client.delete_endpoint(delete)
+    elif model is not None and rollout is not None:
+        started = client.start_rollout(_spec(model, {"name": name, "team": team}, counts, needs), rollout, why)
+        if json:
+            as_json(to_json(started))
+        else:
+            print(f"{rollout_line(started)}\n`raytide endpoint rollout {started.rollout.name}` shows how it goes")
+        return
     elif model is not None:
         handle = Client(client).serve(_spec(model, {"name": name, "team": team}, counts, needs))
         try:
@@ -140,6 +168,11 @@ def _print_changes(handle: EndpointHandle, *, quiet: bool) -> None:
         if latest != line and not quiet:
             line = latest
             print(line, flush=True)
+
+
+def _canary(given: str) -> bool | dict[str, object]:
+    """Returns the fields of a canary's file; True for the default steps, False for no canary."""
+    return given == "defaults" or (dict(load_yaml(given)) if given else False)
 
 
 def _explain(spec: ServeSpec, *, json: bool) -> None:
