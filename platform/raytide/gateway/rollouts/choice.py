@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from raytide.actors.serving.openai_api.admission import CALLER
 from raytide.actors.serving.openai_api.errors import to_api_error
-from raytide.core.errors import OverloadedError
+from raytide.core.errors import OverloadedError, WaitTimeoutError
 from raytide.gateway.tenancy.tenancy import GatewayCaller
 from raytide.rollout.routes import RolloutRoute
 
@@ -42,7 +42,7 @@ def champion_may_answer(error: Exception) -> bool:
 
     Refusals of the content are among them: a challenger may wrongly refuse what the champion accepts.
     """
-    if is_overload(error):
+    if is_overload(error) or isinstance(error.__cause__, WaitTimeoutError):
         return True
     found = to_api_error(error)
     return found.status not in _ADMISSION and found.body.error.code != _TIMED_OUT
