@@ -235,6 +235,8 @@ class Serve:
     def publish(self, name: str, target: int) -> None:
         self.world.serving[name] = target
 
+    def publish_route(self, name: str, route: bytes) -> None: ...
+
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
         loads = {}
         for name in self.world.serving.keys() & set(names):

@@ -157,7 +157,7 @@ class EndpointStatus:
 
 @dataclass(frozen=True, slots=True)
 class RevisionOutcome:
-    """What was counted of one revision in a rollout."""
+    """The counts of one revision in a rollout."""
 
     revision: int
     version: str

@@ -1,4 +1,4 @@
-"""What gateways know of an endpoint: the application that serves it, and its rollout if it has one."""
+"""An endpoint's route as gateways know it: the application that serves it, and its rollout if it has one."""
 
 from __future__ import annotations
 

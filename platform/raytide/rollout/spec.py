@@ -1,4 +1,4 @@
-"""What a user asks of a rollout."""
+"""A rollout as a user asks for it."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from raytide.cli.app import app
 from raytide.cli.serving import serve as serve_module
 from raytide.control.client import ApiClient
+from raytide.control.views import EndpointStatus, RolloutStatus
 from raytide.core.errors import DataError, NotFoundError, UsageError
-from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointRevision, EndpointState, ServeSpec
 from raytide.core.specs.model_version import (
     AliasChange,
     AliasSpec,
@@ -136,16 +137,25 @@ class Endpoints(ApiClient):
         spec = ServeSpec(name="web", model="/m", version="chat:1")
         self.stored = [EndpointRevision("web", n, "blue", "ana", 5.0, "", spec) for n in (2, 1)]
         self.asked: list[tuple[str, dict[str, object] | None]] = []
+        self.previous = 1
 
     def revisions(self, name: str) -> list[EndpointRevision]:
         return self.stored
+
+    def rollouts(self, name: str, limit: int = 100) -> list[RolloutStatus]:
+        return []
+
+    def endpoint(self, name: str) -> EndpointStatus:
+        spec = ServeSpec(name=name, model="/m")
+        shown = Endpoint(spec, "ana", EndpointState.RUNNING, 0.0, 1)
+        return EndpointStatus(shown, "", 1, 0.0, 0, revision=2, previous=self.previous)
 
     def _post(self, path: str, body: object = None, query: Any = None) -> Any:
         self.asked.append((path, query))
         raise NotFoundError("stop here.")
 
 
-def test_a_rollback_names_the_revision_before_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_names_the_revision_that_served_before(monkeypatch: pytest.MonkeyPatch) -> None:
     api = Endpoints()
     monkeypatch.setattr(ApiClient, "find", lambda _: api)
     for to in ((), ("--to", "7")):
@@ -153,7 +163,7 @@ def test_a_rollback_names_the_revision_before_the_newest(monkeypatch: pytest.Mon
             run("serve", "web", "--rollback", *to)
     assert [query for _, query in api.asked] == [{"revision": 1}, {"revision": 7}]
     assert run("endpoint", "history", "web").splitlines()[1].startswith("2\t")
-    api.stored = api.stored[:1]
+    api.previous = 0
     with pytest.raises(NotFoundError, match="no earlier revision"):
         run("serve", "web", "--rollback")
     for wrong in (("--rollback",), ("web", "--to", "3"), ("web", "--rollback", "--name", "x")):

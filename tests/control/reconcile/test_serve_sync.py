@@ -22,6 +22,7 @@ class Serve:
         self.deployed: list[str] = []
         self.live: set[str] = set()
         self.says = ""
+        self.routed: list[tuple[str, bytes]] = []
 
     def start(self) -> None:
         self.starts += 1
@@ -40,6 +41,9 @@ class Serve:
         return True
 
     def publish(self, name: str, target: int) -> None: ...
+
+    def publish_route(self, name: str, route: bytes) -> None:
+        self.routed.append((name, route))
 
     def delete(self, name: str, *, is_there: bool) -> None:
         self.live.discard(name)

@@ -58,7 +58,7 @@ class Rollout:
     """The challenger's share of traffic."""
     reason: str = ""
     progress: Mapping[str, Any] = field(default_factory=dict)
-    """What the decision remembers, as JSON."""
+    """The state of the decision, as JSON."""
     decided_at_s: float | None = None
     """The time of its outcome."""
     ended_at_s: float | None = None
@@ -86,7 +86,7 @@ _Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class CountedRevision(Config):
-    """What one gateway has counted of one revision since the gateway started, so that a repeated report adds nothing.
+    """The counts of one revision by one gateway since the gateway started, so that a repeated report adds nothing.
 
     `RevisionCounts` in `raytide.rollout.canary` says what the counts mean.
     """

@@ -1,4 +1,4 @@
-"""Which revision answers a request, and which failures of a challenger its champion can make good."""
+"""Chooses the revision that answers a request, and tells which failures of a challenger its champion can make good."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ serving = Table(
     Column("revision", Integer, nullable=False),
     Column("previous", Integer, nullable=False),
 )
-"""Which application and revision serve an endpoint. The controller changes a row when it promotes a revision, and the
-API when an endpoint gets a new spec, which it refuses during a rollout."""
+"""The application and revision that serve an endpoint. The controller changes a row when it promotes a revision, and
+the API when an endpoint gets a new spec, which it refuses during a rollout."""
 
 rollouts = Table(
     "rollouts",
