@@ -126,7 +126,7 @@ async def test_a_promoted_challenger_serves_without_a_gap_and_streams_of_the_old
         asking = asyncio.create_task(ask(gateway, max_tokens=20))
 
         async def runs() -> bool:
-            return gateway.models._applications["chat"].replicas.in_flight == 1
+            return gateway.models._applications["chat"].replicas.connected[0].in_flight == 1
 
         await until(runs)
         promoted = gateway.listing["chat"].challenger

@@ -33,7 +33,7 @@ class Records:
     rollouts: tuple[Rollout, ...] = ()
     """Those of which anything still runs."""
     serving: Mapping[str, Serving] = field(default_factory=dict)
-    """What serves an endpoint, by its name; without an entry its first application does."""
+    """The application and revision that serve an endpoint, by its name; without an entry the first application does."""
     next_node: int = 1
     next_lease: int = 1
 
