@@ -104,8 +104,8 @@ class ServeControl:
         wanted = tuple(names)
 
         def call() -> dict[str, EndpointLoad]:
+            keys = self._keys()  # before the look at Serve: what registers after that is not taken for gone
             applications = _applications(self._look_timeout_s)
-            keys = self._keys()
             reports = [key for key in keys if _QUEUE in key or _STARTUP in key]
             published = self._get([load_key(name) for name in wanted] + reports)
             for name in wanted:

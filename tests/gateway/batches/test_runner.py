@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.control.supervision.daemon import hold_lock
 from raytide.gateway.batches.objects import FINAL, BatchObject, BatchRequest, ExpiresAfter
 from raytide.gateway.batches.runner import BatchRunner
-from raytide.gateway.batches.store import BatchStore
+from raytide.gateway.batches.store import BatchStore, UnfinishedBatch
 from raytide.gateway.files.database import FileDatabase
 from raytide.gateway.files.store import FileLimits, FileStore
 
@@ -197,5 +198,24 @@ def test_a_full_disk_delays_a_batch(
             done = await gateway.ended(batch)
         assert (done.status, done.request_counts.completed) == ("completed", 200)
         assert [each["custom_id"] for each in gateway.lines(done.output_file_id)] == [f"id-{i}" for i in range(200)]
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_that_nobody_expects_does_not_end_the_work_on_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        gateway = Gateway(tmp_path / "files", ok)
+        unfinished, failures = gateway.batches.unfinished, [sqlite3.DatabaseError("malformed"), ValueError("odd")]
+
+        def damaged() -> list[UnfinishedBatch]:
+            if failures:
+                raise failures.pop()
+            return unfinished()
+
+        monkeypatch.setattr(gateway.batches, "unfinished", damaged)
+        async with gateway.running():
+            assert (await gateway.ended(gateway.submit(1))).status == "completed"
 
     asyncio.run(scenario())

@@ -15,11 +15,12 @@ from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.control.bootstrap.cluster_record import HeadCluster
 from raytide.control.bootstrap.control_plane import grant_access
 from raytide.core.errors import ConfigError
-from raytide.core.objects.api_key import KeySpending, TokenPrice, new_secret
+from raytide.core.objects.api_key import ApiKey, KeySpending, ReservationBatch, TokenPrice, new_secret
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.state import Store
 from raytide.core.state.tenancy.usage import UsageFilter
 from raytide.gateway.tenancy import usage
+from raytide.gateway.tenancy.budgets import KeyBudgets
 from raytide.gateway.tenancy.tenancy import GatewayCaller, Tenancy
 
 SecretOf = Callable[..., str]
@@ -276,3 +277,41 @@ class TestSettings:
         assert self.requires_keys(cluster)
         cluster.config_path.write_text(text + "    gateway: {require_keys: false}\n")
         assert not self.requires_keys(cluster.model_copy(update={"serve_url": "http://10.0.0.1:8000"}))
+
+
+def test_a_release_never_overtakes_its_reservation() -> None:
+    """The API would not know what to release, and the amount would stay reserved as long as the gateway lives."""
+    events: list[str] = []
+
+    async def scenario() -> None:
+        answering = asyncio.Event()
+
+        class Api:
+            gateway = "g1"
+
+            async def reserve(self, batch: ReservationBatch, timeout_s: float) -> dict[str, str]:
+                events.extend(f"ask {one.id}" for one in batch.asked)
+                await answering.wait()
+                events.extend(f"grant {one.id}" for one in batch.asked)
+                return {one.id: "" for one in batch.asked}
+
+        class Reporter:
+            def release(self, id: str) -> None:
+                events.append(f"release {id}")
+
+        budgets = KeyBudgets(Api(), Reporter())  # type: ignore[arg-type]
+        key = ApiKey(id="key-1", name="web", team="red", user="ana", account="key-1")
+        first = asyncio.create_task(budgets.reserve("first", key, 10))
+        await until(lambda: events == ["ask first"])
+        unsent = asyncio.create_task(budgets.reserve("unsent", key, 10))
+        kept = asyncio.create_task(budgets.reserve("kept", key, 10))
+        await asyncio.sleep(0)
+        first.cancel()
+        unsent.cancel()
+        await asyncio.wait([first, unsent])
+        assert events == ["ask first"]
+        answering.set()
+        await kept
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+    assert events == ["ask first", "grant first", "release first", "ask kept", "grant kept"]

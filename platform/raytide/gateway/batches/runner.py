@@ -84,6 +84,8 @@ class BatchRunner:
                     await self._take_up()
                 except (RaytideError, OSError) as error:
                     _log.warning("batches wait, since their files cannot be read: %s", error)
+                except Exception:  # a damaged database
+                    _log.exception("batches wait, since they cannot be read")
                 await asyncio.sleep(self._poll_s)
         finally:
             tasks = [task for _, task in self._running.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.core.errors import RaytideError
@@ -35,9 +36,9 @@ class KeyBudgets:
             self._sender = asyncio.create_task(self._send())
         try:
             refusal = await answer
-        except BaseException:  # it may have been granted, but nobody waits for it any more
-            self._asked.pop(id, None)
-            self._reporter.release(id)
+        except BaseException:
+            if self._asked.pop(id, None) is None and not answer.cancelled():  # it was granted, and nobody wants it
+                self._reporter.release(id)
             raise
         if refusal == "insufficient_quota":
             raise _exhausted(key)
@@ -52,21 +53,27 @@ class KeyBudgets:
     async def _send(self) -> None:
         while self._asked:
             batch = [self._asked.pop(id) for id in list(self._asked)[:MOST_BATCH]]
+            refusals: dict[str, str] = {}
             try:
-                refusals = await self._answered(tuple(asked for asked, _ in batch))
-            except RaytideError:
-                refusals = None
-            except BaseException:
-                for _, answer in batch:
-                    answer.cancel()
-                raise
-            for asked, answer in batch:
-                if answer.done():  # its request was cancelled
-                    continue
-                if refusals is None or asked.id not in refusals:
-                    answer.set_exception(unavailable("The budget of this API key cannot be checked at the moment."))
-                else:
-                    answer.set_result(refusals[asked.id])
+                with suppress(RaytideError):
+                    refusals = await self._answered(tuple(asked for asked, _ in batch))
+            finally:
+                self._resolve(batch, refusals)
+
+    def _resolve(self, batch: list[tuple[AskedReservation, asyncio.Future[str]]], refusals: dict[str, str]) -> None:
+        """Passes the answers on. What nobody waits for any more, or has no answer, is released: it may be granted. Not
+        before, since a release that overtakes its reservation would have no effect.
+        """
+        for asked, answer in batch:
+            refusal = refusals.get(asked.id)
+            if answer.done() or refusal is None:
+                self._reporter.release(asked.id)
+            if answer.done():
+                continue
+            if refusal is None:
+                answer.set_exception(unavailable("The budget of this API key cannot be checked at the moment."))
+            else:
+                answer.set_result(refusal)
 
     async def _answered(self, asked: tuple[AskedReservation, ...]) -> dict[str, str]:
         """Asks until the API answers; asking twice reserves once."""

@@ -21,10 +21,10 @@ from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import EngineStats, GenRequest
 from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.openai_api.server import Server
-from raytide.actors.serving.ray_serve import policy
+from raytide.actors.serving.ray_serve import control, policy
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.actors.serving.ray_serve.control import _load
-from raytide.actors.serving.ray_serve.keys import load_key, queue_key
+from raytide.actors.serving.ray_serve.keys import load_key, queue_key, replica_key
 from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaLoad
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -130,6 +130,33 @@ def test_the_cache_of_the_fake_engine_fills_with_every_token() -> None:
         return LoadCounters(None).load(await engine.stats())["kv_use"]
 
     assert [asyncio.run(kv_use(n)) for n in (1, 31)] == pytest.approx([0.11, 0.41])
+
+
+class _Keys(dict[bytes, bytes]):
+    """The GCS's key-value store."""
+
+    def internal_kv_keys(self, prefix: bytes, *_: object, **__: object) -> list[bytes]:
+        return [key for key in self if key.startswith(prefix)]
+
+    def internal_kv_multi_get(self, keys: list[bytes], *_: object, **__: object) -> dict[bytes, bytes]:
+        return {key: self[key] for key in keys if key in self}
+
+    def internal_kv_del(self, key: bytes, *_: object, **__: object) -> None:
+        self.pop(key, None)
+
+
+def test_the_addresses_of_replicas_that_have_gone_are_forgotten_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = _Keys({load_key("e"): b'{"at_s": 1.0}', replica_key("e", "old"): b"", replica_key("e", "gone"): b""})
+
+    def look(_: float) -> dict[str, Application]:
+        seen = Application(replica_ids=frozenset({"old"}))
+        keys[replica_key("e", "new")] = b""  # it starts and registers after Serve has answered
+        return {"e": seen}
+
+    monkeypatch.setattr(control, "_applications", look)
+    monkeypatch.setattr("raytide.core.ray_internals.connected_gcs", lambda: keys)
+    control.ServeControl().loads(["e"])
+    assert set(keys) == {load_key("e"), replica_key("e", "old"), replica_key("e", "new")}
 
 
 async def _none() -> None:
