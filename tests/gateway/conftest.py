@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -31,12 +32,14 @@ class Gateway:
     models: EndpointModels
     listing: dict[str, EndpointEntry] = field(default_factory=dict)
     servers: dict[str, EngineServer] = field(default_factory=dict)
+    _made: Counter[str] = field(default_factory=Counter)
 
     async def deploy(self, name: str, *engines: Engine, **spec: object) -> None:
         """Adds replicas `NAME-0`, `NAME-1`... with these engines, and waits until they take requests."""
         addresses = dict(self.listing[name].replicas) if name in self.listing else {}
         for engine in engines:
-            replica = f"{name}-{len(addresses)}"
+            replica = f"{name}-{self._made[name]}"
+            self._made[name] += 1
             addresses[replica] = await self.start(replica, engine)
         self.listing[name] = EndpointEntry(ServeSpec(name=name, model="/models/none", **spec), 1.0, addresses)  # type: ignore[arg-type]
         self.models.update(self.listing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -115,6 +116,17 @@ async def test_a_request_ends_at_its_timeout_and_leaves_the_engine() -> None:
                 "/v1/chat/completions", json=chat("tide"), headers={"x-raytide-timeout-s": bad}
             )
             assert refused.status_code == 400
+
+
+@pytest.mark.asyncio
+async def test_the_timeout_of_a_request_covers_its_wait_for_a_replica() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("tide", FakeEngine())
+        await gateway.kill("tide-0")
+        for body in (chat("tide", timeout=0.2), chat("tide", timeout=0.2, stream=True)):
+            answer = await asyncio.wait_for(gateway.http.post("/v1/chat/completions", json=body), 20)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        assert gateway.models.endpoint("tide")[1].waiting == 0
 
 
 @pytest.mark.asyncio

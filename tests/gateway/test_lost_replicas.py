@@ -10,6 +10,7 @@ import pytest
 from tests.gateway.conftest import Gateway, running_gateway, until
 
 from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.engine.backends.remote.load_counters import LoadCounters, TrackedRequest
 from raytide.gateway.replicas.directory import EndpointEntry
 
 TOKENS = 100
@@ -49,6 +50,33 @@ async def test_streams_go_on_when_one_replica_after_the_other_dies() -> None:
             samples = 1 + number % 3
             assert (status, sorted(text)) == (200, sorted(TEXT * samples))
             assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4, TOKENS * samples)
+
+
+@pytest.mark.asyncio
+async def test_a_resumed_stream_is_not_counted_as_one_that_waited_for_its_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    track, waited = LoadCounters.track, []
+
+    def noted(counters: LoadCounters, waited_s: float) -> TrackedRequest:
+        waited.append(waited_s)
+        return track(counters, waited_s)
+
+    monkeypatch.setattr(LoadCounters, "track", noted)
+    async with running_gateway() as gateway:
+        await gateway.deploy("m", FakeEngine(tokens_per_s=100))
+        stream = asyncio.create_task(ask(gateway))
+        engine = gateway.servers["m-0"].engine
+
+        async def has_begun() -> bool:
+            return (await engine.stats()).steps > 0
+
+        await until(has_begun)
+        await gateway.kill("m-0")
+        await gateway.deploy("m", FakeEngine())
+        assert (await stream)[:2] == (200, TEXT)
+    assert len(waited) == 2
+    assert waited[0] > 0.0 == waited[1]
 
 
 @pytest.mark.asyncio

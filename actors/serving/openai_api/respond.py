@@ -52,9 +52,10 @@ async def respond(
     track = server.metrics.track(api)
     leaving = asyncio.ensure_future(_until_disconnect(request.receive))
     try:
+        deadline_s = _deadline_s(body, request)
         generating = server.generate(body, caller_of(request.scope), session_of(body, request.headers))
-        generation = await _unless_gone(leaving, generating)
-        reading = _Reading(generation, track, server.version or server.info.weights_version, _deadline_s(body, request))
+        generation = await _unless_gone(leaving, _in_time(deadline_s, generating))
+        reading = _Reading(generation, track, server.version or server.info.weights_version, deadline_s)
         try:
             writer = writer_of(generation.tool_use)
             if body.stream:
@@ -255,6 +256,15 @@ async def _unless_gone(leaving: asyncio.Future[None], work: Coroutine[None, None
         raise _ClientGoneError
     finally:
         working.cancel()
+
+
+async def _in_time(deadline_s: float | None, work: Coroutine[None, None, _T]) -> _T:
+    """Returns the result of `work`. Raises ApiError at the request's deadline."""
+    try:
+        async with asyncio.timeout_at(deadline_s):
+            return await work
+    except TimeoutError:
+        raise timed_out() from None
 
 
 async def _until_disconnect(receive: Receive) -> None:

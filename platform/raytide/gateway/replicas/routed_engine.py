@@ -67,7 +67,8 @@ class RoutedEngine(BasicEngine):
             resumed, before = progress.resumed(), chunks
             replica, route = await self._choose(resumed, full, may_wait=chunks > 0)
             try:
-                stream = self._generate_on(replica, route, resumed, time.monotonic() - began_s, alone=bool(died_with))
+                waited_s = 0.0 if chunks else time.monotonic() - began_s  # for a first token, which may have come
+                stream = self._generate_on(replica, route, resumed, waited_s, alone=bool(died_with))
                 async with aclosing(stream):  # type: ignore[type-var]
                     async for chunk in stream:
                         progress.add(chunk)
