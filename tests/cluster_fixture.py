@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "live"
 OPERATORS = {"AWS_SECRET_ACCESS_KEY": "the operator's own", "OPERATORS_OWN": "nobody else's"}
-"""What the shell that starts the cluster has, and no job may see."""
+"""Variables of the shell that starts the cluster, which no job may see."""
 
 
 def ray_nodes(of: LocalCluster) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What every test gets: no process outlives the session, no network for model hubs, no deadline in property tests."""
+"""Every test has this: no process outlives the session, no network for model hubs, no deadline in property tests."""
 
 import ctypes
 import functools

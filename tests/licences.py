@@ -21,12 +21,12 @@ ALLOWED = frozenset(
         "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Python-2.0", "Unicode-3.0", "Unlicense", "WTFPL", "Zlib",
     }
 )  # fmt: skip
-"""By SPDX id. MPL-2.0 asks for changes to its own files alone."""
+"""Allowed licences, as SPDX ids. MPL-2.0 asks for changes to its own files alone."""
 
 KNOWN = {
     "setuptools": "MIT",
 }
-"""By distribution, read from its licence file: what its metadata does not say."""
+"""Licences by distribution, read from its licence file, where its metadata lacks them."""
 
 ACCEPTED = {
     # HAProxy under GPLv2, which ray[serve] requires: the executable, which Ray runs as a process, and a small module
@@ -50,11 +50,11 @@ _SPELLINGS = (
     (r"zlib", "Zlib"),
     (r"proprietary|nvidia", "Proprietary"),
 )
-"""How people write it where they write no SPDX id. The first that fits counts, the strictest first."""
+"""Names that people write in place of an SPDX id. The first that fits counts, the strictest first."""
 
 
 class Installed(Protocol):
-    """What is used of importlib's distribution."""
+    """The used part of importlib's distribution."""
 
     version: str
 
@@ -103,7 +103,7 @@ def _spdx(text: str) -> str:
 
 
 def allows(expression: str) -> bool:
-    """Whether an SPDX expression can be met with allowed licences. An exception (WITH) only ever allows more."""
+    """Returns whether allowed licences can meet an SPDX expression. An exception (WITH) only ever allows more."""
     plain = re.sub(r"\s+WITH\s+\S+", "", expression.replace("(", " ( ").replace(")", " ) "), flags=re.IGNORECASE)
     words = [_word(word) for word in plain.split()]
     try:

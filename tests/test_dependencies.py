@@ -1,4 +1,4 @@
-"""What the code imports is declared, what is declared is pinned, and the pins name no place."""
+"""Imports are declared, declared packages are pinned, and the pins name no place."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""What the documents point at is there."""
+"""All that the documents point at is there."""
 
 import re
 import tomllib

@@ -56,7 +56,7 @@ def test_no_two_classes_of_different_packages_share_a_name() -> None:
 def test_docstrings_are_sentences() -> None:
     """One that begins with `Of`, `By` or `Whether` says neither what a function returns nor what a thing is."""
     begun = []
-    for root in (PACKAGE, ROOT / "benchmarks"):
+    for root in (PACKAGE, ROOT / "benchmarks", ROOT / "tests"):
         for file in root.rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 for line, text in _strings_alone(node):

@@ -39,7 +39,7 @@ class Block:
     language: str
     text: str
     file: str
-    """What a block that is a file is called."""
+    """The name of a block that is a file."""
 
 
 def blocks(name: str) -> list[Block]:
@@ -90,7 +90,7 @@ def run(script: str, environment: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def trained(how_to: HowTo) -> str:
-    """What train-your-own printed; its dataset is there for the other how-tos."""
+    """Returns the output of train-your-own; its dataset is there for the other how-tos."""
     return how_to("train-your-own")
 
 

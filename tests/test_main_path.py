@@ -25,7 +25,7 @@ from raytide.pipelines.runner import InlineRunner
 
 NEW_TOKENS = 32
 TIE = 1e-4
-"""Of the reference's top two logits: closer than this, either choice is right."""
+"""A difference of the reference's top two logits: closer than this, either choice is right."""
 
 PROMPTS = (
     "def main(",
@@ -100,7 +100,7 @@ def model_dir(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What transformers makes of the exported directory."""
+    """The model that transformers makes of the exported directory."""
 
     model: Any
     tokenizer: Any
@@ -111,7 +111,7 @@ class Reference:
         return [int(token) for token in ids[0, len(prompt) :]]
 
     def margin(self, tokens: list[int]) -> float:
-        """By how much its first choice after these tokens beats its second."""
+        """Returns by how much its first choice after these tokens beats its second."""
         with torch.inference_mode():
             first, second = self.model(torch.tensor([tokens])).logits[0, -1].topk(2).values
         return float(first - second)
@@ -166,7 +166,7 @@ class Stopped(BaseException):
 
 
 def losses(spec: TrainSpec, *, stop_after: int | None = None) -> dict[int, float]:
-    """By step, as `train_local` reports them."""
+    """Returns the losses by step, as `train_local` reports them."""
     seen: dict[int, float] = {}
 
     def keep(result: StepResult) -> None:

@@ -1,4 +1,4 @@
-"""What must hold of every plan, whatever the fleet is like: budgets, moves, capacity, silence, and repetition."""
+"""Every plan keeps these promises, whatever the fleet is like: budgets, moves, capacity, silence, and repetition."""
 
 from __future__ import annotations
 
@@ -121,8 +121,7 @@ def check_capacity(seen: Snapshot, actions: Sequence[Action]) -> None:
 
 
 def check_shed(seen: Snapshot, actions: Sequence[Action]) -> None:
-    """What goes for the sake of the hard limit is no replica and no gang that may not be preempted, and no more than it
-    takes."""
+    """Checks that the hard limit costs no replica and no gang that may not be preempted, and no more than it takes."""
     shed, most = _shed(seen, actions), seen.limits.most_micro_usd_h
     if not shed:
         return

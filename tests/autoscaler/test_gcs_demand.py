@@ -1,4 +1,4 @@
-"""What Ray's words mean as demand, without a Ray: what its messages may hold, however odd."""
+"""Ray's messages mean demand, however odd they are; read without a Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a job is on each type of node is learned from the steps that it reports."""
+"""A job's speed on each type of node is learned from the steps that it reports."""
 
 from __future__ import annotations
 

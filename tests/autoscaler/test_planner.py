@@ -1,4 +1,4 @@
-"""What the planner decides, case by case, and how it says so."""
+"""The planner's decisions, case by case, and their reasons."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Work:
     endpoint: str = ""
     node_id: str = ""
     replica: int = 0
-    """Of several members: its number. They are placed together or not at all."""
+    """Its number among several members. They are placed together or not at all."""
 
 
 class FakeRay:
@@ -69,7 +69,7 @@ class FakeRay:
         self.exited: set[str] = set()
         self.is_silent = False
         self.standing_cpus = 0
-        """What somebody asked to have room for, with `request_resources`."""
+        """The CPUs that somebody reserved with `request_resources`."""
 
     def running(self) -> dict[str, Machine]:
         up = {m.node_id: m for m in self.provider.machines() if self.provider.is_up(m.node_id)}
@@ -201,7 +201,7 @@ class Cluster:
     watch: Callable[[Snapshot, tuple[Action, ...]], None] = lambda seen, actions: None
     """Sees every decision that does something."""
     nimble: bool = True
-    """Whether drivers say that they have left the seats that were taken from them."""
+    """True if drivers report that they have left the seats that were taken from them."""
 
     def __post_init__(self) -> None:
         self.types = {t.name: t for t in self.node_types}
@@ -216,11 +216,11 @@ class Cluster:
         self.started = 0
         """Replicas."""
         self.traffic: dict[str, Traffic] = {}
-        """What is known of what endpoints are asked and can do, where anything is."""
+        """Known traffic and speed of endpoints."""
         self.silent: set[str] = set()
         self.loads: dict[str, EndpointLoad] = {}
         self.gpu_use: dict[str, float] = {}
-        """Of nodes on which something works beside Ray."""
+        """The use of nodes on which something works beside Ray."""
         self.mute: set[str] = set()
         """Nodes whose meters say nothing more."""
         self.use: dict[str, Use] = {}

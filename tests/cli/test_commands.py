@@ -1,4 +1,4 @@
-"""What the command line says where there is no cluster, and how it shows what it follows."""
+"""Commands without a cluster fail clearly, and those that follow something show it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_impossible_replicas_are_refused_before_anything_is_sent(replicas: tuple
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *args: str) -> ServeSpec:
-    """What `raytide serve` sends."""
+    """Returns the spec that `raytide serve` sends."""
     sent: list[ServeSpec] = []
 
     def send(self: Client, spec: ServeSpec) -> None:

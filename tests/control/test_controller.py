@@ -52,7 +52,7 @@ class World:
     types: dict[str, NodeType] = field(default_factory=dict)
     placed: dict[GroupKey, tuple[WantedGroup, str]] = field(default_factory=dict)
     taken: dict[str, dict[str, float]] = field(default_factory=dict)
-    """What the groups that are ready take of each of Ray's nodes."""
+    """The resources of each of Ray's nodes that ready groups take."""
     running: dict[DriverKey, DriverStatus] = field(default_factory=dict)
     drained: set[str] = field(default_factory=set)
     serving: dict[str, int] = field(default_factory=dict)
@@ -492,7 +492,7 @@ class TestMeters:
         loop.finish(job)
 
         def said(gpu: float, ticks: int = 3) -> str:
-            """What is waited for after so many ticks in which the exporter says this."""
+            """Returns the wait that is reported after so many ticks in which the exporter gives this use."""
             for _ in range(ticks):
                 loop.world.use[node_id] = {"gpu": Signal(gpu, loop.clock.now_s())}
                 loop.tick()

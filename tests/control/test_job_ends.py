@@ -22,7 +22,7 @@ ENDS = ("stopped", "failed", "died", "done")
 
 
 class Life:
-    """Of an elastic trainer, in a world that does not leave it alone."""
+    """The life of an elastic trainer, in a world that does not leave it alone."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop, self.lost_s = loop, 0.0

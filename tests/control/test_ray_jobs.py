@@ -1,4 +1,4 @@
-"""What Ray's job service, and the agent beside a driver, say about drivers."""
+"""Ray's job service, and the agent beside a driver, report on drivers."""
 
 from __future__ import annotations
 

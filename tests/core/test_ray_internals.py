@@ -1,4 +1,4 @@
-"""What is put in place of Ray's own."""
+"""Some of Ray's own functions are replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo leaves behind, whatever ends it. That it works is for `./dev demo` to show."""
+"""The demo leaves nothing behind, whatever ends it. That it works is for `./dev demo` to show."""
 
 from __future__ import annotations
 

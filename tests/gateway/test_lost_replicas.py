@@ -1,4 +1,4 @@
-"""What happens to requests whose replica dies, refuses or drains."""
+"""Requests live on when their replica dies, refuses or drains."""
 
 from __future__ import annotations
 

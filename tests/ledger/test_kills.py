@@ -29,7 +29,7 @@ class Machine:
 
 
 def tick(store: Store, machines: dict[str, Machine], seen: Occupancy, now_us: int) -> Changes:
-    """What a controller would commit, from nothing but the store and the provider."""
+    """Returns the changes that a controller would commit, from nothing but the store and the provider."""
     entries: list[Entry] = []
     intervals: list[OpenInterval] = []
     closed: list[str] = []

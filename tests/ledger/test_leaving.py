@@ -1,4 +1,4 @@
-"""What a holder has let go of and Ray has not got back yet is still booked to it."""
+"""Resources that a holder has released and Ray has not got back yet are still booked to it."""
 
 from __future__ import annotations
 

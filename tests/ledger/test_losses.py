@@ -1,4 +1,4 @@
-"""What a job lost is moved to waste, to the micro-dollar: over its own spans, once, and with what it was lost to."""
+"""A job's losses are moved to waste, to the micro-dollar: over its own spans, once, and with their cause."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ ray.init()
 ray.kill(ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator"))
 request_resources(bundles=[])
 """
-"""What a Ray Data job asked Ray to have room for outlives its driver by minutes."""
+"""A script that withdraws a Ray Data job's requests for resources, which outlive its driver by minutes."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What nodes and engines tell, on the session's cluster: a fake engine whose KV cache fills, a fake GPU exporter."""
+"""Nodes and engines report, on the session's cluster: a fake engine whose KV cache fills, a fake GPU exporter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job's script and driver get to see, and what the token that they find opens: a team is a boundary."""
+"""A team is a boundary for a job's script and driver: their files, and the rights of the token that they find."""
 
 from __future__ import annotations
 

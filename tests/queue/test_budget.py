@@ -16,7 +16,7 @@ from raytide.queue.admission.scheduler import GRACE_S, SETTLE_S, schedule
 from raytide.queue.budget import Budgets
 
 HOUR = micro_usd(80)
-"""Of a whole node."""
+"""The price of a whole node for an hour."""
 
 
 def test_what_is_reserved_counts_before_it_is_spent_and_no_longer_after() -> None:
@@ -87,7 +87,7 @@ def test_a_job_without_budget_preempts_no_other_and_does_not_block_preemption() 
 
 
 def test_the_budget_reserves_the_price_of_the_placement() -> None:
-    """Where the cheap type is taken the other one is all that is left."""
+    """Once the cheap type is taken, the other one is all that is left."""
     cheap = H100.model_copy(update={"name": "cheap", "price_micro_usd_h": micro_usd(8), "max_nodes": 0})
     c = Cluster(nodes=1, teams=(team("blue", budget={"hard_usd": 20}),))
     c.submit(gpus(8))
@@ -128,7 +128,7 @@ def test_a_job_grows_no_further_than_its_own_budget_lasts_and_is_not_stopped_for
 def test_settled_spend_stays_within_the_hard_limit(
     wishes: list[tuple[int, int]], limit_usd: float, tick_s: int
 ) -> None:
-    """What is booked lags by a minute, as in the ledger."""
+    """Booked amounts lag by a minute, as in the ledger."""
     c = Cluster(nodes=2)
     spent: list[dict[str, float]] = [{}]
     for tick in range(200):

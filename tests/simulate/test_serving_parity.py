@@ -57,7 +57,7 @@ class Watched(RaytidePolicy):
         self.releases += len(plan.release)
 
     def _snapshot(self, state: FleetState, fleet: SimulatedFleet) -> Snapshot:
-        """What the live controller would see of this moment."""
+        """Returns what the live controller would see at this moment."""
         goal, now_s = self.model.goal, START_S + fleet.now_s
         spot = NodeType(
             name="spot",

@@ -1,4 +1,4 @@
-"""What must be true after a storm."""
+"""Checks of what must be true after a storm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLE_S = 2.0
 YOUNG_S = 25.0
 """Until then a process still loads what it needs."""
 MOST_MB, MOST_FDS = 30, 15
-"""How much an old process may grow: caches fill, leaks go on."""
+"""Most growth of an old process: caches fill, leaks go on."""
 
 
 def jobs_are_over_as_they_should(storm: Storm, store: Store) -> None:
@@ -100,7 +100,7 @@ class Sample:
 
 
 class Meter(threading.Thread):
-    """How much memory and how many files controller and API hold, over each of their lives."""
+    """Measures the memory and files of controller and API, over each of their lives."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         super().__init__(name="meter", daemon=True)

@@ -48,9 +48,9 @@ class Storm:
     stopped: set[str] = field(default_factory=set)
     holders: list[Holder] = field(default_factory=list)
     elsewhere: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """By job: the processes that hold its gang."""
+    """Processes that hold a job's gang, by job."""
     spares_control: bool = False
-    """Whether controller, API and supervisor are left alone, so that they grow old enough to be measured."""
+    """True if controller, API and supervisor are left alone, so that they grow old enough to be measured."""
 
     def blow(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 SEED = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(10_000))
 KILLS = 10
 LONGEST_LIFE_S = 4.0
-"""Of a controller, from its start to its end: some die while they import, some in the middle of a tick."""
+"""The longest life of a controller: some die while they import, some in the middle of a tick."""
 DEMO_S = 900.0
 LONGER = """
 from raytide.demo import specs

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 SECONDS = float(os.environ.get("SOAK_SECONDS") or 360)
 SEED = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(10_000))
 CONTROL_DIES_FOR = 0.65
-"""Of the storm; later, controller and API live on, so that it can be seen whether they grow."""
+"""The part of the storm in which controller and API die; later they live on, so that growth can be seen."""
 CALM_S = 300.0
 
 

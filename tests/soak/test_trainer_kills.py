@@ -61,7 +61,7 @@ def test_fifty_random_kills_in_processes(tmp_path: Path, say: Callable[[str], No
 def test_five_random_kills_through_ray(
     stormy: LocalCluster, corpus: Corpus, tmp_path: Path, say: Callable[[str], None]
 ) -> None:
-    """Of raylets, with their node, and of ranks alone."""
+    """Raylets are killed with their node, and ranks alone."""
     chance = random.Random(SEED)
     spec = TrainSpec(
         dataset=corpus.dataset,

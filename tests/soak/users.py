@@ -19,7 +19,7 @@ from raytide.core.errors import LeaseLostError, RaytideError
 HOLDER = Path(__file__).with_name("holder.py")
 WAIT_S = 600.0
 MOST_ASKING = 12
-"""Who sees that others wait does not come."""
+"""Users who see that so many wait do not come."""
 
 
 class Holder(threading.Thread):
@@ -29,7 +29,7 @@ class Holder(threading.Thread):
         super().__init__(name=f"holder of {job_id}", daemon=True)
         self.job_id = job_id
         self.error: RaytideError | None = None
-        """What the user saw. LeaseLostError is the word for a job that was stopped."""
+        """The error that the user saw. LeaseLostError is that of a job that was stopped."""
         self._client, self._seconds = client, seconds
         self.start()
 
@@ -65,7 +65,7 @@ class Clients:
         self._lock = threading.Lock()
         self._asking: list[threading.Thread] = []
         self.ended: Counter[str] = Counter()
-        """By what the user got: `answered`, or the name of the error."""
+        """Requests by outcome: `answered`, or the name of the error."""
         self.sent = 0
         self._thread = threading.Thread(target=self._trickle, name="clients", daemon=True)
         self._thread.start()

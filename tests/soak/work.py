@@ -1,4 +1,4 @@
-"""What users submit in a storm: jobs so small that many of them come and go in a few minutes."""
+"""Users' jobs in a storm, so small that many of them come and go in a few minutes."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def sequence(name: str, prompt: Iterable[int], max_new: int, **fields: object) -
 
 
 def next_token(tokens: list[int]) -> int:
-    """What the fake model says, a function of the tokens alone; it stops now and then."""
+    """Returns the fake model's next token, a function of the tokens alone; it stops now and then."""
     return sum(token * (31 + 7 * at) for at, token in enumerate(tokens[-3:])) * (len(tokens) + 5) % 6
 
 
@@ -89,7 +89,7 @@ class Memory:
             assert memory[blocks[at // size]][at % size] == self.right(seq, at), f"{seq.seq_id} reads another's KV"
 
     def check_index(self) -> None:
-        """What is registered anywhere is there, whole, and of the present weights."""
+        """Checks that all that is registered is there, whole, and of the present weights."""
         for tier, memory in ((self.pool.device, self.device), (self.pool.host, self.host)):
             for block, slots in enumerate(memory):
                 registered = tier.forget(block)

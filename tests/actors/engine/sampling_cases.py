@@ -56,7 +56,7 @@ def shaped(logits: Row, seq: Sequence) -> Row:
 
 
 def support(logits: Row, params: SamplingParams) -> set[int]:
-    """What the filters may leave, by sorting everything."""
+    """Returns the tokens that the filters may leave, by sorting everything."""
     probs = np.exp((logits - logits.max()) / params.temperature)
     probs /= probs.sum()
     order = np.argsort(-probs, kind="stable")

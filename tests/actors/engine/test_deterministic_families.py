@@ -37,7 +37,7 @@ def sequences(loras: list[str | None]) -> Iterator[Sequence]:
 
 
 def logits(runner: ModelRunner, seq: Sequence, cuts: list[int]) -> torch.Tensor:
-    """Of its last token, with its tokens computed in chunks that end at the cuts."""
+    """Returns the logits of the last token, with the tokens computed in chunks that end at the cuts."""
     ends = sorted({cut for cut in cuts if 0 < cut < len(seq.tokens)} | {len(seq.tokens)})
     starts = [0, *ends[:-1]]
     last = [runner.logits([ScheduledChunk(seq, start, end - start)]) for start, end in zip(starts, ends, strict=True)][

@@ -144,7 +144,7 @@ def test_a_grammar_that_panics_fails_its_request_alone(
     pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
 
     class Panic(BaseException):
-        """What a panic in Rust arrives as."""
+        """A panic in Rust arrives as such an exception."""
 
     fill, calls = GrammarState.fill, iter(range(100))
 
@@ -210,7 +210,7 @@ async def test_streams_end_when_the_thread_dies(model_dir: Path, monkeypatch: py
 
 
 class Panic(BaseException):
-    """What a panic in Rust arrives as."""
+    """A panic in Rust arrives as such an exception."""
 
 
 def panicking(*_: object) -> None:

@@ -69,7 +69,7 @@ def test_greedy_tokens_are_those_of_transformers(saved: tuple[Path, Any], llm: L
 
 
 def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(saved: tuple[Path, Any]) -> None:
-    """By the median over some prompts: a token that rounding sends to another expert differs by much, on both sides."""
+    """Compares medians over prompts: a token that rounding sends to another expert differs by much, on both sides."""
     path, reference = saved
     some = prompts(12)
     narrow = type(reference).from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""What a script's processes print, and that their end is told."""
+"""The output and the end of a script's processes are reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def member() -> Iterator[MemberProcesses]:
 
 
 def ran(member: MemberProcesses, code: str, rights: Rights = NO_RIGHTS, **more: str) -> tuple[list[str], ProcessExit]:
-    """What it printed, and its end."""
+    """Returns the lines that it printed, and its end."""
     return ended(member, ProcessLaunch(0, ("python", "-c", code), more, rights))
 
 

@@ -45,7 +45,7 @@ class Held:
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What each try ends with, first the last; those that were tried are gone from it."""
+    """Returns the ends of the tries, first the last; those that were tried are gone from it."""
     ends: list[Any] = []
 
     def get(_: object) -> object:

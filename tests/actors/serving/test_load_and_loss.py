@@ -1,4 +1,4 @@
-"""What happens when there is too much work, when the engine fails, and when a client goes away."""
+"""A server survives too much work, failures of the engine, and clients that go away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of checkpoints and snapshots. A module by name, since the processes import it."""
+"""The work of ranks in the tests of checkpoints and snapshots. A module by name, since the processes import it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _copy(source: str, step: int, target: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Where a rank began, the losses of its steps, and all that it has of the state then."""
+    """A rank's first step, the losses of its steps, and all that it has of the state then."""
 
     source: str
     began: int

@@ -34,7 +34,7 @@ from raytide.core.specs.train import TrainSpec
 WAIT_S = 150.0
 
 Prank = Callable[[], None]
-"""What is wrong with a worker's process from its beginning; picklable."""
+"""A fault of a worker's process from its beginning; picklable."""
 
 
 class GoneError(Exception):
@@ -215,7 +215,7 @@ class Run:
         return [event["world"] for event in self.events("formed")]
 
     def pid(self, member: int) -> int:
-        """Of the rank on that member, in the newest generation."""
+        """Returns the process of the rank on that member, in the newest generation."""
         formed = self.events("formed")[-1]
         pids: list[int] = [
             p for p, host in zip(formed["pids"], formed["hosts"], strict=True) if f"node-{member} " in host
@@ -224,14 +224,14 @@ class Run:
 
 
 def lines(spec: TrainSpec, name: str) -> list[dict[str, Any]]:
-    """Of a file that may be in the middle of being written."""
+    """Returns the lines of a file that may be in the middle of being written."""
     file = Path(spec.out) / name
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def losses(spec: TrainSpec) -> list[float]:
-    """By step; of a step that was done again, the last."""
+    """Returns the losses by step; the last one of a step that was done again."""
     by_step = {line["step"]: line["loss"] for line in lines(spec, "metrics.jsonl")}
     return [by_step[step] for step in sorted(by_step)]
 

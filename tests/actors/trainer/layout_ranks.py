@@ -1,4 +1,4 @@
-"""What the ranks of the layout tests do: one layout after another in the same processes, some with a part broken."""
+"""The ranks of the layout tests: one layout after another in the same processes, some with a part broken."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Weights = dict[str, npt.NDArray[np.float32]]
 class Case:
     spec: TrainSpec
     broken: str = ""
-    """What of BREAKS is done to it."""
+    """The one of BREAKS that is done to it."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ def _frees_weights_under_a_split_backward() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _torch_scales_the_gradients() -> Iterator[None]:
-    """What a schedule does when it is not told otherwise."""
+    """Lets a schedule scale the gradients, as it does unless it is told otherwise."""
     whole_init = PipelineScheduleSingle.__init__
 
     def init(self: Any, *args: Any, **named: Any) -> None:
@@ -97,7 +97,7 @@ def _torch_scales_the_gradients() -> Iterator[None]:
 
 
 def _mask_from_the_first_key(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None) -> Tensor:
-    """What `is_causal` means to torch when there are more keys than queries."""
+    """Returns the mask that `is_causal` means to torch when there are more keys than queries."""
     return torch.ones(q_BHTC.shape[2], k_BKTC.shape[2], dtype=torch.bool).tril()
 
 

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of models. A module by name, since their processes import it."""
+"""The work of ranks in the tests of models. A module by name, since their processes import it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank of the optimisers' tests does: the same updates on shards and on the whole."""
+"""One rank of the optimisers' tests: the same updates on shards and on the whole."""
 
 from __future__ import annotations
 
@@ -79,8 +79,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def compare(names: list[str], steps: int, rank: int, world: int, meet: str) -> dict[str, tuple[float, float, float]]:
-    """Of each optimiser: how far the shards are from the whole after the steps, how far their states are, and how far
-    they are after three more steps of the whole's state on the shards."""
+    """Returns for each optimiser how far the shards are from the whole after the steps, how far their states are, and
+    how far they are after three more steps of the whole's state on the shards.
+    """
     dist.init_process_group("gloo", store=dist.FileStore(meet, world), rank=rank, world_size=world)
     out = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""What goes wrong inside a worker, at a step of the test's choice. By name and picklable: its process imports this."""
+"""Faults inside a worker, at a step of the test's choice. By name and picklable: its process imports this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the replica tests do: runs one after the other in the same processes."""
+"""The ranks of the replica tests: runs one after the other in the same processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank of the techniques' tests does: several short runs in one process."""
+"""One rank of the techniques' tests: several short runs in one process."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def losses(trainer: Trainer, steps: int) -> list[float]:
 
 
 def out_of_memory(spec: TrainSpec, rank: int, world: int, meet: str) -> str:
-    """What comes out of a step in which all ranks run out of memory."""
+    """Returns the outcome of a step in which all ranks run out of memory."""
     with joined(spec, rank, world, meet) as mine:
         trainer = Trainer(spec, mine)
         layer = next(iter(trainer.model_parts[0].layers.values()))

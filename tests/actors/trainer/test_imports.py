@@ -1,4 +1,4 @@
-"""What a bare GPU machine needs: the loop imports and trains with torch, numpy, safetensors and pydantic alone."""
+"""A bare GPU machine suffices: the loop imports and trains with torch, numpy, safetensors and pydantic alone."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class Story:
     work_s: float
     slack_s: float
     reports: bool = True
-    """Whether the job says how much is left; else it has an estimate only."""
+    """True if the job reports how much is left; else it has an estimate only."""
     markets: set[tuple[CapacityType, ...] | None] = field(default_factory=set)
-    """Where it was allowed to sit."""
+    """The markets that it was allowed to use."""
 
     def run(self) -> Story:
         """To the job's end."""

@@ -1,4 +1,4 @@
-"""How long replicas take to start is learned from the starts that were seen, and from nothing else."""
+"""The time that replicas take to start is learned from the starts that were seen, and from nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(at_s: float, seated: str, answering: str = "") -> EndpointLoad:
 
 
 def start(watch: StartMeter, host: Node, at_s: float, took_s: float) -> None:
-    """Of a replica on its node: its process is seen, and then it answers."""
+    """Starts a replica on its node: its process is seen, and then it answers."""
     hosts = {host.ray_node_id: host}
     watch.observe(load(at_s, host.id), hosts, "m")
     watch.observe(load(at_s + took_s, host.id, host.id), hosts, "m")

@@ -1,4 +1,4 @@
-"""What a load asks for: requests, KV caches, work, first tokens; the largest counts, and more never asks for less."""
+"""A load demands replicas: for requests, KV caches, work, first tokens. The largest counts; more never needs fewer."""
 
 from __future__ import annotations
 

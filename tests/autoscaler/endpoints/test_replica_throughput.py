@@ -1,4 +1,4 @@
-"""What a replica can do is learned while requests wait on it, and from nothing else."""
+"""A replica's throughput is learned while requests wait on it, and from nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an endpoint with an SLO is known to be asked, through outages of its replicas and silences of Serve."""
+"""The demand on an endpoint with an SLO is known through outages of its replicas and silences of Serve."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Watch:
     paces: dict[str, float] = field(default_factory=dict)
     spec: ServeSpec = SPEC
     late: float = 0.0
-    """Of the first replica."""
+    """The lateness of the first replica."""
 
     def hear(self, ids: str = "abcd", queued: float = 0.0, rps: float = 1.0) -> ReplicaValue:
         worth = self.view(ids, queued, rps).worth

@@ -311,7 +311,7 @@ def test_a_type_keeps_its_least_nodes_and_only_the_target_falls() -> None:
 
 def test_all_that_leave_nodes_of_a_type_in_one_decision_leave_its_least_between_them() -> None:
     def left(min_nodes: int) -> int:
-        """Of six nodes: an endpoint that needs two has three, another that needs one has two, and one is idle."""
+        """Uses six nodes: an endpoint that needs two has three, another that needs one has two, and one is idle."""
         least = SPOT.model_copy(update={"min_nodes": min_nodes})
         places = zip(range(1, 7), ("us-1a", "us-1b", "eu-1a") * 2, (1, 1, 1, 1, 1, 0), strict=True)
         *used, free = (node(number, least, zone, used=here) for number, zone, here in places)

@@ -21,7 +21,7 @@ GPU4 = NodeType(name="gpu4", resources={"GPU": 4.0}, price_micro_usd_h=4_000_000
 GPU8 = GPU4.model_copy(update={"name": "gpu8", "resources": {"GPU": 8.0}, "max_nodes": 2})
 ONE = Shape(resources={"GPU": 1.0})
 WORK_S = 12
-"""How long each small job runs."""
+"""The time that each small job runs."""
 
 
 def wide(members: int, gpus: float = 4.0, least: int = 1, most: int = 1) -> ServeSpec:

@@ -1,4 +1,4 @@
-"""What was bought of a cloud, in files."""
+"""Purchases from a cloud are in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What our own spot nodes tell of their pools."""
+"""Our own spot nodes show how available their pools are."""
 
 from __future__ import annotations
 

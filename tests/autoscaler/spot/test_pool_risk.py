@@ -1,4 +1,4 @@
-"""How often a pool takes nodes back is learned from our own nodes, theirs who are gone included."""
+"""A pool's rate of interruptions is learned from our own nodes, lost ones included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `raytide batch` submits, and what it refuses before it does."""
+"""`raytide batch` submits jobs, and refuses wrong ones before it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the API opens of the files and URLs that specs name: nothing remote, nothing special, and never for long."""
+"""The API opens few of the files and URLs that specs name: nothing remote, nothing special, and never for long."""
 
 from __future__ import annotations
 

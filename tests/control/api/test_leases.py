@@ -47,7 +47,7 @@ def counted(store: Store) -> Iterator[Counted]:
 
 @pytest.fixture
 def leases(store: Store, monkeypatch: pytest.MonkeyPatch) -> LeasePolls:
-    """Of a thousand jobs that wait; the watcher looks when a test says so."""
+    """Returns the polls of a thousand jobs that wait; the watcher looks when a test says so."""
     jobs = [codec.new_job(number, SPEC, "ana", 1.0, None) for number in range(1, WAITERS + 1)]
     with store._db.write() as c:
         c.execute(tables.jobs.insert(), jobs)

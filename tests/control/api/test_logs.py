@@ -21,7 +21,7 @@ TEXTS = st.lists(st.text(st.sampled_from("a\n\u00fc\u20ac\U0001f600")), min_size
 
 
 class Files:
-    """What each attempt wrote."""
+    """The logs of each attempt."""
 
     def __init__(self, *texts: str) -> None:
         self.files = [text.encode() for text in texts]

@@ -1,4 +1,4 @@
-"""What the API reads does not grow with the number of jobs: statements and rows are counted, not time."""
+"""The API's reads do not grow with the number of jobs: statements and rows are counted, not time."""
 
 from __future__ import annotations
 

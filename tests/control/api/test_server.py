@@ -43,7 +43,7 @@ def connected(port: int) -> socket.socket:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """What arrives until the server closes the connection."""
+    """Returns all that arrives until the server closes the connection."""
     got = b""
     try:
         while part := connection.recv(65536):

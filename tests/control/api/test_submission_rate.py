@@ -16,7 +16,7 @@ def spec(team: str, *, chars: int = 0, members: int = 1) -> JobSpec:
 
 
 def fill(intake: SubmissionRate, large: dict[str, int]) -> tuple[int, QuotaError]:
-    """How many are taken, and how the next one is refused."""
+    """Returns the number of specs that are taken, and the error of the next one."""
     for taken in range(10_000):
         try:
             intake.take(spec("evil", **large))

@@ -52,7 +52,7 @@ def k() -> Iterator[int]:
 
 @pytest.fixture
 def environment(tmp_path: Path, metadata: MetadataServer, k: int) -> Iterator[dict[str, str]]:
-    """Of every machine. Paths of Ray's sockets must be short."""
+    """Yields the environment of every machine. Paths of Ray's sockets must be short."""
     with tempfile.TemporaryDirectory(prefix="rt-up-") as short:
         (Path(short) / "ray").mkdir()
         here = ("RAY_", "RAYTIDE_API", "RAYTIDE_HOME")
@@ -78,7 +78,7 @@ def free_port() -> int:
 
 
 def cluster_yaml(tmp_path: Path, k: int) -> dict[str, Any]:
-    """What the shipped file says, with addresses and ports, since all machines are this one; never `ray stop`."""
+    """Returns the shipped file with addresses and ports, since all machines are this one; never `ray stop`."""
     gcs = free_port()
     none = ("cluster_synced_files", "initialization_commands")
     no_set_up = ("setup_commands", "head_setup_commands", "worker_setup_commands")

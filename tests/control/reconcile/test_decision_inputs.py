@@ -1,4 +1,4 @@
-"""What the controller brings to a snapshot from its books and from nodes that are gone."""
+"""The controller adds facts to a snapshot from its books and from nodes that are gone."""
 
 from __future__ import annotations
 

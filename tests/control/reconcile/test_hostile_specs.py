@@ -30,7 +30,7 @@ from raytide.core.objects.team import TeamSpec
 POSTS = 1000
 MOST_TICK_CPU_S = 1.0
 QUIET_S = 0.16
-"""What `slowness` takes on a quiet core."""
+"""CPU seconds that `slowness` takes on a quiet core."""
 MOST_GROWTH_BYTES = 50 << 20
 
 
@@ -87,7 +87,7 @@ def is_short(tick_s: float) -> bool:
 
 
 def slowness() -> float:
-    """How much longer than on a quiet machine the same work takes now: beside others a second of CPU does less."""
+    """Returns how much longer work takes now than on a quiet machine: a second of CPU does less beside others."""
     began_s = time.thread_time()
     for _ in range(10):
         json.dumps([{"number": number, "text": str(number)} for number in range(20_000)])

@@ -1,4 +1,4 @@
-"""What raytide makes of Serve's words: only what Serve gave up for the model's own fault has failed."""
+"""Serve's statuses become those of endpoints: only what Serve gave up for the model's own fault has failed."""
 
 from __future__ import annotations
 

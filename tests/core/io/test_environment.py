@@ -1,4 +1,4 @@
-"""What goes along from a shell to nodes and commands: what is named, and nothing that looks like a secret."""
+"""Nodes and commands get named variables of a shell, and nothing that looks like a secret."""
 
 from __future__ import annotations
 

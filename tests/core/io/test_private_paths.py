@@ -1,4 +1,4 @@
-"""What a spec must not name, since raytide's own programs read and write it as raytide's user."""
+"""Specs must not name some paths, since raytide's own programs read and write them as raytide's user."""
 
 from __future__ import annotations
 

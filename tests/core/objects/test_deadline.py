@@ -1,4 +1,4 @@
-"""What may be said of a deadline, and that it means the same after it was stored."""
+"""Deadlines are parsed, and mean the same after they were stored."""
 
 from __future__ import annotations
 

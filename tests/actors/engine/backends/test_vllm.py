@@ -1,4 +1,4 @@
-"""What vLLM computes against what raytide's own engine computes, and what is refused before vLLM sees it."""
+"""vLLM computes what raytide's own engine computes, and refuses what it cannot before vLLM sees it."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ async def test_greedy_tokens_are_the_native_engine_s(vllm_cores: SharedCores, na
 
 
 def is_tie(native: LLM, prompt: list[int], one: list[int], other: list[int]) -> bool:
-    """Whether the first different token was chosen among two that are as good as equal."""
+    """Returns whether the first different token was chosen among two that are as good as equal."""
     at = next(i for i in range(NEW_TOKENS) if one[i] != other[i])
     best = native.logits(prompt + one[:at])[-1].topk(2).values
     return bool(best[0] - best[1] < TIE)

@@ -1,4 +1,4 @@
-"""What vLLM is asked for when it continues a request, and what it cannot continue. Needs no vLLM."""
+"""Requests that vLLM continues, as it gets them, and those that it cannot continue. The tests need no vLLM."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the conformance suite knows of each engine: how to make a small one, with one place and little room."""
+"""The engines of the conformance suite: makes a small one of each, with one place and little room."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What every engine promises of itself as a whole: pauses, sleep, weights, adapters, transfers, order. Skipped only
-where the feature is not declared.
+"""Every engine keeps these promises as a whole: pauses, sleep, weights, adapters, transfers, order. A test is skipped
+only where the feature is not declared.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""What every engine promises of a single request, whatever is inside. A test of an optional feature is skipped only
-where it is not declared.
+"""Every engine keeps these promises for a single request. A test of an optional feature is skipped only where it is not
+declared.
 """
 
 import asyncio

@@ -33,7 +33,7 @@ def cut(request: GenRequest, chunks: list[GenChunk]) -> GenRequest:
 
 
 def same(found: list[GenChunk], whole: list[GenChunk]) -> None:
-    """What a client has in the end: text, tokens, finish reasons and the bill."""
+    """Asserts that a client has the same in the end: text, tokens, finish reasons and usage."""
     for index in {chunk.index for chunk in whole}:
         mine, theirs = ([chunk for chunk in each if chunk.index == index] for each in (found, whole))
         assert tokens_of(mine, index) == tokens_of(theirs, index)

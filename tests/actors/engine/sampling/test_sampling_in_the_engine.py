@@ -1,4 +1,4 @@
-"""What the sampler's own tests show, through the engine: with text, preemption, aborts and other requests."""
+"""The sampler does in the engine as in its own tests: with text, preemption, aborts and other requests."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Who loses its place to whom, how, and that it costs nobody a token."""
+"""Preemption chooses the right victim in the right way, and costs nobody a token."""
 
 from __future__ import annotations
 

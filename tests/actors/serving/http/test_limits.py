@@ -1,4 +1,4 @@
-"""What one request may ask for: more is refused by name, in OpenAI's words, and before it costs anybody anything."""
+"""A request beyond a limit is refused by name, in OpenAI's words, and before it costs anybody anything."""
 
 from __future__ import annotations
 

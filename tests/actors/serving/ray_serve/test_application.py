@@ -1,4 +1,4 @@
-"""What Serve's details say of an endpoint."""
+"""Serve's details describe an endpoint."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def replica_actors() -> set[str]:
 
 
 def pids(control: ServeControl) -> dict[str, int]:
-    """Of each running replica, by the name it gives itself in `x-raytide-replica`."""
+    """Returns the process of each running replica, by the name it gives itself in `x-raytide-replica`."""
     replicas = ask_serve("get_serve_instance_details")["applications"]["m"]["deployments"]["replica"]["replicas"]
     return {replica["replica_id"]: replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
 

@@ -63,7 +63,7 @@ def trained(trained_once: TrainSpec, tmp_path: Path) -> TrainSpec:
 
 
 def folders(spec: TrainSpec) -> list[Path]:
-    """Of the checkpoints, the newest first."""
+    """Returns the folders of the checkpoints, newest first."""
     root = Path(spec.checkpoint_url)
     return [root / name for name in manifest.folders_newest_first(LocalStore(root))]
 

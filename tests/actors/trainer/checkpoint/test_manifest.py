@@ -37,7 +37,7 @@ def _no_fsync() -> Iterator[None]:
 
 
 class Killed(BaseException):
-    """What a SIGKILL is to the code that it hits: nothing after it runs."""
+    """A SIGKILL is like this exception to the code that it hits: nothing after it runs."""
 
 
 class Cut(LocalStore):

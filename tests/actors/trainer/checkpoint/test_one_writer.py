@@ -69,7 +69,7 @@ def test_a_run_whose_out_was_taken_over_seals_nothing_and_leaves_the_other_one_s
 
 
 class Answers:
-    """What the API says of a job's lease."""
+    """Answers for the API about a job's lease."""
 
     def __init__(self, answer: Exception | None) -> None:
         self.answer, self.asked = answer, list[str]()

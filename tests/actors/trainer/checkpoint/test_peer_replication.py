@@ -1,4 +1,4 @@
-"""Who keeps whose copy, and which snapshot is left whole."""
+"""Peers keep copies of each other's snapshots, and a whole snapshot is found again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_rank_has_one_buddy_on_another_host_where_hosts_allow(hosts: list[
 
 
 def images(world: int, replicas: int) -> list[tuple[BufferEntry, ...]]:
-    """Of a tensor of 4 rows a rank and a number that all have; every `replicas` ranks hold the same rows."""
+    """Returns images of a tensor (4 rows a rank) and a number that all have; every `replicas` ranks hold equal rows."""
     rows = 4 * (world // replicas)
     return [
         (

@@ -23,7 +23,7 @@ def held(spec: TrainSpec) -> TrainSpec:
 
 @pytest.fixture(scope="module")
 def curve(make_spec: Callable[[Path], TrainSpec], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """What one process does, by step."""
+    """Returns the losses of one process, by step."""
     losses: dict[int, float] = {}
     alone = make_spec(tmp_path_factory.mktemp("alone")).model_copy(update={"steps": 8})
     train_local(alone, on_step=lambda result: losses.update({result.step: result.loss}))

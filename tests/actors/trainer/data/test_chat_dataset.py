@@ -147,7 +147,7 @@ turns = st.lists(st.tuples(st.sampled_from(("system", "user", "assistant")), wor
 
 @pytest.fixture(scope="module")
 def talks_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the tokenizer lies that all examples of the property share."""
+    """Returns the folder of the tokenizer that all examples of the property share."""
     folder = tmp_path_factory.mktemp("talks")
     save_tokenizer(folder)
     ends = "{% for m in messages %}{{ m.role }}<eos>{{ m.content }}<eos>{% endfor %}"

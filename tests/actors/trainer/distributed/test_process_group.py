@@ -45,7 +45,7 @@ def _count_sockets(rank: int, world: int, meet: str) -> tuple[int, int, int]:
 
 
 def _begin_of_a_sum(rank: int, meet: str) -> int:
-    """Where this rank's part of a DTensor begins that an operator made."""
+    """Returns where this rank's part of a DTensor begins that an operator made."""
     mine = process_group.join(dist.FileStore(meet, 2), rank, SIZES, timeout_s=20.0)
     part = DTensor.from_local(torch.ones(2), mine.mesh["shard"], [Shard(0)])
     total = part + part

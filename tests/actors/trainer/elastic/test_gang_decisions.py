@@ -1,4 +1,4 @@
-"""Who is seated, which breaks count, and what a recovery cost, without a process."""
+"""Decisions about gangs, without a process: who is seated, which breaks count, and the cost of a recovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an export writes appears whole or not at all."""
+"""An export appears whole or not at all."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_all_that_is_wrong_with_the_weights_is_named_at_once(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
 def test_the_balancing_loss_is_that_of_transformers(family: str, tmp_path: Path) -> None:
-    """Of each sequence by itself, filled-up ends left out; weighted by the targets that count."""
+    """The loss is that of each sequence by itself, without padding, weighted by the targets that count."""
     theirs: Any = save_family(tmp_path, family, router_aux_loss_coef=0.5, output_router_logits=True)
     ours = decoder_of(tmp_path)
     assert ours.balance == 0.5

@@ -1,4 +1,4 @@
-"""What is computed again or waits elsewhere is gone from memory, and the gradients are the same ones."""
+"""Memory that is computed again or kept elsewhere is free, and the gradients are the same ones."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ OPTIM = OptimSpec(lr=3e-3, warmup_steps=2, eps=1e-6)
 """Its eps is larger than usual: Adam divides by it where a gradient is only rounding, as that of GPT-2's key biases."""
 RUN = ("precision", "global_batch", "micro_batch", "memory")
 Options = Mapping[str, Any]
-"""Of the layout, except `family` and those of RUN."""
+"""The layout's options, except `family` and those of RUN."""
 
 LAYOUTS: dict[str, tuple[int, Options]] = {
     "sharded, zero 3": (2, {}),
@@ -150,7 +150,7 @@ def measure(make_spec: Callable[[Path], TrainSpec], tmp_path_factory: pytest.Tem
 
 
 def plain(options: Options) -> tuple[tuple[str, Any], ...]:
-    """What one process needs to know."""
+    """Returns all that one process needs to know."""
     run = tuple((key, options[key]) for key in (*RUN, "family") if key in options and key != "memory")
     return (*run, ("layers", layers(options)))
 

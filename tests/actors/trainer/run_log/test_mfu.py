@@ -1,4 +1,4 @@
-"""What a step's line says of its time, its work and its device."""
+"""A step's line has its time, its work and its device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves to read outlives its drivers, however they end."""
+"""A run's log outlives its drivers, however they end."""
 
 from __future__ import annotations
 

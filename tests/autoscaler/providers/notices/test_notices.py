@@ -1,4 +1,4 @@
-"""What clouds tell their machines, asked over HTTP as on a machine of theirs, and how it reaches the controller."""
+"""Clouds give machines notice, asked over HTTP as on a machine of theirs, and it reaches the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a gateway assumes of a replica's prefix cache."""
+"""A gateway's model of a replica's prefix cache."""
 
 from __future__ import annotations
 
