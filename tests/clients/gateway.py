@@ -1,7 +1,8 @@
 """A gateway without Ray for clients: `python gateway.py MODEL_DIR` prints its base URL and serves until stdin ends.
 
 Models: `tiny`, the model of the folder on two replicas of the native engine; `caller`, a fake one that always writes
-CALL; `talker`, a fake one that always says "tide".
+CALL; `agent`, a fake one that calls the tool `weather` and, given RESULT, repeats it; `talker`, a fake one that always
+says "tide".
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
@@ -18,6 +20,7 @@ import uvicorn
 from raytide.actors.engine import EngineConfig, FakeEngine, NativeEngine
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine
+from raytide.actors.engine.types import GenRequest
 from raytide.actors.serving.http.protocol import BoundedHttpTools
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.objects.endpoint import ServeSpec
@@ -30,7 +33,16 @@ from raytide.gateway.tenancy.tenancy import Tenancy
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 END = "<END>"
+RESULT = "rain in Oslo"
 HOST, SECRET = "127.0.0.1", "secret"
+
+
+class AgentEngine(FakeEngine):
+    def _admit(self, request: GenRequest) -> object:  # type: ignore[override]
+        answer = f"The tool says: {RESULT}." if RESULT.encode() in bytes(request.prompt) else CALL
+        self._reply = (answer + END).encode()
+        sampling = replace(request.sampling, stop=(*request.sampling.stop, END))
+        return super()._admit(replace(request, sampling=sampling))
 
 
 async def replica(engine: Engine) -> ReplicaAddress:
@@ -47,6 +59,7 @@ async def listing(model_dir: str) -> Listing:
     config = EngineConfig(model_dir=model_dir, device="cpu", deterministic=True, kv_memory_gb=0.1)
     engines: dict[str, list[Engine]] = {
         "tiny": [NativeEngine(config), NativeEngine(config)],
+        "agent": [AgentEngine(max_model_len=1 << 16)],
         "caller": [FakeEngine(reply=CALL + END)],
         "talker": [FakeEngine(tokens_per_s=500.0)],
     }

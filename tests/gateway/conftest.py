@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
+from fastapi import FastAPI
 
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine
@@ -29,7 +30,9 @@ class Gateway:
     """One gateway with the endpoints that a test deploys. `http` is a client of its app."""
 
     http: httpx.AsyncClient
+    app: FastAPI
     models: EndpointModels
+    tenancy: Tenancy
     listing: dict[str, EndpointEntry] = field(default_factory=dict)
     servers: dict[str, EngineServer] = field(default_factory=dict)
     _made: Counter[str] = field(default_factory=Counter)
@@ -87,7 +90,7 @@ async def running_gateway(
         app = create_app(models, tenancy, _nothing)
         transport = httpx.ASGITransport(app=app)
         http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://gateway"))
-        gateway = Gateway(http, models)
+        gateway = Gateway(http, app, models, tenancy)
         stack.push_async_callback(tenancy.close)
         stack.push_async_callback(gateway.close)
         if beside is not None:

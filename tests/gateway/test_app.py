@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.gateway.conftest import running_gateway, until
 
 from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.gateway.batches.service import BatchService
 
 
 def chat(model: str, **more: Any) -> dict[str, Any]:
@@ -152,3 +154,40 @@ async def test_a_kept_answer_says_so_and_is_counted() -> None:
     assert first.json()["choices"] == second.json()["choices"]
     assert first.json()["usage"] == second.json()["usage"]
     assert 'raytide_reused_answers_total{how="cache",model="kept"} 1.0' in text
+
+
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}
+
+
+@pytest.mark.parametrize(
+    ("origin", "requires_keys", "is_allowed"),
+    [
+        ("https://chat.example.com", True, True),
+        ("https://chat.example.com", False, False),
+        ("http://localhost.example.com", False, False),
+        ("http://localhost:3000", False, True),
+        ("http://[::1]:3000", False, True),
+        ("app://obsidian.md", False, True),
+    ],
+)
+async def test_pages_may_use_a_gateway_with_keys_and_local_ones_any(
+    origin: str, requires_keys: bool, is_allowed: bool
+) -> None:
+    """Otherwise any page that a user of this machine visits could use its models."""
+    async with running_gateway(requires_keys=requires_keys) as gateway:
+        asked = {"origin": origin, **PREFLIGHT}
+        preflight = await gateway.http.options("/v1/chat/completions", headers=asked)
+        answer = await gateway.http.get("/v1/models", headers={"origin": origin})
+    assert preflight.status_code == (200 if is_allowed else 400)
+    for each in (preflight, answer):
+        assert (each.headers.get("access-control-allow-origin") in ("*", origin)) == is_allowed
+    if is_allowed:
+        assert preflight.headers["access-control-allow-headers"] == asked["access-control-request-headers"]
+
+
+async def test_a_refused_method_names_those_of_all_routes_with_the_path(tmp_path: Path) -> None:
+    async with running_gateway() as gateway:
+        BatchService(gateway.app, gateway.models, gateway.tenancy, tmp_path)
+        for path, allowed in (("/v1/files", "GET, HEAD, POST"), ("/tide/v1/files/file-1", "DELETE, GET, HEAD")):
+            refused = await gateway.http.put(path)
+            assert (refused.status_code, refused.headers["allow"]) == (405, allowed)

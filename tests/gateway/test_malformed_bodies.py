@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.gateway.app import create_app
+from raytide.gateway.batches.service import BatchService
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.gateway.tenancy.control_api import ControlApi
@@ -71,6 +73,20 @@ for _path in ("/v1/completions", "/v1/chat/completions"):
     WRONG[_path] |= GENERATION
 
 
+EXPIRY = {"anchor": "created_at", "seconds": 3600}
+BATCH = {"input_file_id": "FILE", "endpoint": "/v1/completions", "completion_window": "24h"}
+WRONG["/v1/batches"] = {
+    "input_file_id": [None, 5, "", "file-other", "../../etc/passwd", "x" * 2000],
+    "endpoint": [None, 5, "", "/v1/files", "/v1/models"],
+    "completion_window": [None, "1h", 24],
+    "metadata": [5, [], {"a": 5}, {"a": "x" * 513}, {"x" * 65: "a"}, {str(n): "x" for n in range(17)}],
+    "output_expires_after": [5, {}, EXPIRY | {"anchor": "x"}, EXPIRY | {"seconds": 5}, EXPIRY | {"seconds": "x"}],
+}
+"""`FILE` stands for the id of an uploaded file."""
+BOUNDARY = "tide"
+MULTIPART = f"multipart/form-data; boundary={BOUNDARY}"
+
+
 def truncated(chance: random.Random, path: str) -> bytes:
     whole = json.dumps(VALID[path]).encode()
     return whole[: chance.randrange(len(whole))]
@@ -85,7 +101,7 @@ def no_object(chance: random.Random, path: str) -> bytes:
 
 
 def without_a_field(chance: random.Random, path: str) -> bytes:
-    left_out = chance.choice([name for name in VALID[path] if "max" not in name])
+    left_out = chance.choice([name for name in VALID[path] if not name.startswith("max_")])
     return json.dumps({name: value for name, value in VALID[path].items() if name != left_out}).encode()
 
 
@@ -120,8 +136,52 @@ KINDS: list[Callable[[random.Random, str], bytes]] = [
 ]  # fmt: skip
 
 
+def form(*parts: tuple[str, bytes], boundary: str = BOUNDARY) -> bytes:
+    """Returns a multipart body of parts, each with the parameters of its content disposition."""
+    heads = [f"--{boundary}\r\ncontent-disposition: form-data; {named}\r\n\r\n".encode() for named, _ in parts]
+    whole = b"".join(head + content + b"\r\n" for head, (_, content) in zip(heads, parts, strict=True))
+    return whole + f"--{boundary}--\r\n".encode()
+
+
+ROW = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'
+FILE, PURPOSE = ('name="file"; filename="rows.jsonl"', ROW), ('name="purpose"', b"batch")
+ANCHOR, SECONDS = 'name="expires_after[anchor]"', 'name="expires_after[seconds]"'
+FORMS: list[tuple[str, bytes]] = [
+    (MULTIPART, b""),
+    (MULTIPART, form()),
+    (MULTIPART, form(FILE)),
+    (MULTIPART, form(PURPOSE)),
+    (MULTIPART, form(FILE, FILE, PURPOSE)),
+    (MULTIPART, form(FILE, ('name="purpose"', b"\xff"))),
+    (MULTIPART, form(FILE, ('name="purpose"', b"assistants_output"))),
+    (MULTIPART, form(FILE, ('name="purpose"', b"x" * 5000))),
+    (MULTIPART, form(FILE, PURPOSE, *[(f'name="{n}"', b"x") for n in range(40)])),
+    (MULTIPART, form(FILE, PURPOSE, boundary="other")),
+    (MULTIPART, form(FILE, PURPOSE, (ANCHOR, b"created_at"))),
+    (MULTIPART, form(FILE, PURPOSE, (SECONDS, b"3600"))),
+    (MULTIPART, form(FILE, PURPOSE, (ANCHOR, b"created_at"), (SECONDS, b"5"))),
+    (MULTIPART, form(FILE, PURPOSE, (ANCHOR, b"x"), (SECONDS, b"3600"))),
+    (MULTIPART, form(FILE, PURPOSE, (ANCHOR, b"created_at"), (SECONDS, "\u0663".encode() * 4))),
+    (MULTIPART, form(FILE, PURPOSE).replace(b"\r\n\r\n", b"\r\n", 1)),
+    (MULTIPART, form(FILE, PURPOSE).replace(b"content-disposition", b"content disposition")),
+    ("multipart/form-data", form(FILE, PURPOSE)),
+    (f"multipart/form-data; boundary={'x' * 300}", form(FILE, PURPOSE)),
+    ("multipart/mixed; boundary=tide", form(FILE, PURPOSE)),
+    ("application/json", b'{"purpose": "batch"}'),
+    ("application/x-www-form-urlencoded", b"purpose=batch&file=x"),
+    ("", form(FILE, PURPOSE)),
+]
+
+
+def malformed_form(chance: random.Random) -> tuple[str, bytes]:
+    """Returns the content type and the body of an upload."""
+    kind, whole = chance.choice(FORMS), form(FILE, PURPOSE)
+    end = whole.rindex(b"--")
+    return chance.choice([kind, (MULTIPART, whole[: chance.randrange(end)]), (MULTIPART, noise(chance, ""))])
+
+
 @pytest.fixture
-async def app() -> AsyncIterator[ASGIApp]:
+async def app(tmp_path: Path) -> AsyncIterator[ASGIApp]:
     """A gateway with one model, `m`, behind a socket."""
 
     async def no_problem() -> None:
@@ -136,21 +196,31 @@ async def app() -> AsyncIterator[ASGIApp]:
     async def run() -> AsyncIterator[None]:
         yield
 
-    yield create_app(models, Tenancy(ControlApi("http://127.0.0.1:9", "", "one"), requires_keys=False), run)
+    nobody = Tenancy(ControlApi("http://127.0.0.1:9", "", "one"), requires_keys=False)
+    gateway = create_app(models, nobody, run)
+    BatchService(gateway, models, nobody, tmp_path)
+    yield gateway
     await models.close()
     await server.close()
     await engine.shutdown()
 
 
-async def test_each_is_a_4xx_with_the_error_body(app: ASGIApp) -> None:
+async def test_each_is_a_4xx_with_the_error_body(app: ASGIApp, monkeypatch: pytest.MonkeyPatch) -> None:
     chance, statuses = random.Random(SEED), Counter[int]()
+    uploaded = await ask(app, "/v1/files", form(FILE, PURPOSE), content_type=MULTIPART)
+    assert uploaded.status == 200, uploaded.body
+    monkeypatch.setitem(VALID, "/v1/batches", BATCH | {"input_file_id": json.loads(uploaded.body)["id"]})
     for path, body in VALID.items():
         assert (await ask(app, path, json.dumps(body).encode())).status == 200
     for _ in range(COUNT):
-        path, kind = chance.choice(list(VALID)), chance.choice(KINDS)
-        raw = kind(chance, path)
-        answer = await ask(app, path, raw)
-        assert 400 <= answer.status < 500, (path, raw[:500], answer.body[:500])
+        path, content_type = chance.choice([*VALID, "/v1/files"]), "application/json"
+        if path == "/v1/files":
+            content_type, raw = malformed_form(chance)
+        else:
+            kind = chance.choice([each for each in KINDS if "model" in VALID[path] or each is not wrong_model])
+            raw = kind(chance, path)
+        answer = await ask(app, path, raw, content_type=content_type)
+        assert 400 <= answer.status < 500, (path, content_type, raw[:500], answer.body[:500])
         assert set(answer.error) == {"message", "type", "param", "code"}, (path, raw[:500])
         assert answer.error["message"]
         statuses[answer.status] += 1
@@ -158,3 +228,5 @@ async def test_each_is_a_4xx_with_the_error_body(app: ASGIApp) -> None:
     assert sum(statuses.values()) == COUNT
     for path, body in VALID.items():
         assert (await ask(app, path, json.dumps(body).encode())).status == 200
+    listed = json.loads((await ask(app, "/v1/batches", method="GET")).body)["data"]
+    assert len(listed) == 2, "a malformed body has created a batch"

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from raytide.actors.serving.http.body import JsonRoute
 from raytide.actors.serving.http.headers import ResponseHeaders
@@ -184,7 +185,8 @@ def _add_error_handlers(app: FastAPI, models: Models) -> None:
     async def no_route(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}."
         response = error_response(invalid(message, param=None, status=error.status_code))
-        response.headers.update(error.headers or {})  # `allow`, with a 405
+        if error.status_code == 405:
+            response.headers["allow"] = ", ".join(_allowed_methods(request))
         return response
 
     async def internal(_: Request, error: Exception) -> Response:
@@ -192,6 +194,15 @@ def _add_error_handlers(app: FastAPI, models: Models) -> None:
 
     for kind in (ApiError, RaytideError, Exception):
         app.add_exception_handler(kind, internal)
+
+
+def _allowed_methods(request: Request) -> list[str]:
+    """Returns the methods of all routes with this path; Starlette names those of the first one alone."""
+    routes = [each for each in request.app.routes if isinstance(each, Route)]
+    found = {
+        each for route in routes if route.matches(request.scope)[0] is not Match.NONE for each in route.methods or ()
+    }
+    return sorted(found | ({"HEAD"} if "GET" in found else set()))
 
 
 def error_response(error: ApiError) -> Response:

@@ -18,7 +18,7 @@ _MAX_ID_CHARS = 256
 
 class ResponseHeaders:
     """Middleware that adds response headers: `x-request-id` (the client's own, if it sent one), `openai-processing-ms`
-    and `x-raytide-replica`.
+    and `x-raytide-replica`. A HEAD is answered as a GET, whose body the HTTP server leaves out.
 
     Plain ASGI: Starlette's BaseHTTPMiddleware would hide a client's disconnect from the routes.
     """
@@ -31,6 +31,8 @@ class ResponseHeaders:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # a copy: the HTTP server looks at its own
         began_s = time.perf_counter()
         request_id = Headers(scope=scope).get("x-request-id") or f"req_{uuid4().hex}"
         request_id = request_id[:_MAX_ID_CHARS]

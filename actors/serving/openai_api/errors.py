@@ -103,6 +103,8 @@ def validation_error(errors: Sequence[dict[str, object]]) -> ApiError:
     if first.get("type") == "json_invalid":
         return invalid("The body is not valid JSON.", param=None)
     param = _param(first.get("loc"))
+    if first.get("type") == "extra_forbidden":
+        return invalid(f"Unrecognized request argument: {param}.", param=param)
     message = str(first.get("msg", "invalid value")).removeprefix("Value error, ")
     return invalid(f"{param or 'body'}: {message}.", param=param)
 

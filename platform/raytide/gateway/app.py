@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -16,6 +17,8 @@ from raytide.gateway.tenancy.authentication import Authentication
 from raytide.gateway.tenancy.tenancy import Tenancy
 
 _OWN = frozenset({"v1", "health", "metrics", "docs", "openapi.json", "redoc"})
+_LOCAL_ORIGIN = r"(app|file|tauri|vscode-(file|webview))://.*|https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""Origins on the browser's own machine. Pages from elsewhere must not use a gateway that demands no keys."""
 
 
 def create_app(models: EndpointModels, tenancy: Tenancy, start: Callable[[], AsyncIterator[None]]) -> FastAPI:
@@ -23,6 +26,15 @@ def create_app(models: EndpointModels, tenancy: Tenancy, start: Callable[[], Asy
     app = openai_app(models, asynccontextmanager(lambda _: start()))
     app.add_middleware(Authentication, tenancy=tenancy)
     app.add_middleware(EndpointPaths)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=["*"] if tenancy.requires_keys else [],
+        allow_origin_regex=_LOCAL_ORIGIN,
+        allow_private_network=tenancy.requires_keys,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["*"],
+    )
     app.add_middleware(ResponseHeaders, replica="")
 
     @app.get("/health")

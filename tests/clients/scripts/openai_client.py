@@ -41,7 +41,7 @@ def arguments(answer):
 
 @feature
 def models_list_and_retrieve():
-    assert [model.id for model in client.models.list()] == ["caller", "talker", "tiny"]
+    assert [model.id for model in client.models.list()] == ["agent", "caller", "talker", "tiny"]
     assert client.models.retrieve("tiny").object == "model"
     assert raises(openai.NotFoundError, lambda: client.models.retrieve("none")).code == "model_not_found"
 

@@ -262,7 +262,7 @@ class TestSettings:
             tenancy = Tenancy.of_cluster(cluster, "1")
             await tenancy._api.close()
             tenancy.limits.close()
-            return tenancy._requires_keys
+            return tenancy.requires_keys
 
         return asyncio.run(made())
 

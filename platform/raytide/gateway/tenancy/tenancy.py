@@ -51,7 +51,7 @@ class Tenancy:
         now_s: Callable[[], float] = time.time,
     ) -> None:
         """`limits_path` is a file that the gateway processes of this machine share."""
-        self.api, self._requires_keys, self._now_s = api, requires_keys, now_s
+        self.api, self.requires_keys, self._now_s = api, requires_keys, now_s
         self.keys = KeyTable(api, now_s)
         self.limits = RateLimits(limits_path)
         self.reporter = UsageReporter(api)
@@ -94,9 +94,9 @@ class Tenancy:
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         secret = secret.strip() if scheme.lower() == "bearer" else ""
         try:
-            if secret.startswith("rk-") or (secret and self._requires_keys):
+            if secret.startswith("rk-") or (secret and self.requires_keys):
                 return GatewayCaller(self, self.keys.key(secret))
-            if self._requires_keys:
+            if self.requires_keys:
                 raise unauthorized(
                     "You didn't provide an API key. Send it in an Authorization header: `Authorization: Bearer rk-...`."
                 )
@@ -112,7 +112,7 @@ class Tenancy:
         """
         if account:
             return GatewayCaller(self, self.keys.key_of_account(account))
-        if self._requires_keys:
+        if self.requires_keys:
             raise unauthorized("This batch was created without an API key, which requests need now.")
         return GatewayCaller(self, None)
 
