@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -36,6 +36,9 @@ from raytide.actors.serving.responses_api.writer import ResponsesWriter
 from raytide.core.errors import RaytideError
 
 T = TypeVar("T")
+_ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+"""Answers that may be streamed, beside JSON."""
 
 
 class Models(Protocol):
@@ -109,7 +112,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
         title="raytide",
         lifespan=lifespan,
         redirect_slashes=False,  # to a host that the client names
-        responses={400: {"model": ErrorBody}, 404: {"model": ErrorBody}},
+        responses={status: {"model": ErrorBody} for status in _ERRORS},
     )
     app.router.route_class = JsonRoute
     _add_error_handlers(app, models)
@@ -122,7 +125,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
     async def model_card(model: str, request: Request) -> Model:
         return (await models.server(model, request)).card(model)
 
-    @app.post("/v1/completions", response_model=Completion)
+    @app.post("/v1/completions", response_model=Completion, responses=_STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         def writer_of(_: ToolUse) -> CompletionWriter:
             return CompletionWriter(body.model, includes_usage=body.includes_usage)
@@ -132,7 +135,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
 
         return await models.answer(body.model, request, session_of(body, request.headers), answer)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion)
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAM)
     async def chat(body: ChatRequest, request: Request) -> Response:
         writer_of = partial(ChatWriter, body.model, includes_usage=body.includes_usage)
 
@@ -141,7 +144,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
 
         return await models.answer(body.model, request, session_of(body, request.headers), answer)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=_STREAM)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         await models.server(body.model, request)  # an unknown model is the first problem to name
         try:

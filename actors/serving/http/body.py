@@ -26,6 +26,7 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("?)', re.DOTALL)
 _STRING_REST = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json\b", re.IGNORECASE)
 _PIECE_BYTES = 1 << 16
 
 
@@ -75,10 +76,10 @@ class Outline:
 
 def parse_json(raw: bytes) -> object:
     """Parses JSON in UTF-8. Raises ApiError (400) for anything else, for NaN and infinity, for too long numbers and for
-    half a surrogate pair. The last value of a repeated key counts.
+    half a surrogate pair. The last value of a repeated key counts, and `5.0` is an integer, as JSON Schema has it.
     """
     try:
-        parsed: object = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
+        parsed: object = json.loads(raw.decode("utf-8-sig"), parse_float=_number, parse_constant=_no_constant)
         if _SURROGATE.search(raw):
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -90,6 +91,11 @@ def parse_json(raw: bytes) -> object:
     return parsed
 
 
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if -(2.0**53) <= value <= 2.0**53 and value.is_integer() else value
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
@@ -98,9 +104,13 @@ class JsonBody(Request):
     """A request whose body `load` reads and parses."""
 
     async def load(self, outline: Outline) -> None:
-        """Reads and parses the body. Raises ApiError: 413 too large, 408 too slow, 415 compressed, 400 no JSON."""
+        """Reads and parses the body. Raises ApiError: 413 too large, 408 too slow, 415 compressed or of another
+        type, 400 no JSON.
+        """
         if self.headers.get("content-encoding", "identity") != "identity":
             raise invalid("A compressed body is not supported.", param=None, status=415)
+        if not _JSON_TYPE.match(self.headers.get("content-type", "")):  # a web page may send other types unasked
+            raise invalid("The body must have the content type application/json.", param=None, status=415)
         length = self.headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > MAX_BODY_BYTES):
             raise too_large(MAX_BODY_BYTES)

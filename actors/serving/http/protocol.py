@@ -6,13 +6,29 @@ uvicorn bounds heads by h11, which is slower with streams, and not by httptools:
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_BYTES = 1 << 16
 """The bytes of a head (request line and headers), or between two pieces of a body, above which a connection ends."""
 HEAD_S = 10.0
 """The time within which a request's head must arrive, in seconds."""
+
+
+class _UntilClose(int):
+    """The length of a body that ends with its connection."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> _UntilClose:
+        return self
+
+    __hash__ = int.__hash__
 
 
 class BoundedHttpTools(HttpToolsProtocol):
@@ -45,6 +61,11 @@ class BoundedHttpTools(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._is_in_head, self._idle_bytes = True, 0
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":  # uvicorn would send chunks, which HTTP/1.0 does not have
+            cycle.chunked_encoding, cycle.expected_content_length = False, _UntilClose()
+        super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

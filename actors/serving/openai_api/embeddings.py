@@ -14,11 +14,11 @@ from raytide.actors.serving.openai_api.admission import RequestCaller
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.params import refuse_unknown
 from raytide.actors.serving.openai_api.server import Server
-from raytide.actors.serving.openai_api.wire import Inputs
+from raytide.actors.serving.openai_api.wire import NO_EFFECT, Inputs, only_these
 
 
 class EmbeddingRequest(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(NO_EFFECT))
 
     model: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
     input: Inputs

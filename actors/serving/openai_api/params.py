@@ -11,25 +11,16 @@ from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.types import Feature, GenRequest, Message, ToolCallTurn
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.structure import constraint_field, structured_of
-from raytide.actors.serving.openai_api.wire import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
+from raytide.actors.serving.openai_api.wire import (
+    NO_EFFECT,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for plain completions; a chat continues until the model stops or the context is full."""
-
-_NO_EFFECT = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
-    }
-)
-"""Known fields that do not change the answer."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "audio": (),
@@ -136,7 +127,7 @@ def _max_tokens(request: GenerationRequest) -> int | None:
 def refuse_unknown(request: BaseModel) -> None:
     """Raises ApiError (400) for a field that the request's model does not have and that would change the answer."""
     for name, value in (request.model_extra or {}).items():
-        if value is None or name in _NO_EFFECT:
+        if value is None or name in NO_EFFECT:
             continue
         if name not in _NEUTRAL:
             raise invalid(f"Unrecognized request argument: {name}.", param=name)

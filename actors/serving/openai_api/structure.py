@@ -17,14 +17,14 @@ Schema = dict[str, Any] | str
 
 
 class JsonSchemaFormat(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     name: str
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -33,7 +33,7 @@ class ResponseFormat(BaseModel):
 class StructuredOutputs(BaseModel):
     """The options of vLLM's field `structured_outputs`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     json_: Schema | None = Field(default=None, alias="json")
     regex: str | None = None

@@ -5,6 +5,7 @@ Requests keep unlisted fields (`model_extra`): `params` ignores or refuses them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -81,11 +82,43 @@ else:
     Inputs = _prompts(MAX_EMBEDDING_INPUTS)
 
 
+def only_these(ignored: frozenset[str]) -> Callable[[dict[str, Any]], None]:
+    """Returns what makes a request's schema say that it has no other fields than its own and the ignored ones, unless
+    they are null, as `params.refuse_unknown` refuses them.
+    """
+
+    def change(schema: dict[str, Any]) -> None:
+        schema["additionalProperties"] = {"type": "null"}
+        schema["properties"] |= {name: {} for name in sorted(ignored)}
+
+    return change
+
+
+NO_EFFECT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Known fields that do not change the answer."""
+
+
 class _Request(BaseModel):
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
 
-_Stop = Annotated[str, Field(max_length=MAX_WORD_CHARS)]
+_Stop = Annotated[
+    str,
+    Field(max_length=MAX_WORD_CHARS),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_WORD_CHARS}),
+]
 
 
 class StreamOptions(_Request):
@@ -100,7 +133,7 @@ def _not_too_many(bias: object) -> object:
 
 
 LogitBias = Annotated[
-    dict[TokenId, Annotated[float, Field(ge=-100, le=100)]],
+    dict[Annotated[TokenId, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]],
     BeforeValidator(_not_too_many),
     # pydantic says nothing of the keys
     WithJsonSchema(
@@ -116,6 +149,8 @@ LogitBias = Annotated[
 
 class GenerationRequest(_Request, Constraints):
     """The fields of both chat and plain completions. From `top_k` on they are extensions that vLLM has too."""
+
+    model_config = ConfigDict(json_schema_extra=only_these(NO_EFFECT))
 
     model: Name
     max_tokens: Count | None = None

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raytide.actors.engine.limits import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS
 from raytide.actors.serving.openai_api.errors import invalid
-from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Name
+from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Name, only_these
 
 _NO_EFFECT = frozenset(
     {
@@ -36,7 +36,7 @@ class ResponsesRequest(BaseModel):
     Fields that are not listed here stay in `model_extra`; `chat_request` refuses those that it cannot honour.
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(_NO_EFFECT))
 
     model: Name
     input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)]

@@ -24,7 +24,7 @@ def run() -> None:
             check()
         except Exception:
             failed += 1
-            sys.stdout.write(f"FAILED {name}\n{traceback.format_exc()[-3000:]}\n")
+            sys.stdout.write(f"FAILED {name}\n{traceback.format_exc()[-30000:]}\n")
         else:
             sys.stdout.write(f"ok {name}\n")
     sys.exit(bool(failed))

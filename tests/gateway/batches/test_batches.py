@@ -144,7 +144,7 @@ def test_batches_are_listed_newest_first(gateways: Gateways) -> None:
     assert page.has_more and [each.id for each in page.data] == made[:2:-1]
     with pytest.raises(NotFoundError):
         client.batches.retrieve("batch_absent")
-    with pytest.raises(BadRequestError) as refused:
+    with pytest.raises(NotFoundError) as refused:
         client.batches.list(after="batch_absent")
     assert refused.value.param == "after"
     for batch_id in made:

@@ -18,7 +18,7 @@ FINAL: frozenset[BatchStatus] = frozenset({"failed", "completed", "expired", "ca
 
 
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ExpiresAfter(_Body):

@@ -89,7 +89,7 @@ class BatchStore:
                 query = "SELECT seq FROM batches WHERE id = ? AND team = ?"
                 before = connection.execute(query, (after, team)).fetchone()
                 if before is None:
-                    raise invalid(f"There is no batch {after!r} after which to list.", param="after")
+                    raise invalid(f"There is no batch {after!r} after which to list.", param="after", status=404)
             rows = connection.execute(
                 "SELECT record FROM batches WHERE team = ? AND (? IS NULL OR seq < ?) ORDER BY seq DESC LIMIT ?",
                 (team, seq := before and before["seq"], seq, limit + 1),

@@ -36,6 +36,10 @@ _UPLOAD_BODY = {
                         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
                         "expires_after[seconds]": {"type": "integer", "minimum": EXPIRY_S[0], "maximum": EXPIRY_S[1]},
                     },
+                    "dependentRequired": {
+                        "expires_after[anchor]": ["expires_after[seconds]"],
+                        "expires_after[seconds]": ["expires_after[anchor]"],
+                    },
                 }
             }
         },
@@ -53,7 +57,7 @@ def team_of(request: Request) -> str:
 def add_file_routes(app: FastAPI, files: FileStore) -> None:
     uploads = asyncio.Semaphore(_MAX_UPLOADS)
 
-    refusals: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (408, 413, 415, 429, 507)}
+    refusals: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (507,)}
 
     @app.post("/v1/files", openapi_extra=_UPLOAD_BODY, responses=refusals)
     async def upload_file(request: Request) -> FileObject:

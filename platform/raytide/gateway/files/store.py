@@ -196,7 +196,7 @@ class FileStore:
             if after is not None:
                 found = connection.execute("SELECT seq FROM files WHERE id = ? AND team = ?", (after, team)).fetchone()
                 if found is None:
-                    raise invalid(f"There is no file {after!r} after which to list.", param="after")
+                    raise invalid(f"There is no file {after!r} after which to list.", param="after", status=404)
                 where, values = f"{where} AND seq {beyond} ?", [*values, found["seq"]]
             rows = connection.execute(
                 f"SELECT * FROM files WHERE {where} ORDER BY seq {order} LIMIT ?",  # nosec B608

@@ -82,3 +82,21 @@ def test_a_long_body_and_several_requests_on_a_connection_pass(port: int) -> Non
             for at in range(0, len(body), 10_000):
                 kept.sendall(body[at : at + 10_000])
             assert kept.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_http_1_0_gets_a_stream_that_ends_with_its_connection(port: int) -> None:
+    """It knows no chunks; nginx speaks it with what is behind it."""
+    body = b'{"model": "fake", "prompt": "x", "max_tokens": 3, "stream": true}'
+    head = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Content-Length: %d\r\n\r\n" % len(body)
+    with connected(port) as old:
+        old.sendall(head + body)
+        answer = b"".join(iter(lambda: old.recv(1 << 16), b""))
+        head, _, stream = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert stream.startswith(b"data: {")
+    assert stream.endswith(b"data: [DONE]\n\n")
+    with connected(port) as old:
+        old.sendall(GET.replace(b"HTTP/1.1", b"HTTP/1.0") + b"\r\n")
+        head, _, text = b"".join(iter(lambda: old.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(text) in head.lower()

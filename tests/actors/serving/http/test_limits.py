@@ -145,8 +145,8 @@ async def test_whole_surrogate_pairs_and_texts_that_look_like_halves_are_text(ap
 
 
 async def test_other_types_and_encodings_of_a_body_are_refused(app: ASGIApp) -> None:
-    assert (await ask(app, TEXT, text(), content_type="text/plain")).status == 400
-    assert (await ask(app, TEXT, text(), content_type="multipart/form-data; boundary=x")).status == 400
+    assert (await ask(app, TEXT, text(), content_type="text/plain")).status == 415
+    assert (await ask(app, TEXT, text(), content_type="multipart/form-data; boundary=x")).status == 415
     assert (await ask(app, TEXT, text(), content_encoding="gzip")).status == 415
 
 

@@ -89,7 +89,7 @@ async def test_a_client_that_takes_nothing_is_given_up(monkeypatch: pytest.Monke
         if len(sent) > 3:
             await asyncio.Event().wait()
 
-    await ResponseHeaders(app, "r")({"type": "http", "headers": []}, _nothing, full)
+    await ResponseHeaders(app, "r")({"type": "http", "method": "GET", "headers": []}, _nothing, full)
     assert (closed, len(sent)) == ([True], 4)
 
 

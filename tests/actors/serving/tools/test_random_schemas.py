@@ -74,6 +74,7 @@ async def calls(app: ASGIApp, body: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for line in answer.body.decode().split("\n\n"):
         if line and line != "data: [DONE]":
+            assert "choices" in line, line
             for delta in json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("tool_calls") or ():
                 if delta["index"] == len(found):
                     found.append({"name": delta["function"]["name"], "arguments": ""})
