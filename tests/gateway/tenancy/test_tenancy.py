@@ -260,7 +260,7 @@ class TestSettings:
     def requires_keys(self, cluster: HeadCluster) -> bool:
         async def made() -> bool:
             tenancy = Tenancy.of_cluster(cluster, "1")
-            await tenancy._api.close()
+            await tenancy.api.close()
             tenancy.limits.close()
             return tenancy.requires_keys
 

@@ -1,4 +1,4 @@
-"""What a replica reports while it starts, and what is shown of it."""
+"""A replica reports on its start, and the report is shown."""
 
 from __future__ import annotations
 
