@@ -15,13 +15,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Device:
     """The device of a model, with its dtypes and defaults.
 
-    `kind` is the operator registry's key. `block_size` is the KV block that suits its attention.
+    `kind` is the operator registry's key. `block_size` is the KV block that suits its attention, `batch_tokens` the
+    fewest tokens of a step that use all of its arithmetic.
     """
 
     kind: str
     torch_device: torch.device
     dtypes: frozenset[str]
     block_size: int
+    batch_tokens: int
 
     def dtype(self, name: str) -> torch.dtype:
         if name not in self.dtypes:
@@ -39,10 +41,10 @@ def resolve_device(name: str = "auto") -> Device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
-        return Device("cpu", torch.device("cpu"), frozenset({"float32", "bfloat16"}), block_size=32)
+        return Device("cpu", torch.device("cpu"), frozenset({"float32", "bfloat16"}), block_size=32, batch_tokens=512)
     if name.split(":")[0] == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(f"device {name}: this torch sees no GPU.", hint='Use device="cpu", or repair the driver.')
         kind = "rocm" if torch.version.hip else "cuda"
-        return Device(kind, torch.device(name), frozenset(DTYPES), block_size=16)
+        return Device(kind, torch.device(name), frozenset(DTYPES), block_size=16, batch_tokens=2048)
     raise ConfigError(f"unknown device {name!r}.", hint="Use auto, cpu, cuda or cuda:N.")

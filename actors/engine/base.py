@@ -8,7 +8,7 @@ part.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -85,6 +85,12 @@ class Engine(Protocol):
         """Abort running requests, stop, and free the memory. Idempotent."""
         ...
 
+    def tap(self, take: Callable[[list[Any]], list[Any]]) -> None:
+        """Lets `take` see the chunks of each step first, on the engine's own thread; it returns those that still go to
+        their iterators, always the last one of a request. An engine without such a thread never calls it.
+        """
+        ...
+
     # Optional: what `features` does not declare raises UsageError.
 
     async def pause(self) -> None:
@@ -142,6 +148,9 @@ class BasicEngine:
     """The optional part of the protocol, refused. Subclasses override what they can do."""
 
     backend = "this"
+
+    def tap(self, take: Callable[[list[Any]], list[Any]]) -> None:
+        """Does nothing: this engine has no thread of its own."""
 
     def token_bytes(self, token: int) -> bytes:
         refuse(self.backend, "logprobs")

@@ -12,7 +12,8 @@ from raytide.core.config import Config
 class EngineConfig(Config):
     """The options of the native engine.
 
-    `max_batch_tokens` is the token budget of one step: it bounds how long a prefill delays the running decodes.
+    `max_batch_tokens` is the token budget of one step: it bounds how long a prefill delays the running decodes, and how
+    long the first prompt of a batch waits for the others.
     """
 
     model_dir: str
@@ -21,7 +22,7 @@ class EngineConfig(Config):
     max_model_len: int | None = Field(default=None, ge=2, description="default: the model's own")
     max_running: int = Field(default=64, ge=1, description="sequences in one step")
     max_waiting: int = Field(default=1024, ge=0, description="queued requests; more are refused as overloaded")
-    max_batch_tokens: int = Field(default=2048, ge=1, description="tokens in one step")
+    max_batch_tokens: int | None = Field(default=None, ge=1, description="tokens in one step; default: the device's")
     block_size: int | None = Field(default=None, ge=1, description="tokens in a KV block; default: the device's")
     num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; default: what kv_memory_gb holds")
     kv_memory_gb: float = Field(default=1.0, gt=0.0)
@@ -41,7 +42,7 @@ class EngineConfig(Config):
 
     @model_validator(mode="after")
     def _budget_holds_every_decode(self) -> EngineConfig:
-        if self.max_batch_tokens < self.max_running:
+        if self.max_batch_tokens is not None and self.max_batch_tokens < self.max_running:
             raise ValueError(
                 f"max_batch_tokens ({self.max_batch_tokens}) is below max_running ({self.max_running}), "
                 "so a step could not advance every running sequence"

@@ -42,6 +42,7 @@ class ModelRunner:
         self._dtype = self._device.dtype(arch.dtype if config.dtype == "auto" else config.dtype)
         self.max_len = _max_len(config, arch)
         self.block_size = config.block_size or self._device.block_size
+        self.batch_tokens = config.max_batch_tokens or max(self._device.batch_tokens, config.max_running)
         block_bytes = arch.kv_elements * self._dtype.itemsize * self.block_size
         # What kv_memory_gb holds, but no more than max_running sequences can ever use.
         usable = config.max_running * -(-self.max_len // self.block_size)

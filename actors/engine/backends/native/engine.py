@@ -40,6 +40,7 @@ class NativeEngine(BasicEngine):
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = False
+        self._tap: Callable[[list[Output]], list[Output]] = list
         self._thread: EngineThread | None = None
         self._core: EngineCore | None = None
 
@@ -47,9 +48,15 @@ class NativeEngine(BasicEngine):
         if self._thread is not None:
             raise ConflictError("this engine has been started already.", hint="Make a new one.")
         self._thread = EngineThread(self._config, self._deliver, self._end)
+        self._thread.tap = self._tap
         self._core = await self._thread.start()
         self._accepting = True
         return self._core.info
+
+    def tap(self, take: Callable[[list[Any]], list[Any]]) -> None:
+        self._tap = take
+        if self._thread is not None:
+            self._thread.tap = take
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
         return self._stream(request, lambda core, prompt, prepared: core.add(request, prompt, prepared))
@@ -118,10 +125,11 @@ class NativeEngine(BasicEngine):
         await self._call(lambda core: operations.unload_lora(core, name))
 
     async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
-        check, vectors = self._started().input_processor.checked, list[list[float]]()
+        core, vectors = self._started(), list[list[float]]()
+        check = core.input_processor.checked
         prompts = [await self.tokenize(each) if isinstance(each, str) else each for each in batch]
         checked = [check(f"input {index}", prompt) for index, prompt in enumerate(prompts)]
-        for group in groups(checked, self._config.max_batch_tokens):
+        for group in groups(checked, core.runner.batch_tokens):
             async with self._embedding:  # one group of all requests together between two steps of what generates
                 vectors += await self._call(partial(operations.embed, prompts=group))
         return vectors

@@ -66,7 +66,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             self.pool,
             max_running=config.max_running,
-            max_batch_tokens=config.max_batch_tokens,
+            max_batch_tokens=self.runner.batch_tokens,
             prefix_cache=config.prefix_cache,
             policy=config.policy,
             ageing_s=config.ageing_s,

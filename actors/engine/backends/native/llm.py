@@ -40,7 +40,6 @@ class LLM:
             **engine_options,
         }
         config = EngineConfig.parse(fields, where="LLM")
-        self._max_tokens = config.max_batch_tokens
         self._core = EngineCore(config)
         self.info = self._core.info
         self._count = 0
@@ -89,7 +88,11 @@ class LLM:
         """Returns a vector of length 1 for each prompt, pooled as the model directory says (else the last token's)."""
         texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [self._core.input_processor.checked(f"input {i}", self._tokens(text)) for i, text in enumerate(texts)]
-        return [each for group in groups(tokens, self._max_tokens) for each in operations.embed(self._core, group)]
+        return [
+            each
+            for group in groups(tokens, self._core.runner.batch_tokens)
+            for each in operations.embed(self._core, group)
+        ]
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """Loads a PEFT adapter under `name`."""

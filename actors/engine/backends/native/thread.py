@@ -46,6 +46,8 @@ class EngineThread:
         self, config: EngineConfig, deliver: Callable[[list[Output]], None], ended: Callable[[EngineError], None]
     ) -> None:
         self._config, self._deliver, self._on_end = config, deliver, ended
+        self.tap: Callable[[list[Output]], list[Output]] = list
+        """Gets all outputs on the thread and returns those to deliver."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._end_error: EngineError | None = None
         self._is_stopping = False
@@ -131,7 +133,7 @@ class EngineThread:
             if call is None:
                 for request_id in core.request_ids:
                     core.abort(request_id)
-                self._publish(self._deliver, core.drain_outputs())
+                self._publish(self._deliver, self.tap(core.drain_outputs()))
                 return False
             if not self._run_command(core, call):
                 return False
@@ -148,7 +150,8 @@ class EngineThread:
             _log.exception("engine step failed")
             core.fail_all(error)
             outputs = core.drain_outputs()
-        return self._publish(self._deliver, outputs)
+        left_over = self.tap(outputs)
+        return not left_over or self._publish(self._deliver, left_over)
 
     def _run_command(self, core: EngineCore, call: _Call) -> bool:
         result: Any = None
@@ -162,7 +165,7 @@ class EngineThread:
             _log.exception("engine command failed")
             error = EngineError(f"the engine could not do this: {fault!r}.")
         self.commands_done += 1
-        return self._publish(self._report, core.drain_outputs(), call.done, result, error)
+        return self._publish(self._report, self.tap(core.drain_outputs()), call.done, result, error)
 
     def _publish(self, callback: Callable[..., None], *args: object) -> bool:
         """Calls back on the event loop. Returns False when that is closed, so that there is no one left to serve."""

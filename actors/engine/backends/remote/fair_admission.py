@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
+from raytide.actors.engine.backends.remote.direct_output import DirectOutput
 from raytide.actors.engine.backends.remote.fair_queue import FairQueue
 from raytide.actors.engine.base import Engine, StreamProgress, aborted_chunks
 from raytide.actors.engine.limits import MAX_PRIORITY
@@ -73,10 +74,13 @@ class _Team:
 
 
 class FairAdmission:
-    """The way to one engine. Use it from one event loop. An engine that does not tell its places gets all at once."""
+    """The way to one engine. Use it from one event loop. An engine that does not tell its places gets all at once.
 
-    def __init__(self, engine: Engine, info: EngineInfo) -> None:
-        self._engine, self._info = engine, info
+    Chunks in `direct` have not passed here; they are counted before anything is decided.
+    """
+
+    def __init__(self, engine: Engine, info: EngineInfo, direct: DirectOutput) -> None:
+        self._engine, self._info, self._direct = engine, info, direct
         self._spare = min(-(-info.max_running // SPARE_SHARE), info.max_waiting)
         self._queue: FairQueue[_Entry] = FairQueue()
         self._entries: dict[str, _Entry] = {}
@@ -220,6 +224,11 @@ class FairAdmission:
 
     def _dispatch(self) -> None:
         """Starts the requests whose turn it is, as far as the engine has places for them."""
+        if self._queue.head() is None:
+            return
+        for entry in self._entries.values():
+            if entry.is_running:
+                self._count_direct(entry)
         capacity = self._info.num_blocks * self._info.block_size
         while (head := self._queue.head()) is not None:
             if head.turn.done():  # it has been cancelled
@@ -246,6 +255,7 @@ class FairAdmission:
         entry.started = next(self._starts)
         self._used += entry.places
         self._unanswered += 1
+        self._direct.begin(entry.request.request_id)
         self._kv_tokens += entry.kv_tokens
         self._teams[entry.request.team].places += entry.places
         entry.turn.set_result(None)
@@ -263,17 +273,14 @@ class FairAdmission:
         """Counts a chunk and returns it as its client sees it; None for the end of a request that goes on later. The
         text that the engine held back comes again then.
         """
+        self._count_direct(entry)
         if entry in self._preempting and chunk.finish_reason == "abort":
             entry.is_preempted = True
             if chunk.usage is not None and entry.tokens and entry.cached_tokens is None:
                 entry.cached_tokens = chunk.usage.cached_tokens
+            self._direct.skip(entry.request.request_id)
             return None
-        count = len(chunk.token_ids)
-        entry.progress.add(chunk)
-        entry.tokens += count
-        self._kv_tokens += count
-        request = entry.request
-        self._queue.charge(request.team, count, weight=request.weight, priority=entry.priority)
+        self._count(entry, chunk)
         if not entry.is_answered:
             entry.is_answered = True
             self._unanswered -= 1
@@ -281,6 +288,18 @@ class FairAdmission:
         if chunk.usage is None or entry.cached_tokens is None:
             return chunk
         return replace(chunk, usage=replace(chunk.usage, cached_tokens=entry.cached_tokens))
+
+    def _count_direct(self, entry: _Entry) -> None:
+        for chunk in self._direct.sent(entry.request.request_id):
+            self._count(entry, chunk)
+
+    def _count(self, entry: _Entry, chunk: GenChunk) -> None:
+        count = len(chunk.token_ids)
+        entry.progress.add(chunk)
+        entry.tokens += count
+        self._kv_tokens += count
+        request = entry.request
+        self._queue.charge(request.team, count, weight=request.weight, priority=entry.priority)
 
     def _victims(self, head: _Entry, places: int, kv_tokens: int) -> list[_Entry]:
         """Returns the requests to take out of the engine so that `head` starts at once; none if that is not due.

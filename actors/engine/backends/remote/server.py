@@ -6,14 +6,16 @@ import asyncio
 import hmac
 import logging
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, cast
 
 from raytide.actors.engine.backends.remote import wire
+from raytide.actors.engine.backends.remote.direct_output import DirectOutput, DirectStream
 from raytide.actors.engine.backends.remote.fair_admission import FairAdmission
 from raytide.actors.engine.backends.remote.load_counters import LoadCounters
 from raytide.actors.engine.backends.remote.wire import Kind
@@ -61,8 +63,10 @@ class EngineServer:
         slo_ttft_s: float | None = None,
     ) -> None:
         self.engine, self.info = engine, info
-        self.admission = FairAdmission(engine, info)
         self.counters = LoadCounters(slo_ttft_s)
+        self.direct = DirectOutput()
+        engine.tap(self.direct.take)
+        self.admission = FairAdmission(engine, info, self.direct)
         self.is_draining = False
         self._secret = secret.encode()
         self._problem = problem
@@ -148,14 +152,26 @@ class _Connection(asyncio.Protocol):
         """True once the client has shown that it knows the secret."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._chunks: list[list[Any]] = []
+        self._unwritten: list[DirectStream] = []
+        """The streams of these chunks."""
         self._new_tokens: dict[int, bytes] = {}
         self._known_tokens: set[int] = set()
         self._transport: asyncio.Transport
         self._opening: asyncio.TimerHandle
+        self._writing = threading.Lock()
+        """Held by whoever writes. The three that follow are read and changed under it."""
+        self._socket: socket.socket | None = None
+        self._is_waiting = False
+        """True while the transport holds what the client has not read."""
+        self._cut_off = b""
+        """The end of a message whose begin another thread has sent."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods alone
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._transport.set_write_buffer_limits(0)
+        sending = transport.get_extra_info("socket")
+        sending.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sending.dup()
         self._opening = self._loop.call_later(_OPEN_TIMEOUT_S, self._transport.abort)
         self._server.accepted(self)
 
@@ -171,8 +187,19 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._opening.cancel()
         self._server.closed(self)
+        with self._writing:
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = None
         for task in self._tasks.values():
             task.cancel()
+
+    def pause_writing(self) -> None:
+        self._is_waiting = True  # the transport calls this while `write` holds the lock
+
+    def resume_writing(self) -> None:
+        with self._writing:
+            self._is_waiting = False
 
     def write(self, packed: bytes) -> None:
         if self._transport.is_closing():
@@ -181,7 +208,25 @@ class _Connection(asyncio.Protocol):
             _log.warning("a client of the engine reads nothing; its connection is closed")
             self._transport.abort()
             return
-        self._transport.write(packed)
+        with self._writing:
+            cut_off, self._cut_off = self._cut_off, b""
+            self._transport.write(cut_off + packed)
+
+    def send_now(self, packed: bytes) -> bool:
+        """Sends from another thread than the event loop's. Returns False while anything waits to be sent."""
+        with self._writing:
+            if self._socket is None or self._is_waiting or self._cut_off:
+                return False
+            try:
+                sent = self._socket.send(packed, socket.MSG_DONTWAIT)
+            except OSError:  # its buffer is full, or the connection is lost
+                return False
+            if sent < len(packed):
+                self._cut_off = packed[sent:]
+        if sent < len(packed):
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self.write, b"")
+        return True
 
     def close(self) -> None:
         self._flush()
@@ -241,28 +286,34 @@ class _Connection(asyncio.Protocol):
             self.write(wire.pack([Kind.ERROR, key, wire.pack_error(error)]))
 
     async def _generate(self, key: int, packed: Mapping[str, Any], waited_s: float, prefix: bytes) -> None:
-        tracked = None
+        tracked, request = None, None
+        stream = DirectStream(self, key)
         if prefix:
             self._server.add_prefix(self, prefix)
         try:
             request = _request(packed)
+            self._server.direct.open(request.request_id, stream)
             tracked = self._server.counters.track(waited_s)
             async with aclosing(self._server.admission.generate(request)) as chunks:
                 async for chunk in chunks:
                     tracked.first_chunk()
-                    self._add(key, chunk)
+                    self._add(stream, chunk)
         except BaseException as raised:
             if tracked is not None:
                 tracked.end(is_refused=isinstance(raised, OverloadedError))
             error = as_request_error(raised)
             self._flush()
             self.write(wire.pack([Kind.ERROR, key, wire.pack_error(error)]))
+        finally:
+            if request is not None:
+                self._server.direct.close(request.request_id, stream)
 
-    def _add(self, key: int, chunk: GenChunk) -> None:
+    def _add(self, stream: DirectStream, chunk: GenChunk) -> None:
         """Adds a chunk to the message of this step, which is sent once all of its chunks are there."""
         if not self._chunks:
             self._loop.call_soon(self._flush)
-        self._chunks.append([key, wire.pack_chunk(chunk)])
+        self._chunks.append([stream.key, wire.pack_chunk(chunk)])
+        self._unwritten.append(stream)
         if chunk.logprobs or chunk.prompt_logprobs:
             self._add_tokens(chunk)
 
@@ -276,8 +327,11 @@ class _Connection(asyncio.Protocol):
     def _flush(self) -> None:
         if self._chunks:
             packed = wire.pack([Kind.CHUNKS, self._chunks, self._new_tokens])
+            streams, self._unwritten = self._unwritten, []
             self._chunks, self._new_tokens = [], {}
             self.write(packed)
+            for stream in streams:
+                stream.written += 1
 
 
 def _request(packed: Mapping[str, Any]) -> GenRequest:

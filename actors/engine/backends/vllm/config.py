@@ -14,6 +14,8 @@ from raytide.core.errors import ConfigError
 
 _NOT_IN_VLLM = ("ageing_s", "deterministic", "host_memory_gb")
 
+_BATCH_TOKENS = 2048
+
 # Arguments that some versions of vLLM lack and do not need.
 _OPTIONAL = frozenset({"distributed_executor_backend", "generation_config", "worker_extension_cls"})
 
@@ -46,7 +48,7 @@ def engine_arguments(config: VllmConfig, known: Collection[str], is_cpu: bool) -
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_running,
-        "max_num_batched_tokens": config.max_batch_tokens,
+        "max_num_batched_tokens": config.max_batch_tokens or _BATCH_TOKENS,
         "block_size": config.block_size,
         "num_gpu_blocks_override": config.num_blocks,
         "kv_cache_memory_bytes": int(config.kv_memory_gb * 1e9),
@@ -75,7 +77,7 @@ def _on_cpu(config: VllmConfig) -> dict[str, Any]:
     prompt in chunks with a seed kills its core there ("CPU Generator does not use offset"), so a step must hold the
     longest prompt.
     """
-    budget = config.max_model_len and max(config.max_batch_tokens, config.max_model_len)
+    budget = config.max_model_len and max(config.max_batch_tokens or _BATCH_TOKENS, config.max_model_len)
     arguments = {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": budget}
     return arguments | ({"distributed_executor_backend": "uni"} if _world_size(config) == 1 else {})
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.virtual_loop import run_virtually
 
 from raytide.actors.engine import FakeEngine, SamplingParams
+from raytide.actors.engine.backends.remote.direct_output import DirectOutput
 from raytide.actors.engine.backends.remote.fair_admission import FairAdmission
 from raytide.actors.engine.types import GenChunk, GenRequest
 from raytide.core.errors import ConflictError, EngineDeadError, OverloadedError
@@ -33,7 +34,7 @@ def request(name: str, tokens: int = 20, *, team: str = "", prompt: int = 8, **f
 async def admission(**options: object) -> AsyncIterator[tuple[FairAdmission, FakeEngine]]:
     options = {"max_running": PLACES, "max_waiting": 256, "tokens_per_s": 1.0, **options}
     engine = FakeEngine(**options)  # type: ignore[arg-type]
-    yield FairAdmission(engine, await engine.start()), engine
+    yield FairAdmission(engine, await engine.start(), DirectOutput()), engine
     await engine.shutdown()
 
 
@@ -299,7 +300,7 @@ def test_the_cached_tokens_of_a_request_that_was_taken_out_are_those_of_its_firs
 def test_an_engine_that_does_not_tell_its_places_gets_all_at_once() -> None:
     async def body() -> None:
         engine = FakeEngine(max_running=2, tokens_per_s=1.0)
-        fair = FairAdmission(engine, replace(await engine.start(), max_running=0))
+        fair = FairAdmission(engine, replace(await engine.start(), max_running=0), DirectOutput())
         asked = [asyncio.create_task(answer(fair, request(f"a-{n}", 3))) for n in range(5)]
         await asyncio.sleep(0.5)
         assert ((await engine.stats()).waiting, fair.waiting) == (3, 0)

@@ -1,0 +1,110 @@
+"""Sends the chunks of a step from the engine's own thread, so that a step wakes no event loop.
+
+An event loop in the engine's interpreter takes a quarter of a millisecond for each step, in which the engine's thread
+waits for the interpreter. What needs the loop still goes through it: the first and the last chunk of a request, log
+probabilities, errors, and everything for a client that reads slowly.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from raytide.actors.engine.backends.remote import wire
+from raytide.actors.engine.backends.remote.wire import Kind
+from raytide.actors.engine.types import GenChunk
+
+
+class DirectSender(Protocol):
+    """A connection that other threads may send on."""
+
+    def send_now(self, packed: bytes) -> bool:
+        """Sends a message, or returns False when it would have to wait. Safe to call from any thread."""
+
+
+class DirectStream:
+    """One request's output. A chunk is sent directly only when all before it were written, so that none overtakes
+    another.
+    """
+
+    __slots__ = ("connection", "given", "is_begin", "key", "sent", "written")
+
+    def __init__(self, connection: DirectSender, key: int) -> None:
+        self.connection, self.key = connection, key
+        self.is_begin = True
+        """True until its next chunk, which the event loop wants to see: the request has just been started."""
+        self.sent: deque[GenChunk] = deque()
+        """Chunks that were sent directly and not yet counted."""
+        self.given = 0
+        """Chunks left to the event loop; counted on the engine's thread."""
+        self.written = 0
+        """Those of them that the loop has written; counted there."""
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_begin and self.given == self.written
+
+
+class DirectOutput:
+    """The streams of all connections, by request id. The event loop opens and closes them."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, DirectStream] = {}
+
+    def open(self, request_id: str, stream: DirectStream) -> None:
+        self._streams.setdefault(request_id, stream)  # an id in use is refused by the engine
+
+    def close(self, request_id: str, stream: DirectStream) -> None:
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+
+    def begin(self, request_id: str) -> None:
+        """Lets the next chunk of a request go through the event loop. Call it when nothing of it is in the engine."""
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.is_begin = True
+
+    def skip(self, request_id: str) -> None:
+        """Counts a chunk that the event loop got and does not write."""
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.written += 1
+
+    def sent(self, request_id: str) -> Iterator[GenChunk]:
+        """Removes and yields the chunks of a request that were sent directly."""
+        if (stream := self._streams.get(request_id)) is not None:
+            while stream.sent:
+                yield stream.sent.popleft()
+
+    def take(self, outputs: Sequence[Any]) -> list[Any]:
+        """Sends what it can, in one message for each connection, and returns the rest. Runs on the engine's thread."""
+        rest: list[Any] = []
+        direct: dict[DirectSender, list[tuple[DirectStream, GenChunk]]] = defaultdict(list)
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None and stream.is_ready and _is_plain(output):
+                direct[stream.connection].append((stream, output))
+            else:
+                rest.append(output)
+                if stream is not None:
+                    stream.given += 1
+                    stream.is_begin = False
+        for connection, chunks in direct.items():
+            packed = [[stream.key, wire.pack_chunk(chunk)] for stream, chunk in chunks]
+            is_sent = connection.send_now(wire.pack([Kind.CHUNKS, packed, {}]))
+            for stream, chunk in chunks:
+                if is_sent:
+                    stream.sent.append(chunk)
+                else:
+                    rest.append(chunk)
+                    stream.given += 1
+        return rest
+
+
+def _is_plain(output: Any) -> bool:
+    return (
+        isinstance(output, GenChunk)
+        and output.finish_reason is None
+        and output.usage is None
+        and output.logprobs is None
+        and output.prompt_logprobs is None
+    )
