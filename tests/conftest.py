@@ -130,6 +130,7 @@ SLOW = (
     "tests/kernels/test_other_processors.py",
     "tests/pipelines/test_build_on_ray.py",
     "tests/test_howtos.py::test_a_driver_holds_a_gang",
+    "tests/test_howtos.py::test_adapters_are_served_beside_their_base_model",
     "tests/test_howtos.py::test_a_key_is_made_used_and_ended",
     "tests/test_howtos.py::test_a_file_of_requests_is_answered",
     "tests/test_howtos.py::test_a_script_runs_on_a_gang",

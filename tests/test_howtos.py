@@ -175,6 +175,15 @@ def test_a_version_is_rolled_out_and_taken_back(how_to: HowTo, tide: rt.Client) 
 
 
 @pytest.mark.usefixtures("trained")
+def test_adapters_are_served_beside_their_base_model(how_to: HowTo) -> None:
+    printed = how_to("adapters")
+    texts = dict(re.findall(r"^(adapted\S*): (.+)$", printed, re.MULTILINE))
+    assert texts.keys() == {"adapted", "adapted:mine", "adapted:other"}
+    assert texts["adapted:mine"] == texts["adapted:other"] != texts["adapted"]
+    assert re.search(r"^adapted:other\s+1/1\s", printed, re.MULTILINE), printed
+
+
+@pytest.mark.usefixtures("trained")
 def test_the_ledger_is_read(how_to: HowTo) -> None:
     printed = how_to("read-the-ledger")
     assert re.search(r"^ +0\.\d{6} \$  job +job-", printed, re.MULTILINE)

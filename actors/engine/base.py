@@ -126,8 +126,10 @@ class Engine(Protocol):
         """Raises NotFoundError for an unknown name, ConflictError while requests use it."""
         ...
 
-    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
-        """Returns one vector (feature "embeddings") for each text or list of token ids, of length 1."""
+    async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
+        """Returns one vector (feature "embeddings") for each text or list of token ids, of length 1. Raises
+        NotFoundError for an adapter that is not loaded.
+        """
         ...
 
     async def export_kv(self, request_id: str) -> KvHandle:
@@ -185,7 +187,7 @@ class BasicEngine:
     async def unload_lora(self, name: str) -> None:
         refuse(self.backend, "lora")
 
-    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+    async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
         refuse(self.backend, "embeddings")
 
     async def export_kv(self, request_id: str) -> KvHandle:

@@ -232,8 +232,8 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, except `state`, `running`, `waiting`, `free_blocks` and `pending_commands`, which are
-    present values.
+    """Counters since the start, except `state`, `running`, `waiting`, `free_blocks`, `pending_commands`, `adapters` and
+    `weights_version`, which are present values.
 
     `steps` is the progress counter for health checks: it must increase while a serving engine has work. `commands_done`
     must increase in any state while `pending_commands` wait for the engine's thread. `free_blocks` includes cached,
@@ -255,6 +255,10 @@ class EngineStats:
     failed: int = 0
     pending_commands: int = 0
     commands_done: int = 0
+    adapters: tuple[str, ...] = ()
+    """The loaded ones."""
+    weights_version: str = ""
+    """It changes with a swap of weights; empty where an engine does not say it."""
 
 
 def _check_resume(request: GenRequest) -> None:

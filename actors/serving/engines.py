@@ -11,7 +11,7 @@ from raytide.actors.engine.base import Engine
 from raytide.core.errors import ConfigError
 from raytide.core.io.private_paths import check_named
 from raytide.core.logs import logger
-from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.objects.endpoint import MOST_ADAPTERS, ServeSpec
 
 log = logger(__name__)
 
@@ -20,7 +20,7 @@ def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> Engine:
     from raytide.actors.engine.backends.native.engine import NativeEngine
     from raytide.actors.engine.config import EngineConfig
 
-    config = {"model_dir": model_dir, **options}
+    config = {"model_dir": model_dir, "max_loras": 2 * MOST_ADAPTERS, **options}  # old ones leave after the new came
     return NativeEngine(EngineConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
 
 
@@ -73,6 +73,11 @@ def choose_engine(spec: ServeSpec) -> EngineChoice:
         choice = EngineChoice("native", f"its options name it. {ON_REFERENCE}")
     else:
         choice = EngineChoice(asked, "its options name it.")
+    if spec.adapters and choice.kind == "vllm" and not spec.engine.get("max_loras"):
+        raise ConfigError(
+            f"endpoint {spec.name} has adapters, but engine vllm was asked for none.",
+            hint="Set `engine: {max_loras: NUMBER}`: vLLM makes room for that many when it starts.",
+        )
     if spec.members > 1 and choice.kind not in SPANNING:
         raise ConfigError(
             f"endpoint {spec.name} asks for {spec.members} members a replica; engine {choice.kind} computes on one.",

@@ -172,8 +172,7 @@ class FakeEngine(BasicEngine):
                 f"request {request.request_id} is already running.", hint="Give each request its own id."
             )
         check_features(request, _FEATURES, self.backend)
-        if request.lora is not None and request.lora not in self._loras:
-            raise NotFoundError(f"adapter {request.lora} is not loaded.", hint="Load it first.")
+        self._check_lora(request.lora)
         prompt = _bytes(request.prompt)
         room = self._max_model_len - len(prompt)
         if not 0 < len(prompt) < self._max_model_len:
@@ -256,6 +255,7 @@ class FakeEngine(BasicEngine):
 
     async def stats(self) -> EngineStats:
         self._check_alive()
+        self._stats.adapters, self._stats.weights_version = tuple(sorted(self._loras)), self._version
         if not self._kv_tokens:
             return replace(self._stats)
         held = sum(len(live.prompt) + sum(len(v.tokens) for v in live.voices) for live in self._live.values())
@@ -301,8 +301,13 @@ class FakeEngine(BasicEngine):
             raise ConflictError(f"requests use adapter {name}.", hint="Unload it when they have ended.")
         self._loras.remove(name)
 
-    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+    def _check_lora(self, name: str | None) -> None:
+        if name is not None and name not in self._loras:
+            raise NotFoundError(f"adapter {name} is not loaded.", hint="Load it first.")
+
+    async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
         self._check_alive()
+        self._check_lora(lora)
         return [direction(_bytes(prompt)) for prompt in batch]
 
     async def drain(self, timeout_s: float) -> bool:

@@ -202,12 +202,12 @@ class LoraManager:
 
     def remove(self, name: str) -> None:
         """Removes an adapter that no sequence uses any more."""
-        self._get(name)
+        self.adapter(name)
         del self._by_name[name], self._ids[name]
 
     def id_of(self, name: str) -> str:
         """Returns an id that differs between successive adapters of one name: KV is shared by id, not by name."""
-        self._get(name)
+        self.adapter(name)
         return self._ids[name]
 
     def group(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
@@ -220,10 +220,13 @@ class LoraManager:
         """Returns the rows of each adapter; None without. Raises NotFoundError for one that is not loaded."""
         if all(chunk.seq.lora is None for chunk in chunks):
             return None
-        adapters = [(None if chunk.seq.lora is None else self._get(chunk.seq.lora), chunk.length) for chunk in chunks]
+        adapters = [
+            (None if chunk.seq.lora is None else self.adapter(chunk.seq.lora), chunk.length) for chunk in chunks
+        ]
         return LoraRows.of(adapters)
 
-    def _get(self, name: str) -> Adapter:
+    def adapter(self, name: str) -> Adapter:
+        """Returns an adapter. Raises NotFoundError for one that is not loaded."""
         if name not in self._by_name:
             raise NotFoundError(f"adapter {name} is not loaded.", hint="Load it first.")
         return self._by_name[name]

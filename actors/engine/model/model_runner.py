@@ -149,9 +149,14 @@ class ModelRunner:
         """Returns float32 logits [T, V] after each token of a prompt, computed apart from running sequences."""
         return self._whole.logits(tokens)
 
-    def embed(self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True) -> list[list[float]]:
-        """Returns a vector for each prompt, computed in one pass apart from running sequences: see `pooling.groups`."""
-        vectors: list[list[float]] = self._whole.embed(prompts, pooling, normalize).tolist()
+    def embed(
+        self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True, lora: str | None = None
+    ) -> list[list[float]]:
+        """Returns a vector for each prompt, computed in one pass apart from running sequences: see `pooling.groups`.
+        Raises NotFoundError for an adapter that is not loaded.
+        """
+        adapter = None if lora is None else self._adapters.adapter(lora)
+        vectors: list[list[float]] = self._whole.embed(prompts, pooling, normalize, adapter).tolist()
         return vectors
 
     def load_lora(self, name: str, path: Path) -> None:

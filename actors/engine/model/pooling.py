@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.lora import Adapter, LoraRows
 from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import PagedBatch
@@ -64,16 +65,18 @@ class PromptRunner:
         """Returns float32 logits [T, V]: row t follows the first t + 1 tokens."""
         return self._model.head(self._hidden([tokens]))
 
-    def embed(self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True) -> Tensor:
+    def embed(
+        self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True, adapter: Adapter | None = None
+    ) -> Tensor:
         """Returns float32 [B, N]: a vector for each prompt, of length 1 if `normalize`."""
-        states_N = self._hidden(prompts).float().split([len(prompt) for prompt in prompts])
+        states_N = self._hidden(prompts, adapter).float().split([len(prompt) for prompt in prompts])
         if pooling == "mean":
             vectors_BN = torch.stack([states.mean(0) for states in states_N])
         else:
             vectors_BN = torch.stack([states[0 if pooling == "cls" else -1] for states in states_N])
         return F.normalize(vectors_BN, dim=-1) if normalize else vectors_BN
 
-    def _hidden(self, prompts: list[list[int]]) -> Tensor:
+    def _hidden(self, prompts: list[list[int]], adapter: Adapter | None = None) -> Tensor:
         """Returns the last hidden states [T, N] of all prompts' tokens, prompt by prompt."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         blocks = -(-lengths // self._block_size)
@@ -91,4 +94,5 @@ class PromptRunner:
         ids_T = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
         cache = self._model.new_cache(int(blocks.sum()), self._block_size)
         rows_R = torch.arange(len(ids_T), device=self._device)
-        return self._model.hidden(ids_T, positions_T.to(self._device), batch, cache, rows_R)
+        loras = LoraRows.of([(adapter, len(ids_T))])
+        return self._model.hidden(ids_T, positions_T.to(self._device), batch, cache, rows_R, loras)

@@ -56,7 +56,7 @@ async def embed(server: Server, request: EmbeddingRequest, caller: RequestCaller
         raise invalid(f"input has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param="input")
     grant = await caller.admit(server.model, tokens, 0)
     try:
-        vectors = await server.engine.embed(prompts)
+        vectors = await server.engine.embed(prompts, lora=server.lora)
     except BaseException:
         grant.release()
         raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from copy import copy
 from uuid import uuid4
 
 from raytide.actors.engine.base import Engine
@@ -48,6 +49,7 @@ class Server:
         self._info: EngineInfo | None = None
         self.version = ""
         """The version of the model as usage names it; the engine's version of the weights if it is empty."""
+        self.lora: str | None = None
 
     async def start(self) -> None:
         self._info = await self.engine.start()
@@ -56,6 +58,12 @@ class Server:
         """Lets running requests end, for at most `drain_s`, then frees the engine."""
         await self.engine.drain(self._drain_s)
         await self.engine.shutdown()
+
+    def with_adapter(self, model: str, lora: str) -> Server:
+        """Returns a server of the same engine, with an adapter of it, by a name of its own."""
+        adapted = copy(self)
+        adapted.model, adapted.lora = model, lora
+        return adapted
 
     def describe(self, info: EngineInfo) -> None:
         """Sets the engine's description, where others start the engine and its replicas may change."""
@@ -122,6 +130,7 @@ class Server:
                 prompt=prompt,
                 sampling=sampling,
                 priority=self._priority(request.priority, caller),
+                lora=self.lora,
                 cache_salt=_salt(request.cache_salt, caller),
                 session=session,
                 team=caller.team,

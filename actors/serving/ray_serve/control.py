@@ -15,6 +15,7 @@ from functools import cache
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.actors.serving.ray_serve.keys import (
     KV_NAMESPACE,
+    live_prefix,
     load_key,
     queue_prefix,
     replica_prefix,
@@ -26,9 +27,9 @@ from raytide.actors.serving.ray_serve.keys import (
 from raytide.actors.serving.ray_serve.startup import startup_of
 from raytide.core import ray_internals
 from raytide.core.io.timeout import call_with_timeout
-from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, ReplicaLoad
+from raytide.core.objects.endpoint import LIVE_FIELDS, Counters, Endpoint, EndpointLoad, ReplicaLive, ReplicaLoad
 
-_QUEUE, _STARTUP = b"/queue/", b"/startup/"
+_REPORTS = (b"/queue/", b"/startup/", b"/live/")
 _QUEUE_REPORT_S = 5.0
 """An older report on waiting requests is of a gateway that has ended."""
 LOOK_TIMEOUT_S = 4.0
@@ -67,10 +68,15 @@ class ServeControl:
         """Deploys an endpoint; its replicas start in the background. An unchanged endpoint is not deployed again.
 
         `is_there`: Serve has an application of that name, according to `applications`. Returns whether Serve was
-        called.
+        called: not where only fields have changed that replicas follow while they run.
         """
         spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json(exclude={'price'})}".encode()
-        if is_there and self._get([spec_key(endpoint.name)]).get(spec_key(endpoint.name)) == spec:
+        deployed = self._get([spec_key(endpoint.name)]).get(spec_key(endpoint.name), b"") if is_there else b""
+        if deployed == spec:
+            return False
+        if _work(deployed) == _work(spec):
+            what = f"the GCS to store the spec of {endpoint.name}"
+            call_with_timeout(self._call_timeout_s, what, lambda: self._put(spec_key(endpoint.name), spec))
             return False
 
         def call() -> None:
@@ -106,7 +112,7 @@ class ServeControl:
         def call() -> dict[str, EndpointLoad]:
             keys = self._keys()  # before the look at Serve: what registers after that is not taken for gone
             applications = _applications(self._look_timeout_s)
-            reports = [key for key in keys if _QUEUE in key or _STARTUP in key]
+            reports = [key for key in keys if any(kind in key for kind in _REPORTS)]
             published = self._get([load_key(name) for name in wanted] + reports)
             for name in wanted:
                 if name in applications:
@@ -139,7 +145,7 @@ class ServeControl:
 
     def _forget_replicas(self, name: str, application: Application, keys: Iterable[bytes]) -> None:
         """Deletes the addresses and starts of replicas that have ended without doing so themselves."""
-        for prefix in (replica_prefix(name), startup_prefix(name)):
+        for prefix in (replica_prefix(name), startup_prefix(name), live_prefix(name)):
             for key in keys:
                 if key.startswith(prefix) and key.removeprefix(prefix).decode() not in application.replica_ids:
                     gcs = ray_internals.connected_gcs()
@@ -178,6 +184,13 @@ def _applications(timeout_s: float) -> dict[str, Application]:
     }
 
 
+def _work(deployed: bytes) -> tuple[str, dict[str, object]]:
+    """Returns what a replica is started with, of the value of `spec_key`."""
+    created_at_s, _, spec = deployed.decode().partition(" ")
+    fields = json.loads(spec) if spec else {}
+    return created_at_s, {name: value for name, value in fields.items() if name not in LIVE_FIELDS}
+
+
 def _queued(name: str, published: Mapping[bytes, bytes]) -> float:
     """Returns the requests that wait in gateways for a replica, by reports that are not old."""
     reports = [json.loads(value) for key, value in published.items() if key.startswith(queue_prefix(name))]
@@ -201,6 +214,11 @@ def _load(name: str, application: Application, published: Mapping[bytes, bytes])
         startups=tuple(
             startup_of(replica, at_s, published.get(startup_prefix(name) + replica.encode()), now_s)
             for replica, at_s in sorted(application.ordered_at_s.items())
+        ),
+        live=tuple(
+            ReplicaLive(replica, **json.loads(report))
+            for replica in sorted(application.ready_on)
+            if (report := published.get(live_prefix(name) + replica.encode())) is not None
         ),
     )
 

@@ -14,6 +14,7 @@ __all__ = [
     "KV_NAMESPACE",
     "ROUTES",
     "ReplicaAddress",
+    "live_prefix",
     "load_key",
     "queue_key",
     "queue_prefix",
@@ -60,6 +61,13 @@ def replica_key(endpoint: str, replica: str) -> bytes:
 
 def replica_prefix(endpoint: str) -> bytes:
     return f"{endpoint}/replica/".encode()
+
+
+def live_prefix(endpoint: str) -> bytes:
+    """Returns the beginning of the keys of what its replicas have made of the spec's live fields: JSON of ReplicaLive
+    without its id. They end with a replica's id.
+    """
+    return f"{endpoint}/live/".encode()
 
 
 def startup_prefix(endpoint: str) -> bytes:

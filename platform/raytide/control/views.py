@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from raytide.core.io.atomic_file import read_json
 from raytide.core.money import format_usd
 from raytide.core.objects.api_key import ApiKey, KeySpending, UsageRow
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ReplicaStartup
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ReplicaLive, ReplicaStartup
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job, JobState
 from raytide.core.objects.node import Node, Use
@@ -149,6 +149,8 @@ class EndpointStatus:
     """The throughput of a replica on each node type, relative to the lowest; empty if types count as equal."""
     startups: tuple[ReplicaStartup, ...] = ()
     """The starts of its replicas."""
+    live: tuple[ReplicaLive, ...] = ()
+    """The state of the adapters on each replica that answers."""
     revision: int = 0
     """The revision that serves; 0 for one of a rollout."""
     previous: int = 0

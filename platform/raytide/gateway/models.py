@@ -18,6 +18,7 @@ from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import Model
 from raytide.actors.serving.ray_serve.keys import queue_key
 from raytide.core.errors import WaitTimeoutError
+from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, adapted_models, adapter_id
 from raytide.core.specs.rollout import CountedRevision
 from raytide.gateway.replicas.directory import Directory, EndpointEntry, Listing
 from raytide.gateway.replicas.replica_set import ReplicaSet
@@ -42,6 +43,13 @@ class _Application:
     engine: RoutedEngine
     server: Server
     metrics: CountedMetrics
+
+    def adapted(self, model: str) -> Server:
+        """Returns the server of the endpoint, or of the adapter that `model` names."""
+        _, _, adapter = model.partition(ADAPTER_SEPARATOR)
+        if not adapter:
+            return self.server
+        return self.server.with_adapter(model, adapter_id(adapter, self.entry.spec.adapters[adapter]))
 
 
 class EndpointModels:
@@ -103,15 +111,15 @@ class EndpointModels:
         raises, so the champion answers what a challenger fails.
         """
         await self.server(model, request)
-        entry = self._listing[model]
-        challenger = self._challenger(entry, request, session)
+        entry = self._listing[endpoint_of_model(model)]
+        challenger = self._challenger(entry, model, request, session)
         if challenger is None:
             return await self._champion_answer(model, request, respond)
         tally = challenger.metrics.tally
         refusal: Exception | None = None
         if challenger.replicas.ready:
             try:
-                return _marked(await respond(challenger.server), request, challenger.entry.revision)
+                return _marked(await respond(challenger.adapted(model)), request, challenger.entry.revision)
             except Exception as error:
                 if not champion_may_answer(error):
                     raise
@@ -130,7 +138,7 @@ class EndpointModels:
             try:
                 return _marked(await respond(server), request, champion.entry.revision)
             except Exception:
-                if model not in self._listing or self._serving(model) is champion:
+                if endpoint_of_model(model) not in self._listing or self._serving(model) is champion:
                     raise
 
     async def server(self, model: str, request: Request) -> Server:
@@ -144,15 +152,15 @@ class EndpointModels:
                 await found.replicas.wait_ready(COLD_START_S)
             except WaitTimeoutError as error:
                 raise ApiError(503, str(error), type="server_error", code="overloaded") from error
-        return found.server
+        return found.adapted(model)
 
     def cards(self, request: Request) -> list[Model]:
         path = request.scope.get(ENDPOINT)
         if path is not None and path not in self._listing:
             raise invalid(f"There is no endpoint {path!r} here.", param=None, code="not_found", status=404)
         may_use = caller_of(request.scope).may_use
-        named = [name for name in sorted(self._listing) if path in (None, name)]
-        return [self._serving(name).server.card(name) for name in named if may_use(name)]
+        models = [each for name in sorted(self._listing) if path in (None, name) for each in self._names(name)]
+        return [self._serving(model).adapted(model).card(model) for model in models if may_use(model)]
 
     def count_refused_body(self, api: str) -> None:
         self._refused[api] = self._refused.get(api, 0) + 1
@@ -192,20 +200,24 @@ class EndpointModels:
         replicas.retire()
         self._retired = [*(each for each in self._retired if each.connected), replicas]
 
-    def _challenger(self, entry: EndpointEntry, request: Request, session: str) -> _Application | None:
-        """Returns the challenger if it answers this request and was ever reached."""
-        if entry.rollout is None or entry.challenger is None:
+    def _challenger(self, entry: EndpointEntry, model: str, request: Request, session: str) -> _Application | None:
+        """Returns the challenger if it answers this request, has its adapter, and was ever reached."""
+        if entry.rollout is None or entry.challenger is None or not _has(entry.challenger, model):
             return None
         found = self._applications[entry.challenger.spec.name]
         is_chosen = found.server.is_described and is_for_challenger(entry.rollout, request.scope, session)
         return found if is_chosen else None
 
-    def _serving(self, name: str) -> _Application:
-        """Returns the application that serves an endpoint. Raises ApiError for an unknown one."""
-        entry = self._listing.get(name)
-        if entry is None:
-            raise _unknown(name)
+    def _serving(self, model: str) -> _Application:
+        """Returns the application that serves an endpoint or an adapter of it. Raises ApiError for an unknown one."""
+        entry = self._listing.get(endpoint_of_model(model))
+        if entry is None or not _has(entry, model):
+            raise _unknown(model)
         return self._applications[entry.spec.name]
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        """Returns the models of an endpoint: itself and its adapters."""
+        return (name, *adapted_models(name, self._listing[name].spec))
 
     def _made(self, name: str, entry: EndpointEntry) -> _Application:
         spec = entry.spec
@@ -222,7 +234,7 @@ class EndpointModels:
     def _check_path(self, model: str, request: Request) -> None:
         """Refuses a model that is not the endpoint of the path."""
         path = request.scope.get(ENDPOINT)
-        if path not in (None, model):
+        if path not in (None, endpoint_of_model(model)):
             raise invalid(
                 f"The model {model!r} does not exist here; this address serves {path!r}.",
                 param="model",
@@ -241,6 +253,16 @@ def _marked(response: T, request: Request, revision: int) -> T:
 def _version(entry: EndpointEntry) -> str:
     """Returns the registered version and the revision, such as `chat:2 r7`, as far as they are known."""
     return " ".join(filter(None, [entry.spec.version, f"r{entry.revision}" if entry.revision else ""]))
+
+
+def endpoint_of_model(model: str) -> str:
+    """Returns the endpoint of a model's name, which may name an adapter of it too."""
+    return model.partition(ADAPTER_SEPARATOR)[0]
+
+
+def _has(entry: EndpointEntry, model: str) -> bool:
+    _, separator, adapter = model.partition(ADAPTER_SEPARATOR)
+    return not separator or adapter in entry.spec.adapters
 
 
 def _unknown(model: str) -> ApiError:

@@ -39,7 +39,7 @@ def digest_of_directory(url: str) -> ContentDigest:
         found = {}
     names = {path.removeprefix(prefix): path for path in found}
     names = {name: path for name, path in names.items() if not any(part[:1] == "." for part in name.split("/"))}
-    if "config.json" not in names:
+    if not names.keys() & {"config.json", "adapter_config.json"}:
         raise DataError(f"{url} is not a model directory: it has no config.json.", hint="Use an exported model.")
 
     def digest(path: str) -> tuple[int, str]:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from raytide.control.client import ApiClient
 from raytide.control.views import EndpointStatus, RolloutStatus, html_table, to_json
-from raytide.core.errors import EngineError, WaitTimeoutError
+from raytide.core.errors import DataError, EngineError, WaitTimeoutError
 from raytide.core.money import format_usd
-from raytide.core.objects.endpoint import EndpointState
+from raytide.core.objects.endpoint import LOADING, AdapterChange, EndpointState
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -77,6 +77,41 @@ class EndpointHandle:
     def stop_rollout(self, why: str = "") -> RolloutStatus:
         """Ends the rollout that runs: the champion serves alone again."""
         return self._client.end_rollout(self.name, "stop", why)
+
+    def load_adapter(self, name: str, location: str, *, timeout_s: float = 600.0) -> EndpointHandle:
+        """Loads an adapter on all replicas, addressed as the model `ENDPOINT:NAME`, and blocks until they have it.
+
+        `location` is a directory, a URL or a registered model. Raises DataError if a replica cannot load it.
+        """
+        self.status = self._client.change_adapters(self.name, AdapterChange(load={name: location}))
+        return self.wait_for_adapters(timeout_s=timeout_s)
+
+    def unload_adapter(self, name: str) -> EndpointHandle:
+        """Unloads an adapter; requests that use it finish."""
+        self.status = self._client.change_adapters(self.name, AdapterChange(unload=(name,)))
+        return self
+
+    def adapters(self) -> dict[str, list[str]]:
+        """Returns the adapters by name, each with its state on every replica that answers: "" for a loaded one,
+        `loading`, or the error.
+        """
+        names = sorted(self.status.endpoint.spec.adapters)
+        return {name: [each.adapters.get(name, LOADING) for each in self.status.live] for name in names}
+
+    def wait_for_adapters(self, *, timeout_s: float = 600.0) -> EndpointHandle:
+        """Blocks until every replica that answers has all adapters. Raises DataError with the first error."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            states = self.refresh().adapters()
+            seen = [state for each in states.values() for state in each]
+            if error := next((state for state in seen if state not in ("", LOADING)), ""):
+                raise DataError(f"endpoint {self.name}: {error}", hint="Unload the adapter, or load another one.")
+            known = {each.id for each in self.status.live}
+            if not states or (len(known) >= max(1, self.status.ready_replicas) and not any(seen)):
+                return self
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"endpoint {self.name}: adapters are still loading after {timeout_s:g} s.")
+            time.sleep(_POLL_S)
 
     def delete(self) -> None:
         self.status = self._client.delete_endpoint(self.name)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from tests.gateway.tenancy.conftest import Line
@@ -55,7 +56,7 @@ def is_refused(keys: KeyTable, secret: str) -> bool:
 def test_a_known_key_is_accepted_until_it_expires(keys: KeyTable, times: Times) -> None:
     keys.apply(change(1, (SECRET, KEY), is_whole=True, chat=3.0))
     assert keys.key(SECRET) == KEY
-    assert (keys.price("chat").prompt, keys.price("other").prompt) == (3.0, 0.0)
+    assert (keys.price("chat").prompt, keys.price("chat:adapter").prompt, keys.price("other").prompt) == (3.0, 3.0, 0.0)
     assert (keys.weight("blue"), keys.weight("red")) == (2.0, 1.0)
     times.now_s = 100.0
     assert refusal(keys).status == 401
@@ -129,3 +130,14 @@ def test_the_table_is_followed_again_after_the_api_was_away(line: Line, secret_o
         following.cancel()
 
     asyncio.run(run())
+
+
+def test_a_key_of_an_endpoint_may_use_its_adapters_and_one_of_an_adapter_only_that() -> None:
+    base, adapter = (replace(KEY, models=models) for models in (("chat",), ("chat:polite",)))
+    assert [base.allows(model) for model in ("chat", "chat:polite", "other", "other:chat")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [adapter.allows(model) for model in ("chat", "chat:polite", "chat:terse")] == [False, True, False]

@@ -124,14 +124,14 @@ class NativeEngine(BasicEngine):
     async def unload_lora(self, name: str) -> None:
         await self._call(lambda core: operations.unload_lora(core, name))
 
-    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+    async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
         core, vectors = self._started(), list[list[float]]()
         check = core.input_processor.checked
         prompts = [await self.tokenize(each) if isinstance(each, str) else each for each in batch]
         checked = [check(f"input {index}", prompt) for index, prompt in enumerate(prompts)]
         for group in groups(checked, core.runner.batch_tokens):
             async with self._embedding:  # one group of all requests together between two steps of what generates
-                vectors += await self._call(partial(operations.embed, prompts=group))
+                vectors += await self._call(partial(operations.embed, prompts=group, lora=lora))
         return vectors
 
     async def drain(self, timeout_s: float) -> bool:

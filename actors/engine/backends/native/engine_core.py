@@ -230,6 +230,8 @@ class EngineCore:
             waiting=len(self.scheduler.waiting),
             free_blocks=self.pool.num_free,
             preemptions=self.scheduler.preemptions,
+            adapters=tuple(self.adapter_contents),
+            weights_version=self.weights.version,
         )
 
     def adapter_of(self, seq: Sequence) -> str | None:

@@ -77,9 +77,9 @@ def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -
     core.scheduler.invalidate()
 
 
-def embed(core: EngineCore, prompts: list[list[int]]) -> list[list[float]]:
+def embed(core: EngineCore, prompts: list[list[int]], lora: str | None = None) -> list[list[float]]:
     """Returns one vector for each prompt, pooled as the model directory says. The caller bounds the tokens."""
-    return core.runner.embed(prompts, pooling_of(core.weights.model_dir))
+    return core.runner.embed(prompts, pooling_of(core.weights.model_dir), lora=lora)
 
 
 def load_lora(core: EngineCore, name: str, path: str) -> None:

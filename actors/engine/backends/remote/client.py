@@ -104,10 +104,10 @@ class RemoteEngine(BasicEngine):
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
         return int(await self._call("cached_prefix", token_ids, lora, cache_salt))
 
-    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+    async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
         vectors: list[list[float]] = []
         for start in range(0, len(batch), _EMBEDDED_AT_ONCE):
-            vectors += await self._call("embed", batch[start : start + _EMBEDDED_AT_ONCE])
+            vectors += await self._call("embed", batch[start : start + _EMBEDDED_AT_ONCE], lora)
         return vectors
 
     async def pause(self) -> None:

@@ -39,7 +39,7 @@ _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
         wire.unpack_messages(turns), wire.unpack_tools(tools)
     ),
     "cached_prefix": lambda engine, ids, lora, salt: engine.cached_prefix(ids, lora=lora, cache_salt=salt),
-    "embed": lambda engine, batch: engine.embed(batch),
+    "embed": lambda engine, batch, lora: engine.embed(batch, lora=lora),
     "pause": lambda engine: engine.pause(),
     "resume": lambda engine: engine.resume(),
     "sleep": lambda engine, level: engine.sleep(level),

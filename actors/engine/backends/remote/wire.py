@@ -128,7 +128,7 @@ def pack_stats(stats: EngineStats) -> dict[str, Any]:
 
 
 def unpack_stats(packed: Mapping[str, Any]) -> EngineStats:
-    return EngineStats(**packed)
+    return EngineStats(**{**packed, "adapters": tuple(packed["adapters"])})
 
 
 def pack_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:

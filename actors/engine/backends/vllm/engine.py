@@ -171,6 +171,7 @@ class VllmEngine(BasicEngine):
             steps=core.recorder.steps,
             step_ms=core.recorder.step_ms,
             preemptions=core.recorder.preemptions,
+            adapters=tuple(self._loras),
         )
 
     async def pause(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,8 +13,11 @@ from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
 from raytide.control.views import RevisionOutcome, RolloutStatus, to_json
 from raytide.core.errors import NotFoundError, UsageError
+from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, LOADING, AdapterChange
+from raytide.core.specs.model_version import SCHEME
 from raytide.core.specs.rollout import RolloutState
 from raytide.rollout.canary import CRITERIA
+from raytide.sdk.endpoint import EndpointHandle
 
 PHASES = ("node", "process", "stage", "load", "warm-up")
 endpoint = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show endpoints, and end rollouts.")
@@ -106,6 +111,52 @@ def rollout_line(status: RolloutStatus) -> str:
     state = each.state.replace("_", " ")
     asked = f"; {each.asked} was asked for by {each.asked_by}" if each.asked and each.state.is_live else ""
     return f"{each.kind} of revision {each.challenger} of {each.name}: {state}{share}: {each.reason}{asked}"
+
+
+@endpoint.command()
+def adapters(
+    name: Annotated[str, typer.Argument(help="The endpoint.")],
+    load: Annotated[
+        list[str] | None, typer.Option(help="An adapter to load, NAME=LOCATION (a directory, a URL or registry:...).")
+    ] = None,
+    unload: Annotated[list[str] | None, typer.Option(help="The name of an adapter to unload.")] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the replicas have loaded them.")] = True,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Load and unload LoRA adapters while the endpoint runs, or list them.
+
+    Each is the model NAME:ADAPTER of the OpenAI API.
+    """
+    client = ApiClient.find(cluster)
+    if load or unload:
+        change = AdapterChange.parse({"load": _locations(load or ()), "unload": unload or ()}, where="adapters")
+        handle = EndpointHandle(client, client.change_adapters(name, change))
+        if wait and load:
+            handle.wait_for_adapters()
+    handle = EndpointHandle(client, client.endpoint(name))
+    found = handle.adapters()
+    if json:
+        as_json(found)
+        return
+    rows = []
+    for adapter, states in found.items():
+        loaded = sum(not state for state in states)
+        error = next((state for state in states if state not in ("", LOADING)), "")
+        location = handle.status.endpoint.spec.adapters[adapter]
+        rows.append((f"{name}{ADAPTER_SEPARATOR}{adapter}", f"{loaded}/{len(states)}", location, error or "-"))
+    as_table(("MODEL", "LOADED", "LOCATION", "ERROR"), rows)
+
+
+def _locations(given: Sequence[str]) -> dict[str, str]:
+    locations = {}
+    for each in given:
+        name, separator, location = each.partition("=")
+        if not separator or not location:
+            raise UsageError(f"--load {each!r} is not NAME=LOCATION.", hint="For example --load polite=/models/polite.")
+        is_path = "://" not in location and not location.startswith(SCHEME)
+        locations[name] = str(Path(location).resolve()) if is_path else location
+    return locations
 
 
 def _row(status: RolloutStatus) -> tuple[object, ...]:

@@ -26,7 +26,8 @@ def create(
     name: Annotated[str, typer.Argument(help="What the key is for.")],
     team: Annotated[str | None, typer.Option(help="Its team; the one of your token by default.")] = None,
     models: Annotated[
-        list[str] | None, typer.Option("--model", help="An endpoint that it may use; repeat it. All by default.")
+        list[str] | None,
+        typer.Option("--model", help="An endpoint, or NAME:ADAPTER, that it may use; repeat it. All by default."),
     ] = None,
     expires: Annotated[str | None, typer.Option(help="The time after which it ends: 12h, 30d.")] = None,
     rpm: Annotated[str | None, typer.Option(help="The most requests a minute: 600, 20k.")] = None,

@@ -80,4 +80,8 @@ def model_routes(models: ModelService, endpoints: EndpointService) -> APIRouter:
         await run(endpoints.count_rollouts, body)
         return {}
 
+    @router.post("/endpoints/{name}/adapters")
+    async def adapters(caller: q.CallerInput, name: q.Name, body: q.Body) -> Any:
+        return to_json(await run(endpoints.change_adapters, name, body, caller))
+
     return router

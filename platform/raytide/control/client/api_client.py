@@ -34,7 +34,7 @@ from raytide.core import errors
 from raytide.core.config import environment, home
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError, StorageError
 from raytide.core.objects.api_key import AuditEntry, ChainVerdict, KeySpec, UsageBy, UsageSum
-from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
+from raytide.core.objects.endpoint import AdapterChange, EndpointRevision, ServeSpec
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import BudgetPer, JobSpec
 from raytide.core.objects.snapshot import Snapshot
@@ -183,6 +183,10 @@ class ApiClient:
 
     def delete_endpoint(self, name: str) -> EndpointStatus:
         return from_json(EndpointStatus, self._write("DELETE", f"/v1/endpoints/{name}"))
+
+    def change_adapters(self, name: str, change: AdapterChange) -> EndpointStatus:
+        """Loads and unloads adapters of an endpoint while it runs."""
+        return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/adapters", _to_body(change)))
 
     def revisions(self, name: str) -> list[EndpointRevision]:
         """Returns the specs that an endpoint had, newest first."""
@@ -358,7 +362,7 @@ def _clean(value: T) -> T | str:
     return value.encode(errors="replace").decode().replace("\0", "") if isinstance(value, str) else value
 
 
-def _to_body(spec: JobSpec | ServeSpec | KeySpec | ModelVersionSpec) -> dict[str, Any]:
+def _to_body(spec: JobSpec | ServeSpec | KeySpec | ModelVersionSpec | AdapterChange) -> dict[str, Any]:
     """Returns the spec without its default team, because the API takes the token's team."""
     return spec.model_dump(mode="json", exclude=None if "team" in spec.model_fields_set else {"team"})
 

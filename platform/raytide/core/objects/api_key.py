@@ -73,7 +73,7 @@ class KeySpec(Config):
     name: bounds.Name
     team: bounds.Name = "default"
     models: tuple[_MODEL, ...] = Field(default=(), max_length=bounds.MOST_LABELS)
-    """The endpoints that it may use; all of them if empty."""
+    """The endpoints that it may use, with their adapters, and single adapters (`NAME:ADAPTER`); all if empty."""
     expires_in_s: float | None = Field(default=None, gt=0, le=bounds.MOST_DELAY_S)
     requests_per_min: int | None = Field(default=None, ge=1, le=10**9)
     tokens_per_min: int | None = Field(default=None, ge=1, le=10**12)
@@ -130,7 +130,8 @@ class ApiKey:
         return self.revoked_at_s is None and (self.expires_at_s is None or now_s < self.expires_at_s)
 
     def allows(self, model: str) -> bool:
-        return not self.models or model in self.models
+        """Returns whether the key may use a model; who may use an endpoint may use its adapters (`NAME:ADAPTER`)."""
+        return not self.models or model in self.models or model.partition(":")[0] in self.models
 
 
 @dataclass(frozen=True, slots=True)

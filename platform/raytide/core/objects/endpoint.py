@@ -8,17 +8,25 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from hashlib import blake2s
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
+from raytide.core.errors import NotFoundError
 from raytide.core.objects.api_key import TokenPrice
 from raytide.core.objects.gang import Needed
 from raytide.core.objects.resources import RESOURCE_WORDS, expand
 
 _NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
 _RESERVED = frozenset({"cluster", "unmanaged", "minimum", "warm", "queue"})
+
+
+ADAPTER_SEPARATOR = ":"
+"""It separates the endpoint and the adapter in the name of a model."""
+MOST_ADAPTERS = 64
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
 class Speed(Config):
@@ -91,6 +99,9 @@ class ServeSpec(Config):
     """A Hugging Face directory that every node can read, its URL in an object store, from which each node copies it
     once, or a registered model: `registry:NAME@ALIAS` or `registry:NAME:VERSION`, in whose place the API puts its
     location."""
+    adapters: dict[AdapterName, bounds.Location] = Field(default_factory=dict, max_length=MOST_ADAPTERS)
+    """LoRA adapters by name, each addressed as the model `NAME:ADAPTER`: directories, URLs or registered models, as
+    `model` is. Replicas load and unload them while they run."""
     version: bounds.Word = ""
     """The registered version in `model`, as `NAME:VERSION`; the API sets it."""
     team: bounds.Name = "default"
@@ -147,6 +158,40 @@ class ServeSpec(Config):
         if name in _RESERVED or _NUMBERED.fullmatch(name):
             raise ValueError(f"{name} is a name that raytide gives itself; choose another")
         return name
+
+
+class AdapterChange(Config):
+    """`raytide endpoint adapters`: what to load and unload."""
+
+    load: dict[AdapterName, bounds.Location] = Field(default_factory=dict, max_length=MOST_ADAPTERS)
+    unload: tuple[AdapterName, ...] = Field(default=(), max_length=MOST_ADAPTERS)
+
+    def applied_to(self, spec: ServeSpec) -> dict[str, str]:
+        """Returns the spec's adapters after the change. Raises NotFoundError for one to unload that is not there."""
+        for name in self.unload:
+            if name not in spec.adapters:
+                raise NotFoundError(f"endpoint {spec.name} has no adapter {name}.", hint="List them without options.")
+        kept = {name: location for name, location in spec.adapters.items() if name not in self.unload}
+        return {**kept, **self.load}
+
+    def __str__(self) -> str:
+        return " ".join(["adapters", *(f"+{name}" for name in self.load), *(f"-{name}" for name in self.unload)])
+
+
+LIVE_FIELDS = frozenset({"adapters"})
+"""The fields of a ServeSpec that replicas follow while they run; all others need new replicas."""
+
+
+def adapter_id(name: str, location: str) -> str:
+    """Returns the name of an adapter in engines: another one for another location, so that the new one is used while
+    requests finish with the old one.
+    """
+    return f"{name}-{blake2s(location.encode(), digest_size=4).hexdigest()}"
+
+
+def adapted_models(name: str, spec: ServeSpec) -> tuple[str, ...]:
+    """Returns the OpenAI model names of an endpoint's adapters."""
+    return tuple(f"{name}{ADAPTER_SEPARATOR}{adapter}" for adapter in sorted(spec.adapters))
 
 
 class EndpointState(StrEnum):
@@ -277,6 +322,18 @@ class ReplicaStartup:
     """The copied bytes of the model, where it is in an object store."""
 
 
+LOADING = "loading"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLive:
+    """The state of a running replica by its spec's live fields."""
+
+    id: str
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """The state of each adapter by name: "" if it is loaded, LOADING, or the error."""
+
+
 @dataclass(frozen=True, slots=True)
 class EndpointLoad:
     """The last reports of an endpoint's replicas and router, and when Serve reported."""
@@ -297,6 +354,7 @@ class EndpointLoad:
     """The part of `replica_nodes` whose replicas, of several members, Serve is moving."""
     startups: tuple[ReplicaStartup, ...] = ()
     """The starts of all replicas that are there or start."""
+    live: tuple[ReplicaLive, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 _STALE_S = 1.0
 """A replica whose last status is older gets nothing while others answer: it may hang."""
+_ADAPTER_S = 30.0
+"""The time for which a request waits for its adapter while replicas without it are ready."""
 _MOST_WAITING = 1024
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.05, 2.0
 
@@ -48,6 +50,11 @@ class Replica:
             return False
         status = self.engine.status
         return status.problem is None and not status.is_draining and status.at_s > self._died_s
+
+    def has_adapter(self, lora: str | None) -> bool:
+        """Returns whether it has loaded the adapter, as of its last status."""
+        stats = self.engine.status.stats
+        return lora is None or (stats is not None and lora in stats.adapters)
 
     async def ask(self, question: Callable[[RemoteEngine], Awaitable[T]]) -> T:
         with self._noticing_death():
@@ -133,19 +140,23 @@ class ReplicaSet:
         since_s = time.monotonic() - _STALE_S
         return [replica for replica in ready if replica.engine.status.at_s >= since_s] or ready
 
-    async def wait_ready(self, timeout_s: float) -> list[Replica]:
-        """Returns the replicas that take requests, as soon as there is one. Raises WaitTimeoutError, and NotFoundError
-        for a retired endpoint.
+    async def wait_ready(self, timeout_s: float, lora: str | None = None) -> list[Replica]:
+        """Returns the replicas that take requests and have the adapter, as soon as there is one.
+
+        Raises WaitTimeoutError, earlier if replicas are ready but none gets the adapter, and NotFoundError for a
+        retired endpoint.
         """
-        if ready := self.ready:
+        if ready := [replica for replica in self.ready if replica.has_adapter(lora)]:
             return ready
+        if self.ready:
+            timeout_s = min(timeout_s, _ADAPTER_S)
         if self.waiting >= self.most_waiting:
             text = f"{self.waiting} requests wait for a replica of {self.endpoint}."
             raise OverloadedError(text, hint="Retry later.")
         deadline_s = time.monotonic() + timeout_s
         self.waiting += 1
         try:
-            while not (ready := self.ready):
+            while not (ready := [replica for replica in self.ready if replica.has_adapter(lora)]):
                 if self._is_retired:
                     raise NotFoundError(
                         f"endpoint {self.endpoint} was deleted.", hint="`raytide status` lists endpoints."
@@ -156,7 +167,7 @@ class ReplicaSet:
             return ready
         except TimeoutError:
             raise WaitTimeoutError(
-                f"no replica of {self.endpoint} was ready within {timeout_s:g} s.",
+                f"no replica of {self.endpoint} was ready{_with(lora)} within {timeout_s:g} s.",
                 hint="It may be starting, or wait for a node: `raytide serve` shows its state.",
             ) from None
         finally:
@@ -202,3 +213,7 @@ class ReplicaSet:
                 with suppress(EngineDeadError):
                     await engine.shutdown()
         self._keepers.pop(name, None)
+
+
+def _with(lora: str | None) -> str:
+    return "" if lora is None else f" with adapter {lora}"

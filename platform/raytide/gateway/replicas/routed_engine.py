@@ -113,8 +113,8 @@ class RoutedEngine(BasicEngine):
     async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         return await self._ask(lambda engine: engine.chat_prompt(messages, tools))
 
-    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
-        return await self._ask(lambda engine: engine.embed(batch))
+    async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
+        return await self._ask(lambda engine: engine.embed(batch, lora=lora), lora)
 
     def token_bytes(self, token: int) -> bytes:
         return self._replicas.token_texts.get(token, b"")
@@ -143,16 +143,16 @@ class RoutedEngine(BasicEngine):
         """Returns the versions of the weights that may answer now."""
         return " ".join(sorted({replica.info.weights_version for replica in self._replicas.ready}))
 
-    async def _any(self) -> Replica:
-        """Returns the replica that holds the fewest requests."""
-        return min(await self._replicas.wait_ready(self.patience_s), key=lambda replica: replica.load)
+    async def _any(self, lora: str | None = None) -> Replica:
+        """Returns the replica that holds the fewest requests, of those with the adapter."""
+        return min(await self._replicas.wait_ready(self.patience_s, lora), key=lambda replica: replica.load)
 
-    async def _ask(self, question: Callable[[RemoteEngine], Awaitable[T]]) -> T:
+    async def _ask(self, question: Callable[[RemoteEngine], Awaitable[T]], lora: str | None = None) -> T:
         """Returns one replica's answer; a replica that dies meanwhile is replaced by another."""
         for _ in range(_MAX_DEATHS - 1):
             with suppress(EngineDeadError):
-                return await (await self._any()).ask(question)
-        return await (await self._any()).ask(question)
+                return await (await self._any(lora=lora)).ask(question)
+        return await (await self._any(lora=lora)).ask(question)
 
     async def _choose(self, request: GenRequest, full: set[str], *, may_wait: bool) -> tuple[Replica, Route]:
         """Returns the replica for a request that those in `full` have refused, and its route. When all have, it waits
@@ -161,7 +161,7 @@ class RoutedEngine(BasicEngine):
         patience_s = max(self.patience_s, _RESUME_S) if may_wait else self.patience_s
         deadline_s = time.monotonic() + patience_s
         while True:
-            ready = await self._replicas.wait_ready(patience_s)
+            ready = await self._replicas.wait_ready(patience_s, request.lora)
             open_to_it = {replica.name: replica for replica in ready if replica.name not in full}
             if open_to_it:
                 route = self._replicas.router.route(

@@ -100,7 +100,8 @@ class KeyTable:
         return key
 
     def price(self, model: str) -> TokenPrice:
-        return self._prices.get(model, _FREE)
+        """Returns the price of an endpoint's tokens, which is that of its adapters."""
+        return self._prices.get(model.partition(":")[0], _FREE)
 
     def weight(self, team: str) -> float:
         """Returns the team's weight in the fair share."""

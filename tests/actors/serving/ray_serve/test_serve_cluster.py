@@ -184,6 +184,27 @@ def test_deploying_the_same_endpoint_again_changes_nothing(control: ServeControl
     assert pids(control) == before
 
 
+def test_adapters_change_without_new_replicas_and_new_ones_have_them(control: ServeControl) -> None:
+    before, plain = pids(control), endpoint("m")
+    adapted = replace(plain, spec=plain.spec.model_copy(update={"adapters": {"one": "/adapters/one"}}))
+    assert not control.deploy(adapted, is_there=True)
+
+    def models() -> list[str]:
+        return [model.id for model in client_of(control).models.list()]
+
+    until("the adapter", lambda: [dict(each.adapters) for each in load_of(control).live] == [{"one": ""}])
+    until("the gateway to list it", lambda: models() == ["m", "m:one"])
+    ask = {"messages": HELLO, "max_tokens": 5}
+    assert client_of(control).chat.completions.create(model="m:one", **ask).choices[0].message.content == "tide "
+    assert pids(control) == before
+    scale(control, 2)
+    until("both to have it", lambda: [dict(each.adapters) for each in load_of(control).live] == [{"one": ""}] * 2)
+    scale(control, 1)
+    assert not control.deploy(plain, is_there=True)
+    until("it to be gone", lambda: models() == ["m"])
+    until("one replica", lambda: len(load_of(control).replica_nodes) == 1)
+
+
 def test_an_unknown_path_gets_an_openai_error(control: ServeControl) -> None:
     answer = httpx.get(base_url(control, "nobody") + "/models")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,7 +20,7 @@ from raytide.core.clock import Clock
 from raytide.core.errors import ConfigError, ConflictError
 from raytide.core.money import to_us
 from raytide.core.objects.cluster_config import ClusterConfig
-from raytide.core.objects.endpoint import Endpoint, EndpointRevision, EndpointState, ServeSpec
+from raytide.core.objects.endpoint import AdapterChange, Endpoint, EndpointRevision, EndpointState, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.resources import resolve_accelerator
 from raytide.core.specs.rollout import (
@@ -55,6 +56,7 @@ class EndpointService:
         self._store, self._config, self._clock, self._live = store, config, clock, live
         self._inputs, self._accounts, self._serve_url = inputs, accounts, serve_url
         self._models, self._rate = models, rate
+        self._changing = threading.Lock()
 
     def serve(self, body: Mapping[str, object], caller: Caller, why: str = "") -> EndpointStatus:
         spec = self._checked(ServeSpec.parse({"team": caller.home, **body}, where="serve"), caller)
@@ -99,7 +101,7 @@ class EndpointService:
         self._inputs.check_private(spec.model_dump(), spec.name, is_checked_later=False)
         shape = Shape(members=max(1, spec.replicas.min) * spec.members, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
-        self._inputs.check_model(spec.model, caller)
+        self._inputs.check_model(spec.model, caller, spec.adapters.values())
         self._rate.take_change(spec.team, len(spec.model_dump_json()))
         return spec
 
@@ -136,6 +138,7 @@ class EndpointService:
             cold_start_is_learned=bool(load and load.traffic and load.traffic.cold_start_s is not None),
             paces=load.traffic.paces if load and load.traffic else {},
             startups=load.startups if load else (),
+            live=load.live if load else (),
             revision=now.revision,
             previous=now.previous,
         )
@@ -177,6 +180,14 @@ class EndpointService:
                 hint="Choose another revision.",
             )
         return self.serve(revision.spec.model_dump(mode="json"), caller, f"rollback to revision {revision.number}")
+
+    def change_adapters(self, name: str, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
+        """Loads and unloads adapters, which needs no new replicas. Changes at the same time follow one another."""
+        change = AdapterChange.parse(body, where="adapters")
+        with self._changing:
+            spec = self.get(name, caller).endpoint.spec
+            fields = {**spec.model_dump(mode="json"), "adapters": change.applied_to(spec)}
+            return self.serve(fields, caller, str(change))
 
     def delete(self, name: str, caller: Caller) -> EndpointStatus:
         caller.require_team(self._store.endpoint(name).spec.team)

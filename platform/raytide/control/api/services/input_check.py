@@ -12,7 +12,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,11 +92,19 @@ class Inputs:
         for url in (*spec.inputs, spec.out, *([spec.tokenizer.file] if spec.tokenizer.file else [])):
             check_url(url)
 
-    def check_model(self, model: str, caller: Caller) -> None:
-        """Raises DataError if the model is a local path that is no model directory, or if a URL is not allowed."""
-        check_url(model)
-        if self._look(join(model, "config.json"), caller, most=0).is_missing:
-            raise DataError(f"{model} is not a model directory: it has no config.json.", hint="Use an exported model.")
+    def check_model(self, model: str, caller: Caller, adapters: Iterable[str] = ()) -> None:
+        """Raises DataError if a model or adapter is a local path that is none, or if a URL is not allowed."""
+        for location, file in ((model, "config.json"), *((each, "adapter_config.json") for each in adapters)):
+            check_url(location)
+            if self._look(join(location, file), caller, most=0).is_missing:
+                kind = "a model" if location == model else "an adapter's"
+                raise DataError(f"{location} is not {kind} directory: it has no {file}.", hint="Use an exported one.")
+
+    def check_registered(self, model: str, caller: Caller) -> None:
+        """Raises DataError if a model to register is a local path that is neither one nor an adapter."""
+        adapter = self._look(join(model, "adapter_config.json"), caller, most=0)
+        if adapter.is_missing:
+            self.check_model(model, caller)
 
     def _look(self, url: str, caller: Caller, most: int = _MOST_BYTES) -> FileCheck:
         """Returns what is known of a file, and at most `most` of its bytes."""

@@ -51,7 +51,7 @@ class ModelService:
         if local_path(spec.location) is None:
             check_url(spec.location)
         else:
-            self._inputs.check_model(spec.location, caller)
+            self._inputs.check_registered(spec.location, caller)
         self._rate.take_change(spec.team, len(spec.model_dump_json()))
         return self._records.register(spec, caller.user, self._clock.now_s())
 
@@ -87,10 +87,12 @@ class ModelService:
         return self._records.history(name, alias=alias, until_s=until_s, limit=limit)
 
     def resolved(self, spec: ServeSpec, caller: Caller) -> ServeSpec:
-        """Returns the spec with the directory of the registered model that it names, and its version.
+        """Returns the spec with the locations of the registered model and adapters that it names, and its version.
 
-        A spec that names both, as a stored one does, must name them as they are registered.
+        A spec that names model and version, as a stored one does, must name them as they are registered.
         """
+        adapters = {name: self._located(location, caller) for name, location in spec.adapters.items()}
+        spec = spec.model_copy(update={"adapters": adapters})
         if not spec.model.startswith(SCHEME) and not spec.version:
             return spec
         reference = ModelReference.parse(spec.version or spec.model)
@@ -102,6 +104,14 @@ class ModelService:
                 hint=f"Leave out `version`, and write `model: {SCHEME}{spec.version}`.",
             )
         return spec.model_copy(update={"model": found.spec.location, "version": found.id})
+
+    def _located(self, location: str, caller: Caller) -> str:
+        """Returns the location of a registered version; any other one unchanged."""
+        if not location.startswith(SCHEME):
+            return location
+        reference = ModelReference.parse(location)
+        self._owned(reference.name, caller)
+        return self._records.find(reference).spec.location
 
     def _owned(self, name: str, caller: Caller) -> str:
         """Returns the model's team. Raises DeniedError if the caller may not see it."""
