@@ -29,7 +29,7 @@ COMMANDS = {
     "plot": ("runs:plot", "Plot the metrics of a training run over its steps, with its interruptions."),
     "profile": ("runs:profile", "Profile the next steps of a running job without restarting it."),
     "serve": ("serving.serve:serve", "Serve a model, or list what is served."),
-    "endpoint": ("serving.endpoints:endpoint", "Show endpoints and their adapters."),
+    "endpoint": ("serving.endpoints:endpoint", "Show endpoints, change their adapters, and end rollouts."),
     "model": ("serving.models:model", "Manage registered models."),
     "batch": ("serving.batch:batch", "Answer the requests of a file, in a job of the queue."),
     "key": ("tenancy.keys:key", "Manage the API keys of the gateway."),

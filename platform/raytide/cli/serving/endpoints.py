@@ -20,7 +20,9 @@ from raytide.rollout.canary import CRITERIA
 from raytide.sdk.endpoint import EndpointHandle
 
 PHASES = ("node", "process", "stage", "load", "warm-up")
-endpoint = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show endpoints, and end rollouts.")
+endpoint = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=True, help="Show endpoints, change their adapters, and end rollouts."
+)
 
 
 @endpoint.command()
