@@ -23,7 +23,7 @@ def ask(model: str, **more: Any) -> dict[str, Any]:
 
 
 async def load(gateway: Gateway, replica: str, adapters: dict[str, str]) -> None:
-    """What a replica does when its spec's adapters change."""
+    """Does what a replica does when the adapters of its spec change."""
     await AdapterSync(gateway.servers[replica].engine).sync(adapters)
 
 

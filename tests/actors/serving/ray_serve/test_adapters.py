@@ -1,4 +1,4 @@
-"""What a replica does so that its adapters are those of the spec."""
+"""A replica keeps its adapters those of the spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica reports on its start, and the report is shown."""
+"""A replica reports its start, which is shown phase by phase."""
 
 from __future__ import annotations
 
