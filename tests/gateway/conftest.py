@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 from fastapi import FastAPI
@@ -78,12 +79,20 @@ class Gateway:
 
 @asynccontextmanager
 async def running_gateway(
-    *, requires_keys: bool = False, api: ControlApi | None = None, beside: Gateway | None = None
+    *,
+    requires_keys: bool = False,
+    api: ControlApi | None = None,
+    beside: Gateway | None = None,
+    shared: Path | None = None,
 ) -> AsyncIterator[Gateway]:
-    """A gateway; with an `api`, it knows the keys there. One `beside` another has the same replicas."""
+    """A gateway; with an `api`, it knows the keys there. One `beside` another has the same replicas; `shared` is the
+    folder that it has in common with others.
+    """
     async with AsyncExitStack() as stack:
         models = EndpointModels("test")
-        tenancy = Tenancy(api or ControlApi("http://127.0.0.1:9", "", "test"), requires_keys=requires_keys)
+        tenancy = Tenancy(
+            api or ControlApi("http://127.0.0.1:9", "", "test"), requires_keys=requires_keys, shared=shared
+        )
         if api is not None:
             tenancy.start()
             await asyncio.wait_for(tenancy.keys.synced.wait(), 10)

@@ -31,6 +31,7 @@ from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.key_table import KeyTable, unauthorized, unavailable
 from raytide.gateway.tenancy.rate_limits import RateLimits, RateState
 from raytide.gateway.tenancy.usage import UsageReporter
+from raytide.gateway.tenancy.usage_journal import UsageJournal
 
 __all__ = ["GatewayCaller", "GatewayGrant", "Tenancy"]
 
@@ -47,14 +48,16 @@ class Tenancy:
         api: ControlApi,
         *,
         requires_keys: bool,
-        limits_path: Path | None = None,
+        shared: Path | None = None,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        """`limits_path` is a file that the gateway processes of this machine share."""
+        """`shared` is the folder in which the gateway processes of this machine count their limits, and leave requests
+        that are not billed yet.
+        """
         self.api, self.requires_keys, self._now_s = api, requires_keys, now_s
         self.keys = KeyTable(api, now_s)
-        self.limits = RateLimits(limits_path)
-        self.reporter = UsageReporter(api)
+        self.limits = RateLimits(None if shared is None else shared / _LIMITS_FILE)
+        self.reporter = UsageReporter(api, None if shared is None else UsageJournal(shared, api.gateway))
         self.budgets = KeyBudgets(api, self.reporter)
         self._following: asyncio.Task[None] | None = None
 
@@ -68,7 +71,7 @@ class Tenancy:
         is_open = is_loopback(urlsplit(cluster.serve_url).hostname or "")
         api = ControlApi(access["address"], access["token"], f"gateway-{name}-{uuid4().hex[:8]}")
         requires_keys = not is_open if setting == "auto" else bool(setting)
-        return cls(api, requires_keys=requires_keys, limits_path=cluster.run_dir / _LIMITS_FILE)
+        return cls(api, requires_keys=requires_keys, shared=cluster.run_dir)
 
     def start(self) -> None:
         """Starts to follow the keys and to report usage. Until the keys are known, requests with one get a 503."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from raytide.core.errors import RaytideError, UsageError
 from raytide.core.objects.api_key import MOST_BATCH, RequestUsage, UsageBatch
 from raytide.gateway.tenancy.control_api import ControlApi
+from raytide.gateway.tenancy.usage_journal import UsageJournal
 
 __all__ = ["MOST_QUEUED", "UsageReporter"]
 
@@ -25,8 +26,8 @@ _log = logging.getLogger(__name__)
 class UsageReporter:
     """One bounded queue of requests, in the order in which they ended."""
 
-    def __init__(self, api: ControlApi) -> None:
-        self._api = api
+    def __init__(self, api: ControlApi, journal: UsageJournal | None = None) -> None:
+        self._api, self._journal = api, journal
         self._requests: deque[RequestUsage] = deque()
         self._released: deque[str] = deque(maxlen=MOST_QUEUED)  # the API forgets lost ones with their gateway
         self._refused = 0
@@ -35,6 +36,9 @@ class UsageReporter:
         self._is_closing = False
 
     def start(self) -> None:
+        """Starts to report, first what gateways that were killed have left behind."""
+        if self._journal is not None:
+            self._requests.extend(self._journal.take_over())
         self._task = asyncio.create_task(self._run())
 
     async def close(self, timeout_s: float = FLUSH_S) -> None:
@@ -47,6 +51,8 @@ class UsageReporter:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._requests:
             _log.error("%d requests could not be reported", len(self._requests))
+        if self._journal is not None:
+            self._journal.close()
 
     @property
     def is_full(self) -> bool:
@@ -56,6 +62,8 @@ class UsageReporter:
         """Queues a request; its reservation, if any, ends with it. Only one without a key may be dropped."""
         if request.key or not self.is_full:
             self._requests.append(request)
+        if request.key and self._journal is not None:
+            self._journal.add(request)
 
     def report_refused(self, request: RequestUsage | None) -> None:
         """Queues a request that was refused, or counts it if it is not known whose it is or too many wait."""
@@ -104,6 +112,8 @@ class UsageReporter:
         while self._released and self._released[0] in gone:
             self._released.popleft()
         self._refused -= batch.refused
+        if self._journal is not None:
+            self._journal.keep(self._requests)
 
     async def _send(self, batch: UsageBatch) -> None:
         """Sends a batch. If the API rejects its content, finds the requests that it rejects, and reports the rest."""

@@ -1,0 +1,99 @@
+"""Requests that a gateway process has finished but not reported yet, in a file that outlives the process.
+
+A row is written before its response ends, so an answered request is billed even if the gateway is killed at that
+moment: the next process that starts on this machine reports what it finds. The API bills no request twice, so it does
+not matter that some of these rows had been reported.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from raytide.core.objects.api_key import RequestUsage
+
+__all__ = ["UsageJournal"]
+
+MOST_BYTES = 4 << 20
+"""The size from which the file is written anew, without the rows that were reported."""
+_log = logging.getLogger(__name__)
+
+
+class UsageJournal:
+    """The file of one gateway process, which holds a lock on it while it lives."""
+
+    def __init__(self, folder: Path, gateway: str) -> None:
+        self._path = folder / f"usage-{gateway}.jsonl"
+        self._file = _opened(self._path)
+        self._size = 0
+        self._has_failed = False
+
+    def add(self, request: RequestUsage) -> None:
+        """Writes a row. A full disk costs the row's safety, and not the request."""
+        line = request.model_dump_json().encode() + b"\n"
+        try:
+            self._size += os.write(self._file, line)
+        except OSError as error:
+            if not self._has_failed:
+                _log.error("finished requests cannot be written to %s: %s", self._path, error)
+            self._has_failed = True
+
+    def keep(self, requests: Collection[RequestUsage]) -> None:
+        """Forgets all rows but these, at the latest when the file is large."""
+        try:
+            if not requests:
+                os.ftruncate(self._file, 0)
+                self._size = 0
+            elif self._size > MOST_BYTES:
+                self._write_anew(requests)
+        except OSError as error:
+            _log.error("reported requests stay in %s: %s", self._path, error)
+
+    def take_over(self) -> Iterator[RequestUsage]:
+        """Yields the rows of gateways that have ended without having reported them. Each is in this journal, too,
+        before its own is deleted.
+        """
+        for path in sorted(self._path.parent.glob("usage-*.jsonl")):
+            if path == self._path:
+                continue
+            with path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue  # its process lives
+                for line in file:
+                    try:
+                        request = RequestUsage.model_validate_json(line)
+                    except ValidationError:  # it was being written
+                        _log.warning("%s has a row that cannot be read", path)
+                        continue
+                    self.add(request)
+                    yield request
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Ends the file; it is deleted if all of its rows were reported."""
+        if not os.fstat(self._file).st_size:
+            self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def _write_anew(self, requests: Collection[RequestUsage]) -> None:
+        new_path = self._path.with_suffix(".new")
+        new = _opened(new_path)
+        old, self._file, self._size = self._file, new, 0
+        for request in requests:
+            if request.key:
+                self.add(request)
+        os.replace(new_path, self._path)
+        os.close(old)
+
+
+def _opened(path: Path) -> int:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
