@@ -94,6 +94,10 @@ class Load:
 
     base_url: str
     asked: Sequence[tuple[str, dict[str, Any]]]
+    secrets: Sequence[str] = ()
+    """API keys, which the streams use in turn."""
+    answers: list[tuple[int, Answer]] = field(default_factory=list)
+    """The number of the key, and each whole answer."""
     expected: list[Answer] = field(default_factory=list)
     completed: int = 0
     broken: list[BrokenError] = field(default_factory=list)
@@ -119,8 +123,13 @@ class Load:
                 await asyncio.sleep(0.2)
 
     async def _once(self, number: int) -> Answer:
-        async with httpx.AsyncClient(base_url=self.base_url, timeout=STREAM_TIMEOUT_S, verify=False) as client:
-            return await stream(client, *self.asked[number])
+        key = number % max(1, len(self.secrets))
+        headers = {"authorization": f"Bearer {self.secrets[key]}"} if self.secrets else {}
+        options = {"base_url": self.base_url, "headers": headers, "timeout": STREAM_TIMEOUT_S, "verify": False}
+        async with httpx.AsyncClient(**options) as client:  # type: ignore[arg-type]
+            answer = await stream(client, *self.asked[number])
+        self.answers.append((key, answer))
+        return answer
 
     async def _work(self, number: int) -> None:
         while not self._is_over:

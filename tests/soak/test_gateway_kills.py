@@ -10,12 +10,13 @@ import random
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import httpx
 import psutil
 import pytest
 from tests.cluster_fixture import kill_raylet, replica_pids
+from tests.soak.gateway_bills import PRICE, Bills
 from tests.soak.gateway_streams import Load, requests
 from tests.soak.work import Corpus
 
@@ -66,6 +67,7 @@ def spec(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> ServeSpec:
         replicas=Replicas(min=REPLICAS, max=REPLICAS),
         resources={"CPU": 1},
         engine={"deterministic": True},
+        price=PRICE,
     )
 
 
@@ -106,8 +108,17 @@ def run(load: Load, disturb: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(both())
 
 
-def load_of(endpoint: rt.EndpointHandle) -> Load:
-    return Load(endpoint.base_url + "/", requests("tiny", STREAMS, TOKENS))
+@pytest.fixture(scope="module")
+def bills(up: LocalCluster) -> Iterator[Bills]:
+    with closing(ApiClient.from_run_dir(up.run_dir)) as api:
+        yield Bills(api, up.serve_url)
+
+
+def load_of(endpoint: rt.EndpointHandle, bills: Bills | None = None) -> Load:
+    load = Load(endpoint.base_url + "/", requests("tiny", STREAMS, TOKENS), bills.secrets if bills else ())
+    if bills:
+        bills.loads.append(load)
+    return load
 
 
 def kill(pid: int) -> None:
@@ -116,10 +127,11 @@ def kill(pid: int) -> None:
 
 
 def test_replicas_killed_every_five_seconds_change_no_stream(
-    up: LocalCluster, endpoint: rt.EndpointHandle, say: Say
+    up: LocalCluster, endpoint: rt.EndpointHandle, bills: Bills, say: Say
 ) -> None:
+    """And nothing is billed twice."""
     say(f"\nseed {SEED} (SOAK_SEED)")
-    load, chance, killed = load_of(endpoint), random.Random(SEED), {"replica": 0, "engine": 0}
+    load, chance, killed = load_of(endpoint, bills), random.Random(SEED), {"replica": 0, "engine": 0}
 
     async def disturb() -> None:
         until_s = asyncio.get_running_loop().time() + SECONDS
@@ -138,11 +150,16 @@ def test_replicas_killed_every_five_seconds_change_no_stream(
     assert load.differing == []
     assert load.completed >= STREAMS
     assert sum(killed.values()) >= 5
+    bills.check()
 
 
-def test_a_killed_gateway_breaks_its_own_connections_only(up: LocalCluster, endpoint: rt.EndpointHandle) -> None:
-    """The other one answers on the same port at once, and the supervisor starts it again."""
-    load, before = load_of(endpoint), pids(up, GATEWAY)
+def test_a_killed_gateway_breaks_its_own_connections_only(
+    up: LocalCluster, endpoint: rt.EndpointHandle, bills: Bills
+) -> None:
+    """The other one answers on the same port at once, and the supervisor starts it again. What the killed one had
+    answered is billed, once.
+    """
+    load, before = load_of(endpoint, bills), pids(up, GATEWAY)
     killed_at_s, on_the_other = 0.0, set[int]()
 
     async def disturb() -> None:
@@ -165,6 +182,7 @@ def test_a_killed_gateway_breaks_its_own_connections_only(up: LocalCluster, endp
     assert [str(error) for error in load.broken if error.port in on_the_other or error.began_s > killed_at_s] == []
     assert load.differing == []
     assert load.completed >= STREAMS
+    bills.check()
 
 
 def test_streams_of_a_hung_engine_go_on_elsewhere(up: LocalCluster, endpoint: rt.EndpointHandle) -> None:
