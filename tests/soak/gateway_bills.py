@@ -1,4 +1,4 @@
-"""What API keys were billed, compared with what their clients saw."""
+"""Compares what API keys were billed with what their clients saw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients see and what is billed, while replicas and gateways are killed under their streams."""
+"""Clients are billed once for what they see, while replicas and gateways are killed under their streams."""
 
 from __future__ import annotations
 
