@@ -15,6 +15,9 @@ HEADERS = "raytide.headers"
 class Grant(Protocol):
     """An admitted request. It ends once, with `settle` or `release`; later calls do nothing."""
 
+    id: str
+    """Names the request in the usage; empty where none is kept."""
+
     def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None:
         """Bills the tokens so far, with the HTTP status of the response (499 if the client left)."""
 
@@ -65,6 +68,8 @@ class Anybody:
 
 
 class _Free:
+    id = ""
+
     def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None: ...
 
     def release(self) -> None: ...

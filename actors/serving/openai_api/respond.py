@@ -58,6 +58,8 @@ async def respond(
         reading = _Reading(generation, track, server.version or server.info.weights_version, deadline_s)
         try:
             writer = writer_of(generation.tool_use)
+            if generation.grant is not None and generation.grant.id:
+                writer.set_id(generation.grant.id)
             if body.stream:
                 # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.
                 first = await _unless_gone(leaving, reading.next())

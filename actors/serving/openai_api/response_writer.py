@@ -54,6 +54,9 @@ class ChoiceState:
 class ResponseWriter(Protocol):
     id: str
 
+    def set_id(self, request_id: str) -> None:
+        """Gives the response the id of its request in the usage, after OpenAI's prefix."""
+
     def full_response(
         self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes
     ) -> BaseModel | dict[str, Any]: ...
@@ -74,9 +77,13 @@ class ResponseWriter(Protocol):
 class _Writer:
     def __init__(self, model: str, *, prefix: str, includes_usage: bool) -> None:
         self.id = f"{prefix}-{uuid4().hex}"
+        self._prefix = prefix
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._includes_usage = includes_usage
         self._exclude: set[str] = set() if includes_usage else {"usage"}
+
+    def set_id(self, request_id: str) -> None:
+        self.id = self._head["id"] = f"{self._prefix}-{request_id}"
 
     def failure(self, error: ApiError) -> bytes:
         return sse(error.body.model_dump_json())

@@ -32,6 +32,9 @@ class ResponsesWriter:
         self._sequence = 0
         self._is_cut = False
 
+    def set_id(self, request_id: str) -> None:
+        self.id = f"resp_{request_id}"
+
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> Item:
         (choice,) = choices
         for piece in self._pieces(choice.text, at_end=True):

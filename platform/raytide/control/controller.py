@@ -260,6 +260,7 @@ class Controller:
         removed = self._store.remove_old_jobs(now_s - settings.job_retention_days * _DAY_S)
         gateway = settings.gateway
         usage_s, audit_s = gateway.usage_retention_days * _DAY_S, gateway.audit_retention_days * _DAY_S
+        self._store.feedback.prune(now_s - usage_s)
         has_more = self._store.tenancy.prune(now_s - usage_s, now_s - audit_s, now_s)
         self._remove_at_s = now_s if has_more or removed == REMOVED_AT_ONCE else now_s + _REMOVE_S
 

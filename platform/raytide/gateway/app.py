@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from raytide.actors.serving.http.app import openai_app
 from raytide.actors.serving.http.headers import ResponseHeaders
 from raytide.gateway.models import ENDPOINT, EndpointModels
+from raytide.gateway.rollouts.feedback import add_feedback_routes
 from raytide.gateway.tenancy.authentication import Authentication
 from raytide.gateway.tenancy.tenancy import Tenancy
 
@@ -36,6 +37,8 @@ def create_app(models: EndpointModels, tenancy: Tenancy, start: Callable[[], Asy
         expose_headers=["*"],
     )
     app.add_middleware(ResponseHeaders, replica="")
+
+    add_feedback_routes(app, tenancy.api, lambda request: str(request.scope.get(ENDPOINT) or ""))
 
     @app.get("/health")
     async def health(request: Request) -> Response:

@@ -19,7 +19,7 @@ from raytide.actors.serving.openai_api.wire import Model
 from raytide.actors.serving.ray_serve.keys import queue_key
 from raytide.core.errors import WaitTimeoutError
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, adapted_models, adapter_id
-from raytide.core.specs.rollout import CountedRevision
+from raytide.core.specs.rollout import CountedRevision, served_version
 from raytide.gateway.replicas.directory import Directory, EndpointEntry, Listing
 from raytide.gateway.replicas.replica_set import ReplicaSet
 from raytide.gateway.replicas.routed_engine import COLD_START_S, RoutedEngine
@@ -89,13 +89,13 @@ class EndpointModels:
     def _join_rollout(self, entry: EndpointEntry) -> None:
         """Counts the requests of both revisions of a rollout. A challenger is not waited for: its champion answers."""
         champion, rollout = self._applications[entry.spec.name], entry.rollout
-        champion.server.version = _version(entry)
+        champion.server.version = served_version(entry.spec.version, entry.revision)
         champion.engine.patience_s = COLD_START_S
         champion.metrics.tally = None
         if rollout is None or entry.challenger is None:
             return
         challenger = self._applications[entry.challenger.spec.name]
-        challenger.server.version = _version(entry.challenger)
+        challenger.server.version = served_version(entry.challenger.spec.version, entry.challenger.revision)
         challenger.engine.patience_s = 0.0
         for each, revision in ((champion, rollout.split.champion), (challenger, rollout.split.challenger)):
             key = (rollout.number, revision)
@@ -248,11 +248,6 @@ def _marked(response: T, request: Request, revision: int) -> T:
     if revision:
         request.scope[HEADERS] = {**request.scope.get(HEADERS, {}), "x-raytide-revision": str(revision)}
     return response
-
-
-def _version(entry: EndpointEntry) -> str:
-    """Returns the registered version and the revision, such as `chat:2 r7`, as far as they are known."""
-    return " ".join(filter(None, [entry.spec.version, f"r{entry.revision}" if entry.revision else ""]))
 
 
 def endpoint_of_model(model: str) -> str:

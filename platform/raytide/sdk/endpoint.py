@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from raytide.control.client import ApiClient
 from raytide.control.views import EndpointStatus, RolloutStatus, html_table, to_json
-from raytide.core.errors import DataError, EngineError, WaitTimeoutError
+from raytide.core.errors import DataError, EngineError, NotFoundError, WaitTimeoutError
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import LOADING, AdapterChange, EndpointState
+from raytide.core.specs.rollout import Score
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
 _POLL_S = 0.3
+_FEEDBACK_S = 30.0
 
 
 class EndpointHandle:
@@ -64,6 +66,22 @@ class EndpointHandle:
         from openai import OpenAI
 
         return OpenAI(base_url=self.base_url, api_key=options.pop("api_key", "none"), **options)
+
+    def feedback(self, request_id: str, score: Score, comment: str = "", *, api_key: str = "none") -> int:
+        """Judges an answer by its id, up or down; returns the revision that gave it.
+
+        Raises NotFoundError for a request that is not of the key's team.
+        """
+        import httpx
+
+        body = {"request_id": request_id, "score": score, "comment": comment}
+        headers = {"Authorization": f"Bearer {api_key}"}
+        answer = httpx.post(f"{self.base_url}/feedback", json=body, headers=headers, timeout=_FEEDBACK_S)
+        if answer.status_code == NotFoundError.http_status:
+            raise NotFoundError(answer.json()["error"]["message"], hint="Send the id of an answer that has ended.")
+        if not answer.is_success:
+            raise EngineError(f"the judgement was refused: {answer.text[:500]}")
+        return int(answer.json()["revision"])
 
     def rollout(self) -> RolloutStatus | None:
         """Returns the endpoint's last rollout; None if it never had one."""

@@ -24,6 +24,7 @@ from raytide.core.specs.model_version import (
     ModelVersionSpec,
     RegisteredModel,
 )
+from raytide.core.specs.rollout import RevisionFeedback
 from raytide.registry.content_digest import digest_of_directory
 
 runner = CliRunner()
@@ -142,6 +143,9 @@ class Endpoints(ApiClient):
     def revisions(self, name: str) -> list[EndpointRevision]:
         return self.stored
 
+    def feedback(self, name: str) -> list[RevisionFeedback]:
+        return [RevisionFeedback(2, 3, 1)]
+
     def rollouts(self, name: str, limit: int = 100) -> list[RolloutStatus]:
         return []
 
@@ -163,6 +167,7 @@ def test_a_rollback_names_the_revision_that_served_before(monkeypatch: pytest.Mo
             run("serve", "web", "--rollback", *to)
     assert [query for _, query in api.asked] == [{"revision": 1}, {"revision": 7}]
     assert run("endpoint", "history", "web").splitlines()[1].startswith("2\t")
+    assert "3 up, 1 down" in run("endpoint", "history", "web")
     api.previous = 0
     with pytest.raises(NotFoundError, match="no earlier revision"):
         run("serve", "web", "--rollback")

@@ -35,6 +35,7 @@ def history(
     if json:
         as_json([to_json(revision) for revision in revisions])
         return
+    thumbs = {each.revision: f"{each.up} up, {each.down} down" for each in client.feedback(name)}
     rows = [
         (
             each.number,
@@ -42,11 +43,12 @@ def history(
             each.user,
             (each.spec.version or "-") if each.spec else "-",
             each.spec.model if each.spec else f"unreadable: {each.unreadable}",
+            thumbs.get(each.number, "-"),
             each.why,
         )
         for each in revisions
     ]
-    as_table(("REVISION", "AT", "USER", "VERSION", "MODEL", "WHY"), rows)
+    as_table(("REVISION", "AT", "USER", "VERSION", "MODEL", "THUMBS", "WHY"), rows)
     if rollouts := client.rollouts(name):
         print()
         as_table(("AT", "USER", "ROLLOUT", "STATE", "WHY", "DECIDED", "BECAUSE"), [_row(each) for each in rollouts])

@@ -75,6 +75,14 @@ def model_routes(models: ModelService, endpoints: EndpointService) -> APIRouter:
     ) -> Any:
         return to_json(await run(endpoints.end_rollout, name, end, why or "", caller))
 
+    @router.get("/endpoints/{name}/feedback")
+    def feedback(caller: q.CallerInput, name: q.Name) -> Any:
+        return [to_json(each) for each in endpoints.feedback(name, caller)]
+
+    @router.post("/gateway/feedback")
+    async def save_feedback(body: q.Body) -> Any:
+        return {"revision": await run(endpoints.save_feedback, body)}
+
     @router.post("/gateway/rollouts")
     async def count_rollouts(body: q.Body) -> Any:
         await run(endpoints.count_rollouts, body)

@@ -47,6 +47,7 @@ from raytide.core.specs.model_version import (
     ModelVersionSpec,
     RegisteredModel,
 )
+from raytide.core.specs.rollout import RevisionFeedback
 from raytide.ledger.report import By
 
 _TIMEOUT_S = 15.0
@@ -213,6 +214,10 @@ class ApiClient:
         """Asks for the end of the rollout that runs."""
         query = {"why": why} if why else None
         return from_json(RolloutStatus, self._post(f"/v1/endpoints/{name}/rollout/{end}", query=query))
+
+    def feedback(self, name: str) -> list[RevisionFeedback]:
+        """Returns the thumbs of each revision of an endpoint, newest revision first."""
+        return from_json(list[RevisionFeedback], self._get(f"/v1/endpoints/{name}/feedback"))
 
     def register_model(self, spec: ModelVersionSpec) -> ModelVersion:
         """Adds a version of a model; the same one again is the version that exists."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints
 
+from raytide.core import bounds
 from raytide.core.config import Config
 
 REVISION_SEPARATOR = "~"
@@ -109,6 +111,47 @@ class RolloutReport(Config):
 
     gateway: Annotated[str, StringConstraints(min_length=1, max_length=100)]
     counted: tuple[CountedRevision, ...] = Field(default=(), max_length=1000)
+
+
+Score = Literal["up", "down"]
+
+
+class Feedback(Config):
+    """A user's judgement of an answer."""
+
+    request_id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,100}$")]
+    """The id of the response."""
+    score: Score
+    comment: Annotated[str, StringConstraints(max_length=4096)] = ""
+    team: bounds.Name = "default"
+    """The team of the request; the gateway fills it in, and `key` and `model`."""
+    key: Annotated[str, StringConstraints(max_length=64)] = ""
+    model: bounds.Word = ""
+    """The endpoint, where the address names one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionFeedback:
+    """The thumbs that answers of a revision got."""
+
+    revision: int
+    up: int
+    down: int
+
+
+_SERVED = re.compile(r"(?:^| )r([0-9]+)$")
+
+
+def served_version(version: str, revision: int) -> str:
+    """Returns the version in the usage of requests: the registered version and the revision, such as `chat:2 r7`, as
+    far as they are known."""
+    return " ".join(filter(None, [version, f"r{revision}" if revision else ""]))
+
+
+def served_revision(served: str) -> int:
+    """Returns the revision in a `served_version`; 0 if it has none."""
+    found = _SERVED.search(served)
+    return int(found[1]) if found else 0
 
 
 def application_of(endpoint: str, revision: int) -> str:

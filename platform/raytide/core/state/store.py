@@ -27,6 +27,7 @@ from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.core.state.queries.pages import paged
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.registry.endpoints import request_delete, save_endpoint, served_endpoint
+from raytide.core.state.registry.feedback import FeedbackRecords
 from raytide.core.state.registry.models import ModelRecords
 from raytide.core.state.registry.revisions import RevisionRecords
 from raytide.core.state.registry.rollouts import RolloutRecords, all_serving, commit_rollouts, unended
@@ -61,6 +62,7 @@ class Store:
         self.models = ModelRecords(database)
         self.revisions = RevisionRecords(database)
         self.rollouts = RolloutRecords(database)
+        self.feedback = FeedbackRecords(database)
         self._leader: Leader | None = None
 
     @classmethod

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from raytide.core import errors
 from raytide.core.errors import ClusterError
 from raytide.core.objects.api_key import KeyTableChange, ReservationBatch, UsageBatch
-from raytide.core.specs.rollout import RolloutReport
+from raytide.core.specs.rollout import Feedback, RolloutReport
 
 __all__ = ["ControlApi"]
 
@@ -48,6 +48,12 @@ class ControlApi:
     async def report_rollouts(self, report: RolloutReport) -> None:
         """Reports totals of the revisions of rollouts."""
         await self._call("POST", "/v1/gateway/rollouts", json=report.model_dump(mode="json"), timeout=_TIMEOUT_S)
+
+    async def save_feedback(self, feedback: Feedback) -> int:
+        """Keeps a judgement; returns the revision that answered. Raises NotFoundError for an unknown request."""
+        body = feedback.model_dump(mode="json")
+        answer = await self._call("POST", "/v1/gateway/feedback", json=body, timeout=_TIMEOUT_S)
+        return int(answer["revision"])
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -26,6 +26,8 @@ from raytide.core.objects.resources import resolve_accelerator
 from raytide.core.specs.rollout import (
     REVISION_SEPARATOR,
     CountedRevision,
+    Feedback,
+    RevisionFeedback,
     Rollout,
     RolloutReport,
     Serving,
@@ -85,6 +87,15 @@ class EndpointService:
     def count_rollouts(self, body: Mapping[str, object]) -> None:
         """Takes over what a gateway has counted."""
         self._store.rollouts.report(RolloutReport.parse(body, where="rollouts"))
+
+    def save_feedback(self, body: Mapping[str, object]) -> int:
+        """Keeps a user's judgement of an answer, which a gateway passes on; returns the revision that answered."""
+        return self._store.feedback.save(Feedback.parse(body, where="feedback"), self._clock.now_s())
+
+    def feedback(self, name: str, caller: Caller) -> tuple[RevisionFeedback, ...]:
+        """Returns the thumbs of each revision of an endpoint, newest revision first."""
+        caller.require_team(self._store.endpoint(name).spec.team)
+        return self._store.feedback.sums(name)
 
     def _checked(self, spec: ServeSpec, caller: Caller) -> ServeSpec:
         """Returns a spec with what it refers to. Raises an error for one that cannot run."""

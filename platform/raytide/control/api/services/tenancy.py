@@ -109,7 +109,10 @@ class TenancyService:
         if since > self.revision():
             since = -1
         revision, keys = self._records.keys.changes(since, self._clock.now_s())
-        prices = {endpoint.name: endpoint.spec.price for endpoint in self._store.endpoints()}
+        serving = {each.application: name for name, each in self._store.rollouts.all_serving().items()}
+        prices = {
+            serving.get(endpoint.name, endpoint.name): endpoint.spec.price for endpoint in self._store.endpoints()
+        }
         weights = {name: spec.weight for name, spec in self._accounts.specs().items()}
         return KeyTableChange(revision, since < 0, keys, prices, weights)
 

@@ -26,6 +26,7 @@ from raytide.core.state.database import Database
 from raytide.core.state.queries.jobs import no_endpoint
 from raytide.core.state.records import Event
 from raytide.core.state.registry import tables as t
+from raytide.core.state.registry.feedback import thumbs
 from raytide.core.state.registry.revisions import add_revision
 from raytide.core.state.tenancy.audit import add_entry, record
 from raytide.core.state.write import next_number, note, update, upsert
@@ -150,7 +151,23 @@ class RolloutRecords:
             for row in c.execute(query).mappings():
                 values = {name: int(value) for name, value in row.items()}
                 found[values["rollout"]][values["revision"]] = CountedRevision.model_validate(values)
+            for number in wanted:
+                _add_thumbs(c, number, found[number])
         return found
+
+
+def _add_thumbs(c: sa.Connection, number: int, counts: dict[int, CountedRevision]) -> None:
+    """Adds the judgements since the begin of a rollout to the counts of its revisions."""
+    r, f = t.rollouts.c, t.feedback.c
+    rollout = c.execute(t.rollouts.select().where(r.number == number)).first()
+    if rollout is None:
+        return
+    which = f.revision.in_((rollout.champion, rollout.challenger))
+    query = sa.select(f.revision, *thumbs()).where(f.model == rollout.name, which, f.at_s >= rollout.created_at_s)
+    for row in c.execute(query.group_by(f.revision)):
+        before = counts.get(row.revision) or CountedRevision(rollout=number, revision=row.revision)
+        thumbed = {"judged": int(row.judged), "disliked": int(row.disliked)}
+        counts[row.revision] = before.model_copy(update=thumbed)
 
 
 def serving(c: sa.Connection, name: str) -> Serving:

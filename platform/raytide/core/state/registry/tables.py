@@ -105,3 +105,19 @@ rollout_counts = Table(
     Column("first_token_ms", BigInteger, nullable=False),
 )
 """The requests of each revision since the start of each gateway process."""
+
+feedback = Table(
+    "feedback",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("at_s", Double, nullable=False),
+    Column("team", String, nullable=False),
+    Column("key", String, nullable=False),
+    Column("model", String, nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("score", String, nullable=False),
+    Column("comment", SafeText, nullable=False),
+    Index(None, "model", "revision", "at_s"),
+    Index(None, "at_s"),
+)
+"""Judgements of answers, one for each request of `usage`."""

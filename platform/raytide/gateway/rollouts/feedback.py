@@ -1,0 +1,56 @@
+"""`/v1/feedback`: thumbs for answers, by the id of the response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from raytide.actors.serving.openai_api.admission import caller_of
+from raytide.actors.serving.openai_api.errors import invalid
+from raytide.core.errors import NotFoundError
+from raytide.core.specs.rollout import Feedback, Score
+from raytide.gateway.tenancy.control_api import ControlApi
+from raytide.gateway.tenancy.tenancy import GatewayCaller
+
+_UNREPORTED_S = (0.6, 1.2)
+"""The pauses before another look for an unknown request: a gateway reports twice a second those that have ended."""
+
+
+class FeedbackRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
+    """The id of the response."""
+    score: Score
+    comment: Annotated[str, Field(max_length=4096)] = ""
+
+
+class FeedbackObject(BaseModel):
+    object: Literal["feedback"] = "feedback"
+    request_id: str
+    score: Score
+    revision: int
+    """The revision of the endpoint that answered; 0 if it is not known."""
+
+
+def add_feedback_routes(app: FastAPI, api: ControlApi, endpoint_of: Callable[[Request], str]) -> None:
+    """`endpoint_of` returns the endpoint that a request's address names; "" if it names none."""
+
+    @app.post("/v1/feedback")
+    async def feedback(body: FeedbackRequest, request: Request) -> FeedbackObject:
+        caller = caller_of(request.scope)
+        key = caller.key.id if isinstance(caller, GatewayCaller) and caller.key is not None else ""
+        given = Feedback(**body.model_dump(), team=caller.team, key=key, model=endpoint_of(request))
+        for pause_s in (*_UNREPORTED_S, None):
+            try:
+                revision = await api.save_feedback(given)
+                return FeedbackObject(request_id=body.request_id, score=body.score, revision=revision)
+            except NotFoundError:
+                if pause_s is not None:
+                    await asyncio.sleep(pause_s)
+        message = f"There is no request {body.request_id!r} of yours, or it has not ended."
+        raise invalid(message, param="request_id", code="not_found", status=404)
