@@ -129,7 +129,7 @@ class EndpointService:
             now = serving.get(endpoint_of(name)) or Serving(name, name, 0)
             if now.application == name:
                 shown[name] = now
-            elif endpoint.state is not EndpointState.DELETED:
+            elif endpoint.state is not EndpointState.DELETED and name != now.name:
                 shown[name] = Serving(name, name, 0)
             else:
                 ended[now.application] += spent.get(name, 0)
