@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from raytide.core.errors import NotFoundError
+from raytide.core.objects.endpoint import ADAPTER_SEPARATOR
 from raytide.core.specs.rollout import Feedback, RevisionFeedback, served_revision
 from raytide.core.state import tables as core
 from raytide.core.state.database import Database
@@ -25,10 +26,11 @@ class FeedbackRecords:
         u = core.usage.c
         with self._db.write() as c:
             row = c.execute(sa.select(u.team, u.model, u.version).where(u.id == request_id)).first()
-            if row is None or row.team != given.team or given.model not in ("", row.model):
+            endpoint = "" if row is None else row.model.partition(ADAPTER_SEPARATOR)[0]
+            if row is None or row.team != given.team or given.model not in ("", endpoint):
                 raise NotFoundError(f"request {given.request_id} is not known.", hint="Send the id of an answer.")
             revision = served_revision(row.version)
-            values = {"id": request_id, "at_s": now_s, "model": row.model, "revision": revision}
+            values = {"id": request_id, "at_s": now_s, "model": endpoint, "revision": revision}
             kept = {name: getattr(given, name) for name in ("team", "key", "score", "comment")}
             upsert(c, t.feedback, [{**values, **kept}])
             return revision
