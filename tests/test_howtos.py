@@ -159,6 +159,11 @@ def test_a_version_is_rolled_out_and_taken_back(how_to: HowTo, tide: rt.Client) 
     printed = how_to("roll-out-a-version")
     assert re.search(r"^lineage.config.steps\t40\t10$", printed, re.MULTILINE)
     assert "metrics.taste\t-\t0.8" in printed
+    assert "canary of revision 2 of assistant: starting" in printed
+    assert "revision 2 gave the last answer" in printed
+    assert "canary of revision 2 of assistant: promoted: all steps passed" in printed
+    assert re.search(r"canary 1 -> 2\tpromoted\ttrained on for 10 steps", printed)
+    assert re.search(r"^2\t.*\tmy-model:2\t.*\t[0-9]+ up, 0 down\t", printed, re.MULTILINE)
     assert "assistant is at revision 3: rollback to revision 1" in printed
     assert "my-model:1 is intact" in printed
     history = tide.models.history("my-model", alias="champion")

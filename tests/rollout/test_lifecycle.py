@@ -153,6 +153,23 @@ def test_both_revisions_together_may_have_one_replica_more_than_the_endpoint(
     assert found["web"].spec.name == "web"
 
 
+def test_a_shadow_gets_copies_alone_until_a_user_ends_it() -> None:
+    plan = RolloutSpec.model_validate({"shadow": {"percent": 40}}).model_dump(mode="json")
+    found = advance(rollout(kind="shadow", plan=plan), view(), 101.0)
+    assert (found.state, found.percent) == (RolloutState.RUNNING, 0.0)
+    found = advance(found, view(counts=counts((500, 0), (500, 500))), 1e6)
+    assert found.state is RolloutState.RUNNING, "its failures hurt nobody"
+    assert found.progress["seen"]["challenger"]["errors"] == 500
+    route = routes({"web": Serving("web", "web", 1)}, [found])["web"].rollout
+    assert route is not None
+    assert (route.split.percent, route.split.shadow_percent) == (0.0, 40.0)
+    both = {name: endpoint(name, min=4, max=8) for name in ("web", "web~2")}
+    shared = with_shares(both, [found], {})
+    assert (shared["web"].spec.replicas.min, shared["web~2"].spec.replicas.min) == (4, 2)
+    promoted = advance(replace(found, asked="promote"), view(), 1e6)
+    assert promoted.state is RolloutState.PROMOTED
+
+
 def test_other_endpoints_and_rollouts_that_are_over_leave_the_bounds_alone() -> None:
     both = {name: endpoint(name, min=4, max=8) for name in ("web", "web~2")}
     assert with_shares(both, [rollout(state=RolloutState.PROMOTED)], {}) == both

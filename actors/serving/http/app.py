@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
@@ -19,7 +19,7 @@ from raytide.actors.serving.http.headers import ResponseHeaders
 from raytide.actors.serving.openai_api.admission import caller_of
 from raytide.actors.serving.openai_api.embeddings import EmbeddingList, EmbeddingRequest, embed
 from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
-from raytide.actors.serving.openai_api.respond import failed, respond, session_of
+from raytide.actors.serving.openai_api.respond import failed, respond
 from raytide.actors.serving.openai_api.response_writer import ChatWriter, CompletionWriter
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.tool_choice import ToolUse
@@ -47,7 +47,9 @@ class Models(Protocol):
     async def server(self, model: str, request: Request) -> Server:
         """Returns the server of a model. Raises ApiError for one that is unknown or that this caller may not use."""
 
-    async def answer(self, model: str, request: Request, session: str, respond: Callable[[Server], Awaitable[T]]) -> T:
+    async def answer(
+        self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
+    ) -> T:
         """Returns what a server of the model responds; another one may be asked when the first one fails."""
 
     def cards(self, request: Request) -> list[Model]:
@@ -67,7 +69,9 @@ class SingleModel:
         self._server.check_name(model)
         return self._server
 
-    async def answer(self, model: str, request: Request, session: str, respond: Callable[[Server], Awaitable[T]]) -> T:
+    async def answer(
+        self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
+    ) -> T:
         return await respond(await self.server(model, request))
 
     def cards(self, request: Request) -> list[Model]:
@@ -133,7 +137,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
         def answer(server: Server) -> Awaitable[Response]:
             return respond(server, "completions", body, request, writer_of)
 
-        return await models.answer(body.model, request, session_of(body, request.headers), answer)
+        return await models.answer(body.model, request, body, answer)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAM)
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -142,7 +146,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
         def answer(server: Server) -> Awaitable[Response]:
             return respond(server, "chat", body, request, writer_of)
 
-        return await models.answer(body.model, request, session_of(body, request.headers), answer)
+        return await models.answer(body.model, request, body, answer)
 
     @app.post("/v1/responses", responses=_STREAM)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
@@ -155,7 +159,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
         def answer(server: Server) -> Awaitable[Response]:
             return respond(server, "responses", chat, request, partial(ResponsesWriter, body))
 
-        return await models.answer(body.model, request, session_of(chat, request.headers), answer)
+        return await models.answer(body.model, request, chat, answer)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, request: Request) -> EmbeddingList:
@@ -168,7 +172,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
             track.finish("ok")
             return found
 
-        return await models.answer(body.model, request, session_of(body, request.headers), answer)
+        return await models.answer(body.model, request, body, answer)
 
     return app
 

@@ -8,14 +8,17 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
+from uuid import uuid4
 
 from fastapi import Request
+from pydantic import BaseModel
 
 from raytide.actors.serving.metrics import render_all
 from raytide.actors.serving.openai_api.admission import HEADERS, caller_of
 from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
+from raytide.actors.serving.openai_api.respond import session_of
 from raytide.actors.serving.openai_api.server import Server
-from raytide.actors.serving.openai_api.wire import Model
+from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
 from raytide.actors.serving.ray_serve.keys import queue_key
 from raytide.core.errors import WaitTimeoutError
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, adapted_models, adapter_id
@@ -25,6 +28,7 @@ from raytide.gateway.replicas.replica_set import ReplicaSet
 from raytide.gateway.replicas.routed_engine import COLD_START_S, RoutedEngine
 from raytide.gateway.rollouts.choice import champion_may_answer, is_for_challenger, is_overload
 from raytide.gateway.rollouts.counting import CountedMetrics, RevisionTally
+from raytide.gateway.rollouts.shadow import ShadowTraffic
 
 ENDPOINT = "raytide.endpoint"
 """The key of an ASGI scope with the endpoint that the path names, if it names one."""
@@ -60,6 +64,7 @@ class EndpointModels:
         self._listing: Listing = {}
         self._applications: dict[str, _Application] = {}
         self._tallies: dict[tuple[int, int], RevisionTally] = {}
+        self._shadows = ShadowTraffic()
         self._refused: dict[str, int] = {}
         self._retired: list[ReplicaSet] = []
         """Replicas of deleted endpoints, which finish their requests."""
@@ -106,15 +111,17 @@ class EndpointModels:
         """Returns the totals of the rollouts that run, and of those that ran since the start."""
         return [tally.to_report() for tally in self._tallies.values()]
 
-    async def answer(self, model: str, request: Request, session: str, respond: Callable[[Server], Awaitable[T]]) -> T:
+    async def answer(
+        self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
+    ) -> T:
         """Returns what the revision for this request responds. Nothing of a response was sent yet when `respond`
         raises, so the champion answers what a challenger fails.
         """
         await self.server(model, request)
         entry = self._listing[endpoint_of_model(model)]
-        challenger = self._challenger(entry, model, request, session)
+        challenger = self._challenger(entry, model, request, session_of(body, request.headers))
         if challenger is None:
-            return await self._champion_answer(model, request, respond)
+            return await self._champion_answer(model, request, self._with_copy(model, request, body, respond))
         tally = challenger.metrics.tally
         refusal: Exception | None = None
         if challenger.replicas.ready:
@@ -140,6 +147,22 @@ class EndpointModels:
             except Exception:
                 if endpoint_of_model(model) not in self._listing or self._serving(model) is champion:
                     raise
+
+    def _with_copy(
+        self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
+    ) -> Callable[[Server], Awaitable[T]]:
+        """Returns `respond`; for a share of the requests in a shadow rollout, one that also asks the challenger."""
+        entry = self._listing[endpoint_of_model(model)]
+        if entry.rollout is None or entry.challenger is None or not isinstance(body, CompletionRequest | ChatRequest):
+            return respond
+        found = self._applications[entry.challenger.spec.name]
+        tally = found.metrics.tally
+        if not found.replicas.ready or not _has(entry.challenger, model) or tally is None:
+            return respond
+        if not entry.rollout.split.is_shadowed(uuid4().hex):
+            return respond
+        challenger, caller = found.adapted(model), caller_of(request.scope)
+        return lambda server: respond(self._shadows.copied(server, challenger, body, caller, tally))
 
     async def server(self, model: str, request: Request) -> Server:
         self._check_path(model, request)
@@ -193,6 +216,7 @@ class EndpointModels:
             await asyncio.sleep(_REPORT_S)
 
     async def close(self) -> None:
+        await self._shadows.close()
         for replicas in (*(found.replicas for found in self._applications.values()), *self._retired):
             await replicas.close()
 

@@ -17,13 +17,19 @@ from raytide.rollout.traffic import TrafficSplit
 
 
 async def begin(
-    gateway: Gateway, challenger: Engine, *, percent: float = 100.0, champion: Engine | None = None, **spec: object
+    gateway: Gateway,
+    challenger: Engine,
+    *,
+    percent: float = 100.0,
+    shadow: float = 0.0,
+    champion: Engine | None = None,
+    **spec: object,
 ) -> None:
     """Deploys `chat` with a champion and a challenger, which has this share of the traffic."""
     await gateway.deploy("chat", champion or FakeEngine(reply="old "), **spec)
     address = await gateway.start("chat~2-0", challenger)
     second = EndpointEntry(ServeSpec(name="chat~2", model="/models/none", **spec), 1.0, {"chat~2-0": address}, 2)  # type: ignore[arg-type]
-    split = TrafficSplit(endpoint="chat", champion=1, challenger=2, percent=percent)
+    split = TrafficSplit(endpoint="chat", champion=1, challenger=2, percent=percent, shadow_percent=shadow)
     route = RolloutRoute(number=7, challenger="chat~2", split=split)
     gateway.listing["chat"] = replace(gateway.listing["chat"], revision=1, rollout=route, challenger=second)
     gateway.models.update(gateway.listing)

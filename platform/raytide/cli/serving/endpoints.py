@@ -105,7 +105,7 @@ def rollout(
         return
     print(rollout_line(status))
     rows = [_outcome(side, each) for side, each in (("champion", status.champion), ("challenger", status.challenger))]
-    as_table(("", "REVISION", "VERSION", "REQUESTS", "FAILED", "LATE", "DISLIKED", "FIRST TOKEN"), rows)
+    as_table(("", "REVISION", "VERSION", "REQUESTS", "FAILED", "LATE", "DISLIKED", "FIRST TOKEN", "EQUAL"), rows)
 
 
 def rollout_line(status: RolloutStatus) -> str:
@@ -182,7 +182,8 @@ def _outcome(side: str, found: RevisionOutcome) -> tuple[object, ...]:
     shares = [_share(found.shares.get(name)) for name in CRITERIA]
     timed = found.counts.started
     first_s = f"{found.counts.first_token_ms / timed / 1000:.3f} s" if timed else "-"
-    return (side, found.revision, found.version or "-", found.counts.requests, *shares, first_s)
+    equal = f"{found.counts.equal} of {found.counts.compared}" if found.counts.compared else "-"
+    return (side, found.revision, found.version or "-", found.counts.requests, *shares, first_s, equal)
 
 
 def _share(found: tuple[float, float, float] | None) -> str:

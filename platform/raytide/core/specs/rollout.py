@@ -101,6 +101,9 @@ class CountedRevision(Config):
     late: _Count = 0
     first_token_ms: _Count = 0
     """The sum over `started` requests with a first token."""
+    compared: _Count = 0
+    """Greedy answers that were compared with the champion's."""
+    equal: _Count = 0
     judged: _Count = 0
     """Gateways leave it and `disliked` at 0: thumbs come through the API."""
     disliked: _Count = 0

@@ -21,6 +21,8 @@ class RevisionTally:
     started: int = 0
     late: int = 0
     first_token_ms: int = 0
+    compared: int = 0
+    equal: int = 0
 
     def fail(self) -> None:
         """Counts a request that the revision could not answer."""

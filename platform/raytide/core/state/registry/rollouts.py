@@ -34,7 +34,7 @@ from raytide.core.state.write import next_number, note, update, upsert
 KEPT_ROLLOUTS = 100
 """The newest rollouts of an endpoint that are kept."""
 _LIVE = [state for state in RolloutState if state.is_live]
-_COUNTS = ("requests", "errors", "started", "late", "first_token_ms")
+_COUNTS = ("requests", "errors", "started", "late", "first_token_ms", "compared", "equal")
 _FIELDS = tuple(each.name for each in fields(Rollout))
 
 

@@ -103,6 +103,8 @@ rollout_counts = Table(
     Column("started", BigInteger, nullable=False),
     Column("late", BigInteger, nullable=False),
     Column("first_token_ms", BigInteger, nullable=False),
+    Column("compared", BigInteger, nullable=False),
+    Column("equal", BigInteger, nullable=False),
 )
 """The requests of each revision since the start of each gateway process."""
 

@@ -1,0 +1,120 @@
+"""Copies of requests for a challenger. No user gets its answers; those of greedy requests are compared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from copy import copy
+from typing import Any, cast
+
+from raytide.actors.engine.base import Engine
+from raytide.actors.engine.types import GenChunk, GenRequest
+from raytide.actors.serving.openai_api.admission import Anybody, RequestCaller
+from raytide.actors.serving.openai_api.respond import failed
+from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
+from raytide.gateway.rollouts.counting import RevisionTally
+
+_MOST_COPIES = 32
+"""The copies that run at the same time in a gateway; further requests are not copied."""
+_LONGEST_S = 300.0
+
+
+class RecordedEngine:
+    """An engine of which one HTTP request's output is kept."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.texts: defaultdict[int, str] = defaultdict(str)
+        """The text of each choice, by its number in the response."""
+        self.is_greedy = self.is_whole = True
+        self.is_over = asyncio.Event()
+        self._open = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        self._open += 1
+        self.is_greedy &= request.sampling.is_greedy
+        first = int(request.request_id.rpartition("-")[2]) * request.sampling.n
+        is_whole = False
+        try:
+            async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    self.texts[first + chunk.index] += chunk.text
+                    is_whole = chunk.usage is not None
+                    yield chunk
+        finally:
+            self._open -= 1
+            self.is_whole &= is_whole
+            if not self._open:
+                self.is_over.set()
+
+
+class ShadowTraffic:
+    """The copies of one gateway process."""
+
+    def __init__(self) -> None:
+        self._copies: set[asyncio.Task[None]] = set()
+
+    def copied(
+        self,
+        champion: Server,
+        challenger: Server,
+        body: CompletionRequest | ChatRequest,
+        caller: RequestCaller,
+        tally: RevisionTally,
+    ) -> Server:
+        """Starts a copy of a request on the challenger. Returns the champion's server for the request itself."""
+        if len(self._copies) >= _MOST_COPIES:
+            return champion
+        recorded = RecordedEngine(champion.engine)
+        self._copies.add(task := asyncio.create_task(_run(challenger, body, _Copier(caller), recorded, tally)))
+        task.add_done_callback(self._copies.discard)
+        server = copy(champion)
+        server.engine = cast(Engine, recorded)
+        return server
+
+    async def close(self) -> None:
+        for task in self._copies:
+            task.cancel()
+        await asyncio.gather(*self._copies, return_exceptions=True)
+
+
+class _Copier(Anybody):
+    """The caller of a copy: it pays nothing, and its prompts are cached apart as those of the request's sender."""
+
+    def __init__(self, caller: RequestCaller) -> None:
+        self.team, self.is_known = caller.team, caller.is_known
+
+
+async def _run(
+    server: Server,
+    body: CompletionRequest | ChatRequest,
+    caller: RequestCaller,
+    original: RecordedEngine,
+    tally: RevisionTally,
+) -> None:
+    track = server.metrics.track("shadow")
+    texts: defaultdict[int, str] = defaultdict(str)
+    try:
+        async with asyncio.timeout(_LONGEST_S):
+            generation = await server.generate(body, caller)
+            try:
+                async for batch in generation.batches():
+                    for delta in batch:
+                        texts[delta.index] += delta.text
+                        track.tokens(delta.index, delta.tokens)
+            finally:
+                generation.cancel()
+            track.finish("ok")
+            await original.is_over.wait()
+    except Exception as error:  # its own failures are what it is there to find
+        failed(error, track)
+        return
+    if original.is_greedy and original.is_whole and not getattr(body, "echo", False):
+        tally.compared += 1
+        tally.equal += texts == original.texts

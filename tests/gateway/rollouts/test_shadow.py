@@ -1,0 +1,73 @@
+"""Shadow traffic: a challenger gets copies, whose answers are compared and never reach a user."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.gateway.conftest import Gateway, running_gateway, until
+from tests.gateway.rollouts.test_canary_traffic import ask, begin, counted, text_of
+
+from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.gateway.rollouts import shadow
+
+
+def compared(gateway: Gateway) -> tuple[int, int]:
+    (found,) = (each for each in gateway.models.counted() if each.revision == 2)
+    return found.compared, found.equal
+
+
+@pytest.mark.parametrize(("reply", "equal"), [("old ", 6), ("new ", 0)])
+async def test_every_answer_is_the_champions_and_greedy_ones_are_compared(reply: str, equal: int) -> None:
+    async with running_gateway() as gateway:
+        await begin(gateway, FakeEngine(reply=reply), percent=0.0, shadow=100.0)
+        answers = [await ask(gateway, f"hello {number}", temperature=0) for number in range(5)]
+        answers.append(await ask(gateway, "two", temperature=0, n=2))
+        sampled = await ask(gateway, "sampled", temperature=1)
+        stream = await ask(gateway, "streamed", temperature=1, stream=True)
+        assert {text_of(each) for each in (*answers, sampled)} == {"old "}
+        assert {each.headers["x-raytide-revision"] for each in (*answers, stream)} == {"1"}
+
+        async def are_counted() -> bool:
+            return counted(gateway)[2][0] == 8 and compared(gateway) == (6, equal)
+
+        await until(are_counted)
+        assert counted(gateway)[1] == (8, 0, 8, 0)
+
+
+async def test_a_broken_challenger_costs_nothing_and_its_failures_are_counted() -> None:
+    async with running_gateway() as gateway:
+        await begin(gateway, FakeEngine(fail_on="hello"), percent=0.0, shadow=100.0)
+        assert [text_of(await ask(gateway, f"hello {number}", temperature=0)) for number in range(3)] == ["old "] * 3
+
+        async def are_counted() -> bool:
+            return counted(gateway)[2][:2] == (3, 3)
+
+        await until(are_counted)
+        assert compared(gateway) == (0, 0)
+        assert counted(gateway)[1][:2] == (3, 0)
+
+
+async def test_a_slow_challenger_holds_up_no_answer_and_gets_so_many_copies_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shadow, "_MOST_COPIES", 2)
+    async with running_gateway() as gateway:
+        slow = FakeEngine(reply="old ", tokens_per_s=0.01)
+        await begin(gateway, slow, percent=0.0, shadow=100.0)
+        answers = await asyncio.gather(*(ask(gateway, f"hello {number}") for number in range(5)))
+        assert {text_of(each) for each in answers} == {"old "}
+        assert len(gateway.models._shadows._copies) == 2
+
+
+async def test_a_share_of_requests_is_copied() -> None:
+    async with running_gateway() as gateway:
+        await begin(gateway, FakeEngine(reply="old "), percent=0.0, shadow=30.0)
+        for number in range(100):
+            await ask(gateway, f"hello {number}", temperature=0)
+
+        async def are_over() -> bool:
+            return not gateway.models._shadows._copies
+
+        await until(are_over)
+        assert 10 <= compared(gateway)[0] <= 55
