@@ -96,8 +96,9 @@ def rendered(contents: list[str]) -> str:
 
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
-# Hypothesis also draws the strings that it finds in a project's own files, the names of special tokens among them.
-ORDINARY = TEXT.filter(lambda text: not any(name in text for name in NAMES))
+# Hypothesis also draws the strings that it finds in a project's own files: the names of special tokens among them, and
+# the two noncharacters that mark answers in a rendered template and are removed from it.
+ORDINARY = TEXT.filter(lambda text: not any(name in text for name in (*NAMES, "\ufdd0", "\ufdd1")))
 
 
 @settings(max_examples=150, deadline=None)
