@@ -18,7 +18,6 @@ _ALIAS = r"[a-z][a-z0-9_-]{0,62}"
 _REFERENCE = re.compile(rf"({_NAME})(?::([0-9]{{1,9}})|@({_ALIAS}))")
 
 ModelName = Annotated[str, StringConstraints(pattern=rf"^{_NAME}$")]
-AliasName = Annotated[str, StringConstraints(pattern=rf"^{_ALIAS}$")]
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 

@@ -168,9 +168,6 @@ class Router:
         """Drops what is known of a replica whose cache is lost."""
         self._assigned.pop(replica, None)
 
-    def indexed_blocks(self) -> int:
-        return sum(len(each.index) for each in self._assigned.values())
-
     def _cheapest(
         self, tokens: int, keys: list[bytes], replicas: Sequence[ReplicaState], session: bytes
     ) -> ReplicaState:
