@@ -82,12 +82,17 @@ async def test_a_resumed_stream_is_not_counted_as_one_that_waited_for_its_first_
 @pytest.mark.asyncio
 async def test_requests_wait_for_a_replacement_when_the_last_replica_dies() -> None:
     async with running_gateway() as gateway:
-        await gateway.deploy("m", FakeEngine(tokens_per_s=100))
+        engine = FakeEngine(tokens_per_s=50)
+        await gateway.deploy("m", engine)
         streams = [asyncio.create_task(ask(gateway)) for _ in range(4)]
-        await asyncio.sleep(0.2)
+        await until_running(engine, 4)
         await gateway.kill("m-0")
-        await asyncio.sleep(0.2)
-        assert gateway.models.endpoint("m")[1].waiting == 4
+        replicas = gateway.models.endpoint("m")[1]
+
+        async def are_waiting() -> bool:
+            return replicas.waiting == 4
+
+        await until(are_waiting)
         await gateway.deploy("m", FakeEngine(tokens_per_s=100))
         assert {text for _, text, _ in await asyncio.gather(*streams)} == {TEXT}
 
@@ -141,7 +146,7 @@ async def test_requests_that_wait_for_a_replica_are_refused_when_their_endpoint_
 @pytest.mark.asyncio
 async def test_a_full_replica_s_requests_go_to_another_and_are_refused_when_all_are_full() -> None:
     async with running_gateway() as gateway:
-        engines = [FakeEngine(tokens_per_s=100, max_running=1, max_waiting=1) for _ in range(2)]
+        engines = [FakeEngine(tokens_per_s=50, max_running=1, max_waiting=1) for _ in range(2)]
         await gateway.deploy("m", *engines)
         streams = [asyncio.create_task(ask(gateway)) for _ in range(8)]
         results = await asyncio.gather(*streams)
@@ -157,7 +162,12 @@ async def test_a_draining_replica_gets_no_more_and_what_it_cannot_finish_goes_on
         streams = [asyncio.create_task(ask(gateway)) for _ in range(6)]
         await until_running(engines[0], 3)
         draining = asyncio.create_task(gateway.servers["m-0"].drain(0.5))
-        await asyncio.sleep(0.1)
+        replicas = gateway.models.endpoint("m")[1]
+
+        async def is_known() -> bool:
+            return [replica.name for replica in replicas.ready] == ["m-1"]
+
+        await until(is_known)
         late = asyncio.create_task(ask(gateway, max_tokens=5))
         assert (await late)[1] == "tide "
         assert (await engines[0].stats()).running + (await engines[0].stats()).waiting <= 3
