@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from tests.gateway.conftest import running_gateway, until
 
 from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.engine.types import GenChunk, GenRequest
 from raytide.gateway.batches.service import BatchService
 
 
@@ -129,6 +132,26 @@ async def test_the_timeout_of_a_request_covers_its_wait_for_a_replica() -> None:
             answer = await asyncio.wait_for(gateway.http.post("/v1/chat/completions", json=body), 20)
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         assert gateway.models.endpoint("tide")[1].waiting == 0
+
+
+@pytest.mark.asyncio
+async def test_a_changed_least_priority_holds_from_then_on() -> None:
+    priorities: list[int] = []
+
+    class Noting(FakeEngine):
+        def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+            priorities.append(request.priority)
+            return super().generate(request)
+
+    async with running_gateway() as gateway:
+        await gateway.deploy("tide", Noting())
+        for least in (0, -5):
+            entry = gateway.listing["tide"]
+            spec = entry.spec.model_copy(update={"min_request_priority": least})
+            gateway.listing["tide"] = dataclasses.replace(entry, spec=spec)
+            gateway.models.update(gateway.listing)
+            await gateway.http.post("/v1/chat/completions", json=chat("tide", priority=-9))
+    assert priorities == [0, -5]
 
 
 @pytest.mark.asyncio

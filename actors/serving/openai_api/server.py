@@ -44,7 +44,7 @@ class Server:
         self.metrics = ServingMetrics(model)
         self._watch = ProgressWatch(stall_limit_s)
         self.texts = TextPool()
-        self._drain_s, self._min_priority = drain_s, min_priority
+        self._drain_s, self.min_priority = drain_s, min_priority
         self._created = int(time.time())
         self._info: EngineInfo | None = None
         self.version = ""
@@ -162,7 +162,7 @@ class Server:
 
     def _priority(self, asked: int | None, caller: RequestCaller) -> int:
         """Returns the request's priority, which is at most as urgent as the caller or the endpoint allows."""
-        most_urgent = caller.priority if caller.is_known else self._min_priority
+        most_urgent = caller.priority if caller.is_known else self.min_priority
         return max(most_urgent, caller.priority if asked is None else asked)
 
     def _most_tokens(self, sampling: SamplingParams, prompts: list[list[int]]) -> int:

@@ -84,6 +84,7 @@ class EndpointModels:
                 known = self._applications[entry.spec.name] = self._made(name, entry)
             known.entry = entry
             known.replicas.most_waiting = entry.spec.max_ongoing * max(1, entry.spec.replicas.max)
+            known.server.min_priority = entry.spec.min_request_priority
             known.engine.answers.cache.set_policy(entry.spec.answer_cache)
             known.replicas.update(entry.replicas)
         self._listing = dict(listing)
@@ -244,15 +245,10 @@ class EndpointModels:
         return (name, *adapted_models(name, self._listing[name].spec))
 
     def _made(self, name: str, entry: EndpointEntry) -> _Application:
-        spec = entry.spec
         replicas = ReplicaSet(name, on_info=lambda info: server.describe(info))
         engine = RoutedEngine(replicas, on_reuse=lambda how: server.metrics.count_reuse(how))
-        server = Server(
-            engine,
-            model=name,
-            min_priority=spec.min_request_priority,
-        )
-        server.metrics = metrics = CountedMetrics(spec.name)
+        server = Server(engine, model=name)
+        server.metrics = metrics = CountedMetrics(entry.spec.name)
         return _Application(entry, replicas, engine, server, metrics)
 
     def _check_path(self, model: str, request: Request) -> None:

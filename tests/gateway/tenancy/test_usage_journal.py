@@ -44,6 +44,12 @@ def test_a_process_that_lives_keeps_its_rows(tmp_path: Path) -> None:
     assert (tmp_path / "usage-g1.jsonl").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_file_that_another_process_has_just_taken_over_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "usage-g0.jsonl").symlink_to(tmp_path / "deleted")  # listed, and gone when it is opened
+    killed(tmp_path, "g1", "a")
+    assert found(UsageJournal(tmp_path, "g2")) == ["a"]
+
+
 def test_reported_rows_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "usage-g1.jsonl"
     journal = UsageJournal(tmp_path, "g1")

@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -61,11 +62,12 @@ class UsageJournal:
         for path in sorted(self._path.parent.glob("usage-*.jsonl")):
             if path == self._path:
                 continue
-            with path.open("rb") as file:
+            with ExitStack() as stack:
                 try:
+                    file = stack.enter_context(path.open("rb"))
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue  # its process lives
+                except (FileNotFoundError, BlockingIOError):
+                    continue  # another gateway has taken it over, or its process lives
                 for line in file:
                     try:
                         request = RequestUsage.model_validate_json(line)
