@@ -87,7 +87,8 @@ class GenRequest:
     the policy "deadline" serves by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no
     prefix.
 
-    `session` is for routers alone: a session's requests go to one replica where that is sensible. `team` and its
+    `session` and `keep_answer` are for routers alone: a session's requests go to one replica where that is sensible, and
+    an answer may be kept for equal requests. `team` and its
     `weight` are for the sharing of an engine among teams.
 
     `resume` continues a stream that another engine began: it has the progress of each sample by index, and the stream
@@ -102,6 +103,7 @@ class GenRequest:
     lora: str | None = None
     cache_salt: str = ""
     session: str = ""
+    keep_answer: bool = False
     team: str = ""
     weight: float = 1.0
     resume: tuple[SampleProgress, ...] = ()

@@ -46,6 +46,10 @@ class RequestCaller(Protocol):
     def priority(self) -> int:
         """The priority of its requests, and the most urgent one that it may ask for; lower is more urgent."""
 
+    @property
+    def keeps_answers(self) -> bool:
+        """True if its answers may be kept, and kept ones be its answers, where the endpoint does that."""
+
     def may_use(self, model: str) -> bool: ...
 
     async def admit(self, model: str, prompt_tokens: int, most_completion_tokens: int) -> Grant:
@@ -57,6 +61,7 @@ class Anybody:
 
     team = "default"
     weight = 1.0
+    keeps_answers = True
     is_known = False
     priority = 0
 

@@ -133,6 +133,7 @@ class Server:
                 lora=self.lora,
                 cache_salt=_salt(request.cache_salt, caller),
                 session=session,
+                keep_answer=caller.keeps_answers,
                 team=caller.team,
                 weight=caller.weight,
             )

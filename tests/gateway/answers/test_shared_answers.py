@@ -17,7 +17,7 @@ from raytide.gateway.answers.answer_cache import MAX_TOKENS, AnswerCache
 from raytide.gateway.answers.shared_answers import Reuse, SharedAnswers, answer_key
 
 GREEDY = SamplingParams(temperature=0)
-REQUEST = GenRequest(request_id="a", prompt=[1, 2, 3], sampling=GREEDY)
+REQUEST = GenRequest(request_id="a", prompt=[1, 2, 3], sampling=GREEDY, keep_answer=True)
 TIMEOUT_S = 10.0
 
 
@@ -242,3 +242,21 @@ def test_a_very_long_answer_is_not_kept() -> None:
     cache.set_policy(AnswerCachePolicy())
     cache.add(b"a", answer(MAX_TOKENS + 1))
     assert cache.num_bytes == 0
+
+
+async def test_an_answer_is_kept_if_one_of_its_readers_keeps_answers() -> None:
+    generator = Generator()
+    shared = Shared(generator)
+    shared.cache.set_policy(AnswerCachePolicy())
+    plain = replace(REQUEST, keep_answer=False)
+    generator.release()
+    await text_of(shared, replace(plain, request_id="a"))
+    assert shared.cache.num_bytes == 0
+    together = [
+        asyncio.create_task(text_of(shared, replace(plain, request_id="b", keep_answer=keeps)))
+        for keeps in (False, True)
+    ]
+    await asyncio.gather(*together)
+    assert shared.cache.num_bytes > 0
+    await text_of(shared, replace(plain, request_id="c"))
+    assert generator.started == ["a", "b", "c"]

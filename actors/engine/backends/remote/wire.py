@@ -64,7 +64,7 @@ def unpacker() -> msgpack.Unpacker:
 
 def pack_request(request: GenRequest) -> dict[str, Any]:
     packed = {each.name: getattr(request, each.name) for each in fields(request)}
-    del packed["session"]
+    del packed["session"], packed["keep_answer"]
     packed["resume"] = [(each.token_ids, each.finish_reason) for each in request.resume]
     packed["sampling"] = sampling = _changed(request.sampling)
     if request.sampling.structured is not None:

@@ -38,11 +38,15 @@ def create(
     priority: Annotated[
         int, typer.Option(min=-100, max=100, help="The priority of its requests; lower is more urgent.")
     ] = 0,
+    answer_cache: Annotated[
+        bool, typer.Option("--answer-cache", help="Keep exact answers, where an endpoint has an answer_cache.")
+    ] = False,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Create a key and print its secret, which cannot be shown again."""
     fields: dict[str, object] = {"name": name, "models": models or (), "priority": priority}
+    fields["answer_cache"] = answer_cache
     fields |= {"requests_per_min": rpm and _count(rpm), "tokens_per_min": tpm and _count(tpm)}
     if team is not None:
         fields["team"] = team
@@ -89,6 +93,7 @@ def show(key_id: KeyId, cluster: ClusterName = None, json: Json = False) -> None
         "tokens/min": _limit(shown.tokens_per_min),
         "budget": _budget(shown),
         "priority": shown.priority,
+        "keeps answers": "yes" if shown.answer_cache else "no",
         "created": _time(shown.created_at_s),
         "expires": "-" if shown.expires_at_s is None else _time(shown.expires_at_s),
         "this month": format_usd(view.spending.month),

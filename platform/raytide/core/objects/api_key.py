@@ -82,6 +82,9 @@ class KeySpec(Config):
     priority: int = Field(default=0, ge=-100, le=100)
     """The priority of its requests, lower being more urgent, and the most urgent that they may ask for. Below 0 it
     needs a token for all teams."""
+    answer_cache: bool = False
+    """Exact answers of its requests may be kept, for equal ones of such keys of its team, where the endpoint has an
+    `answer_cache`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ class ApiKey:
     budget_micro_usd: int | None = None
     budget_per: Literal["month", "life"] = "month"
     priority: int = 0
+    answer_cache: bool = False
 
     @classmethod
     def from_spec(cls, id: str, spec: KeySpec, user: str, now_s: float) -> Self:
@@ -123,6 +127,7 @@ class ApiKey:
             budget_micro_usd=None if budget is None else micro_usd(budget.usd),
             budget_per="month" if budget is None else budget.per,
             priority=spec.priority,
+            answer_cache=spec.answer_cache,
         )
 
     def is_valid(self, now_s: float) -> bool:

@@ -83,7 +83,8 @@ class Replicas(Config):
 
 
 class AnswerCachePolicy(Config):
-    """Exact answers that the gateway keeps: of greedy and seeded requests, for the team that asked."""
+    """Exact answers that the gateway keeps: of greedy and seeded requests, for the team that asked, and with API keys
+    only for those with `answer_cache`."""
 
     ttl_s: float = Field(default=300.0, gt=0, le=86_400)
     max_mb: int = Field(default=64, ge=1, le=4096)

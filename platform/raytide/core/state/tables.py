@@ -291,6 +291,7 @@ keys = Table(
     Column("budget_micro_usd", BigInteger),
     Column("budget_per", String, nullable=False),
     Column("priority", Integer, nullable=False),
+    Column("answer_cache", Boolean, nullable=False),
     Column("changed", BigInteger, nullable=False),
     Index(None, "team", "number"),
     Index(None, "changed"),

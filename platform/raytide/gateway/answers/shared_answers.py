@@ -53,6 +53,8 @@ class _Stream:
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
     failure: Exception | None = None
     is_complete: bool = False
+    is_kept: bool = False
+    """True once one of its readers keeps answers."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -92,7 +94,7 @@ class SharedAnswers:
         return self._generate(request) if key is None else self._answer(key, request)
 
     async def _answer(self, key: bytes, request: GenRequest) -> AsyncIterator[GenChunk]:
-        if (kept := self.cache.find(key)) is not None:
+        if request.keep_answer and (kept := self.cache.find(key)) is not None:
             self._on_reuse("cache")
             for chunk in kept:
                 yield replace(chunk, request_id=request.request_id, token_ids=list(chunk.token_ids))
@@ -104,6 +106,7 @@ class SharedAnswers:
         else:
             self._on_reuse("in_flight")
         stream.readers += 1
+        stream.is_kept |= request.keep_answer
         try:
             at = 0
             while True:
@@ -139,7 +142,7 @@ class SharedAnswers:
                     stream.add(chunk)
                     if len(stream.chunks) % _TURN_CHUNKS == 0:
                         await asyncio.sleep(0)  # what waits in the connection must not outrun the readers
-            if not stream.first:
+            if stream.is_kept and not stream.first:
                 self.cache.add(key, stream.chunks)
         except BaseException as error:
             stream.failure = as_request_error(error)

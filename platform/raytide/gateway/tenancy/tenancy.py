@@ -148,6 +148,11 @@ class GatewayCaller:
         """The priority of its requests in the engine; lower is more urgent."""
         return 0 if self.key is None else self.key.priority
 
+    @property
+    def keeps_answers(self) -> bool:
+        """True for a key with `answer_cache`, and without a key, where the endpoint alone decides."""
+        return self.key is None or self.key.answer_cache
+
     def may_use(self, model: str) -> bool:
         return self.key is None or self.key.allows(model)
 

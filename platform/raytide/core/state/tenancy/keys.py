@@ -151,9 +151,10 @@ def _key(row: sa.Row[Any]) -> ApiKey:
         budget_micro_usd=row.budget_micro_usd,
         budget_per=per,
         priority=row.priority,
+        answer_cache=row.answer_cache,
     )
 
 
 def _shown(key: ApiKey) -> dict[str, Any]:
     kept = ("name", "team", "user", "models", "expires_at_s", "requests_per_min", "tokens_per_min")
-    return {name: getattr(key, name) for name in (*kept, "budget_micro_usd", "budget_per", "priority")}
+    return {name: getattr(key, name) for name in (*kept, "budget_micro_usd", "budget_per", "priority", "answer_cache")}

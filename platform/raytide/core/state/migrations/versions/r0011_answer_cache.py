@@ -1,0 +1,14 @@
+"""Which API keys keep answers: none of the old ones."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0011"
+down_revision = "0010"
+
+
+def upgrade() -> None:
+    with op.batch_alter_table("keys") as keys:
+        keys.add_column(sa.Column("answer_cache", sa.Boolean(), nullable=False, server_default=sa.false()))
