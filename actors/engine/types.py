@@ -87,9 +87,8 @@ class GenRequest:
     the policy "deadline" serves by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no
     prefix.
 
-    `session` and `keep_answer` are for routers alone: a session's requests go to one replica where that is sensible, and
-    an answer may be kept for equal requests. `team` and its
-    `weight` are for the sharing of an engine among teams.
+    `session` and `keep_answer` are for routers alone: a session's requests go to one replica where that is sensible,
+    and an answer may be kept for equal requests. `team` and its `weight` are for the sharing of an engine among teams.
 
     `resume` continues a stream that another engine began: it has the progress of each sample by index, and the stream
     has only what follows, as if it had never been cut. Samples beyond it start anew; those that have ended stay so.

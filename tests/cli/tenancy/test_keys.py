@@ -52,7 +52,8 @@ def test_a_key_has_the_limits_that_were_asked_for(monkeypatch: pytest.MonkeyPatc
         budget=KeyBudget(usd=100, per="month"),
     )
     assert "a number" in str(runner.invoke(app, ["key", "create", "web", "--rpm", "many"]).exception)
-    runner.invoke(app, ["key", "create", "web", "--budget", "7"])
+    runner.invoke(app, ["key", "create", "web", "--budget", "7", "--answer-cache"])
+    assert [each.answer_cache for each in asked] == [False, True]
     assert asked[1].budget == KeyBudget(usd=7, per="life")
     assert "team" not in asked[1].model_fields_set  # the token's
     assert json.loads(runner.invoke(app, ["key", "create", "web", "--json"]).stdout)["secret"] == "rk-secret"

@@ -21,6 +21,7 @@ SPEC = KeySpec(
     tokens_per_min=200_000,
     budget=KeyBudget(usd=1.5, per="life"),
     priority=-3,
+    answer_cache=True,
 )
 
 
@@ -30,6 +31,7 @@ def test_a_key_is_kept_with_every_field_and_without_its_secret(tenancy: TenancyR
     made = tenancy.keys.create(SPEC, "ana", digest_of_secret(secret), 100.0)
     assert (made.id, made.account, made.expires_at_s) == ("key-1", "key-1", 3700.0)
     assert (made.budget_micro_usd, made.budget_per, made.priority) == (1_500_000, "life", -3)
+    assert made.answer_cache
     assert tenancy.keys.key("key-1") == made
     assert tenancy.keys.changes(-1, 100.0) == (1, {digest_of_secret(secret): made})
     assert secret not in repr(tenancy.audit.entries())
