@@ -43,6 +43,8 @@ def wanted(endpoint: Endpoint, load: EndpointLoad) -> int:
     there are no requests; a replica that starts is waited for.
     """
     spec = endpoint.spec
+    if spec.backend is not None:
+        return 0
     needed = bounded(spec, math.ceil(load_target(spec.replicas, load).replicas - 1e-9))
     if spec.replicas.min > 0:
         return needed
@@ -81,7 +83,8 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
     if endpoint.state not in SERVING_STATES:
         return None
     spec, target = endpoint.spec, endpoint.target_replicas
-    if (clamped := min(max(target, spec.replicas.min), spec.replicas.most)) != target:
+    most = spec.replicas.most if spec.backend is None else 0
+    if (clamped := min(max(target, spec.replicas.min), most)) != target:
         return Scale(endpoint.name, clamped, f"{spec.replicas.min} to {spec.replicas.max} replicas are configured")
     if load is None or not is_fresh(load, now_s):
         return None

@@ -18,6 +18,7 @@ from raytide.actors.engine.base import Engine
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.gateway.app import create_app
+from raytide.gateway.hosted.api import HostedApis
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.gateway.tenancy.control_api import ControlApi
@@ -45,7 +46,7 @@ class Gateway:
             replica = f"{name}-{self._made[name]}"
             self._made[name] += 1
             addresses[replica] = await self.start(replica, engine)
-        self.listing[name] = EndpointEntry(ServeSpec(name=name, model="/models/none", **spec), 1.0, addresses)  # type: ignore[arg-type]
+        self.listing[name] = EndpointEntry(ServeSpec(**{"name": name, "model": "/models/none", **spec}), 1.0, addresses)  # type: ignore[arg-type]
         self.models.update(self.listing)
         replicas = self.models.endpoint(name)[1]
 
@@ -84,12 +85,13 @@ async def running_gateway(
     api: ControlApi | None = None,
     beside: Gateway | None = None,
     shared: Path | None = None,
+    hosted: HostedApis | None = None,
 ) -> AsyncIterator[Gateway]:
     """A gateway; with an `api`, it knows the keys there. One `beside` another has the same replicas; `shared` is the
     folder that it has in common with others.
     """
     async with AsyncExitStack() as stack:
-        models = EndpointModels("test")
+        models = EndpointModels("test", hosted)
         tenancy = Tenancy(
             api or ControlApi("http://127.0.0.1:9", "", "test"), requires_keys=requires_keys, shared=shared
         )

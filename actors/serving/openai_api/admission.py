@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from raytide.actors.engine.types import TokenUsage
+from raytide.core.objects.api_key import TokenPrice
 
 CALLER = "raytide.caller"
 """The key of the ASGI scope under which a middleware leaves the RequestCaller."""
@@ -52,8 +53,12 @@ class RequestCaller(Protocol):
 
     def may_use(self, model: str) -> bool: ...
 
-    async def admit(self, model: str, prompt_tokens: int, most_completion_tokens: int) -> Grant:
-        """Admits a request with the most tokens that it can have. Raises ApiError."""
+    async def admit(
+        self, model: str, prompt_tokens: int, most_completion_tokens: int, *, price: TokenPrice | None = None
+    ) -> Grant:
+        """Admits a request with the most tokens that it can have, at the endpoint's price unless another one is given.
+        Raises ApiError.
+        """
 
 
 class Anybody:
@@ -68,7 +73,9 @@ class Anybody:
     def may_use(self, model: str) -> bool:
         return True
 
-    async def admit(self, model: str, prompt_tokens: int, most_completion_tokens: int) -> Grant:
+    async def admit(
+        self, model: str, prompt_tokens: int, most_completion_tokens: int, *, price: TokenPrice | None = None
+    ) -> Grant:
         return _Free()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,8 +18,10 @@ from raytide.control.bootstrap.cluster_record import load
 from raytide.control.supervision.daemon import hold_lock
 from raytide.core.errors import RaytideError
 from raytide.core.logs import log_to
+from raytide.core.objects.cluster_config import HostedApi, load_cluster
 from raytide.gateway.app import create_app
 from raytide.gateway.batches.service import BatchService
+from raytide.gateway.hosted.api import HostedApis
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import Directory, Listing
 from raytide.gateway.rollouts.reporter import RolloutReporter
@@ -31,13 +33,20 @@ _LISTING_TIMEOUT_S = 30.0
 """The time within which the GCS must answer at the start. The supervisor starts a gateway again that ended."""
 
 
-def serve(gcs_address: str, listening: socket.socket, name: str, tenancy: Tenancy, files: Path) -> None:
+def serve(
+    gcs_address: str,
+    listening: socket.socket,
+    name: str,
+    tenancy: Tenancy,
+    files: Path,
+    hosted: Iterable[HostedApi] = (),
+) -> None:
     """Serves until SIGTERM, then finishes what runs, for at most a few seconds. `files` is the folder of files and
     batches.
 
     It accepts connections once it knows which endpoints exist; until then the other processes on the port get them.
     """
-    models = EndpointModels(name)
+    models = EndpointModels(name, HostedApis.from_environment(hosted))
 
     async def run() -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
@@ -98,7 +107,9 @@ def main(run_dir: str, number: str) -> None:
     with hold_lock(folder / f"gateway-{number}.lock"):
         address = urlsplit(cluster.serve_url)
         listening = bound_socket(address.hostname or cluster.head_ip, address.port or 8000)
-        serve(cluster.gcs_address, listening, f"{os.getpid()}", Tenancy.of_cluster(cluster, number), folder / "files")
+        hosted = load_cluster(cluster.config_path).settings.gateway.hosted
+        tenancy = Tenancy.of_cluster(cluster, number)
+        serve(cluster.gcs_address, listening, f"{os.getpid()}", tenancy, folder / "files", hosted)
 
 
 if __name__ == "__main__":

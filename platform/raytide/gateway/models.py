@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 from uuid import uuid4
 
 from fastapi import Request
@@ -21,18 +22,22 @@ from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
 from raytide.actors.serving.ray_serve.keys import queue_key
 from raytide.core.errors import WaitTimeoutError
+from raytide.core.objects.api_key import HostedBackend
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, adapted_models, adapter_id
 from raytide.core.specs.rollout import CountedRevision, served_version
+from raytide.gateway.hosted.api import HostedApis
 from raytide.gateway.replicas.directory import Directory, EndpointEntry, Listing
 from raytide.gateway.replicas.replica_set import ReplicaSet
 from raytide.gateway.replicas.routed_engine import COLD_START_S, RoutedEngine
-from raytide.gateway.rollouts.choice import champion_may_answer, is_for_challenger, is_overload
+from raytide.gateway.rollouts.choice import champion_may_answer, is_for_challenger, is_for_fallback, is_overload
 from raytide.gateway.rollouts.counting import CountedMetrics, RevisionTally
 from raytide.gateway.rollouts.shadow import ShadowTraffic
 
 ENDPOINT = "raytide.endpoint"
 """The key of an ASGI scope with the endpoint that the path names, if it names one."""
 _REPORT_S = 1.0
+_FELL_BACK_S = 5.0
+"""The time for which a request that a hosted API answered counts as one that waits, so that replicas start."""
 
 
 T = TypeVar("T")
@@ -47,6 +52,8 @@ class _Application:
     engine: RoutedEngine
     server: Server
     metrics: CountedMetrics
+    fell_back_s: float = -math.inf
+    """The time of the last request that a hosted API answered because no replica did."""
 
     def adapted(self, model: str) -> Server:
         """Returns the server of the endpoint, or of the adapter that `model` names."""
@@ -59,8 +66,8 @@ class _Application:
 class EndpointModels:
     """Every endpoint of the cluster is a model of its name. Use it from one event loop."""
 
-    def __init__(self, gateway: str) -> None:
-        self._gateway = gateway
+    def __init__(self, gateway: str, hosted: HostedApis | None = None) -> None:
+        self._gateway, self._hosted = gateway, hosted or HostedApis({})
         self._listing: Listing = {}
         self._applications: dict[str, _Application] = {}
         self._tallies: dict[tuple[int, int], RevisionTally] = {}
@@ -116,8 +123,30 @@ class EndpointModels:
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
         """Returns what the revision for this request responds. Nothing of a response was sent yet when `respond`
-        raises, so the champion answers what a challenger fails.
+        raises, so the champion answers what a challenger fails, and a fallback what all replicas refuse.
         """
+        self._check_path(model, request)
+        found = self._serving(model)
+        if found.entry.spec.backend is not None:
+            return await self._hosted_answer(found.entry.spec.backend, model, request)
+        if found.entry.spec.fallback is None or model != endpoint_of_model(model):
+            return await self._own_answer(model, request, body, respond)
+        if found.replicas.ready:
+            try:
+                return await self._own_answer(model, request, body, respond)
+            except Exception as error:
+                if not is_for_fallback(error):
+                    raise
+        found.fell_back_s = time.monotonic()
+        return await self._hosted_answer(found.entry.spec.fallback, model, request)
+
+    async def _hosted_answer(self, backend: HostedBackend, model: str, request: Request) -> T:
+        self._check_use(model, request)
+        return cast(T, await self._hosted.answer(backend, model, request))
+
+    async def _own_answer(
+        self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
+    ) -> T:
         await self.server(model, request)
         entry = self._listing[endpoint_of_model(model)]
         challenger = self._challenger(entry, model, request, session_of(body, request.headers))
@@ -168,10 +197,9 @@ class EndpointModels:
     async def server(self, model: str, request: Request) -> Server:
         self._check_path(model, request)
         found = self._serving(model)
-        if not caller_of(request.scope).may_use(model):
-            message = f"This API key does not have access to model {model!r}."
-            raise invalid(message, param="model", code="model_not_allowed", status=403)
-        if not found.server.is_described:
+        self._check_use(model, request)
+        is_hosted = found.entry.spec.backend or (found.entry.spec.fallback and model == endpoint_of_model(model))
+        if not (found.server.is_described or is_hosted):
             try:
                 await found.replicas.wait_ready(COLD_START_S)
             except WaitTimeoutError as error:
@@ -207,8 +235,9 @@ class EndpointModels:
         while True:
             for name, found in self._applications.items():
                 key = queue_key(name, self._gateway)
-                if found.replicas.waiting:
-                    report = {"at_s": time.time(), "queued": found.replicas.waiting}
+                queued = max(found.replicas.waiting, time.monotonic() - found.fell_back_s < _FELL_BACK_S)
+                if queued:
+                    report = {"at_s": time.time(), "queued": queued}
                     directory.report(key, json.dumps(report).encode())
                     reported.add(name)
                 elif name in reported:
@@ -220,6 +249,7 @@ class EndpointModels:
         await self._shadows.close()
         for replicas in (*(found.replicas for found in self._applications.values()), *self._retired):
             await replicas.close()
+        await self._hosted.close()
 
     def _retire(self, replicas: ReplicaSet) -> None:
         replicas.retire()
@@ -250,6 +280,12 @@ class EndpointModels:
         server = Server(engine, model=name)
         server.metrics = metrics = CountedMetrics(entry.spec.name)
         return _Application(entry, replicas, engine, server, metrics)
+
+    def _check_use(self, model: str, request: Request) -> None:
+        """Refuses a model that the caller may not use."""
+        if not caller_of(request.scope).may_use(model):
+            message = f"This API key does not have access to model {model!r}."
+            raise invalid(message, param="model", code="model_not_allowed", status=403)
 
     def _check_path(self, model: str, request: Request) -> None:
         """Refuses a model that is not the endpoint of the path."""

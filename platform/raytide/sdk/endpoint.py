@@ -49,7 +49,7 @@ class EndpointHandle:
     def watch(self, *, replicas: int = 1, timeout_s: float = 600.0) -> Iterator[EndpointStatus]:
         """Yields the endpoint's status at each poll, until this many replicas answer."""
         deadline = time.monotonic() + timeout_s
-        while self.refresh().status.ready_replicas < replicas:
+        while self.refresh().status.ready_replicas < replicas and self.status.endpoint.spec.backend is None:
             if self.status.endpoint.state is EndpointState.FAILED:
                 raise EngineError(f"endpoint {self.name} failed: {self.status.endpoint.reason}")
             if time.monotonic() > deadline:

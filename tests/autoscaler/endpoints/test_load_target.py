@@ -147,3 +147,14 @@ def test_only_a_minimum_of_zero_allows_no_replica(
     seen = EndpointLoad(100.0, ongoing, ready, traffic=Traffic(requests_rps=rate_rps))
     assert targets.wanted(replace(ENDPOINT, spec=spec, target_replicas=target), seen) == replicas
     assert targets.wanted(replace(ENDPOINT, target_replicas=target), seen) >= 1
+
+
+def test_an_endpoint_that_a_hosted_api_answers_has_no_replicas_whatever_its_load() -> None:
+    hosted = ServeSpec.parse(
+        {"name": "m", "backend": {"base_url": "https://api.example/v1", "model": "big"}}, where="test"
+    )
+    endpoint = replace(ENDPOINT, spec=hosted)
+    assert targets.wanted(endpoint, load(0.9, ongoing=100.0)) == 0
+    scale = targets.decide(EndpointView(endpoint, load(0.9, ongoing=100.0)), 100.0)
+    assert scale is not None
+    assert scale.replicas == 0

@@ -92,3 +92,11 @@ def test_an_engine_without_room_for_adapters_is_refused(client: TestClient, web:
     body = {"name": "gpu", "model": str(web / "model"), "adapters": {"a": str(web / "polite")}}
     answer = client.post("/v1/endpoints", json={**body, "engine": {"kind": "vllm"}})
     assert (answer.status_code, "max_loras" in answer.json()["error"]["hint"]) == (400, True)
+
+
+def test_only_hosted_apis_that_the_operator_allows_may_be_named(client: TestClient) -> None:  # noqa: F811
+    backend = {"base_url": "https://api.example/v1", "model": "big"}
+    answer = client.post("/v1/endpoints", json={"name": "far", "backend": backend})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "denied")
+    mixed = client.post("/v1/endpoints", json={"name": "far", "model": "/m", "backend": backend})
+    assert (mixed.status_code, "backend is for an endpoint without" in mixed.json()["error"]["message"]) == (400, True)

@@ -25,6 +25,7 @@ from raytide.core.errors import RaytideError
 from raytide.core.io.atomic_file import read_json, sweep
 from raytide.core.io.environment import ON_NODES, all_passed, passed
 from raytide.core.io.process import Process, running, terminate_all
+from raytide.core.objects.cluster_config import load_cluster
 
 CHILDREN = {
     "controller": "raytide.control.controller",
@@ -127,7 +128,7 @@ def _step(child: Child, run_dir: Path) -> None:
     if child.process is None and now_s >= child.restart_at_s:
         child.started_s, child.is_recorded = now_s, False
         try:
-            child.process = start(child.what, child.argv, run_dir=run_dir, environment=_environment(child))
+            child.process = start(child.what, child.argv, run_dir=run_dir, environment=_environment(child, run_dir))
         except OSError as error:  # out of processes or memory: keep supervising the others
             child.on_end(now_s)
             _log.warning("%s cannot be started: %s", child.what, error)
@@ -135,12 +136,22 @@ def _step(child: Child, run_dir: Path) -> None:
         _record(child, run_dir)
 
 
-def _environment(child: Child) -> Mapping[str, str]:
-    """Returns the environment of a child. A gateway, which strangers reach, gets none of the operator's secrets."""
+def _environment(child: Child, run_dir: Path) -> Mapping[str, str]:
+    """Returns the environment of a child. A gateway, which strangers reach, gets none of the operator's secrets but the
+    keys of hosted APIs.
+    """
     if not child.what.startswith("gateway"):
         return os.environ
-    named = ("RAYTIDE_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+    named = ("RAYTIDE_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", *_keys_of_hosted_apis(run_dir))
     return passed(os.environ, (*ON_NODES, "RAY_*"), (*named, *all_passed(())))
+
+
+def _keys_of_hosted_apis(run_dir: Path) -> list[str]:
+    try:
+        hosted = load_cluster(run_dir / "cluster.yaml").settings.gateway.hosted
+    except RaytideError:  # the gateway says why
+        return []
+    return [api.api_key_env for api in hosted]
 
 
 def _record(child: Child, run_dir: Path) -> None:

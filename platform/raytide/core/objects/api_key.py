@@ -21,6 +21,7 @@ __all__ = [
     "AskedReservation",
     "AuditEntry",
     "ChainVerdict",
+    "HostedBackend",
     "KeyBudget",
     "KeySpec",
     "KeySpending",
@@ -167,6 +168,18 @@ class TokenPrice(Config):
         """Returns the most that a request with these tokens can cost in micro-dollars, rounded up."""
         pico = max(self.cost_pico_usd(prompt, 0, completion), self.cost_pico_usd(prompt, prompt, completion))
         return -(-pico // _PICO)
+
+
+class HostedBackend(Config):
+    """A model of a hosted OpenAI-compatible API, one of those in `metadata.raytide.gateway.hosted`."""
+
+    base_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/@?#]+[^\s@?#]*$", max_length=2048)]
+    model: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    """Its name there."""
+    price: TokenPrice = TokenPrice()
+    """The price of its tokens, which API keys pay for its answers."""
+    max_tokens: int = Field(default=4096, ge=1, le=10**7)
+    """The most tokens of an answer: what a request may ask for, and gets if it asks for nothing."""
 
 
 def billed_micro_usd(carried_pico_usd: int, cost_pico_usd: int) -> tuple[int, int]:

@@ -73,11 +73,22 @@ class UnmanagedSection(Config):
     gpu: bool = False
 
 
+class HostedApi(Config):
+    """A hosted OpenAI-compatible API that endpoints may use, with the operator's key."""
+
+    base_url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+[^\s@?#]*$", max_length=2048)]
+    """Such as `https://api.openai.com/v1`."""
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=200)]
+    """The variable with its key, where the cluster is started. Only gateways get it, besides controller and API."""
+
+
 class GatewaySection(Config):
     """The OpenAI address of all endpoints."""
 
     require_keys: Literal["auto"] | bool = "auto"
     """With true, requests need an API key; with `auto`, unless the gateway listens on a loopback address."""
+    hosted: tuple[HostedApi, ...] = Field(default=(), max_length=64)
+    """The hosted APIs that the specs of endpoints may name."""
     usage_retention_days: int = Field(default=400, ge=1, le=36_500)
     """The time after which the usage of single requests is deleted; what keys have spent is kept."""
     audit_retention_days: int = Field(default=800, ge=1, le=36_500)

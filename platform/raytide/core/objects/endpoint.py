@@ -15,7 +15,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.errors import NotFoundError
-from raytide.core.objects.api_key import TokenPrice
+from raytide.core.objects.api_key import HostedBackend, TokenPrice
 from raytide.core.objects.gang import Needed
 from raytide.core.objects.resources import RESOURCE_WORDS, expand
 
@@ -23,6 +23,8 @@ _NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
 _RESERVED = frozenset({"cluster", "unmanaged", "minimum", "warm", "queue"})
 
 
+HOSTED = "hosted"
+"""The model of an endpoint without replicas, which a hosted API answers."""
 ADAPTER_SEPARATOR = ":"
 """It separates the endpoint and the adapter in the name of a model."""
 MOST_ADAPTERS = 64
@@ -100,6 +102,10 @@ class ServeSpec(Config):
     """A Hugging Face directory that every node can read, its URL in an object store, from which each node copies it
     once, or a registered model: `registry:NAME@ALIAS` or `registry:NAME:VERSION`, in whose place the API puts its
     location."""
+    backend: HostedBackend | None = None
+    """A hosted API that answers in place of replicas; `model` is left out then."""
+    fallback: HostedBackend | None = None
+    """A hosted API that answers while no replica is ready, or all are full."""
     adapters: dict[AdapterName, bounds.Location] = Field(default_factory=dict, max_length=MOST_ADAPTERS)
     """LoRA adapters by name, each addressed as the model `NAME:ADAPTER`: directories, URLs or registered models, as
     `model` is. Replicas load and unload them while they run."""
@@ -135,6 +141,8 @@ class ServeSpec(Config):
     def _expand(cls, fields: object) -> object:
         """`gpus`, `cpus`, `memory` and `spot` (see `raytide.core.objects.resources`) are expanded to resources
         and labels of the replica."""
+        if isinstance(fields, Mapping) and fields.get("backend") is not None:
+            fields = {"model": HOSTED, "replicas": {"min": 0}, **fields}
         return expand(fields, RESOURCE_WORDS) if isinstance(fields, Mapping) else fields
 
     @property
@@ -147,6 +155,8 @@ class ServeSpec(Config):
     def _whole(self) -> ServeSpec:
         if self.members * self.replicas.max > bounds.MOST_MEMBERS:
             raise ValueError(f"members x replicas.max is above {bounds.MOST_MEMBERS}")
+        if self.backend is not None and (self.model != HOSTED or self.replicas.min or self.adapters or self.fallback):
+            raise ValueError("backend is for an endpoint without model, replicas, adapters and fallback")
         if self.members > 1 and self.replicas.slo_target is not None:
             raise ValueError("slo_target is for replicas of one member: leave it out, or members")
         return self

@@ -237,7 +237,7 @@ def new_endpoint(spec: ServeSpec, user: str, now_s: float) -> Values:
         "delete_requested": False,
         "created_at_s": now_s,
         "state": EndpointState.DEPLOYING,
-        "target_replicas": max(1, spec.replicas.min),
+        "target_replicas": 0 if spec.backend else max(1, spec.replicas.min),
         "low_since_s": None,
         "high_since_s": None,
         "ended_at_s": None,

@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from raytide.actors.serving.openai_api.admission import CALLER
 from raytide.actors.serving.openai_api.errors import to_api_error
-from raytide.core.errors import OverloadedError, WaitTimeoutError
+from raytide.core.errors import EngineDeadError, OverloadedError, WaitTimeoutError
 from raytide.gateway.tenancy.tenancy import GatewayCaller
 from raytide.rollout.routes import RolloutRoute
 
@@ -35,6 +35,12 @@ def unit_of(scope: Any, session: str, *, by_key: bool) -> str:
 
 def is_overload(error: Exception) -> bool:
     return isinstance(error, OverloadedError) or isinstance(error.__cause__, OverloadedError)
+
+
+def is_for_fallback(error: Exception) -> bool:
+    """Returns whether a fallback answers what this error ended: all replicas were full, dead or gone."""
+    causes = (error, error.__cause__)
+    return is_overload(error) or any(isinstance(each, EngineDeadError | WaitTimeoutError) for each in causes)
 
 
 def champion_may_answer(error: Exception) -> bool:

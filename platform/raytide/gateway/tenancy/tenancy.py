@@ -156,14 +156,15 @@ class GatewayCaller:
     def may_use(self, model: str) -> bool:
         return self.key is None or self.key.allows(model)
 
-    async def admit(self, model: str, prompt_tokens: int, most_completion_tokens: int) -> GatewayGrant:
-        """Admits a request, with the most tokens that it can have.
+    async def admit(
+        self, model: str, prompt_tokens: int, most_completion_tokens: int, *, price: TokenPrice | None = None
+    ) -> GatewayGrant:
+        """Admits a request, with the most tokens that it can have, at the endpoint's price unless another is given.
 
         Raises a 403 for a model that the key may not use, a 429 beyond a rate limit or the budget, and a 503 while that
         cannot be checked. The caller must settle or release the grant.
         """
-        price = self._tenancy.keys.price(model)
-        grant = GatewayGrant(self._tenancy, self, model, price)
+        grant = GatewayGrant(self._tenancy, self, model, price or self._tenancy.keys.price(model))
         if self.key is None:
             return grant
         try:

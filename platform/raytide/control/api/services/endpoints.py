@@ -17,7 +17,7 @@ from raytide.control.api.services.models import ModelService
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.views import EndpointStatus, Live, RevisionOutcome, RolloutStatus
 from raytide.core.clock import Clock
-from raytide.core.errors import ConfigError, ConflictError
+from raytide.core.errors import ConfigError, ConflictError, DeniedError
 from raytide.core.money import to_us
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.endpoint import AdapterChange, Endpoint, EndpointRevision, EndpointState, ServeSpec
@@ -112,7 +112,9 @@ class EndpointService:
         self._inputs.check_private(spec.model_dump(), spec.name, is_checked_later=False)
         shape = Shape(members=max(1, spec.replicas.min) * spec.members, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
-        self._inputs.check_model(spec.model, caller, spec.adapters.values())
+        self._check_hosted(spec)
+        if spec.backend is None:
+            self._inputs.check_model(spec.model, caller, spec.adapters.values())
         self._rate.take_change(spec.team, len(spec.model_dump_json()))
         return spec
 
@@ -191,6 +193,16 @@ class EndpointService:
                 hint="Choose another revision.",
             )
         return self.serve(revision.spec.model_dump(mode="json"), caller, f"rollback to revision {revision.number}")
+
+    def _check_hosted(self, spec: ServeSpec) -> None:
+        """Refuses hosted APIs that the operator has not allowed: gateways would send their keys there."""
+        allowed = {api.base_url for api in self._config.settings.gateway.hosted}
+        for hosted in (spec.backend, spec.fallback):
+            if hosted is not None and hosted.base_url not in allowed:
+                raise DeniedError(
+                    f"{spec.name}: {hosted.base_url} is not among the hosted APIs of this cluster.",
+                    hint="The operator allows them in metadata.raytide.gateway.hosted of cluster.yaml.",
+                )
 
     def change_adapters(self, name: str, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
         """Loads and unloads adapters, which needs no new replicas. Changes at the same time follow one another."""

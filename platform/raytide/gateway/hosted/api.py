@@ -1,0 +1,174 @@
+"""Sends requests to hosted OpenAI-compatible APIs, and bills them at their own prices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import httpx
+from fastapi import Request, Response
+from starlette.responses import StreamingResponse
+
+from raytide.actors.serving.openai_api.admission import HEADERS, Grant, caller_of
+from raytide.actors.serving.openai_api.errors import RETRY_AFTER_S, ApiError, invalid, overloaded, to_api_error
+from raytide.core.errors import EngineError, RaytideError
+from raytide.core.objects.api_key import HostedBackend
+from raytide.core.objects.cluster_config import HostedApi
+from raytide.gateway.hosted.usage_reader import UsageReader
+
+HOSTED = "hosted"
+"""The value of `x-raytide-replica` for such an answer."""
+_CONNECT_S, _SILENCE_S = 10.0, 120.0
+_MOST_CONNECTIONS = 256
+_MOST_ANSWER_BYTES, _MOST_ERROR_BYTES = 64 << 20, 16 << 10
+_OURS = ("priority", "cache_salt", "timeout")
+"""Fields of raytide's own, which hosted APIs would refuse."""
+_LIMITS = {
+    "chat/completions": "max_completion_tokens",
+    "completions": "max_tokens",
+    "responses": "max_output_tokens",
+}
+"""The field that bounds an answer, by the path."""
+_REFUSED = frozenset({400, 404, 409, 413, 415, 422})
+
+
+class HostedApis:
+    """The hosted APIs that the operator has allowed, with their keys. Use it from one event loop."""
+
+    def __init__(self, keys: Mapping[str, str], transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """`keys` are by the API's base URL and "" for none."""
+        self._keys = dict(keys)
+        self._http = httpx.AsyncClient(
+            transport=transport,
+            trust_env=False,  # no ~/.netrc, no proxies
+            timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=_MOST_CONNECTIONS),
+        )
+
+    @classmethod
+    def from_environment(cls, allowed: Iterable[HostedApi]) -> HostedApis:
+        """Returns the allowed APIs with the keys in this process's environment, from which it takes them."""
+        apis = list(allowed)
+        keys = {api.base_url: os.environ.get(api.api_key_env, "") for api in apis}
+        for api in apis:
+            os.environ.pop(api.api_key_env, None)
+        return cls(keys)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def answer(self, backend: HostedBackend, model: str, request: Request) -> Response:
+        """Returns the hosted answer to a request, whole or as a stream, with `model` as its model's name.
+
+        Raises ApiError: the API's own refusal of the request, 429 if it is full, 503 if it fails.
+        """
+        if backend.base_url not in self._keys:
+            raise _failed("is not among the hosted APIs of this cluster")
+        path = request.url.path.partition("/v1/")[2]
+        asked = dict(await request.json())
+        body, most = _body(backend, path, asked)
+        prompt_tokens = len(json.dumps(body))  # each token has a byte at least
+        grant = await caller_of(request.scope).admit(model, prompt_tokens, most, price=backend.price)
+        version = f"{HOSTED}:{backend.model}"
+        try:
+            found = await self._send(backend, path, body)
+            options = asked.get("stream_options") or {}
+            reader = UsageReader(model, prompt_tokens // 4, shows_usage=bool(options.get("include_usage")))
+            request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
+            if asked.get("stream"):
+                return StreamingResponse(
+                    _relay(found, reader, grant, version),
+                    media_type="text/event-stream",
+                    headers={"cache-control": "no-cache"},
+                )
+            content = reader.whole(await _read(found, _MOST_ANSWER_BYTES))
+        except BaseException as error:
+            status = to_api_error(error).status if isinstance(error, Exception) else 499
+            grant.settle(None, status, version=version)
+            if isinstance(error, httpx.HTTPError):
+                raise _failed(f"does not answer ({type(error).__name__})") from None
+            raise
+        grant.settle(reader.usage, 200, version=version)
+        request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
+        return Response(content, media_type="application/json")
+
+    async def _send(self, backend: HostedBackend, path: str, body: Mapping[str, Any]) -> httpx.Response:
+        key = self._keys[backend.base_url]
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        url = f"{backend.base_url.rstrip('/')}/{path}"
+        found = await self._http.send(self._http.build_request("POST", url, json=body, headers=headers), stream=True)
+        if found.status_code == 200:
+            return found
+        raise _error(found, await _read(found, _MOST_ERROR_BYTES))
+
+
+def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Returns the body for the API, and the most tokens that its answer can have: it is never without a limit."""
+    body = {name: value for name, value in asked.items() if name not in _OURS} | {"model": backend.model}
+    most = 0
+    if limit := _LIMITS.get(path):
+        given = [asked[name] for name in (limit, "max_tokens") if isinstance(asked.get(name), int)]
+        body.pop("max_tokens", None)
+        body[limit] = min([*given[:1], backend.max_tokens])
+        samples = max(asked.get(name) or 1 for name in ("n", "best_of"))
+        prompts = asked.get("prompt")
+        count = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+        most = body[limit] * samples * count
+        if asked.get("stream") and path != "responses":
+            body["stream_options"] = {**(asked.get("stream_options") or {}), "include_usage": True}
+    return body, most
+
+
+async def _relay(found: httpx.Response, reader: UsageReader, grant: Grant, version: str) -> AsyncIterator[bytes]:
+    """Yields the events of a stream, and bills it however it ends."""
+    status = 499
+    try:
+        async for piece in found.aiter_bytes():
+            for event in reader.events(piece):
+                yield event
+        status = 200
+    except (httpx.HTTPError, RaytideError) as error:
+        status = 503
+        failure = _failed(f"broke off ({type(error).__name__})")
+        yield b"data: " + failure.body.model_dump_json().encode() + b"\n\n"
+    finally:
+        grant.settle(reader.usage, status, version=version)
+        with suppress(httpx.HTTPError):
+            await asyncio.shield(found.aclose())
+
+
+async def _read(found: httpx.Response, most: int) -> bytes:
+    """Reads an answer of bounded size."""
+    whole = bytearray()
+    try:
+        async for piece in found.aiter_bytes():
+            whole += piece
+            if len(whole) > most:
+                raise EngineError("the hosted API's answer is too large.")
+    finally:
+        await found.aclose()
+    return bytes(whole)
+
+
+def _error(found: httpx.Response, body: bytes) -> ApiError:
+    """Translates an API's error. That of a wrong key is ours, and not shown to the client."""
+    if found.status_code == 429:
+        return overloaded(f"The hosted API is full. Retry in {RETRY_AFTER_S} s.")
+    if found.status_code not in _REFUSED:
+        return _failed(f"answered with status {found.status_code}")
+    try:
+        told = json.loads(body)["error"]
+        message, param = str(told["message"]), told.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, param = "The hosted API refused the request.", None
+    if found.status_code == 404:
+        return _failed("does not know the model")
+    return invalid(message, param=str(param) if param else None, status=found.status_code)
+
+
+def _failed(why: str) -> ApiError:
+    return ApiError(503, f"The hosted API {why}.", type="server_error", code="hosted_api")

@@ -1,0 +1,199 @@
+"""A hosted API as an endpoint's engine and as its fallback; raytide's own server is the hosted API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from tests.gateway.conftest import Gateway, running_gateway, until
+from tests.gateway.tenancy.conftest import Line, line, secret_of, store  # noqa: F401
+
+from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.serving.http.app import create_app
+from raytide.actors.serving.openai_api.server import Server
+from raytide.core.objects.cluster_config import HostedApi
+from raytide.core.state import Store
+from raytide.core.state.tenancy.usage import UsageFilter
+from raytide.gateway.hosted.api import HostedApis
+from raytide.gateway.hosted.usage_reader import UsageReader
+
+URL, KEY = "http://hosted.example/v1", "sk-very-secret"
+BACKEND = {"base_url": URL, "model": "big", "price": {"prompt": 3.0, "completion": 7.0}, "max_tokens": 50}
+HOSTED: dict[str, Any] = {"model": "hosted", "replicas": {"min": 0}, "backend": BACKEND}
+
+
+class Hosted(httpx.AsyncBaseTransport):
+    """The hosted API. `status` other than 200 answers in its place."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = httpx.ASGITransport(app)
+        self.status = 200
+        self.requests: list[httpx.Request] = []
+        self.error: Exception | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        if self.error is not None:
+            raise self.error
+        if self.status != 200:
+            return httpx.Response(self.status, json={"error": {"message": f"no, {KEY}", "param": "x"}})
+        return await self._app.handle_async_request(request)
+
+    def bodies(self) -> list[dict[str, Any]]:
+        return [json.loads(request.content) for request in self.requests]
+
+
+@asynccontextmanager
+async def hosted_gateway(**options: Any) -> AsyncIterator[tuple[Gateway, Hosted]]:
+    server = Server(FakeEngine(reply="far "), model="big")
+    await server.start()
+    hosted = Hosted(create_app(server, owns_server=False))
+    async with running_gateway(hosted=HostedApis({URL: KEY}, hosted), **options) as gateway:
+        yield gateway, hosted
+    await server.stop()
+
+
+def chat(model: str, **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, **more}
+
+
+@pytest.mark.asyncio
+async def test_a_hosted_api_answers_in_place_of_replicas() -> None:
+    async with hosted_gateway() as (gateway, hosted):
+        await gateway.deploy("chat", **HOSTED)
+        answer = await gateway.http.post("/v1/chat/completions", json=chat("chat", priority=0))
+        assert answer.json()["model"] == "chat"
+        assert answer.json()["choices"][0]["message"]["content"] == "far f"
+        assert answer.headers["x-raytide-replica"] == "hosted"
+        (request,), (body,) = hosted.requests, hosted.bodies()
+        assert (str(request.url), request.headers["authorization"]) == (f"{URL}/chat/completions", f"Bearer {KEY}")
+        assert (body["model"], body["max_completion_tokens"]) == ("big", 5)
+        assert body.keys().isdisjoint({"max_tokens", "priority"})
+        await gateway.http.post("/v1/completions", json={"model": "chat", "prompt": "x", "max_tokens": 999})
+        assert hosted.bodies()[-1]["max_tokens"] == 50, "never more than the spec allows"
+        embedded = await gateway.http.post("/v1/embeddings", json={"model": "chat", "input": "x"})
+        assert embedded.json()["model"] == "chat"
+        answer = await gateway.http.post("/v1/responses", json={"model": "chat", "input": "hi", "max_output_tokens": 3})
+        assert (answer.status_code, answer.json()["model"]) == (200, "chat")
+        assert [model["id"] for model in (await gateway.http.get("/v1/models")).json()["data"]] == ["chat"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("shows_usage", [True, False])
+async def test_a_stream_passes_through(shows_usage: bool) -> None:
+    async with hosted_gateway() as (gateway, hosted):
+        await gateway.deploy("chat", **HOSTED)
+        asked = {"stream_options": {"include_usage": True}} if shows_usage else {}
+        answer = await gateway.http.post("/v1/chat/completions", json=chat("chat", stream=True, **asked))
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        chunks = [json.loads(event) for event in events[:-1]]
+        assert {chunk["model"] for chunk in chunks} == {"chat"}
+        assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"]) == "far f"
+        assert any(not chunk["choices"] for chunk in chunks) == shows_usage
+        assert hosted.bodies()[0]["stream_options"]["include_usage"] is True
+
+
+@pytest.mark.asyncio
+async def test_a_fallback_answers_while_no_replica_is_ready_or_all_are_full() -> None:
+    async with hosted_gateway() as (gateway, _):
+        await gateway.deploy("chat", fallback=BACKEND)
+        assert await says(gateway) == ("far f", "hosted")
+        busy = FakeEngine(reply="near ", tokens_per_s=100.0, max_running=1, max_waiting=1)
+        await gateway.deploy("chat", busy, fallback=BACKEND)
+        assert await says(gateway) == ("near ", "chat-0")
+        long = chat("chat", max_tokens=4000, stream=True)
+        asking = [asyncio.ensure_future(gateway.http.post("/v1/chat/completions", json=long)) for _ in range(2)]
+
+        async def is_full() -> bool:
+            stats = await busy.stats()
+            return stats.running + stats.waiting == 2
+
+        await until(is_full)
+        assert await says(gateway) == ("far f", "hosted")
+        for each in asking:
+            each.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def says(gateway: Gateway) -> tuple[str, str]:
+    answer = await gateway.http.post("/v1/chat/completions", json=chat("chat"))
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"], answer.headers["x-raytide-replica"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [True, False])
+async def test_it_is_billed_at_its_own_price_under_its_own_name(
+    line: Line,  # noqa: F811
+    store: Store,  # noqa: F811
+    secret_of: Callable[..., str],  # noqa: F811
+    stream: bool,
+) -> None:
+    headers = {"authorization": f"Bearer {secret_of(models=['chat'], budget={'usd': 1.0})}"}
+    async with hosted_gateway(api=line.api(), requires_keys=True) as (gateway, _):
+        await gateway.deploy("chat", fallback=BACKEND, price={"prompt": 1.0, "completion": 1.0})
+        await gateway.deploy("other", **HOSTED)
+        body = chat("chat", stream=stream)
+        answer = await gateway.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        refused = await gateway.http.post("/v1/chat/completions", json=chat("other"), headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
+    (row,) = [row for row in store.tenancy.usage.rows(UsageFilter())[0] if row.status == 200]
+    assert (row.model, row.version, row.completion_tokens) == ("chat", "hosted:big", 5)
+    assert row.cost_micro_usd == row.prompt_tokens * 3 + 5 * 7
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("status", "seen", "code"),
+    [(400, 400, None), (401, 503, "hosted_api"), (404, 503, "hosted_api"), (429, 429, "rate_limit_exceeded"),
+     (500, 503, "hosted_api")],
+)  # fmt: skip
+async def test_its_errors_are_told_without_its_key(
+    status: int, seen: int, code: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with hosted_gateway() as (gateway, hosted):
+        await gateway.deploy("chat", **HOSTED)
+        hosted.status = status
+        answer = await gateway.http.post("/v1/chat/completions", json=chat("chat"))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (seen, code)
+        if status != 400:  # what it says of the request itself is passed on
+            assert KEY not in answer.text
+        hosted.status, hosted.error = 200, httpx.ConnectError("nobody is there")
+        gone = await gateway.http.post("/v1/chat/completions", json=chat("chat"))
+        assert (gone.status_code, gone.json()["error"]["code"]) == (503, "hosted_api")
+    assert KEY not in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_an_api_that_the_operator_has_not_allowed_is_never_asked() -> None:
+    async with hosted_gateway() as (gateway, hosted):
+        await gateway.deploy("chat", **{**HOSTED, "backend": {**BACKEND, "base_url": "http://169.254.169.254/v1"}})
+        answer = await gateway.http.post("/v1/chat/completions", json=chat("chat"))
+        assert (answer.status_code, hosted.requests) == (503, [])
+
+
+def test_keys_come_from_the_environment_and_do_not_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTED_KEY", KEY)
+    apis = [HostedApi(base_url=url, api_key_env="HOSTED_KEY") for url in (URL, "https://two.example/v1")]
+    made = HostedApis.from_environment(apis)
+    assert made._keys == {URL: KEY, "https://two.example/v1": KEY}
+    import os
+
+    assert "HOSTED_KEY" not in os.environ
+
+
+def test_a_stream_that_breaks_off_counts_the_pieces_so_far() -> None:
+    reader = UsageReader("chat", 10, shows_usage=False)
+    event = b'data: {"choices": [{"delta": {"content": "x"}}], "model": "big"}\n\n'
+    seen = [part for start in range(0, 3 * len(event), 7) for part in reader.events((event * 3)[start : start + 7])]
+    assert len([part for part in seen if part.startswith(b"data: ")]) == 3
+    assert (reader.usage.prompt_tokens, reader.usage.completion_tokens) == (10, 3)
