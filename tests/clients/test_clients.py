@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -27,10 +28,20 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "lm_eval": ("lm_eval[api]==0.4.13", "transformers==5.23.0"),
     "guidellm": ("guidellm==0.8.1",),
     "locust": ("locust==2.47.0",),
+    "agents": ("openai-agents==0.24.0",),
+    "pydantic_ai": ("pydantic-ai-slim[openai]==2.68.0",),
+    "llama_index": ("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"),
     "schemathesis": ("schemathesis==4.32.5",),
 }
 """The clients that this project does not install. openai 3.x and vLLM are those of its own environment."""
 SCRIPTS = {"openai2": "openai"}
+NODE_PACKAGES = (
+    "openai@6.49.0",
+    "ai@6.0.326",
+    "@ai-sdk/openai@3.0.141",
+    "@ai-sdk/openai-compatible@2.0.91",
+    "zod@4.6.7",
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +86,13 @@ def python_of(client: str, venvs: Path) -> str:
 
 
 def features(python: str, client: str, url: str, model_dir: Path) -> None:
-    """Runs the client's script, shows what it prints and fails if one of its features does."""
     script = HERE / "scripts" / f"{SCRIPTS.get(client, client)}_client.py"
-    done = subprocess.run([python, str(script), url, str(model_dir)], capture_output=True, text=True, timeout=900)
+    check(python, str(script), url, str(model_dir))
+
+
+def check(*command: str) -> None:
+    """Runs a client's script, shows what it prints and fails if one of its features does."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     sys.stdout.write(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "ok " in done.stdout
@@ -93,3 +108,20 @@ def test_a_client_of_this_environment(client: str, url: str, model_dir: Path) ->
     if client == "vllm":
         pytest.importorskip("vllm", reason="./dev setup --vllm installs it")
     features(sys.executable, client, url, model_dir)
+
+
+@pytest.fixture(scope="module")
+def node_scripts(venvs: Path) -> Path:
+    """Returns the folder of the scripts for Node, with their packages installed there."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    folder = venvs / "node"
+    shutil.copytree(HERE / "node", folder, dirs_exist_ok=True)
+    npm = ["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *NODE_PACKAGES]
+    subprocess.run(npm, check=True, timeout=900)
+    return folder
+
+
+@pytest.mark.parametrize("client", ["openai", "ai_sdk"])
+def test_a_client_of_node(client: str, node_scripts: Path, url: str) -> None:
+    check("node", str(node_scripts / f"{client}_client.mjs"), url)

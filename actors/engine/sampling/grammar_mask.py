@@ -37,6 +37,14 @@ class GrammarMask:
         errors: dict[int, RaytideError] = {}
         spent_ms: dict[str, float] = {}
         for place, (row, seq) in enumerate(seqs):
+            try:
+                state = self._state(seq)
+                state.follow(
+                    seq.tokens[seq.prompt_len :]
+                )  # of a resumed request all its tokens: not the grammar's fault
+            except BaseException as error:
+                errors[row] = _own(error)
+                continue
             began_s = self._clock()
             try:
                 if spent_ms.get(seq.request_id, 0.0) > MAX_MASK_MS:  # the whole batch waits for this
@@ -44,8 +52,6 @@ class GrammarMask:
                         f"the grammar took over {MAX_MASK_MS:g} ms for one token of each sample.",
                         hint="Make it simpler, or ask for fewer samples.",
                     )
-                state = self._state(seq)
-                state.follow(seq.tokens[seq.prompt_len :])
                 state.fill(mask_RW[place])
             except BaseException as error:
                 errors[row] = _own(error)

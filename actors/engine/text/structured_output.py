@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +29,9 @@ from raytide.actors.engine.sampling_params import Structured
 from raytide.core.errors import ConfigError, OverloadedError, RaytideError, UsageError
 
 _THREADS = 2
+_LOOK_S = 0.1
+_MOST_WAIT_S = 120.0
+"""The time that a request waits for its grammar on a machine that is too busy to compile it."""
 _KEPT = 256
 _LEAST_CHARS = 2048
 """The least size of a compiled grammar: a short one grows to 1.7 MB while outputs follow it."""
@@ -92,6 +97,27 @@ class Grammar:
         return GrammarState(self._matcher.deep_copy())
 
 
+class _Compilation:
+    """A grammar that is compiled, or will be. Its time is the CPU time of its thread, in which a busy machine has no
+    part; where threads have no such clock, as on macOS, it is the time since it began.
+    """
+
+    def __init__(self) -> None:
+        self.future: Future[Grammar] = Future()
+        self._spent_s: Callable[[], float] | None = None
+
+    def begin(self) -> None:
+        """Starts its clock, in the thread that compiles it."""
+        clock: Callable[[], float] = time.monotonic
+        if hasattr(time, "pthread_getcpuclockid"):
+            clock = partial(time.clock_gettime, time.pthread_getcpuclockid(threading.get_ident()))
+        began_s = clock()
+        self._spent_s = lambda: clock() - began_s
+
+    def spent_s(self) -> float:
+        return 0.0 if self._spent_s is None else self._spent_s()
+
+
 class GrammarCompiler:
     """Compiles the grammars of one model's vocabulary."""
 
@@ -111,7 +137,7 @@ class GrammarCompiler:
         self._tokenizer: Any = None
         self._pool: ThreadPoolExecutor | None = None
         self._lock, self._tokenizer_lock = Lock(), Lock()
-        self._compiling: dict[bytes, Future[Grammar]] = {}
+        self._compiling: dict[bytes, _Compilation] = {}
         self._kept: OrderedDict[bytes, tuple[Grammar | UsageError, int]] = OrderedDict()  # with its size
         self._kept_chars = 0
 
@@ -119,25 +145,38 @@ class GrammarCompiler:
         """Waits for a grammar and returns it. Raises UsageError for a bad or slow one, OverloadedError when too many
         wait.
         """
-        try:
-            return self._submit(structured).result(self._timeout_s)
-        except TimeoutError:
-            raise self._too_slow(structured) from None
-        except RaytideError as error:
-            raise copy(error) from None  # the cached one must not collect the callers' tracebacks
+        job = self._submit(structured)
+        began_s = time.monotonic()
+        while True:
+            try:
+                return job.future.result(_LOOK_S)
+            except TimeoutError:
+                self._check_time(job, structured, time.monotonic() - began_s)
+            except RaytideError as error:
+                raise copy(error) from None  # the cached one must not collect the callers' tracebacks
 
     async def compile_async(self, structured: Structured) -> Grammar:
         """Returns the compiled grammar without blocking the event loop."""
-        compiling = asyncio.wrap_future(self._submit(structured))
+        job = self._submit(structured)
+        began_s = time.monotonic()
+        compiling = asyncio.wrap_future(job.future)
+        compiling.add_done_callback(_ignore_result)
+        while not compiling.done():
+            await asyncio.wait([compiling], timeout=_LOOK_S)
+            if not compiling.done():
+                self._check_time(job, structured, time.monotonic() - began_s)
         try:
-            return await asyncio.wait_for(asyncio.shield(compiling), self._timeout_s)
-        except TimeoutError:
-            compiling.add_done_callback(_ignore_result)
-            raise self._too_slow(structured) from None
+            return compiling.result()
         except RaytideError as error:
             raise copy(error) from None
 
-    def _submit(self, structured: Structured) -> Future[Grammar]:
+    def _check_time(self, job: _Compilation, structured: Structured, waited_s: float) -> None:
+        if job.spent_s() > self._timeout_s:
+            raise _refused(structured, f"it was not compiled within {self._timeout_s:g} s")
+        if waited_s > _MOST_WAIT_S:
+            raise OverloadedError(f"no grammar could be compiled within {waited_s:.0f} s.", hint="Retry later.")
+
+    def _submit(self, structured: Structured) -> _Compilation:
         """Starts one compilation for each grammar, however many requests wait for it. Refusals are cached too, by a
         digest and a short reason alone.
         """
@@ -154,18 +193,24 @@ class GrammarCompiler:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return _done(self._kept[key][0])
-            future = self._compiling.get(key)
-            if future is None:
-                if len(self._compiling) >= MAX_COMPILING:
-                    raise OverloadedError(f"{MAX_COMPILING} grammars are being compiled already.", hint="Retry later.")
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-grammar")
-                future = self._compiling[key] = self._pool.submit(self._compile, structured)
-                ended = future
-            else:
-                return future
-        ended.add_done_callback(partial(self._keep, key, len(spec)))
-        return ended
+            job = self._compiling.get(key)
+            if job is not None:
+                return job
+            if len(self._compiling) >= MAX_COMPILING:
+                raise OverloadedError(f"{MAX_COMPILING} grammars are being compiled already.", hint="Retry later.")
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-grammar")
+            job = self._compiling[key] = _Compilation()
+            job.future.add_done_callback(partial(self._keep, key, len(spec)))
+            self._pool.submit(self._run, job, structured)
+        return job
+
+    def _run(self, job: _Compilation, structured: Structured) -> None:
+        job.begin()
+        try:
+            job.future.set_result(self._compile(structured))
+        except BaseException as error:
+            job.future.set_exception(error)
 
     def _keep(self, key: bytes, chars: int, future: Future[Grammar]) -> None:
         error = future.exception()
@@ -207,9 +252,6 @@ class GrammarCompiler:
                 except Exception as error:
                     raise ConfigError(f"structured output cannot read this model's tokenizer: {error}.") from None
             return self._tokenizer
-
-    def _too_slow(self, structured: Structured) -> UsageError:
-        return _refused(structured, f"it was not compiled within {self._timeout_s:g} s")
 
 
 def _vocabulary(tokenizer_json: str, vocab_size: int, eos: list[int]) -> Any:
@@ -264,13 +306,13 @@ def _shortened(why: str) -> str:
     return why if len(why) <= _MAX_REASON_CHARS else f"{why[:_MAX_REASON_CHARS]}..."
 
 
-def _done(outcome: Grammar | UsageError) -> Future[Grammar]:
-    future: Future[Grammar] = Future()
+def _done(outcome: Grammar | UsageError) -> _Compilation:
+    job = _Compilation()
     if isinstance(outcome, UsageError):
-        future.set_exception(outcome)
+        job.future.set_exception(outcome)
     else:
-        future.set_result(outcome)
-    return future
+        job.future.set_result(outcome)
+    return job
 
 
 def _ignore_result(future: asyncio.Future[Grammar]) -> None:

@@ -299,7 +299,7 @@ def test_compilations_wait_in_a_queue_with_an_end(tokenizer: Tokenizer, monkeypa
         grammars.compile(Structured("regex", "b"))
     assert grammars._submit(Structured("regex", "a0")) is waiting[0]
     hold.set()
-    assert all(each.result(30) for each in waiting)
+    assert all(each.future.result(30) for each in waiting)
 
 
 def test_a_grammar_that_takes_too_long_for_a_token_ends_its_request(tokenizer: Tokenizer) -> None:

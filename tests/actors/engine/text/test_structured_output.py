@@ -1,6 +1,7 @@
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 
 import jsonschema
@@ -15,9 +16,9 @@ from raytide.actors.engine.sampling.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.sequence import Sequence
 from raytide.actors.engine.text.bad_words import BadWords
-from raytide.actors.engine.text.structured_output import GrammarCompiler, GrammarState
+from raytide.actors.engine.text.structured_output import Grammar, GrammarCompiler, GrammarState
 from raytide.actors.engine.text.tokenizer import Tokenizer
-from raytide.core.errors import ConfigError, UsageError
+from raytide.core.errors import ConfigError, OverloadedError, UsageError
 
 pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
 
@@ -282,8 +283,9 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     release, compile_one = threading.Event(), GrammarCompiler._compile
 
     def slow(self: GrammarCompiler, structured: Structured) -> object:
-        if structured.kind == "regex":
-            release.wait(60)
+        until_s = time.monotonic() + 60
+        while structured.kind == "regex" and not release.is_set() and time.monotonic() < until_s:
+            pass
         return compile_one(self, structured)
 
     monkeypatch.setattr(GrammarCompiler, "_compile", slow)
@@ -300,6 +302,46 @@ async def test_a_slow_compilation_is_given_up_and_holds_up_no_other(tokenizer: T
         await grammars.compile_async(STRUCTURES["regex"])  # the same one again takes no second thread
     grammars._timeout_s = 30.0
     assert await grammars.compile_async(STRUCTURES["choice"]) is grammars.compile(STRUCTURES["choice"])
+
+
+async def test_a_compilation_that_waits_for_the_processor_is_not_given_up(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_one = GrammarCompiler._compile
+
+    def delayed(self: GrammarCompiler, structured: Structured) -> Grammar:
+        threading.Event().wait(0.5)  # as long as others have the processor
+        return compile_one(self, structured)
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", delayed)
+    grammars = GrammarCompiler(tokenizer.rust.to_str, VOCAB, [EOS], timeout_s=0.3)
+    assert await grammars.compile_async(STRUCTURES["regex"]) is grammars.compile(STRUCTURES["regex"])
+    assert grammars.compile(STRUCTURES["choice"])
+    monkeypatch.setattr("raytide.actors.engine.text.structured_output._MOST_WAIT_S", 0.2)
+    with pytest.raises(OverloadedError):
+        grammars.compile(STRUCTURES["schema"])
+    with pytest.raises(OverloadedError):
+        await grammars.compile_async(STRUCTURES["schema"])
+
+
+def test_replaying_a_long_output_is_not_held_against_its_grammar(
+    grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples of a request that another replica takes over, or that was preempted, replay all their tokens."""
+    seqs = [structured(grammars, "schema", SamplingParams(seed=place), f"one#{place}") for place in range(4)]
+    for seq in seqs:
+        seq.request_id = "one"
+    sampler = Sampler()
+    sampler._constraint._clock = lambda: clock_ms[0] / 1e3
+    clock_ms = [0]
+    follow = GrammarState.follow
+
+    def slow(self: GrammarState, output: list[int]) -> None:
+        clock_ms[0] += 40
+        follow(self, output)
+
+    monkeypatch.setattr(GrammarState, "follow", slow)
+    assert [each.error for each in sampler.sample(rows(4, 1, 0), seqs)] == [None] * 4
 
 
 @pytest.mark.parametrize("method", ["fill", "follow"])
