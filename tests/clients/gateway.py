@@ -39,7 +39,8 @@ HOST, SECRET = "127.0.0.1", "secret"
 
 class AgentEngine(FakeEngine):
     def _admit(self, request: GenRequest) -> object:  # type: ignore[override]
-        answer = f"The tool says: {RESULT}." if RESULT.encode() in bytes(request.prompt) else CALL
+        prompt = bytes(token % 256 for token in request.prompt)
+        answer = f"The tool says: {RESULT}." if RESULT.encode() in prompt else CALL
         self._reply = (answer + END).encode()
         sampling = replace(request.sampling, stop=(*request.sampling.stop, END))
         return super()._admit(replace(request, sampling=sampling))

@@ -95,7 +95,7 @@ async def test_without_a_key_nothing_is_answered_where_keys_are_demanded() -> No
 
 
 @pytest.mark.asyncio
-async def test_a_request_ends_at_its_timeout_and_leaves_the_engine() -> None:
+async def test_a_request_ends_at_its_timeout_and_leaves_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(tokens_per_s=20)
     async with running_gateway() as gateway:
         await gateway.deploy("tide", engine)
@@ -106,6 +106,7 @@ async def test_a_request_ends_at_its_timeout_and_leaves_the_engine() -> None:
         for answer in (field, header):
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
             assert answer.headers["x-should-retry"] == "false"
+        assert "a request failed" not in caplog.text
         stream = await gateway.http.post(
             "/v1/chat/completions", json=chat("tide", max_tokens=4000, timeout=0.3, stream=True)
         )

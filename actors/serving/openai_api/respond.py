@@ -278,7 +278,7 @@ def failed(error: Exception, track: RequestTracker) -> ApiError:
     """Counts and logs a failure, and returns it as an API error."""
     api_error = to_api_error(error)
     outcome: Outcome = "rejected" if api_error.status == 429 else "invalid" if api_error.status < 500 else "error"
-    if outcome == "error":
+    if outcome == "error" and api_error.status != _TIMED_OUT:  # the client has asked for its timeout
         _log.error("a request failed", exc_info=error)
     track.finish(outcome)
     return api_error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import BadRequestError, ConflictError, NotFoundError, OpenAI
 from openai.types import Batch
 from tests.gateway.batches.conftest import GatewayProcess, ServedEngine, until
 
@@ -149,7 +149,7 @@ def test_batches_are_listed_newest_first(gateways: Gateways) -> None:
     assert refused.value.param == "after"
     for batch_id in made:
         assert ended(client, client.batches.retrieve(batch_id)).status == "completed"
-    with pytest.raises(BadRequestError):
+    with pytest.raises(ConflictError):
         client.batches.cancel(made[0])
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Request
 
 from raytide.actors.serving.openai_api.admission import RequestCaller, caller_of
+from raytide.actors.serving.openai_api.errors import ErrorBody
 from raytide.gateway.batches.objects import BatchList, BatchObject, BatchRequest
 from raytide.gateway.batches.store import BatchStore
 from raytide.gateway.files.routes import Cursor, team_of
@@ -34,6 +35,6 @@ def add_batch_routes(app: FastAPI, batches: BatchStore, account_of: Callable[[Re
     def retrieve_batch(batch_id: str, request: Request) -> BatchObject:
         return batches.get(team_of(request), batch_id)
 
-    @app.post("/v1/batches/{batch_id}/cancel")
+    @app.post("/v1/batches/{batch_id}/cancel", responses={409: {"model": ErrorBody}})
     def cancel_batch(batch_id: str, request: Request) -> BatchObject:
         return batches.cancel(team_of(request), batch_id)

@@ -105,7 +105,9 @@ class BatchStore:
             if batch.status in ("cancelling", "cancelled"):
                 return batch
             if batch.status not in ("validating", "in_progress"):
-                raise invalid(f"A batch that is {batch.status} cannot be cancelled.", param=None, code="batch_ended")
+                raise invalid(
+                    f"A batch that is {batch.status} cannot be cancelled.", param=None, code="batch_ended", status=409
+                )
             return _moved(connection, batch, "cancelling", int(self._now_s()))
 
     def unfinished(self) -> list[UnfinishedBatch]:
