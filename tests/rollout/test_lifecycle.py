@@ -97,6 +97,11 @@ def test_what_ends_a_rollout_before_it_has_begun(seen: RolloutView, state: str, 
     assert because in found.reason
 
 
+def test_a_plan_that_this_release_rejects_is_rolled_back() -> None:
+    found = advance(rollout(plan={"canary": {"pace": 3}}), view(), 101.0)
+    assert (found.state, "cannot be read" in found.reason) == (RolloutState.ROLLED_BACK, True)
+
+
 def test_users_end_a_rollout() -> None:
     running = advance(rollout(), view(), 101.0)
     stopped = advance(replace(running, asked="stop", asked_by="bo", asked_why="it rhymes"), view(), 102.0)
@@ -190,3 +195,22 @@ def test_names_of_applications() -> None:
     assert endpoint_of("web~7") == endpoint_of("web") == "web"
     with pytest.raises(ValueError, match="give one of"):
         RolloutSpec.model_validate({})
+
+
+def test_an_a_b_test_says_which_revision_is_liked_better_and_leaves_the_end_to_a_user() -> None:
+    plan = RolloutSpec.model_validate({"ab": {"percent": 30, "test": {"effect": 0.1}}}).model_dump(mode="json")
+    found = advance(rollout(kind="ab", plan=plan), view(), 101.0)
+    assert (found.state, found.percent) == (RolloutState.RUNNING, 30.0)
+    route = routes({"web": Serving("web", "web", 1)}, [found])["web"].rollout
+    assert route is not None
+    assert route.by_key
+    few = {1: dict.fromkeys(range(50), (3, 2)), 2: dict.fromkeys(range(50), (1, 1))}
+    found = stored(advance(found, view(liked=few), 102.0))
+    assert found.reason == "the champion has 150 of 200 requests"
+    many = {1: {group: (40, 20 + group % 3) for group in range(100)}, 2: dict.fromkeys(range(100), (40, 30))}
+    found = stored(advance(found, view(liked=many), 103.0))
+    assert found.state is RolloutState.RUNNING
+    assert found.reason.startswith("the challenger is liked better: +22.5% liked answers (+")
+    assert None not in found.progress["test"].values()
+    again = stored(advance(found, view(liked={}), 104.0))
+    assert again.progress["test"]["winner"] == "b", "a declared winner stays"

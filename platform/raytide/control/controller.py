@@ -31,7 +31,16 @@ from raytide.control.reconcile.intents import record_intents
 from raytide.control.reconcile.learned_state import Knowledge, LearnedState
 from raytide.control.reconcile.observation import ClusterObservation, Sources, at_controller_time, observe
 from raytide.control.reconcile.quarantine import Quarantine
-from raytide.control.reconcile.records import ClusterRecords, advance, changes, metered, take_snapshot
+from raytide.control.reconcile.records import (
+    ClusterRecords,
+    advance,
+    changes,
+    has_drivers,
+    has_gangs,
+    metered,
+    served_names,
+    take_snapshot,
+)
 from raytide.control.reconcile.retry_loop import RetryLoop, wait_for_lead
 from raytide.control.reconcile.serve_sync import ServeSync, follow_serve
 from raytide.control.reconcile.snapshot_request import answer_request
@@ -43,7 +52,6 @@ from raytide.core.money import month_of, to_us
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.endpoint import Endpoint, EndpointState
 from raytide.core.objects.gang import LeaseState
-from raytide.core.objects.job import JobKind
 from raytide.core.objects.ledger_entry import Occupancy
 from raytide.core.objects.plan import UNMANAGED, Admit, Assign, Plan, Wait, describe
 from raytide.core.objects.snapshot import Snapshot
@@ -162,9 +170,10 @@ class Controller:
         return plan
 
     def _advance_rollouts(self, records: ClusterRecords, observed: ClusterObservation, now_s: float) -> None:
-        counts = self._store.rollouts.counts(r.number for r in records.rollouts.values() if r.state.is_live)
         before = records.rollouts.values()
-        records.rollouts = advance_all(before, records.endpoints, observed.loads, counts, now_s)
+        counts = self._store.rollouts.counts(each.number for each in before if each.state.is_live)
+        liked = {r.number: self._store.feedback.groups(r.name, r.created_at_s) for r in before if r.kind == "ab"}
+        records.rollouts = advance_all(before, records.endpoints, observed.loads, counts, now_s, liked)
         records.endpoints |= losing_endpoints(records.rollouts.values(), records.endpoints, now_s)
 
     def _decide(
@@ -198,9 +207,9 @@ class Controller:
     def _observe(self, records: ClusterRecords, now_s: float, wall_ahead_s: float) -> ClusterObservation:
         observed = observe(
             self._sources,
-            endpoints=_served_names(records),
-            with_drivers=_has_drivers(records),
-            with_gangs=_has_gangs(records),
+            endpoints=served_names(records),
+            with_drivers=has_drivers(records),
+            with_gangs=has_gangs(records),
             names=self._names,
         )
         self._names = observed.names
@@ -360,19 +369,6 @@ def _is_wanted(endpoint: Endpoint) -> bool:
     """Returns whether Serve must sync the endpoint. An unreadable one keeps running until it is deleted."""
     is_over = endpoint.state is EndpointState.DELETED
     return not is_over and (not endpoint.unreadable or endpoint.state is EndpointState.DELETING)
-
-
-def _served_names(records: ClusterRecords) -> tuple[str, ...]:
-    return tuple(name for name, e in records.endpoints.items() if e.state is not EndpointState.DELETING)
-
-
-def _has_drivers(records: ClusterRecords) -> bool:
-    """Returns whether any driver may exist: idle clusters save the request."""
-    return any(job.spec.kind is not JobKind.GANG and job.admitted_at_s is not None for job in records.jobs.values())
-
-
-def _has_gangs(records: ClusterRecords) -> bool:
-    return any(job.spec.kind is JobKind.GANG for job in records.jobs.values())
 
 
 def main(run_dir: str) -> None:

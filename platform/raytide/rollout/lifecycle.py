@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from raytide.core.bounds import printable
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState
 from raytide.core.specs.rollout import CountedRevision, Rollout, RolloutState
+from raytide.rollout.ab_test import Arm, Comparison, look
 from raytide.rollout.canary import CRITERIA, CanaryState, RevisionCounts, begin, decide
-from raytide.rollout.spec import RolloutSpec
+from raytide.rollout.spec import AbTestSpec, RolloutSpec
 
 GRACE_S = 3.0
 """The time from an outcome until the application that lost begins to drain: by then gateways send it nothing."""
@@ -30,6 +34,8 @@ class RolloutView:
     """The challenger's replicas that answer."""
     counts: Mapping[int, CountedRevision] = field(default_factory=dict)
     """The totals since the begin, by revision."""
+    liked: Mapping[int, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
+    """In an A/B test: the judged and the liked answers by revision and group of users."""
 
     @property
     def needed(self) -> int:
@@ -43,6 +49,7 @@ def advance_all(
     loads: Mapping[str, EndpointLoad],
     counts: Mapping[int, Mapping[int, CountedRevision]],
     now_s: float,
+    liked: Mapping[int, Mapping[int, Mapping[int, tuple[int, int]]]] = MappingProxyType({}),
 ) -> dict[int, Rollout]:
     """Returns the rollouts by number, each a step further. `endpoints` are those not deleted, by application."""
     moved = {}
@@ -53,6 +60,7 @@ def advance_all(
             endpoints.get(rollout.challenger_application),
             0 if load is None else load.ready,
             counts.get(rollout.number, {}),
+            liked.get(rollout.number, {}),
         )
         moved[rollout.number] = advance(rollout, view, now_s)
     return moved
@@ -73,7 +81,11 @@ def advance(rollout: Rollout, view: RolloutView, now_s: float) -> Rollout:
     if view.challenger.state is EndpointState.FAILED:
         why = f"the challenger failed: {view.challenger.reason}"
         return _decided(rollout, RolloutState.ROLLED_BACK, why, now_s)
-    spec = RolloutSpec.model_validate(rollout.plan)
+    try:
+        spec = RolloutSpec.model_validate(rollout.plan)
+    except ValueError as error:
+        why = f"its plan cannot be read any more: {printable(str(error), 200)}"
+        return _decided(rollout, RolloutState.ROLLED_BACK, why, now_s)
     if rollout.state is RolloutState.STARTING:
         return _started(rollout, spec, view, now_s)
     if rollout.asked == "promote":
@@ -115,8 +127,10 @@ def _measured(rollout: Rollout, spec: RolloutSpec, view: RolloutView, now_s: flo
     sides = {"champion": rollout.champion, "challenger": rollout.challenger}
     seen = {side: _total(view.counts.get(revision)) for side, revision in sides.items()}
     champion, challenger = (_since(seen[side], before.get(side, {})) for side in sides)
+    if spec.ab is not None:
+        return _compared(replace(rollout, progress={**rollout.progress, "seen": seen}), spec.ab, view)
     if spec.canary is None:
-        return replace(rollout, progress={**rollout.progress, "seen": seen}) if seen != before else rollout
+        return replace(rollout, progress={**rollout.progress, "seen": seen})
     state = _STATE.validate_python(rollout.progress["canary"])
     state, decision = decide(spec.canary, state, champion, challenger, now_s)
     rollout = replace(rollout, progress={**_dumped(state), "seen": seen})
@@ -125,6 +139,31 @@ def _measured(rollout: Rollout, spec: RolloutSpec, view: RolloutView, now_s: flo
     if decision.action == "complete":
         return _promoted(rollout, view, decision.reason, now_s)
     return replace(rollout, percent=decision.percent, reason=decision.reason)
+
+
+def _compared(rollout: Rollout, spec: AbTestSpec, view: RolloutView) -> Rollout:
+    """Looks at the test of the share of liked answers. It never ends a rollout: a user does."""
+    champion, challenger = (_arm(view.liked.get(each, {})) for each in (rollout.champion, rollout.challenger))
+    kept = rollout.progress.get("test")
+    before = None if kept is None else Comparison(**{name: kept[name] for name in kept if kept[name] is not None})
+    found = look(spec.test, champion, challenger, before)
+    dumped = {name: None if value in (math.inf, -math.inf) else value for name, value in asdict(found).items()}
+    sides = {"a": "the champion is liked better", "b": "the challenger is liked better"}
+    reason = sides.get(
+        found.winner, found.reason.replace("a has", "the champion has").replace("b has", "the challenger has")
+    )
+    if found.low > -math.inf:
+        reason += (
+            f": {found.difference:+.1%} liked answers ({found.low:+.1%} to {found.high:+.1%}, p {found.p_value:.3g})"
+        )
+    return replace(rollout, progress={**rollout.progress, "test": dumped}, reason=reason)
+
+
+def _arm(liked: Mapping[int, tuple[int, int]]) -> Arm:
+    arm = Arm()
+    for group, (judged, good) in liked.items():
+        arm.add(group, float(good), judged)
+    return arm
 
 
 def _promoted(rollout: Rollout, view: RolloutView, why: str, now_s: float) -> Rollout:

@@ -123,3 +123,33 @@ def feedback_filter() -> object:
 def test_versions_of_usage(version: str, revision: int, served: str) -> None:
     assert served_version(version, revision) == served
     assert served_revision(served) == revision
+
+
+async def test_in_an_a_b_test_a_judgement_is_of_its_users_group_through_any_gateway(
+    store: Store,  # noqa: F811
+    line: Line,  # noqa: F811
+    secret_of: Callable[..., str],  # noqa: F811
+) -> None:
+    from tests.gateway.rollouts.test_canary_traffic import begin
+
+    secret = secret_of(team="blue")
+    async with running_gateway(requires_keys=True, api=line.api()) as gateway:
+        await begin(gateway, FakeEngine(reply="new "), percent=50.0)
+        entry = gateway.listing["chat"]
+        assert entry.rollout is not None
+        gateway.listing["chat"] = replace(entry, rollout=entry.rollout.model_copy(update={"by_key": True}))
+        gateway.models.update(gateway.listing)
+        expected: dict[int, dict[int, tuple[int, int]]] = {1: {}, 2: {}}
+        split, account = entry.rollout.split, store.tenancy.keys.page()[0].account
+        for number in range(20):
+            user = f"user-{number}"
+            answer = await ask(gateway, "completions", secret, {"prompt": "hi", "user": user})
+            await judge(gateway, secret, answer.json()["id"], "up" if number % 2 else "down")
+            unit = f"{account}/{user}"
+            judged, liked = expected[split.revision_of(unit)].get(split.group_of(unit), (0, 0))
+            expected[split.revision_of(unit)][split.group_of(unit)] = (judged + 1, liked + number % 2)
+        keyed = [await ask(gateway, "completions", secret, {"prompt": f"hi {number}"}) for number in range(10)]
+        assert len({each.headers["x-raytide-revision"] for each in keyed}) == 1, "who names no user is one with its key"
+        assert {each.json()["id"][-2:] for each in keyed} == {f"{split.group_of(account):02d}"}
+    assert store.feedback.groups("chat", 0.0) == expected
+    assert store.feedback.groups("chat", 1e12) == {}

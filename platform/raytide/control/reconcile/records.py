@@ -17,9 +17,9 @@ from raytide.control.accounting.lost_work import lost_nodes, on_disruption
 from raytide.control.accounting.team_usage import recent_usage
 from raytide.control.reconcile.observation import ClusterObservation
 from raytide.core.objects.cluster_config import ClusterConfig
-from raytide.core.objects.endpoint import Endpoint
+from raytide.core.objects.endpoint import Endpoint, EndpointState
 from raytide.core.objects.gang import Lease, LeaseState
-from raytide.core.objects.job import Job
+from raytide.core.objects.job import Job, JobKind
 from raytide.core.objects.ledger_entry import OpenInterval
 from raytide.core.objects.node import Node, NodeState, NodeType
 from raytide.core.objects.plan import Plan
@@ -117,6 +117,19 @@ def take_snapshot(
         ray_answers=observed.ray_nodes is not None,
         wall_ahead_s=wall_ahead_s,
     )
+
+
+def served_names(records: ClusterRecords) -> tuple[str, ...]:
+    return tuple(name for name, e in records.endpoints.items() if e.state is not EndpointState.DELETING)
+
+
+def has_drivers(records: ClusterRecords) -> bool:
+    """Returns whether any driver may exist: idle clusters save the request."""
+    return any(job.spec.kind is not JobKind.GANG and job.admitted_at_s is not None for job in records.jobs.values())
+
+
+def has_gangs(records: ClusterRecords) -> bool:
+    return any(job.spec.kind is JobKind.GANG for job in records.jobs.values())
 
 
 def changes(stored: Records, records: ClusterRecords, booking: Booking, plan: Plan, now_s: float) -> Changes:

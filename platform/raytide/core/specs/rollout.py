@@ -157,6 +157,17 @@ def served_revision(served: str) -> int:
     return int(found[1]) if found else 0
 
 
+def id_in_group(request_id: str, group: int) -> str:
+    """Returns the id of a request with its user's group in an A/B test, below 100, as its last two digits: a judgement
+    of the answer is then known to be of that group."""
+    return f"{request_id[:-2]}{group:02d}"
+
+
+def group_in_id(request_id: str) -> int:
+    """Returns the group in an id of `id_in_group`; -1 if it has none."""
+    return int(request_id[-2:]) if re.fullmatch(r"[0-9]{2}", request_id[-2:]) else -1
+
+
 def application_of(endpoint: str, revision: int) -> str:
     """Returns the name of the application of a challenger."""
     return f"{endpoint}{REVISION_SEPARATOR}{revision}"

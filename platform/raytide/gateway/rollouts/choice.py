@@ -17,8 +17,13 @@ _TIMED_OUT = "timeout"
 
 
 def is_for_challenger(rollout: RolloutRoute, scope: Any, session: str) -> bool:
-    """Returns whether the challenger answers a request that names this session, or none."""
-    return rollout.split.revision_of(unit_of(scope, session, by_key=rollout.by_key)) == rollout.split.challenger
+    """Returns whether the challenger answers a request that names this session, or none. In an A/B test its caller gets
+    the group of its unit."""
+    unit = unit_of(scope, session, by_key=rollout.by_key)
+    caller = scope.get(CALLER)
+    if rollout.by_key and isinstance(caller, GatewayCaller):
+        caller.group = rollout.split.group_of(unit)
+    return rollout.split.revision_of(unit) == rollout.split.challenger
 
 
 def unit_of(scope: Any, session: str, *, by_key: bool) -> str:

@@ -26,6 +26,7 @@ from raytide.core.errors import ConfigError
 from raytide.core.io.atomic_file import read_json
 from raytide.core.objects.api_key import ApiKey, RequestUsage, TokenPrice
 from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.specs.rollout import id_in_group
 from raytide.gateway.tenancy.budgets import KeyBudgets
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.key_table import KeyTable, unauthorized, unavailable
@@ -128,6 +129,8 @@ class GatewayCaller:
 
     def __init__(self, tenancy: Tenancy, key: ApiKey | None) -> None:
         self._tenancy, self.key = tenancy, key
+        self.group: int | None = None
+        """The group of its user in an A/B test."""
 
     @property
     def team(self) -> str:
@@ -197,7 +200,7 @@ class GatewayGrant:
     """An admitted request. It ends once, with `settle` or `release`; later calls do nothing."""
 
     def __init__(self, tenancy: Tenancy, caller: GatewayCaller, model: str, price: TokenPrice) -> None:
-        self.id = uuid4().hex
+        self.id = uuid4().hex if caller.group is None else id_in_group(uuid4().hex, caller.group)
         self.caller, self.model, self.price = caller, model, price
         self.counted_tokens, self.rates, self.has_reserved = 0, RateState(), False
         self._tenancy, self._is_over = tenancy, False

@@ -6,7 +6,7 @@ import sqlalchemy as sa
 
 from raytide.core.errors import NotFoundError
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR
-from raytide.core.specs.rollout import Feedback, RevisionFeedback, served_revision
+from raytide.core.specs.rollout import Feedback, RevisionFeedback, group_in_id, served_revision
 from raytide.core.state import tables as core
 from raytide.core.state.database import Database
 from raytide.core.state.registry import tables as t
@@ -30,7 +30,8 @@ class FeedbackRecords:
             if row is None or row.team != given.team or given.model not in ("", endpoint):
                 raise NotFoundError(f"request {given.request_id} is not known.", hint="Send the id of an answer.")
             revision = served_revision(row.version)
-            values = {"id": request_id, "at_s": now_s, "model": endpoint, "revision": revision}
+            group = group_in_id(request_id)
+            values = {"id": request_id, "unit_group": group, "at_s": now_s, "model": endpoint, "revision": revision}
             kept = {name: getattr(given, name) for name in ("team", "key", "score", "comment")}
             upsert(c, t.feedback, [{**values, **kept}])
             return revision
@@ -42,6 +43,17 @@ class FeedbackRecords:
         with self._db.read() as c:
             rows = c.execute(query.order_by(f.revision.desc())).all()
         return tuple(RevisionFeedback(row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows)
+
+    def groups(self, name: str, since_s: float) -> dict[int, dict[int, tuple[int, int]]]:
+        """Returns the judged and the liked answers since a time, by revision and by group of users."""
+        f = t.feedback.c
+        query = sa.select(f.revision, f.unit_group, *thumbs()).where(f.model == name, f.at_s >= since_s)
+        found: dict[int, dict[int, tuple[int, int]]] = {}
+        with self._db.read() as c:
+            for row in c.execute(query.where(f.unit_group >= 0).group_by(f.revision, f.unit_group)):
+                judged = int(row.judged)
+                found.setdefault(row.revision, {})[row.unit_group] = (judged, judged - int(row.disliked))
+        return found
 
     def prune(self, before_s: float) -> None:
         """Deletes judgements from before this time."""

@@ -117,6 +117,7 @@ feedback = Table(
     Column("key", String, nullable=False),
     Column("model", String, nullable=False),
     Column("revision", Integer, nullable=False),
+    Column("unit_group", Integer, nullable=False),
     Column("score", String, nullable=False),
     Column("comment", SafeText, nullable=False),
     Index(None, "model", "revision", "at_s"),
