@@ -16,6 +16,7 @@ def upgrade() -> None:
         sa.Column("at_s", sa.Double(), nullable=False),
         *_texts("team", "key", "model"),
         sa.Column("revision", sa.Integer(), nullable=False),
+        sa.Column("unit_group", sa.Integer(), nullable=False),
         *_texts("score"),
         sa.Column("comment", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_feedback"),
