@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -74,9 +75,7 @@ def store(tmp_path: Path) -> FileStore:
     return FileStore(FileDatabase(tmp_path / "files"), LIMITS)
 
 
-@pytest.fixture
-def url(store: FileStore) -> Iterator[str]:
-
+def app_of(store: FileStore) -> FastAPI:
     @asynccontextmanager
     async def nothing(_: FastAPI) -> AsyncIterator[None]:
         yield
@@ -84,6 +83,12 @@ def url(store: FileStore) -> Iterator[str]:
     app = openai_app(EndpointModels("test"), nothing)
     add_file_routes(app, store)
     app.add_middleware(TeamHeader)
+    return app
+
+
+@pytest.fixture
+def url(store: FileStore) -> Iterator[str]:
+    app = app_of(store)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -224,6 +229,33 @@ def test_files_of_both_processes_stay_within_the_limit(tmp_path: Path) -> None:
     assert len(added) == 5
     listed = stores[0].page("red", after=None, limit=100, is_ascending=True, purpose=None)
     assert {each.id for each in listed.data} == {each.id for each in added}
+
+
+async def test_slow_uploads_of_one_team_leave_room_for_others(store: FileStore) -> None:
+    head = b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    head += b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\nrow'
+    begun, rest = asyncio.Queue[None](), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield head
+        begun.put_nowait(None)
+        await rest.wait()
+        yield b"\r\n--x--\r\n"
+
+    async def upload(team: str, content: bytes | AsyncIterator[bytes]) -> int:
+        headers = {"team": team, "content-type": "multipart/form-data; boundary=x"}
+        return (await http.post("/v1/files", content=content, headers=headers)).status_code
+
+    transport = httpx.ASGITransport(app_of(store))
+    async with asyncio.timeout(30), httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        uploads = [asyncio.create_task(upload("red", slow())) for _ in range(4)]
+        for _ in uploads:
+            await begun.get()
+        whole = head + b"\r\n--x--\r\n"
+        assert (await upload("red", whole), await upload("blue", whole)) == (429, 200)
+        rest.set()
+        assert await asyncio.gather(*uploads) == [200] * 4
+        assert await upload("red", whole) == 200
 
 
 def test_expired_files_and_what_killed_uploads_left_are_removed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Annotated, Any, Literal
@@ -20,7 +21,7 @@ __all__ = ["EXPIRY_S", "add_file_routes", "team_of"]
 
 EXPIRY_S = (3600, 30 * 86_400)
 """The shortest and the longest time after which a file may expire."""
-_MAX_UPLOADS = 8
+_MAX_UPLOADS, _MAX_TEAM_UPLOADS = 8, 4
 _MOST_LISTED = 10_000
 _UPLOAD_BODY = {
     "requestBody": {
@@ -55,15 +56,18 @@ def team_of(request: Request) -> str:
 
 
 def add_file_routes(app: FastAPI, files: FileStore) -> None:
-    uploads = asyncio.Semaphore(_MAX_UPLOADS)
+    uploads: Counter[str] = Counter()
+    """The uploads that run, by team."""
 
     refusals: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (507,)}
 
     @app.post("/v1/files", openapi_extra=_UPLOAD_BODY, responses=refusals)
     async def upload_file(request: Request) -> FileObject:
-        if uploads.locked():
-            raise overloaded(f"{_MAX_UPLOADS} uploads are running.")
-        async with uploads:
+        team = team_of(request)
+        if uploads.total() >= _MAX_UPLOADS or uploads[team] >= _MAX_TEAM_UPLOADS:
+            raise overloaded(f"{uploads.total()} uploads are running, {uploads[team]} of them of your team.")
+        uploads[team] += 1
+        try:
             await asyncio.to_thread(_check_length, files, request)
             with ExitStack() as stack:
                 part = await asyncio.to_thread(stack.enter_context, files.partial())
@@ -72,11 +76,15 @@ def add_file_routes(app: FastAPI, files: FileStore) -> None:
                 return await asyncio.to_thread(
                     files.add,
                     part,
-                    team_of(request),
+                    team,
                     filename=form.filename or "upload",
                     purpose=purpose,
                     expires_after_s=seconds,
                 )
+        finally:
+            uploads[team] -= 1
+            if not uploads[team]:
+                del uploads[team]
 
     @app.get("/v1/files")
     def list_files(
