@@ -12,6 +12,7 @@ from tests.gateway.conftest import Gateway, running_gateway, until
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.backends.remote.load_counters import LoadCounters, TrackedRequest
 from raytide.gateway.replicas.directory import EndpointEntry
+from raytide.gateway.replicas.routing.router import Route
 
 TOKENS = 100
 TEXT = "tide " * (TOKENS // 5)
@@ -57,21 +58,22 @@ async def test_a_resumed_stream_is_not_counted_as_one_that_waited_for_its_first_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     track, waited = LoadCounters.track, []
+    first_token, has_begun = Route.first_token, asyncio.Event()
 
     def noted(counters: LoadCounters, waited_s: float) -> TrackedRequest:
         waited.append(waited_s)
         return track(counters, waited_s)
 
+    def received(route: Route) -> None:
+        has_begun.set()
+        first_token(route)
+
     monkeypatch.setattr(LoadCounters, "track", noted)
+    monkeypatch.setattr(Route, "first_token", received)
     async with running_gateway() as gateway:
         await gateway.deploy("m", FakeEngine(tokens_per_s=100))
         stream = asyncio.create_task(ask(gateway))
-        engine = gateway.servers["m-0"].engine
-
-        async def has_begun() -> bool:
-            return (await engine.stats()).steps > 0
-
-        await until(has_begun)
+        await asyncio.wait_for(has_begun.wait(), 20)
         await gateway.kill("m-0")
         await gateway.deploy("m", FakeEngine())
         assert (await stream)[:2] == (200, TEXT)

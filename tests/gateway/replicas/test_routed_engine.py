@@ -128,6 +128,19 @@ async def test_a_replica_that_is_silent_gets_nothing_while_others_answer() -> No
         assert len(found.ready) == 3
 
 
+async def test_a_replica_that_is_back_at_another_address_is_found_there() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    servers = [EngineServer(engine, await engine.start(), "secret", problem=_no_problem) for engine in engines]
+    addresses = [ReplicaAddress("127.0.0.1", await server.listen("127.0.0.1"), "secret") for server in servers]
+    async with gateway({"r0": addresses[0]}) as engine:
+        await servers[0].close()
+        engine._replicas.update({"r0": addresses[1]})
+        await until(lambda: [each.engine._address[1] for each in engine._replicas.ready] == [addresses[1].port])
+        engine._replicas.update({})
+        await servers[1].close()
+        await until(lambda: not engine._replicas._keepers)
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_no_request_stays_counted(leaves: bool) -> None:
     async with replicas(tokens_per_s=200.0) as addresses, gateway(addresses) as engine:

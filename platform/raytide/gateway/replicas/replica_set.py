@@ -118,9 +118,9 @@ class ReplicaSet:
             if name not in self._replicas:
                 self._keepers.pop(name).cancel()
         self._addresses = dict(addresses)
-        for name, address in addresses.items():
+        for name in addresses:
             if name not in self._keepers or self._keepers[name].done():
-                self._keepers[name] = asyncio.create_task(self._keep(name, address))
+                self._keepers[name] = asyncio.create_task(self._keep(name))
 
     def retire(self) -> None:
         """Ends the endpoint: requests that run may finish where they are, those that wait for a replica are refused."""
@@ -179,10 +179,10 @@ class ReplicaSet:
         for replica in self._replicas.values():
             await replica.engine.shutdown()
 
-    async def _keep(self, name: str, address: ReplicaAddress) -> None:
-        """Keeps a replica connected for as long as its address exists."""
+    async def _keep(self, name: str) -> None:
+        """Keeps a replica connected for as long as it has an address, which may change."""
         pause_s = _FIRST_RETRY_S
-        while self._addresses.get(name) == address:
+        while (address := self._addresses.get(name)) is not None:
             lost = asyncio.Event()
             engine = RemoteEngine(
                 address.host,
