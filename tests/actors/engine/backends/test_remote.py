@@ -73,7 +73,7 @@ class _Engine(FakeEngine):
         self.tools = tools
         return await super().chat_prompt(messages)
 
-    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+    async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
         return [[float(place)] * 64 for place, _ in enumerate(batch)]
 
 
