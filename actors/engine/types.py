@@ -21,6 +21,7 @@ Feature = Literal[
     "best_of",
     "deterministic",
     "embeddings",
+    "handover",
     "kv_transfer",
     "logit_bias",
     "logprobs",

@@ -23,10 +23,11 @@ from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionReques
 from raytide.actors.serving.ray_serve.keys import queue_key
 from raytide.core.errors import WaitTimeoutError
 from raytide.core.objects.api_key import HostedBackend
-from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, adapted_models, adapter_id
+from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, ServeSpec, adapted_models, adapter_id
 from raytide.core.specs.rollout import CountedRevision, served_version
 from raytide.gateway.hosted.api import HostedApis
 from raytide.gateway.replicas.directory import Directory, EndpointEntry, Listing
+from raytide.gateway.replicas.prefill_pool import PrefillPool
 from raytide.gateway.replicas.replica_set import ReplicaSet
 from raytide.gateway.replicas.routed_engine import COLD_START_S, RoutedEngine
 from raytide.gateway.rollouts.choice import champion_may_answer, is_for_challenger, is_for_fallback, is_overload
@@ -97,7 +98,16 @@ class EndpointModels:
         self._listing = dict(listing)
         for entry in listing.values():
             self._join_rollout(entry)
+        for each in self._applications.values():
+            each.engine.prefill = self._prefill_pool(each.entry.spec)
         self.listed.set()
+
+    def _prefill_pool(self, spec: ServeSpec) -> PrefillPool | None:
+        """Returns the replicas of the endpoint that computes prompts for another one, if that is of the same team."""
+        entry = self._listing.get(spec.prefill.endpoint) if spec.prefill is not None else None
+        if spec.prefill is None or entry is None or entry.spec.team != spec.team:
+            return None
+        return PrefillPool(self._applications[entry.spec.name].replicas, spec.prefill.min_tokens)
 
     def _join_rollout(self, entry: EndpointEntry) -> None:
         """Counts the requests of both revisions of a rollout. A challenger is not waited for: its champion answers."""

@@ -10,7 +10,8 @@ from raytide.control.client import ApiClient
 from raytide.control.views import EndpointStatus, RolloutStatus, html_table, to_json
 from raytide.core.errors import DataError, EngineError, NotFoundError, WaitTimeoutError
 from raytide.core.money import format_usd
-from raytide.core.objects.endpoint import LOADING, AdapterChange, EndpointState
+from raytide.core.objects.endpoint import LOADING, EndpointState
+from raytide.core.specs.adapters import AdapterChange
 from raytide.core.specs.rollout import Score
 
 if TYPE_CHECKING:

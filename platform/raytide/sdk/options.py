@@ -79,6 +79,7 @@ class ServeOptions(TypedDict, total=False):
     engine: Mapping[str, object]
     max_ongoing: int
     min_request_priority: int
+    prefill: Mapping[str, object]
 
 
 _SHAPE_WORDS = (*sorted(NODE_WORDS), "labels", "resources", "together")

@@ -327,8 +327,9 @@ class EngineCore:
             self._counters.generated_tokens += sample.seq.output_len
         self._counters.generated_tokens -= sum(len(each.token_ids) for each in answer.request.resume)
         self._counters.finished += 1
-        self._counters.prompt_tokens += answer.parent.prompt_len
-        self._counters.cached_tokens += answer.parent.num_cached
+        if not answer.is_prompt_imported:  # the engine that has computed it counts it
+            self._counters.prompt_tokens += answer.parent.prompt_len
+            self._counters.cached_tokens += answer.parent.num_cached
 
 
 _ALWAYS: frozenset[Feature] = frozenset(

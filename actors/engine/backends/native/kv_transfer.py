@@ -51,6 +51,7 @@ def import_kv(
     seq.seed, seq.num_cached = header.seed, header.num_cached
     if header.num_computed and core.state != "asleep" and core.scheduler.adopt(seq, header.num_computed):
         core.runner.cache.write(seq.block_ids[: header.num_blocks], handle.layers)
+        answer.is_prompt_imported = True
     else:
         core.scheduler.add(seq)
     core.track_outputs(answer)

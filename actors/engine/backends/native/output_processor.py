@@ -68,6 +68,8 @@ class RequestState:
         self.parent = running[0]  # the first to compute the prompt here
         self._open = len(running)
         self._added_s = added_s
+        self.is_prompt_imported = False
+        """True for a request whose KV came from another engine."""
         self._started_s: float | None = None
         self._first_token_s: float | None = None
 

@@ -77,9 +77,26 @@ class RemoteEngine(BasicEngine):
         """The last status that the process has sent."""
         return self._connected().status
 
-    def generate(self, request: GenRequest, *, waited_s: float = 0.0, prefix: bytes = b"") -> AsyncIterator[GenChunk]:
-        """Streams a request. `prefix` is passed to `on_prefix` of the process's other clients."""
-        return self._connected().generate(request, waited_s, prefix)
+    def generate(
+        self,
+        request: GenRequest,
+        *,
+        waited_s: float = 0.0,
+        prefix: bytes = b"",
+        prefill_at: Sequence[object] | None = None,
+    ) -> AsyncIterator[GenChunk]:
+        """Streams a request. `prefix` is passed to `on_prefix` of the process's other clients. `prefill_at` has the
+        host, port, secret and name of the process from which the prompt's KV is fetched.
+        """
+        return self._connected().generate(request, waited_s, prefix, prefill_at)
+
+    async def prefill(self, request: GenRequest) -> tuple[list[GenChunk], bytes]:
+        """Computes a request up to its first token and takes it out of that process: returns its chunks so far, and
+        its KV (see `KvHandle.to_bytes`), which is empty if the request has ended.
+        """
+        parts = bytearray()
+        packed = await self._connected().call("prefill", [wire.pack_request(request)], parts)
+        return [wire.unpack_chunk(request.request_id, each) for each in packed], bytes(parts)
 
     async def tokenize(self, text: str) -> list[int]:
         return list(await self._call("tokenize", text))
@@ -177,6 +194,7 @@ class _Connection(asyncio.Protocol):
         self._unpacker = wire.unpacker()
         self._keys = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._parts: dict[int, bytearray] = {}
         self._streams: dict[int, tuple[str, asyncio.Queue[Item]]] = {}
         self._transport: asyncio.Transport | None = None
         self._watching: asyncio.TimerHandle | None = None
@@ -208,22 +226,27 @@ class _Connection(asyncio.Protocol):
     def close(self) -> None:
         self._lose("the connection was closed here")
 
-    async def call(self, method: str, arguments: Sequence[object]) -> Any:
+    async def call(self, method: str, arguments: Sequence[object], parts: bytearray | None = None) -> Any:
         key = next(self._keys)
         done = self._calls[key] = self._loop.create_future()
+        if parts is not None:
+            self._parts[key] = parts
         try:
             self.send([Kind.CALL, key, method, list(arguments)])
             return await done
         finally:
             self._calls.pop(key, None)
+            self._parts.pop(key, None)
             if done.cancelled():
                 self.send([Kind.CLOSE, key])
 
-    async def generate(self, request: GenRequest, waited_s: float, prefix: bytes) -> AsyncIterator[GenChunk]:
+    async def generate(
+        self, request: GenRequest, waited_s: float, prefix: bytes, prefill_at: Sequence[object] | None
+    ) -> AsyncIterator[GenChunk]:
         self.check()
         key, stream = next(self._keys), asyncio.Queue[Item]()
         self._streams[key] = request.request_id, stream
-        self.send([Kind.GENERATE, key, wire.pack_request(request), waited_s, prefix])
+        self.send([Kind.GENERATE, key, wire.pack_request(request), waited_s, prefix, prefill_at])
         ended = False
         try:
             while not ended:
@@ -253,6 +276,9 @@ class _Connection(asyncio.Protocol):
             _, stats, load, problem, is_draining = message
             self.status = Status(None if stats is None else wire.unpack_stats(stats), load, problem, is_draining)
             self._on_status()
+        elif kind == Kind.PART:
+            if (parts := self._parts.get(message[1])) is not None:
+                parts += message[2]
         elif kind == Kind.PREFIXES:
             for prefix in message[1]:
                 self._on_prefix(prefix)

@@ -64,6 +64,13 @@ class DirectOutput:
         if (stream := self._streams.get(request_id)) is not None:
             stream.is_begin = True
 
+    def give(self, request_id: str) -> None:
+        """Counts a chunk that the event loop writes and the engine's thread has never seen. Call it while nothing of
+        the request is in the engine.
+        """
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.given += 1
+
     def skip(self, request_id: str) -> None:
         """Counts a chunk that the event loop got and does not write."""
         if (stream := self._streams.get(request_id)) is not None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from raytide.actors.engine.backends.remote.direct_output import DirectOutput
 from raytide.actors.engine.backends.remote.fair_queue import FairQueue
-from raytide.actors.engine.base import Engine, StreamProgress, aborted_chunks
+from raytide.actors.engine.base import StreamProgress, aborted_chunks
 from raytide.actors.engine.limits import MAX_PRIORITY
 from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest
 from raytide.core.errors import ConflictError, OverloadedError, RaytideError
@@ -73,13 +74,21 @@ class _Team:
     """All its requests here."""
 
 
+class Generator(Protocol):
+    """The part of an engine that requests are admitted to."""
+
+    def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]: ...
+
+    async def abort(self, request_id: str) -> bool: ...
+
+
 class FairAdmission:
     """The way to one engine. Use it from one event loop. An engine that does not tell its places gets all at once.
 
     Chunks in `direct` have not passed here; they are counted before anything is decided.
     """
 
-    def __init__(self, engine: Engine, info: EngineInfo, direct: DirectOutput) -> None:
+    def __init__(self, engine: Generator, info: EngineInfo, direct: DirectOutput) -> None:
         self._engine, self._info, self._direct = engine, info, direct
         self._spare = min(-(-info.max_running // SPARE_SHARE), info.max_waiting)
         self._queue: FairQueue[_Entry] = FairQueue()

@@ -17,6 +17,7 @@ from typing import Any, cast
 from raytide.actors.engine.backends.remote import wire
 from raytide.actors.engine.backends.remote.direct_output import DirectOutput, DirectStream
 from raytide.actors.engine.backends.remote.fair_admission import FairAdmission
+from raytide.actors.engine.backends.remote.handover import HandoverEngine, PrefillPeer, prefill
 from raytide.actors.engine.backends.remote.load_counters import LoadCounters
 from raytide.actors.engine.backends.remote.wire import Kind
 from raytide.actors.engine.base import Engine
@@ -28,6 +29,7 @@ _log = logging.getLogger(__name__)
 _OPEN_TIMEOUT_S = 5.0
 _MAX_PREFIXES = 1024
 """Prefixes that one client learns of with one status; the oldest are left out."""
+_PART_BYTES = 1 << 20
 _MAX_UNSENT_BYTES = 64 << 20
 """A client that leaves more unread loses its connection, and its requests end."""
 
@@ -66,7 +68,8 @@ class EngineServer:
         self.counters = LoadCounters(slo_ttft_s)
         self.direct = DirectOutput()
         engine.tap(self.direct.take)
-        self.admission = FairAdmission(engine, info, self.direct)
+        self.handover = HandoverEngine(engine, self.direct)
+        self.admission = FairAdmission(self.handover, info, self.direct)
         self.is_draining = False
         self._secret = secret.encode()
         self._problem = problem
@@ -96,6 +99,7 @@ class EngineServer:
             self._server.close()
         for connection in list(self._connections):
             connection.close()
+        await self.handover.close()
 
     def is_known(self, secret: object) -> bool:
         return isinstance(secret, str) and hmac.compare_digest(secret.encode(errors="replace"), self._secret)
@@ -165,6 +169,8 @@ class _Connection(asyncio.Protocol):
         """True while the transport holds what the client has not read."""
         self._cut_off = b""
         """The end of a message whose begin another thread has sent."""
+        self._is_writable = asyncio.Event()
+        self._is_writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one by its methods alone
@@ -196,10 +202,12 @@ class _Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._is_waiting = True  # the transport calls this while `write` holds the lock
+        self._is_writable.clear()
 
     def resume_writing(self) -> None:
         with self._writing:
             self._is_waiting = False
+        self._is_writable.set()
 
     def write(self, packed: bytes) -> None:
         if self._transport.is_closing():
@@ -275,6 +283,8 @@ class _Connection(asyncio.Protocol):
                 result: object = await self._server.drain(*arguments)
             elif method == "abort":
                 result = await self._server.admission.abort(*arguments)
+            elif method == "prefill":
+                result = await self._prefill(key, *arguments)
             elif method == "stats":
                 result = wire.pack_stats(await self._server.stats())
             elif method in _CALLS:
@@ -285,7 +295,26 @@ class _Connection(asyncio.Protocol):
         except Exception as error:
             self.write(wire.pack([Kind.ERROR, key, wire.pack_error(error)]))
 
-    async def _generate(self, key: int, packed: Mapping[str, Any], waited_s: float, prefix: bytes) -> None:
+    async def _prefill(self, key: int, packed: Mapping[str, Any]) -> list[Any]:
+        """Computes a prompt for another engine's process: sends its KV, and returns the chunks so far."""
+        tracked = self._server.counters.track(0.0)
+        chunks, handle = await prefill(self._server.engine, self._server.admission, _request(packed))
+        tracked.first_chunk()
+        if handle is not None:
+            data = memoryview(await asyncio.to_thread(handle.to_bytes))
+            for start in range(0, len(data), _PART_BYTES):
+                self.write(wire.pack([Kind.PART, key, data[start : start + _PART_BYTES]]))
+                await self._is_writable.wait()
+        return [wire.pack_chunk(chunk) for chunk in chunks]
+
+    async def _generate(
+        self,
+        key: int,
+        packed: Mapping[str, Any],
+        waited_s: float,
+        prefix: bytes,
+        prefill_at: tuple[str, int, str, str] | None,
+    ) -> None:
         tracked, request = None, None
         stream = DirectStream(self, key)
         if prefix:
@@ -294,6 +323,8 @@ class _Connection(asyncio.Protocol):
             request = _request(packed)
             self._server.direct.open(request.request_id, stream)
             tracked = self._server.counters.track(waited_s)
+            if prefill_at is not None:
+                self._server.handover.assign(request.request_id, PrefillPeer(*prefill_at))
             async with aclosing(self._server.admission.generate(request)) as chunks:
                 async for chunk in chunks:
                     tracked.first_chunk()
@@ -307,6 +338,8 @@ class _Connection(asyncio.Protocol):
         finally:
             if request is not None:
                 self._server.direct.close(request.request_id, stream)
+                if prefill_at is not None:
+                    self._server.handover.forget(request.request_id)
 
     def _add(self, stream: DirectStream, chunk: GenChunk) -> None:
         """Adds a chunk to the message of this step, which is sent once all of its chunks are there."""

@@ -30,7 +30,7 @@ from raytide.actors.engine.types import (
 )
 from raytide.core.errors import EngineError, RaytideError, from_json
 
-VERSION = 3
+VERSION = 4
 _DEFAULT = SamplingParams()
 MAX_MESSAGE_BYTES = 64 << 20
 """A larger message, or as many unread bytes, end the connection."""
@@ -44,12 +44,15 @@ class Kind(IntEnum):
     HELLO = 1  # the engine's description: the answer
     CALL = 2  # id, method, arguments
     RESULT = 3  # id, value: ends a call
-    GENERATE = 4  # id, request, seconds that it has waited already, the prefix that other clients are told of
+    GENERATE = (
+        4  # id, request, seconds that it has waited already, the prefix that other clients are told of, peer or None
+    )
     CHUNKS = 5  # [[id, chunk], ...], bytes of tokens with log probabilities that are new here: the output of one step
     ERROR = 6  # id, error: ends a call or a generation
     CLOSE = 7  # id: the client wants no more of a generation
     STATUS = 8  # statistics, load counters, problem or None, whether it drains: every STATUS_PERIOD_S
     PREFIXES = 9  # prefixes that other clients have sent since the last status
+    PART = 10  # id, bytes: a part of what a call returns beside its value, before it
 
 
 def pack(message: Sequence[object]) -> bytes:
@@ -115,8 +118,9 @@ def unpack_chunk(request_id: str, packed: Sequence[Any]) -> GenChunk:
 
 
 def pack_info(info: EngineInfo) -> dict[str, Any]:
-    """Returns the description of an engine as its clients see it: KV does not travel through them."""
-    return {**asdict(info), "features": sorted(info.features - {"kv_transfer"})}
+    """Returns the description of an engine as its clients see it: KV travels between processes, not through them."""
+    handover = {"handover"} if "kv_transfer" in info.features else set[str]()
+    return {**asdict(info), "features": sorted(info.features - {"kv_transfer"} | handover)}
 
 
 def unpack_info(packed: Mapping[str, Any]) -> EngineInfo:

@@ -13,7 +13,8 @@ from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
 from raytide.control.views import RevisionOutcome, RolloutStatus, to_json
 from raytide.core.errors import NotFoundError, UsageError
-from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, LOADING, AdapterChange
+from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, LOADING
+from raytide.core.specs.adapters import AdapterChange
 from raytide.core.specs.model_version import SCHEME
 from raytide.core.specs.rollout import RolloutState
 from raytide.rollout.canary import CRITERIA

@@ -34,11 +34,12 @@ from raytide.core import errors
 from raytide.core.config import environment, home
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError, StorageError
 from raytide.core.objects.api_key import AuditEntry, ChainVerdict, KeySpec, UsageBy, UsageSum
-from raytide.core.objects.endpoint import AdapterChange, EndpointRevision, ServeSpec
+from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import BudgetPer, JobSpec
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.objects.team import TeamSpec
+from raytide.core.specs.adapters import AdapterChange
 from raytide.core.specs.model_version import (
     AliasChange,
     AliasSpec,

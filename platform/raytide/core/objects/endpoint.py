@@ -14,12 +14,12 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
-from raytide.core.errors import NotFoundError
 from raytide.core.objects.api_key import HostedBackend, TokenPrice
 from raytide.core.objects.gang import Needed
 from raytide.core.objects.resources import RESOURCE_WORDS, expand
 
 _NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
+ENDPOINT_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 _RESERVED = frozenset({"cluster", "unmanaged", "minimum", "warm", "queue"})
 
 
@@ -93,6 +93,17 @@ class AnswerCachePolicy(Config):
     """Memory in each gateway process."""
 
 
+class PrefillPolicy(Config):
+    """Prompts are computed by another endpoint's replicas, which hand the KV over: decoding never waits for them."""
+
+    endpoint: str = Field(pattern=ENDPOINT_NAME)
+    """An endpoint of the same team with the same model and engine options. While it has no replica, prompts are
+    computed where they are decoded."""
+    min_tokens: int = Field(default=1024, ge=1, le=10_000_000)
+    """The fewest tokens of a prompt without those that are cached where it is decoded: a shorter one is computed
+    there."""
+
+
 class ServeSpec(Config):
     """`raytide serve`: the model, its resources and its replicas."""
 
@@ -136,6 +147,9 @@ class ServeSpec(Config):
     answer_cache: AnswerCachePolicy | None = None
     """Equal requests that follow one another are computed once; None: only those in flight at the same time."""
 
+    prefill: PrefillPolicy | None = None
+    """None: prompts are computed where they are decoded."""
+
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, fields: object) -> object:
@@ -159,6 +173,8 @@ class ServeSpec(Config):
             raise ValueError("backend is for an endpoint without model, replicas, adapters and fallback")
         if self.members > 1 and self.replicas.slo_target is not None:
             raise ValueError("slo_target is for replicas of one member: leave it out, or members")
+        if self.prefill is not None and self.prefill.endpoint == self.name:
+            raise ValueError("prefill.endpoint is this endpoint: name another one with the same model")
         return self
 
     @field_validator("name")
@@ -171,25 +187,7 @@ class ServeSpec(Config):
         return name
 
 
-class AdapterChange(Config):
-    """`raytide endpoint adapters`: what to load and unload."""
-
-    load: dict[AdapterName, bounds.Location] = Field(default_factory=dict, max_length=MOST_ADAPTERS)
-    unload: tuple[AdapterName, ...] = Field(default=(), max_length=MOST_ADAPTERS)
-
-    def applied_to(self, spec: ServeSpec) -> dict[str, str]:
-        """Returns the spec's adapters after the change. Raises NotFoundError for one to unload that is not there."""
-        for name in self.unload:
-            if name not in spec.adapters:
-                raise NotFoundError(f"endpoint {spec.name} has no adapter {name}.", hint="List them without options.")
-        kept = {name: location for name, location in spec.adapters.items() if name not in self.unload}
-        return {**kept, **self.load}
-
-    def __str__(self) -> str:
-        return " ".join(["adapters", *(f"+{name}" for name in self.load), *(f"-{name}" for name in self.unload)])
-
-
-LIVE_FIELDS = frozenset({"adapters"})
+LIVE_FIELDS = frozenset({"adapters", "prefill"})
 """The fields of a ServeSpec that replicas follow while they run; all others need new replicas."""
 
 

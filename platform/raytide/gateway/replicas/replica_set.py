@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from typing import TypeVar
@@ -71,10 +71,12 @@ class Replica:
             block_tokens=info.block_size,
         )
 
-    async def generate(self, request: GenRequest, waited_s: float, prefix: bytes) -> AsyncIterator[GenChunk]:
+    async def generate(
+        self, request: GenRequest, waited_s: float, prefix: bytes, prefill_at: Sequence[object] | None = None
+    ) -> AsyncIterator[GenChunk]:
         self.in_flight += 1
         try:
-            stream = self.engine.generate(request, waited_s=waited_s, prefix=prefix)
+            stream = self.engine.generate(request, waited_s=waited_s, prefix=prefix, prefill_at=prefill_at)
             async with aclosing(stream):  # type: ignore[type-var]
                 with self._noticing_death():
                     async for chunk in stream:
@@ -139,6 +141,9 @@ class ReplicaSet:
         ready = [replica for name, replica in self._replicas.items() if name in listed and replica.takes_requests]
         since_s = time.monotonic() - _STALE_S
         return [replica for replica in ready if replica.engine.status.at_s >= since_s] or ready
+
+    def address(self, replica: str) -> ReplicaAddress | None:
+        return self._addresses.get(replica)
 
     async def wait_ready(self, timeout_s: float, lora: str | None = None) -> list[Replica]:
         """Returns the replicas that take requests and have the adapter, as soon as there is one.

@@ -20,6 +20,7 @@ from raytide.actors.engine.types import (
 )
 from raytide.core.errors import EngineDeadError, OverloadedError
 from raytide.gateway.answers.shared_answers import Reuse, SharedAnswers
+from raytide.gateway.replicas.prefill_pool import PrefillPool
 from raytide.gateway.replicas.replica_set import Replica, ReplicaSet
 from raytide.gateway.replicas.routing.prefix_index import join_keys
 from raytide.gateway.replicas.routing.router import Route
@@ -48,6 +49,8 @@ class RoutedEngine(BasicEngine):
         self._replicas = replicas
         self.answers = SharedAnswers(self._generate, self._version, on_reuse)
         self._suspects = asyncio.Lock()
+        self.prefill: PrefillPool | None = None
+        """Replicas that compute long prompts for these."""
         self.patience_s = COLD_START_S
         """The time for which a request waits for a replica before its first token."""
 
@@ -66,13 +69,18 @@ class RoutedEngine(BasicEngine):
         while True:
             resumed, before = progress.resumed(), chunks
             replica, route = await self._choose(resumed, full, may_wait=chunks > 0)
+            prefill: Route | None = None
             try:
                 waited_s = 0.0 if chunks else time.monotonic() - began_s  # for a first token, which may have come
-                stream = self._generate_on(replica, route, resumed, waited_s, alone=bool(died_with))
+                if self.prefill is not None:
+                    prefill = self.prefill.route(resumed, replica, route.cached_tokens)
+                stream = self._generate_on(replica, route, resumed, waited_s, prefill, alone=bool(died_with))
                 async with aclosing(stream):  # type: ignore[type-var]
                     async for chunk in stream:
                         progress.add(chunk)
                         chunks += 1
+                        if prefill is not None:
+                            prefill.end(tokens=list(request.prompt) if not isinstance(request.prompt, str) else [])
                         if chunk.usage is None:
                             route.first_token()
                         else:
@@ -88,17 +96,28 @@ class RoutedEngine(BasicEngine):
                 await asyncio.sleep(_PAUSE_S)
             finally:
                 route.end()
+                if prefill is not None:
+                    prefill.end()
 
     async def _generate_on(
-        self, replica: Replica, route: Route, request: GenRequest, waited_s: float, *, alone: bool
+        self,
+        replica: Replica,
+        route: Route,
+        request: GenRequest,
+        waited_s: float,
+        prefill: Route | None,
+        *,
+        alone: bool,
     ) -> AsyncIterator[GenChunk]:
-        """Generates a request on one replica. With `alone` no other such request starts there or elsewhere until this
-        one has its first token: one of several that died together may be the cause.
+        """Generates a request on one replica, its prompt on that of `prefill`. With `alone` no other such request
+        starts there or elsewhere until this one has its first token: one of several that died together may be the
+        cause.
         """
         async with AsyncExitStack() as until_first_chunk:
             if alone:
                 await until_first_chunk.enter_async_context(self._suspects)
-            stream = replica.generate(request, waited_s, join_keys(route.keys))
+            prefill_at = self.prefill.address(prefill) if self.prefill and prefill else None
+            stream = replica.generate(request, waited_s, join_keys(route.keys), prefill_at)
             async with aclosing(stream):  # type: ignore[type-var]
                 async for chunk in stream:
                     await until_first_chunk.aclose()

@@ -20,9 +20,10 @@ from raytide.core.clock import Clock
 from raytide.core.errors import ConfigError, ConflictError, DeniedError
 from raytide.core.money import to_us
 from raytide.core.objects.cluster_config import ClusterConfig
-from raytide.core.objects.endpoint import AdapterChange, Endpoint, EndpointRevision, EndpointState, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointRevision, EndpointState, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.resources import resolve_accelerator
+from raytide.core.specs.adapters import AdapterChange
 from raytide.core.specs.rollout import (
     REVISION_SEPARATOR,
     CountedRevision,

@@ -93,7 +93,7 @@ async def test_a_slow_reader_gets_every_message_whole(model_dir: Path, monkeypat
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     client.sendall(wire.pack([Kind.OPEN, wire.VERSION, "secret"]))
     for key, name in enumerate(names):
-        client.sendall(wire.pack([Kind.GENERATE, key, wire.pack_request(request(name)), 0.0, b""]))
+        client.sendall(wire.pack([Kind.GENERATE, key, wire.pack_request(request(name)), 0.0, b"", None]))
     unpacker, answers, ended = wire.unpacker(), {name: ([], "") for name in names}, 0
     client.setblocking(False)
     loop = asyncio.get_running_loop()

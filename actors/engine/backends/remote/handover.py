@@ -1,0 +1,153 @@
+"""Prefill in one engine process and decode in another: the second asks the first for the prompt's KV and goes on.
+
+The KV goes from process to process, past the gateway, which only says where to ask. Whatever goes wrong there, a lost
+process, other weights or no room, costs the time that it took: the prompt is computed here then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from raytide.actors.engine.backends.remote.client import RemoteEngine
+from raytide.actors.engine.backends.remote.direct_output import DirectOutput
+from raytide.actors.engine.backends.remote.fair_admission import FairAdmission
+from raytide.actors.engine.base import Engine, StreamProgress, aborted_chunks
+from raytide.actors.engine.kv_cache.handle import KvHandle
+from raytide.actors.engine.types import GenChunk, GenRequest
+from raytide.core.errors import RaytideError
+
+_log = logging.getLogger(__name__)
+
+_MOST_AT_ONCE = 8
+"""Requests whose KV is on its way, so that its memory is bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPeer:
+    """The engine process that computes a prompt for another one."""
+
+    host: str
+    port: int
+    secret: str
+    name: str
+
+
+async def prefill(
+    engine: Engine, admission: FairAdmission, request: GenRequest
+) -> tuple[list[GenChunk], KvHandle | None]:
+    """Computes a request up to its first token, takes it out of the engine, and returns what it has said and its KV;
+    None in place of that when the request has ended here.
+    """
+    chunks: list[GenChunk] = []
+    handle = None
+    async with aclosing(admission.generate(request)) as stream:
+        async for chunk in stream:
+            if handle is not None and chunk.finish_reason == "abort":  # the mark of the export
+                return chunks, handle
+            chunks.append(chunk)
+            if len(chunks) == 1 and chunk.usage is None:
+                handle = await _exported(engine, request.request_id)
+    return chunks, None
+
+
+async def _exported(engine: Engine, request_id: str) -> KvHandle | None:
+    try:
+        return await engine.export_kv(request_id)
+    except RaytideError as error:  # it has ended meanwhile, or gave way to another team: then it is finished here
+        _log.info("request %s is not handed over: %s", request_id, error)
+        return None
+
+
+class HandoverEngine:
+    """Continues requests that peers have begun, and passes all others to its engine."""
+
+    def __init__(self, engine: Engine, direct: DirectOutput) -> None:
+        self._engine, self._direct = engine, direct
+        self._assigned: dict[str, PrefillPeer] = {}
+        self._asking: dict[str, asyncio.Task[tuple[list[GenChunk], KvHandle | None]]] = {}
+        self._peers: dict[PrefillPeer, RemoteEngine] = {}
+        self._connecting = asyncio.Lock()
+        self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
+
+    def assign(self, request_id: str, peer: PrefillPeer) -> None:
+        """Lets a request that comes to `generate` next begin at a peer."""
+        self._assigned[request_id] = peer
+
+    def forget(self, request_id: str) -> None:
+        """Ends an assignment, whether or not the request came."""
+        self._assigned.pop(request_id, None)
+
+    def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        peer = self._assigned.pop(request.request_id, None)
+        return self._engine.generate(request) if peer is None else self._continued(request, peer)
+
+    async def abort(self, request_id: str) -> bool:
+        if request_id in self._asking:
+            return self._asking[request_id].cancel()
+        return await self._engine.abort(request_id)
+
+    async def close(self) -> None:
+        for engine in self._peers.values():
+            await engine.shutdown()
+
+    async def _continued(self, request: GenRequest, peer: PrefillPeer) -> AsyncGenerator[GenChunk]:
+        request_id, progress = request.request_id, StreamProgress(request)
+        asking = self._asking[request_id] = asyncio.create_task(self._ask(peer, request))
+        try:
+            await asyncio.wait({asking})
+        finally:
+            del self._asking[request_id]
+            asking.cancel()
+        if asking.cancelled():
+            for chunk in aborted_chunks(request, len(request.prompt)):
+                self._direct.give(request_id)
+                yield chunk
+            return
+        chunks, handle = asking.result()
+        for chunk in chunks:
+            progress.add(chunk)
+            self._direct.give(request_id)
+            yield chunk
+        if chunks and chunks[-1].usage is not None:
+            return
+        if handle is not None:
+            is_begun = False
+            try:
+                async with aclosing(self._engine.import_kv(handle, request)) as rest:  # type: ignore[type-var]
+                    async for chunk in rest:
+                        is_begun = True
+                        yield chunk
+                return
+            except RaytideError as error:
+                if is_begun:
+                    raise
+                _log.warning("the KV of peer %s is of no use: %s", peer.name, error)
+        async with aclosing(self._engine.generate(progress.resumed())) as rest:  # type: ignore[type-var]
+            async for chunk in rest:
+                yield chunk
+
+    async def _ask(self, peer: PrefillPeer, request: GenRequest) -> tuple[list[GenChunk], KvHandle | None]:
+        """Returns the begin of a request and its KV; nothing if the peer has failed."""
+        try:
+            async with self._slots:
+                chunks, packed = await (await self._connected(peer)).prefill(request)
+                handle = await asyncio.to_thread(KvHandle.from_bytes, packed) if packed else None
+                return chunks, handle
+        except RaytideError as error:
+            _log.warning("peer %s computes no prompt: %s", peer.name, error)
+            return [], None
+
+    async def _connected(self, peer: PrefillPeer) -> RemoteEngine:
+        async with self._connecting:
+            for known, engine in list(self._peers.items()):
+                if not engine.is_connected:
+                    del self._peers[known]
+            if peer not in self._peers:
+                engine = RemoteEngine(peer.host, peer.port, peer.secret, name=peer.name)
+                await engine.start()
+                self._peers[peer] = engine
+            return self._peers[peer]

@@ -1,0 +1,88 @@
+"""Long prompts of one endpoint are computed by another one's replicas; short ones, and whatever fails, at home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.actors.engine.tiny import save_llama
+from tests.gateway.conftest import Gateway, running_gateway
+
+from raytide.actors.engine import EngineConfig, NativeEngine
+
+POLICY = {"endpoint": "prefill", "min_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_llama(path)
+    return path
+
+
+def native(model_dir: Path) -> NativeEngine:
+    return NativeEngine(EngineConfig(model_dir=str(model_dir), block_size=4, max_model_len=128))
+
+
+async def answer(gateway: Gateway, tokens: int, **fields: object) -> tuple[str, int]:
+    """Returns the text that `chat` gives, and the tokens of its prompt that were cached."""
+    prompt = [40 + tokens * number % 47 for number in range(tokens)]
+    body = {"model": "chat", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **fields}
+    response = await gateway.http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    whole = response.json()
+    assert whole["usage"]["prompt_tokens"] == tokens
+    return "".join(each["text"] for each in whole["choices"]), whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+async def computed(gateway: Gateway, replica: str) -> float:
+    """Returns the prompt tokens that a replica has computed."""
+    load = (await gateway.servers[replica].status())[2]
+    return float(load["prompt_tokens"])
+
+
+async def test_long_prompts_go_to_the_other_endpoint(model_dir: Path) -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("chat", native(model_dir))
+        expected = await answer(gateway, 80)
+    async with running_gateway() as gateway:
+        await gateway.deploy("prefill", native(model_dir))
+        await gateway.deploy("chat", native(model_dir), prefill=POLICY)
+        assert await answer(gateway, 80) == expected
+        assert (await computed(gateway, "prefill-0"), await computed(gateway, "chat-0")) == (80, 0)
+        await answer(gateway, 20)
+        assert (await computed(gateway, "prefill-0"), await computed(gateway, "chat-0")) == (80, 20)
+
+
+async def test_a_cached_prompt_stays_where_it_is_cached(model_dir: Path) -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("prefill", native(model_dir))
+        await gateway.deploy("chat", native(model_dir), prefill=POLICY)
+        first, _ = await answer(gateway, 80)
+        again, cached = await answer(gateway, 80)
+        assert (again, await computed(gateway, "prefill-0")) == (first, 80)
+        assert cached >= 72  # whole blocks
+
+
+@pytest.mark.parametrize("fields", [{"n": 2, "temperature": 0.5}, {"max_tokens": 1}], ids=["samples", "one token"])
+async def test_what_cannot_be_handed_over_is_computed_at_home(model_dir: Path, fields: dict[str, object]) -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("prefill", native(model_dir))
+        await gateway.deploy("chat", native(model_dir), prefill=POLICY)
+        await answer(gateway, 80, **fields)
+        assert (await computed(gateway, "prefill-0"), await computed(gateway, "chat-0")) == (0, 80)
+
+
+@pytest.mark.parametrize("why", ["no such endpoint", "no replica", "another team", "other weights"])
+async def test_without_a_fitting_replica_it_is_computed_at_home(model_dir: Path, why: str) -> None:
+    async with running_gateway() as gateway:
+        if why != "no such endpoint":
+            engine = native(model_dir)
+            await gateway.deploy("prefill", engine, team="others" if why == "another team" else "default")
+            if why == "no replica":
+                await gateway.kill("prefill-0")
+        await gateway.deploy("chat", native(model_dir), prefill=POLICY)
+        if why == "other weights":
+            await engine.load_weights(str(model_dir), "another")
+        await answer(gateway, 80)
+        assert await computed(gateway, "chat-0") == 80
