@@ -236,8 +236,8 @@ class _EventStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except asyncio.CancelledError:
-            if not leaving.done() or sending.uncancel():
-                raise
+            if leaving.cancelled() or not leaving.done() or sending.uncancel():
+                raise  # it was not the client that left
         finally:
             leaving.cancel()
             self._on_close()

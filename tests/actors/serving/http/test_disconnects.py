@@ -4,6 +4,7 @@ everybody is told.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -14,10 +15,14 @@ from typing import Any
 import httpx
 import pytest
 from tests.actors.engine.tiny import save_llama
+from tests.actors.serving.asgi import ask
 
 from raytide.actors.engine import EngineConfig, NativeEngine
+from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import Output
+from raytide.actors.serving.http.app import create_app
+from raytide.actors.serving.openai_api.server import Server
 
 Serve = Callable[..., str]
 LONG: dict[str, Any] = {"model": "m", "prompt": "hello", "max_tokens": 200, "ignore_eos": True}
@@ -134,3 +139,20 @@ def test_clients_of_an_engine_whose_steps_fail_are_told(
         assert after.json()["error"]["code"] == "engine_dead"
     else:
         assert (after.status_code, health.status_code) == (200, 200)
+
+
+async def test_a_stream_that_is_cancelled_with_everything_else_is_no_answer() -> None:
+    """As at the end of an event loop. An answer that is cut off would look whole to whoever asked in this process."""
+    engine = FakeEngine(tokens_per_s=20.0)
+    server = Server(engine, model="m")
+    await server.start()
+    body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 4000, "stream": True}).encode()
+    asking = asyncio.create_task(ask(create_app(server, owns_server=False), "/v1/completions", body))
+    async with asyncio.timeout(TIMEOUT_S):
+        while not (await engine.stats()).generated_tokens:  # noqa: ASYNC110  # the engine has no event for it
+            await asyncio.sleep(0.01)
+    for task in [*asyncio.all_tasks() - {asyncio.current_task(), asking}, asking]:
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await server.stop()
