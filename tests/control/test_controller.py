@@ -56,6 +56,7 @@ class World:
     running: dict[DriverKey, DriverStatus] = field(default_factory=dict)
     drained: set[str] = field(default_factory=set)
     serving: dict[str, int] = field(default_factory=dict)
+    routes: dict[str, bytes] = field(default_factory=dict)
     ongoing: float = 0.0
     use: dict[str, Use] = field(default_factory=dict)
     api_answers: bool = True
@@ -235,7 +236,8 @@ class Serve:
     def publish(self, name: str, target: int) -> None:
         self.world.serving[name] = target
 
-    def publish_route(self, name: str, route: bytes) -> None: ...
+    def publish_route(self, name: str, route: bytes) -> None:
+        self.world.routes[name] = route
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
         loads = {}

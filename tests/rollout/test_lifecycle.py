@@ -177,7 +177,11 @@ def test_a_shadow_gets_copies_alone_until_a_user_ends_it() -> None:
 
 def test_other_endpoints_and_rollouts_that_are_over_leave_the_bounds_alone() -> None:
     both = {name: endpoint(name, min=4, max=8) for name in ("web", "web~2")}
-    assert with_shares(both, [rollout(state=RolloutState.PROMOTED)], {}) == both
+    shared = with_shares(both, [rollout(state=RolloutState.PROMOTED)], {})
+    assert shared["web~2"] == both["web~2"]
+    loser = replace(both["web"], target_replicas=2)
+    kept = with_shares({**both, "web": loser}, [rollout(state=RolloutState.PROMOTED)], {})["web"].spec.replicas
+    assert (kept.min, kept.max) == (1, 2), "it gets no replicas back before it drains"
     assert with_shares({"other": both["web"]}, [rollout()], {}) == {"other": both["web"]}
 
 

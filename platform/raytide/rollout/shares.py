@@ -14,7 +14,8 @@ from raytide.rollout.spec import RolloutSpec
 def with_shares(
     endpoints: Mapping[str, Endpoint], rollouts: Iterable[Rollout], loads: Mapping[str, EndpointLoad]
 ) -> dict[str, Endpoint]:
-    """Returns the endpoints, those of live rollouts with bounds for their replicas by their share of traffic.
+    """Returns the endpoints, those of live rollouts with bounds for their replicas by their share of traffic. An
+    application that lost keeps what it has until it drains.
 
     Within them the number follows the load as always. A revision gets room as the other one gives it up: the champion's
     maximum falls as the challenger's replicas become ready, and the challenger's rises as the champion's end.
@@ -23,6 +24,8 @@ def with_shares(
     for rollout in rollouts:
         champion = endpoints.get(rollout.champion_application)
         challenger = endpoints.get(rollout.challenger_application)
+        if not rollout.state.is_live and (loser := endpoints.get(rollout.loser)) is not None:
+            found[loser.name] = _bounded(loser, 1, max(1, loser.target_replicas), min(1, loser.spec.replicas.min))
         if not rollout.state.is_live or champion is None or challenger is None:
             continue
         load = loads.get(challenger.name)

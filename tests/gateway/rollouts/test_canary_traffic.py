@@ -6,11 +6,13 @@ import asyncio
 from dataclasses import replace
 
 import httpx
+import pytest
 from tests.gateway.conftest import Gateway, running_gateway, until
 
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.base import Engine
 from raytide.core.objects.endpoint import ServeSpec
+from raytide.gateway.replicas import routed_engine
 from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.rollout.routes import RolloutRoute
 from raytide.rollout.traffic import TrafficSplit
@@ -159,3 +161,25 @@ async def test_requests_that_wait_for_a_dead_champion_go_to_the_promoted_one() -
         gateway.listing["chat"] = replace(promoted, revision=2)
         gateway.models.update(gateway.listing)
         assert text_of(await asking) == "new "
+
+
+async def test_a_stream_that_has_begun_stays_with_its_revision_or_ends_with_a_counted_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(routed_engine, "_RESUME_S", 0.2)
+    async with running_gateway() as gateway:
+        await begin(gateway, FakeEngine(reply="new ", tokens_per_s=20.0))
+        asking = asyncio.create_task(ask(gateway, max_tokens=100, stream=True))
+
+        async def has_begun() -> bool:
+            return counted(gateway)[2][2] == 1
+
+        await until(has_begun)
+        server = gateway.servers["chat~2-0"]
+        for connection in list(server._connections):
+            connection._transport.abort()
+        await server.close()
+        answer = await asking
+        assert '"error"' in answer.text
+        assert answer.headers["x-raytide-revision"] == "2"
+        assert counted(gateway) == {1: (0, 0, 0, 0), 2: (1, 1, 1, 0)}
