@@ -27,7 +27,7 @@ class Rollouts:
         self.loop = loop
         self.requests = 0
         self.kills: list[str] = []
-        """Where the controller is killed at its next commits: before, after, or nowhere."""
+        """The places where the controller is killed at its next commits: before, after, or none."""
         commit = loop.store.commit
 
         def mortal(changes: Changes) -> None:
