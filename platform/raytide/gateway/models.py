@@ -37,6 +37,8 @@ from raytide.gateway.rollouts.shadow import ShadowTraffic
 ENDPOINT = "raytide.endpoint"
 """The key of an ASGI scope with the endpoint that the path names, if it names one."""
 _REPORT_S = 1.0
+_MOST_TALLIES = 500
+"""The revisions of rollouts whose counts are kept, those that run and the latest; a report takes 1,000."""
 _FELL_BACK_S = 5.0
 """The time for which a request that a hosted API answered counts as one that waits, so that replicas start."""
 
@@ -100,6 +102,8 @@ class EndpointModels:
             self._join_rollout(entry)
         for each in self._applications.values():
             each.engine.prefill = self._prefill_pool(each.entry.spec)
+        for key in list(self._tallies)[:-_MOST_TALLIES]:
+            del self._tallies[key]
         self.listed.set()
 
     def _prefill_pool(self, spec: ServeSpec) -> PrefillPool | None:
@@ -122,11 +126,12 @@ class EndpointModels:
         challenger.engine.patience_s = 0.0
         for each, revision in ((champion, rollout.split.champion), (challenger, rollout.split.challenger)):
             key = (rollout.number, revision)
-            each.metrics.tally = self._tallies.setdefault(key, RevisionTally(*key))
+            tally = self._tallies.pop(key) if key in self._tallies else RevisionTally(*key)
+            each.metrics.tally = self._tallies[key] = tally  # the last: those that run are kept
             each.metrics.goal_s = entry.spec.replicas.slo_ttft_s
 
     def counted(self) -> list[CountedRevision]:
-        """Returns the totals of the rollouts that run, and of those that ran since the start."""
+        """Returns the totals of the rollouts that run, and of those that ran before."""
         return [tally.to_report() for tally in self._tallies.values()]
 
     async def answer(

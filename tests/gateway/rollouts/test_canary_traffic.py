@@ -12,6 +12,7 @@ from tests.gateway.conftest import Gateway, running_gateway, until
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.base import Engine
 from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.specs.rollout import RolloutReport
 from raytide.gateway.replicas import routed_engine
 from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.rollout.routes import RolloutRoute
@@ -183,3 +184,25 @@ async def test_a_stream_that_has_begun_stays_with_its_revision_or_ends_with_a_co
         assert '"error"' in answer.text
         assert answer.headers["x-raytide-revision"] == "2"
         assert counted(gateway) == {1: (0, 0, 0, 0), 2: (1, 1, 1, 0)}
+
+
+async def test_the_counts_of_old_rollouts_are_forgotten_so_that_a_report_has_room_for_those_that_run() -> None:
+    async with running_gateway() as gateway:
+        await begin(gateway, FakeEngine(reply="new "))
+        await ask(gateway)
+        first = counted(gateway)
+        running = gateway.listing["chat"]
+        assert running.rollout is not None
+        for number in range(100, 800):
+            other = replace(running, spec=running.spec.model_copy(update={"name": "other"}), replicas={})
+            assert running.challenger is not None
+            second = running.challenger.spec.model_copy(update={"name": "other~2"})
+            other = replace(other, challenger=replace(running.challenger, spec=second, replicas={}))
+            rollout = running.rollout.model_copy(update={"number": number, "challenger": "other~2"})
+            gateway.models.update({"chat": running, "other": replace(other, rollout=rollout)})
+        found = gateway.models.counted()
+        RolloutReport(gateway="g1", counted=tuple(found))
+        assert {(each.rollout, each.revision) for each in found} >= {(7, 1), (7, 2), (799, 1), (799, 2)}
+        assert {each.revision: each.requests for each in found if each.rollout == 7} == {
+            revision: counts[0] for revision, counts in first.items()
+        }
