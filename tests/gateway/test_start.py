@@ -40,6 +40,35 @@ gateway.serve("", gateway.bound_socket("127.0.0.1", int(sys.argv[1])), "one", no
 """
 
 
+BROKEN = """
+from raytide.gateway.tenancy.usage import UsageReporter
+
+
+async def fail(self):
+    raise ValueError("a bug")
+
+
+UsageReporter._run = fail
+"""
+
+
+def test_a_gateway_that_cannot_report_usage_any_more_ends(tmp_path: Path) -> None:
+    """It would answer without billing; the supervisor starts another one."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BROKEN + SCRIPT, "0", str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _, errors = process.communicate("\n", timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert "a bug" in errors
+
+
 def test_a_gateway_accepts_no_connection_before_it_knows_which_endpoints_exist(tmp_path: Path) -> None:
     """It would answer that they do not exist, while the other process on the port knows them."""
     with socket.socket() as free:

@@ -17,7 +17,7 @@ from raytide.actors.serving.http.protocol import BoundedHttpTools
 from raytide.control.bootstrap.cluster_record import load
 from raytide.control.supervision.daemon import hold_lock
 from raytide.core.errors import RaytideError
-from raytide.core.logs import log_to
+from raytide.core.logs import log_to, logger
 from raytide.core.objects.cluster_config import HostedApi, load_cluster
 from raytide.gateway.app import create_app
 from raytide.gateway.batches.service import BatchService
@@ -26,6 +26,8 @@ from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import Directory, Listing
 from raytide.gateway.rollouts.reporter import RolloutReporter
 from raytide.gateway.tenancy.tenancy import Tenancy
+
+log = logger(__name__)
 
 _BACKLOG = 2048
 _DRAIN_S = 8
@@ -61,10 +63,11 @@ def serve(
 
         directory = Directory(gcs_address, update)
         directory.start()
-        tenancy.start()
         reporter = RolloutReporter(tenancy.api, models.counted)
         work = (models.report_queues(directory), batches.run(), reporter.run())
         tasks = [asyncio.create_task(each) for each in work]
+        for task in (*tasks, *tenancy.start()):
+            task.add_done_callback(ended)
         async with asyncio.timeout(_LISTING_TIMEOUT_S):
             await listed.wait()
         yield
@@ -77,6 +80,12 @@ def serve(
         await models.close()
         await tenancy.close()
 
+    def ended(task: asyncio.Task[None]) -> None:
+        """Ends the process, which the supervisor starts again: it would answer requests without doing that work."""
+        if not (task.cancelled() or server.should_exit):
+            log.critical("a part of the gateway has ended, so it ends as a whole", exc_info=task.exception())
+            server.should_exit = True
+
     app = create_app(models, tenancy, run)
     batches = BatchService(app, models, tenancy, files)
     config = uvicorn.Config(
@@ -87,7 +96,8 @@ def serve(
         timeout_graceful_shutdown=_DRAIN_S,
         backlog=_BACKLOG,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    server = uvicorn.Server(config)
+    server.run(sockets=[listening])
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -74,10 +74,13 @@ class Tenancy:
         requires_keys = not is_open if setting == "auto" else bool(setting)
         return cls(api, requires_keys=requires_keys, shared=cluster.run_dir)
 
-    def start(self) -> None:
-        """Starts to follow the keys and to report usage. Until the keys are known, requests with one get a 503."""
+    def start(self) -> list[asyncio.Task[None]]:
+        """Starts to follow the keys and to report usage. Until the keys are known, requests with one get a 503.
+
+        Returns the tasks that do it, which should not end before `close`.
+        """
         self._following = asyncio.create_task(self.keys.follow())
-        self.reporter.start()
+        return [self._following, self.reporter.start()]
 
     async def close(self) -> None:
         """Reports what is left. Call it when no request runs any more."""

@@ -35,11 +35,12 @@ class UsageReporter:
         self._wake = asyncio.Event()
         self._is_closing = False
 
-    def start(self) -> None:
-        """Starts to report, first what gateways that were killed have left behind."""
+    def start(self) -> asyncio.Task[None]:
+        """Starts to report, first what gateways that were killed have left behind; returns the task that does it."""
         if self._journal is not None:
             self._requests.extend(self._journal.take_over())
         self._task = asyncio.create_task(self._run())
+        return self._task
 
     async def close(self, timeout_s: float = FLUSH_S) -> None:
         """Reports what is left, for at most `timeout_s` seconds."""
