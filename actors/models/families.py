@@ -40,6 +40,11 @@ def read_architecture(model_dir: Path) -> Architecture:
     return architecture_of(read_json(path), str(path))
 
 
+def is_same_architecture(theirs: Architecture, ours: Architecture) -> bool:
+    """Returns whether an engine of one can serve the weights of the other."""
+    return replace(theirs, dtype=ours.dtype, eos_token_ids=ours.eos_token_ids) == ours
+
+
 def architecture_of(config: Mapping[str, object], where: str) -> Architecture:
     """Returns the architecture that a `config.json` describes; `where` names it in errors."""
     fields = Fields(config, where)

@@ -64,10 +64,10 @@ def staged_model(location: str, on_progress: Progress = lambda done, total: None
     Blocks, for as long as bytes arrive. Raises DataError for a location that is not allowed or cannot be read,
     DeniedError for one outside the data roots, StorageError if it does not fit, WaitTimeoutError if nothing arrives.
     """
+    check_url(location)
+    check_named(location, "a model", links=True)
     if (path := local_path(location)) is not None:
         return StagedModel(path)
-    check_url(location)
-    check_named(location, "a model")
     return ModelCache(private_folder("models"), capacity_bytes()).stage(location, on_progress)
 
 

@@ -177,7 +177,15 @@ def test_serve_explains_its_engine_without_a_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [["--replicas", "1:4"], ["--gpus", "2"], ["--delete", "m", "--name", "n"], ["m", "--delete", "m"]]
+    "args",
+    [
+        ["--replicas", "1:4"],
+        ["--gpus", "2"],
+        ["--delete", "m", "--name", "n"],
+        ["m", "--delete", "m"],
+        ["--weights", "/w"],
+        ["m", "--weights", "/w", "--gpus", "1"],
+    ],
 )
 def test_options_of_serve_that_would_do_nothing_are_refused(args: list[str]) -> None:
     assert isinstance(error_of("serve", *args), UsageError)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import warnings
 from contextlib import suppress
@@ -17,24 +16,19 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from raytide.actors.models.model_cache import staged_model
 from raytide.actors.serving.engine_child import EngineChild
-from raytide.actors.serving.ray_serve.adapters import AdapterSync
 from raytide.actors.serving.ray_serve.application import DEPLOYMENT, SPANNING
 from raytide.actors.serving.ray_serve.keys import (
     KV_NAMESPACE,
     ReplicaAddress,
-    live_prefix,
     replica_key,
-    spec_key,
     startup_prefix,
 )
+from raytide.actors.serving.ray_serve.live_fields import LiveFields, put
 from raytide.actors.serving.ray_serve.startup import READY, StartupLog
 from raytide.core import ray_internals
 from raytide.core.errors import EngineError
-from raytide.core.logs import logger
 from raytide.core.objects.endpoint import LIVE_FIELDS, Endpoint, ServeSpec
 from raytide.scheduling.replicas import replica_selector
-
-log = logger(__name__)
 
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 20.0
@@ -45,8 +39,6 @@ END_S = 15.0
 METRICS_PERIOD_S = 0.5
 LOAD_WINDOW_S = 1.0
 _GCS_TIMEOUT_S = 10.0
-_FOLLOW_S = 1.0
-"""The time between two looks at the spec in the GCS."""
 _PROCESS_AT_S = psutil.Process().create_time()
 
 
@@ -58,7 +50,7 @@ class EngineReplica:
         _limit_threads(parsed.resources.get("CPU", 0.0))
         self._name = serve.get_replica_context().replica_id.unique_id
         self._key = replica_key(parsed.name, self._name)
-        startup = StartupLog(partial(_put, startup_prefix(parsed.name) + self._name.encode()), _PROCESS_AT_S)
+        startup = StartupLog(partial(put, startup_prefix(parsed.name) + self._name.encode()), _PROCESS_AT_S)
         startup.begin("stage")
         self._model = await asyncio.to_thread(staged_model, parsed.model, startup.progress)
         startup.staged(self._model.bytes)
@@ -66,12 +58,11 @@ class EngineReplica:
         self._child = await EngineChild.start(
             parsed, host, self._name, model_dir=self._model.path, on_phase=startup.begin
         )
-        self._adapters = AdapterSync(self._child.engine)
-        self._live: bytes = b""
-        await self._follow_once(parsed.name)
-        _put(self._key, ReplicaAddress(host, self._child.port, self._child.secret).dump())
+        live = LiveFields(parsed.name, self._name, self._child.engine, self._model.path)
+        await live.start()
+        put(self._key, ReplicaAddress(host, self._child.port, self._child.secret).dump())
         startup.begin(READY)
-        self._following = asyncio.create_task(self._follow(parsed.name))
+        self._following = asyncio.create_task(live.follow())
 
     async def check_health(self) -> None:
         """Serve replaces the replica after three failures in a row, or as soon as its process has ended."""
@@ -90,34 +81,6 @@ class EngineReplica:
             with suppress(Exception):  # the controller deletes it otherwise
                 ray_internals.connected_gcs().internal_kv_del(self._key, False, KV_NAMESPACE, timeout=_GCS_TIMEOUT_S)
             await self._child.stop(DRAIN_S)
-
-    async def _follow(self, application: str) -> None:
-        """Follows the spec's live fields until it is cancelled."""
-        while True:
-            await asyncio.sleep(_FOLLOW_S)
-            try:
-                await self._follow_once(application)
-            except Exception as error:  # the GCS restarts, or the engine has died, which `check_health` reports
-                log.warning("a replica cannot follow its spec", extra={"replica": self._name, "error": repr(error)})
-
-    async def _follow_once(self, application: str) -> None:
-        deployed = await asyncio.to_thread(_get, spec_key(application))
-        if deployed is None:
-            return
-        await self._adapters.sync(json.loads(deployed.partition(b" ")[2]).get("adapters", {}))
-        live = json.dumps({"adapters": self._adapters.states()}).encode()
-        if live != self._live:
-            await asyncio.to_thread(_put, live_prefix(application) + self._name.encode(), live)
-            self._live = live
-
-
-def _get(key: bytes) -> bytes | None:
-    value: bytes | None = ray_internals.connected_gcs().internal_kv_get(key, KV_NAMESPACE, timeout=_GCS_TIMEOUT_S)
-    return value
-
-
-def _put(key: bytes, value: bytes) -> None:
-    ray_internals.connected_gcs().internal_kv_put(key, value, True, KV_NAMESPACE, timeout=_GCS_TIMEOUT_S)
 
 
 def application(endpoint: Endpoint) -> serve.Application:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from raytide.control.client import ApiClient
 from raytide.control.views import EndpointStatus, RolloutStatus, html_table, to_json
-from raytide.core.errors import DataError, EngineError, NotFoundError, WaitTimeoutError
+from raytide.core.errors import ConflictError, DataError, EngineError, NotFoundError, WaitTimeoutError
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import LOADING, EndpointState
-from raytide.core.specs.adapters import AdapterChange
+from raytide.core.specs.live_changes import AdapterChange, WeightsChange
 from raytide.core.specs.rollout import Score
 
 if TYPE_CHECKING:
@@ -109,6 +109,27 @@ class EndpointHandle:
         """Unloads an adapter; requests that use it finish."""
         self.status = self._client.change_adapters(self.name, AdapterChange(unload=(name,)))
         return self
+
+    def swap_weights(self, location: str, *, timeout_s: float = 1800.0) -> EndpointHandle:
+        """Serves other weights of the same architecture, and blocks until all replicas do, one after the other.
+
+        No request fails meanwhile; those that run continue with the new weights. `location` is a directory, a URL or a
+        registered model, "" for the weights that the endpoint was created with. If a replica refuses them, those before
+        come back, and ConflictError is raised.
+        """
+        before = self.refresh().status.endpoint.spec.weights
+        self.status = self._client.change_weights(self.name, WeightsChange(location=location))
+        deadline, wanted = time.monotonic() + timeout_s, self.status.endpoint.spec.weights
+        while True:
+            live = self.refresh().status.live
+            if error := next((each.error for each in live if each.error and each.asked == wanted), ""):
+                self.status = self._client.change_weights(self.name, WeightsChange(location=before))
+                raise ConflictError(f"endpoint {self.name}: {error}", hint="It keeps the weights that it had.")
+            if len(live) >= self.status.ready_replicas and all(each.weights == wanted for each in live):
+                return self
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"endpoint {self.name}: weights are still being swapped after {timeout_s:g} s.")
+            time.sleep(_POLL_S)
 
     def adapters(self) -> dict[str, list[str]]:
         """Returns the adapters by name, each with its state on every replica that answers: "" for a loaded one,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from tests.control.api.test_tenancy import ANA, BOB, client, clock  # noqa: F401
+from tests.control.api.test_tenancy import ANA, BOB, ROOT, client, clock  # noqa: F401
 
 SHA = "a" * 64
 
@@ -100,3 +100,33 @@ def test_only_hosted_apis_that_the_operator_allows_may_be_named(client: TestClie
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "denied")
     mixed = client.post("/v1/endpoints", json={"name": "far", "model": "/m", "backend": backend})
     assert (mixed.status_code, "backend is for an endpoint without" in mixed.json()["error"]["message"]) == (400, True)
+
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160,
+         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+         "rms_norm_eps": 1e-6}  # fmt: skip
+
+
+def test_weights_of_the_same_architecture_are_swapped(client: TestClient, web: Path) -> None:  # noqa: F811
+    shapes = {"model": LLAMA, "tuned": LLAMA, "deeper": {**LLAMA, "num_hidden_layers": 4}, "none": None}
+    for name, shape in shapes.items():
+        (web / name).mkdir(exist_ok=True)
+        if shape is not None:
+            (web / name / "config.json").write_text(json.dumps(shape))
+
+    def swap(name: str, headers: dict[str, str] = ANA) -> Any:
+        location = str(web / name) if name else ""
+        return client.post("/v1/endpoints/web/weights", json={"location": location}, headers=headers)
+
+    assert swap("tuned").json()["endpoint"]["spec"]["weights"] == str(web / "tuned")
+    refused = swap("deeper", ROOT)  # the API tells others nothing of files that not everybody can read: replicas do
+    assert (refused.status_code, "another architecture" in refused.json()["error"]["message"]) == (409, True)
+    assert swap("none", ROOT).status_code == 400
+    assert swap("tuned", BOB).status_code == 403
+    spec = client.get("/v1/endpoints/web").json()["endpoint"]["spec"]
+    assert (spec["weights"], spec["model"]) == (str(web / "tuned"), str(web / "model"))
+    assert swap("").json()["endpoint"]["spec"]["weights"] == ""
+    assert [each["why"] for each in client.get("/v1/endpoints/web/revisions").json()[:2]] == [
+        "weights of the model",
+        f"weights {web / 'tuned'}",
+    ]

@@ -17,7 +17,7 @@ from raytide.actors.engine.kv_cache.block_pool import chain_hash
 from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.pooling import pooling_of
 from raytide.actors.models.content import content_digest
-from raytide.actors.models.families import read_architecture
+from raytide.actors.models.families import is_same_architecture, read_architecture
 from raytide.core.errors import ConflictError
 
 
@@ -57,7 +57,7 @@ def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[Pa
     """
     model_dir = Path(source)
     theirs, ours = read_architecture(model_dir), core.runner.arch
-    if replace(theirs, dtype=ours.dtype, eos_token_ids=ours.eos_token_ids) != ours:
+    if not is_same_architecture(theirs, ours):
         raise ConflictError(
             f"{model_dir} holds a model of another architecture than {core.weights.model_dir}.",
             hint="Start another engine for it.",

@@ -14,7 +14,7 @@ from raytide.control.client import ApiClient
 from raytide.control.views import RevisionOutcome, RolloutStatus, to_json
 from raytide.core.errors import NotFoundError, UsageError
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, LOADING
-from raytide.core.specs.adapters import AdapterChange
+from raytide.core.specs.live_changes import AdapterChange
 from raytide.core.specs.model_version import SCHEME
 from raytide.core.specs.rollout import RolloutState
 from raytide.rollout.canary import CRITERIA

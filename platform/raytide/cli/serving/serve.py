@@ -70,6 +70,10 @@ def serve(
         float | None, typer.Option(metavar="PERCENT", help="Give the model this share of users until you decide.")
     ] = None,
     why: Annotated[str, typer.Option(help="The reason, for the history of a rollout.")] = "",
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Let the endpoint MODEL serve these weights of the same architecture; '' for its own."),
+    ] = None,
     to: Annotated[int | None, typer.Option(min=1, help="The revision to roll back to.")] = None,
     cluster: ClusterName = None,
     json: Json = False,
@@ -87,6 +91,8 @@ def serve(
         raise UsageError("the model is missing.", hint="Name the model: `raytide serve MODEL ...`.")
     if to is not None and not rollback:
         raise UsageError("--to needs --rollback.", hint="`raytide serve NAME --rollback --to REVISION`.")
+    if weights is not None and (model is None or name or team or counts or needs or explain or delete or rollback):
+        raise UsageError("--weights takes no other options.", hint="`raytide serve NAME --weights LOCATION`.")
     if rollback and (name or team or counts or needs or explain or delete):
         raise UsageError("--rollback takes no other options.", hint="Serve the model again with the options.")
     if model is not None and delete:
@@ -100,7 +106,10 @@ def serve(
         _explain(_spec(model, {"name": name, "team": team}, counts, needs), json=json)
         return
     client = ApiClient.find(cluster)
-    if rollback:
+    if weights is not None and model is not None:
+        handle = EndpointHandle(client, client.endpoint(model)).swap_weights(_location(weights))
+        as_json(handle.json()) if json else print(f"{model} serves {weights or 'the weights of its model'}")
+    elif rollback:
         _roll_back(client, model, to, wait=wait, json=json)
     elif delete:
         client.delete_endpoint(delete)
@@ -148,6 +157,12 @@ def serve(
     as_table(("ENDPOINT", "STATE", "REPLICAS", "REQUESTS", "COST", "VERSION", "URL", "WHY"), rows)
 
 
+def _location(text: str) -> str:
+    """Returns a path as an absolute one; URLs and references unchanged."""
+    is_path = text and "://" not in text and not text.startswith(SCHEME)
+    return str(Path(text).resolve()) if is_path else text
+
+
 def _roll_back(client: ApiClient, name: str | None, to: int | None, *, wait: bool, json: bool) -> None:
     if name is None:
         raise UsageError("the endpoint is missing.", hint="Name it: `raytide serve NAME --rollback`.")
@@ -192,8 +207,7 @@ def _spec(
     if model.endswith((".yaml", ".yml")):
         fields, where = dict(load_yaml(model)), model
     else:
-        is_path = "://" not in model and not model.startswith(SCHEME)
-        fields, where = named_model(str(Path(model).resolve()) if is_path else model), "serve"
+        fields, where = named_model(_location(model)), "serve"
     fields |= {key: value for key, value in names.items() if value}
     own = fields.get("replicas", {})
     if replicas and isinstance(own, Mapping):  # the spec rejects anything else

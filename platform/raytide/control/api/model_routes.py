@@ -92,4 +92,8 @@ def model_routes(models: ModelService, endpoints: EndpointService) -> APIRouter:
     async def adapters(caller: q.CallerInput, name: q.Name, body: q.Body) -> Any:
         return to_json(await run(endpoints.change_adapters, name, body, caller))
 
+    @router.post("/endpoints/{name}/weights")
+    async def weights(caller: q.CallerInput, name: q.Name, body: q.Body) -> Any:
+        return to_json(await run(endpoints.change_weights, name, body, caller))
+
     return router

@@ -39,7 +39,7 @@ from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import BudgetPer, JobSpec
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.objects.team import TeamSpec
-from raytide.core.specs.adapters import AdapterChange
+from raytide.core.specs.live_changes import AdapterChange, WeightsChange
 from raytide.core.specs.model_version import (
     AliasChange,
     AliasSpec,
@@ -185,6 +185,10 @@ class ApiClient:
 
     def delete_endpoint(self, name: str) -> EndpointStatus:
         return from_json(EndpointStatus, self._write("DELETE", f"/v1/endpoints/{name}"))
+
+    def change_weights(self, name: str, change: WeightsChange) -> EndpointStatus:
+        """Asks the replicas of an endpoint for other weights."""
+        return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/weights", change.model_dump()))
 
     def change_adapters(self, name: str, change: AdapterChange) -> EndpointStatus:
         """Loads and unloads adapters of an endpoint while it runs."""

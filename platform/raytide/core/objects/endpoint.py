@@ -120,6 +120,9 @@ class ServeSpec(Config):
     adapters: dict[AdapterName, bounds.Location] = Field(default_factory=dict, max_length=MOST_ADAPTERS)
     """LoRA adapters by name, each addressed as the model `NAME:ADAPTER`: directories, URLs or registered models, as
     `model` is. Replicas load and unload them while they run."""
+    weights: bounds.Location = ""
+    """Weights of the same architecture in place of the model's, which replicas swap one after the other while they run:
+    a directory, a URL or a registered model."""
     version: bounds.Word = ""
     """The registered version in `model`, as `NAME:VERSION`; the API sets it."""
     team: bounds.Name = "default"
@@ -171,6 +174,8 @@ class ServeSpec(Config):
             raise ValueError(f"members x replicas.max is above {bounds.MOST_MEMBERS}")
         if self.backend is not None and (self.model != HOSTED or self.replicas.min or self.adapters or self.fallback):
             raise ValueError("backend is for an endpoint without model, replicas, adapters and fallback")
+        if self.backend is not None and self.weights:
+            raise ValueError("backend is for an endpoint without weights")
         if self.members > 1 and self.replicas.slo_target is not None:
             raise ValueError("slo_target is for replicas of one member: leave it out, or members")
         if self.prefill is not None and self.prefill.endpoint == self.name:
@@ -187,7 +192,7 @@ class ServeSpec(Config):
         return name
 
 
-LIVE_FIELDS = frozenset({"adapters", "prefill"})
+LIVE_FIELDS = frozenset({"adapters", "prefill", "weights"})
 """The fields of a ServeSpec that replicas follow while they run; all others need new replicas."""
 
 
@@ -341,6 +346,12 @@ class ReplicaLive:
     id: str
     adapters: Mapping[str, str] = field(default_factory=dict)
     """The state of each adapter by name: "" if it is loaded, LOADING, or the error."""
+    weights: str = ""
+    """The location of its weights; "" for those of the spec's model."""
+    asked: str = ""
+    """The location of the weights that it was asked for last."""
+    error: str = ""
+    """The error of that swap."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -50,6 +51,14 @@ class Replica:
             return False
         status = self.engine.status
         return status.problem is None and not status.is_draining and status.at_s > self._died_s
+
+    def has_new_weights(self) -> bool:
+        """Returns whether the last status names other weights than `info`, which has them from now on."""
+        stats = self.engine.status.stats
+        if stats is None or stats.weights_version in ("", self.info.weights_version):
+            return False
+        self.info = replace(self.info, weights_version=stats.weights_version)
+        return True
 
     def has_adapter(self, lora: str | None) -> bool:
         """Returns whether it has loaded the adapter, as of its last status."""
@@ -178,6 +187,14 @@ class ReplicaSet:
         finally:
             self.waiting -= 1
 
+    def _on_status(self, name: str) -> None:
+        """Notices other weights, with which nothing of the replica's prefix cache is left."""
+        self._changed.set()
+        replica = self._replicas.get(name)
+        if replica is not None and replica.has_new_weights():
+            self.router.forget(name)
+            self._on_info(replica.info)
+
     async def close(self) -> None:
         for keeper in self._keepers.values():
             keeper.cancel()
@@ -195,7 +212,7 @@ class ReplicaSet:
                 address.secret,
                 name=name,
                 token_texts=self.token_texts,
-                on_status=self._changed.set,
+                on_status=partial(self._on_status, name),
                 on_prefix=partial(self.router.add_prefix, name),
                 on_lost=lost.set,
             )

@@ -205,6 +205,23 @@ def test_adapters_change_without_new_replicas_and_new_ones_have_them(control: Se
     until("one replica", lambda: len(load_of(control).replica_nodes) == 1)
 
 
+def test_weights_are_swapped_on_all_replicas_while_a_stream_runs(control: ServeControl) -> None:
+    scale(control, 2)
+    before, plain = pids(control), endpoint("m")
+    stream = client_of(control).completions.create(model="m", prompt="go", max_tokens=TOKENS, stream=True)
+    tokens = iter(stream)
+    next(tokens)
+    swapped = replace(plain, spec=plain.spec.model_copy(update={"weights": "/weights/new"}))
+    assert not control.deploy(swapped, is_there=True)
+    until("both to serve them", lambda: [each.weights for each in load_of(control).live] == ["/weights/new"] * 2)
+    assert sum(1 for _ in tokens) > TOKENS // 2
+    assert pids(control) == before
+    assert not control.deploy(plain, is_there=True)
+    until("both to serve the model's", lambda: [each.weights for each in load_of(control).live] == [""] * 2)
+    scale(control, 1)
+    until("one replica", lambda: len(load_of(control).replica_nodes) == 1)
+
+
 def test_an_unknown_path_gets_an_openai_error(control: ServeControl) -> None:
     answer = httpx.get(base_url(control, "nobody") + "/models")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")

@@ -23,7 +23,7 @@ from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.endpoint import Endpoint, EndpointRevision, EndpointState, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.resources import resolve_accelerator
-from raytide.core.specs.adapters import AdapterChange
+from raytide.core.specs.live_changes import AdapterChange, WeightsChange
 from raytide.core.specs.rollout import (
     REVISION_SEPARATOR,
     CountedRevision,
@@ -116,6 +116,8 @@ class EndpointService:
         self._check_hosted(spec)
         if spec.backend is None:
             self._inputs.check_model(spec.model, caller, spec.adapters.values())
+        if spec.weights:
+            self._inputs.check_weights(spec.model, spec.weights, caller)
         self._rate.take_change(spec.team, len(spec.model_dump_json()))
         return spec
 
@@ -194,6 +196,14 @@ class EndpointService:
                 hint="Choose another revision.",
             )
         return self.serve(revision.spec.model_dump(mode="json"), caller, f"rollback to revision {revision.number}")
+
+    def change_weights(self, name: str, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
+        """Swaps the weights that the replicas serve, which needs no new ones."""
+        change = WeightsChange.parse(body, where="weights")
+        with self._changing:
+            spec = self.get(name, caller).endpoint.spec
+            fields = {**spec.model_dump(mode="json"), "weights": change.location}
+            return self.serve(fields, caller, f"weights {change.location or 'of the model'}")
 
     def _check_hosted(self, spec: ServeSpec) -> None:
         """Refuses hosted APIs that the operator has not allowed: gateways would send their keys there."""

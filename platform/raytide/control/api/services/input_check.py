@@ -9,6 +9,7 @@ driver reports on others. Only regular files are opened.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 import threading
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from raytide.control.api.auth import ANY_TEAM, Caller
-from raytide.core.errors import DataError
+from raytide.core.errors import ConflictError, DataError, RaytideError
 from raytide.core.io.private_paths import check_named
 from raytide.core.io.storage import check_url, join, local_path
 from raytide.core.io.token_dataset import MANIFEST, parse_manifest
@@ -99,6 +100,24 @@ class Inputs:
             if self._look(join(location, file), caller, most=0).is_missing:
                 kind = "a model" if location == model else "an adapter's"
                 raise DataError(f"{location} is not {kind} directory: it has no {file}.", hint="Use an exported one.")
+
+    def check_weights(self, model: str, weights: str, caller: Caller) -> None:
+        """Raises DataError for weights that are no model, ConflictError if they are known to be of another
+        architecture.
+        """
+        from raytide.actors.models.families import architecture_of, is_same_architecture
+
+        self.check_model(weights, caller)
+        read = [self._look(join(each, "config.json"), caller).content for each in (model, weights)]
+        try:
+            ours, theirs = (architecture_of(json.loads(content or b""), model) for content in read)
+        except (RaytideError, ValueError, RecursionError, AttributeError, TypeError):
+            return  # replicas compare what cannot be read here
+        if not is_same_architecture(theirs, ours):
+            raise ConflictError(
+                f"{weights} holds a model of another architecture than {model}.",
+                hint="Serve it as a model of its own, or by a rollout.",
+            )
 
     def check_registered(self, model: str, caller: Caller) -> None:
         """Raises DataError if a model to register is a local path that is neither one nor an adapter."""

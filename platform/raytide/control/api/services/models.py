@@ -92,7 +92,7 @@ class ModelService:
         A spec that names model and version, as a stored one does, must name them as they are registered.
         """
         adapters = {name: self._located(location, caller) for name, location in spec.adapters.items()}
-        spec = spec.model_copy(update={"adapters": adapters})
+        spec = spec.model_copy(update={"adapters": adapters, "weights": self._located(spec.weights, caller)})
         if not spec.model.startswith(SCHEME) and not spec.version:
             return spec
         reference = ModelReference.parse(spec.version or spec.model)

@@ -1,4 +1,4 @@
-"""A change of the LoRA adapters of an endpoint that runs."""
+"""Changes of endpoints that need no new replicas."""
 
 from __future__ import annotations
 
@@ -26,3 +26,10 @@ class AdapterChange(Config):
 
     def __str__(self) -> str:
         return " ".join(["adapters", *(f"+{name}" for name in self.load), *(f"-{name}" for name in self.unload)])
+
+
+class WeightsChange(Config):
+    """`raytide serve NAME --weights`."""
+
+    location: bounds.Location
+    """"" for the weights of the spec's model."""
