@@ -16,7 +16,18 @@ MARK = "<!-- written by tests/api_page.py -->\n"
 HANDLES = {
     "Run": ("refresh", "wait", "watch", "output", "logs", "why", "waits_for", "stop", "json"),
     "TrainRun": ("metrics", "table", "events", "plot", "profile", "result"),
-    "EndpointHandle": ("refresh", "wait", "watch", "openai", "rollout", "promote", "stop_rollout", "delete", "json"),
+    "EndpointHandle": (
+        "refresh",
+        "wait",
+        "watch",
+        "openai",
+        "feedback",
+        "rollout",
+        "promote",
+        "stop_rollout",
+        "delete",
+        "json",
+    ),
 }
 
 

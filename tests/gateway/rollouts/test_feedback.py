@@ -77,11 +77,14 @@ async def test_requests_of_other_teams_and_unknown_ones_are_not_found(
         monkeypatch.setattr(feedback, "_UNREPORTED_S", ())
         for who, which, path in (
             (other, answer.json()["id"], ""),
-            (secret, "chatcmpl-00", ""),
+            (secret, "chatcmpl-" + "0" * 32, ""),
             (secret, answer.json()["id"], "/another"),
         ):
             refused = await judge(gateway, who, which, path=path)
             assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
+        asked = line.calls.count("/v1/gateway/feedback")
+        assert (await judge(gateway, secret, "no id of an answer".replace(" ", "_"))).status_code == 404
+        assert line.calls.count("/v1/gateway/feedback") == asked, "the API is spared what cannot be one"
         assert (await judge(gateway, secret, answer.json()["id"], "sideways")).status_code == 400
         assert (await judge(gateway, "rk-wrong", answer.json()["id"])).status_code == 401
     assert store.feedback.sums("chat") == (RevisionFeedback(7, 0, 1),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -16,6 +17,8 @@ from raytide.core.specs.rollout import Feedback, Score
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import GatewayCaller
 
+_RESPONSE_ID = re.compile(r"(chatcmpl-|cmpl-|resp_)?[0-9a-f]{32}")
+"""The ids of responses; nobody needs to be asked for others."""
 _UNREPORTED_S = (0.6, 1.2)
 """The pauses before another look for an unknown request: a gateway reports twice a second those that have ended."""
 
@@ -45,7 +48,8 @@ def add_feedback_routes(app: FastAPI, api: ControlApi, endpoint_of: Callable[[Re
         caller = caller_of(request.scope)
         key = caller.key.id if isinstance(caller, GatewayCaller) and caller.key is not None else ""
         given = Feedback(**body.model_dump(), team=caller.team, key=key, model=endpoint_of(request))
-        for pause_s in (*_UNREPORTED_S, None):
+        pauses = (*_UNREPORTED_S, None) if _RESPONSE_ID.fullmatch(body.request_id) else ()
+        for pause_s in pauses:
             try:
                 revision = await api.save_feedback(given)
                 return FeedbackObject(request_id=body.request_id, score=body.score, revision=revision)
