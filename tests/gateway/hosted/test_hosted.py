@@ -197,3 +197,63 @@ def test_a_stream_that_breaks_off_counts_the_pieces_so_far() -> None:
     seen = [part for start in range(0, 3 * len(event), 7) for part in reader.events((event * 3)[start : start + 7])]
     assert len([part for part in seen if part.startswith(b"data: ")]) == 3
     assert (reader.usage.prompt_tokens, reader.usage.completion_tokens) == (10, 3)
+
+
+class Endless(httpx.AsyncBaseTransport, httpx.AsyncByteStream):
+    """A hosted API whose answer never ends."""
+
+    is_closed = False
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, stream=self)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0.01)
+            yield b'data: {"choices": []}\n\n'
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_stream_whose_client_left_before_it_began_is_closed_and_ends_its_reservation(
+    line: Line,  # noqa: F811
+    store: Store,  # noqa: F811
+    secret_of: Callable[..., str],  # noqa: F811
+) -> None:
+    hosted, body = Endless(), json.dumps(chat("chat", stream=True)).encode()
+    secret = secret_of(budget={"usd": 1})
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0)  # the connection is full
+
+    async with running_gateway(hosted=HostedApis({URL: KEY}, hosted), api=line.api(), requires_keys=True) as gateway:
+        await gateway.deploy("chat", **HOSTED)
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": "/v1/chat/completions",
+            "raw_path": b"/v1/chat/completions",
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"authorization", f"Bearer {secret}".encode()), (b"content-type", b"application/json")],
+            "client": None,
+            "server": None,
+        }
+        app = gateway.http._transport.app  # type: ignore[attr-defined]
+        async with asyncio.timeout(20):
+            await app(scope, receive, send)
+        assert hosted.is_closed
+
+        async def is_settled() -> bool:
+            return [row.status for row in store.tenancy.usage.rows(UsageFilter())[0]] == [499]
+
+        await until(is_settled)
+        assert store.tenancy.spending.spent(["key-1"], 1e9)["key-1"].reserved == 0

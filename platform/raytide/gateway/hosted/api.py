@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from fastapi import Request, Response
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from raytide.actors.serving.openai_api.admission import HEADERS, Grant, caller_of
 from raytide.actors.serving.openai_api.errors import RETRY_AFTER_S, ApiError, invalid, overloaded, to_api_error
@@ -80,11 +81,7 @@ class HostedApis:
             reader = UsageReader(model, prompt_tokens // 4, shows_usage=bool(options.get("include_usage")))
             request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
             if asked.get("stream"):
-                return StreamingResponse(
-                    _relay(found, reader, grant, version),
-                    media_type="text/event-stream",
-                    headers={"cache-control": "no-cache"},
-                )
+                return _RelayedStream(found, reader, grant, version)
             content = reader.whole(await _read(found, _MOST_ANSWER_BYTES))
         except BaseException as error:
             status = to_api_error(error).status if isinstance(error, Exception) else 499
@@ -123,22 +120,32 @@ def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[
     return body, most
 
 
-async def _relay(found: httpx.Response, reader: UsageReader, grant: Grant, version: str) -> AsyncIterator[bytes]:
-    """Yields the events of a stream, and bills it however it ends."""
-    status = 499
-    try:
-        async for piece in found.aiter_bytes():
-            for event in reader.events(piece):
-                yield event
-        status = 200
-    except (httpx.HTTPError, RaytideError) as error:
-        status = 503
-        failure = _failed(f"broke off ({type(error).__name__})")
-        yield b"data: " + failure.body.model_dump_json().encode() + b"\n\n"
-    finally:
-        grant.settle(reader.usage, status, version=version)
-        with suppress(httpx.HTTPError):
-            await asyncio.shield(found.aclose())
+class _RelayedStream(StreamingResponse):
+    """The events of a hosted stream. It is billed and closed however it ends, also when the client has left before."""
+
+    def __init__(self, found: httpx.Response, reader: UsageReader, grant: Grant, version: str) -> None:
+        super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._found, self._reader, self._grant, self._version = found, reader, grant, version
+        self._status = 499
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._grant.settle(self._reader.usage, self._status, version=self._version)
+            with suppress(httpx.HTTPError):
+                await asyncio.shield(self._found.aclose())
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in self._found.aiter_bytes():
+                for event in self._reader.events(piece):
+                    yield event
+            self._status = 200
+        except (httpx.HTTPError, RaytideError) as error:
+            self._status = 503
+            failure = _failed(f"broke off ({type(error).__name__})")
+            yield b"data: " + failure.body.model_dump_json().encode() + b"\n\n"
 
 
 async def _read(found: httpx.Response, most: int) -> bytes:
