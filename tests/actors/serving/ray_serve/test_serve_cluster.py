@@ -325,6 +325,23 @@ def test_an_endpoint_that_cannot_start_says_why(control: ServeControl) -> None:
     control.delete("broken", is_there=True)
 
 
+def test_an_endpoint_of_a_hosted_api_has_no_replicas(control: ServeControl) -> None:
+    backend = {"base_url": "https://api.example/v1", "model": "big"}
+    spec = ServeSpec.parse({"name": "far", "backend": backend}, where="test")
+    hosted = Endpoint(spec=spec, user="me", state=EndpointState.DEPLOYING, created_at_s=0.0, target_replicas=0)
+    control.deploy(hosted, is_there=False)
+    until("a report on it", lambda: control.loads(["far"]).get("far") is not None)
+
+    def refusal() -> str:
+        body = {"model": "far", "messages": HELLO}
+        return str(httpx.post(base_url(control, "far") + "/chat/completions", json=body).json()["error"]["code"])
+
+    until("the gateway to know it", lambda: refusal() == "hosted_api")
+    load = load_of(control, "far")
+    assert (load.ready, load.replica_nodes, control.applications()["far"].failure) == (0, (), "")
+    control.delete("far", is_there=True)
+
+
 def test_a_replica_that_waits_for_a_node_is_on_none(control: ServeControl) -> None:
     waiting = endpoint("waiting")
     waiting = replace(waiting, spec=waiting.spec.model_copy(update={"labels": {"tide": "none"}}))
