@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from tests.cluster_fixture import OPERATORS
 
 import raytide as rt
 from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
+from raytide.control.client import ApiClient
 from raytide.control.job_tokens import PREFIX
+from raytide.control.views import to_json
 from raytide.core.io.process import marked
+from raytide.core.objects.api_key import KeyBudget, KeySpec
 from raytide.core.objects.job import JobState
 
 pytestmark = pytest.mark.cluster
@@ -149,3 +153,46 @@ def test_a_script_that_runs_as_another_user_reads_no_secret(
     assert not [line for line in printed if line.split()[0] in ("READ", "LEAKS", "LISTS")]
     assert sum("Permission denied" in line for line in printed) >= len(secrets), printed
     assert printed[-1] == "result"
+
+
+def test_secrets_of_the_gateway_are_in_no_log_argument_or_snapshot(
+    live: LocalCluster, eventually: Callable[..., None]
+) -> None:
+    """An API key, also where it is wrong or in a wrong place, and the gateways' own token."""
+    with closing(ApiClient.from_run_dir(live.run_dir)) as api:
+        made = api.create_key(KeySpec(name="probe", budget=KeyBudget(usd=1.0)))
+        wrong = "rk-" + "wrong" * 8 + "abc"
+
+        def is_known() -> bool:
+            return ask(made.secret).status_code == 200
+
+        def ask(secret: str, path: str = "/v1/models", **more: Any) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {secret}"}
+            return httpx.request(more.pop("method", "GET"), live.serve_url + path, headers=headers, timeout=30, **more)
+
+        eventually(is_known)
+        assert ask(wrong).status_code == 401
+        assert ask(made.secret, f"/v1/{made.secret}").status_code == 404
+        assert ask(made.secret, f"/v1/models?key={made.secret}").status_code == 200
+        body = {"model": made.secret, "prompt": made.secret}
+        assert ask(made.secret, "/v1/completions", method="POST", json=body).status_code == 404
+        assert ask(wrong, "/v1/completions", method="POST", content=b"{").status_code == 401
+        rotated = api.rotate_key(made.key.id)
+        eventually(lambda: ask(rotated.secret).status_code == 200)
+        api.revoke_key(rotated.key.id)
+        eventually(lambda: ask(rotated.secret).status_code == 401)
+        secrets = {made.secret, rotated.secret, wrong, json.loads(live.gateway_file.read_text())["token"]}
+        shown = [json.dumps(to_json(api.snapshot())), json.dumps([to_json(each) for each in api.audit(limit=1000)])]
+    for process in marked(MARK, live.cluster_id):
+        with suppress(psutil.Error):  # it ended
+            shown.append(" ".join(psutil.Process(process.pid).cmdline()))
+    assert any("raytide.gateway" in text for text in shown)
+    files = [path for folder in (live.run_dir, live.ray_temp_dir) for path in folder.rglob("*") if path.is_file()]
+    assert any(path.parent.name == "logs" for path in files)
+    own = {live.gateway_file, live.tokens_file}
+    for path in files:
+        with suppress(OSError):
+            if path not in own:
+                shown.append(path.read_bytes().decode(errors="replace"))
+    for text in shown:
+        assert not [secret for secret in secrets if secret in text]

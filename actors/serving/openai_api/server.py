@@ -194,8 +194,12 @@ class Server:
 
 
 def _salt(asked: str | None, caller: RequestCaller) -> str:
-    """Returns the salt of the prefix cache. Teams share no prefixes, since a hit would tell one what another sent."""
-    return f"{caller.team}/{asked or ''}" if caller.is_known else asked or ""
+    """Returns the salt of the prefix cache. Teams share no prefixes, since a hit would tell one what another sent;
+    whatever salts they ask for, those of two teams differ, and from those of callers that are not known.
+    """
+    if caller.is_known:
+        return f"{len(caller.team)}:{caller.team}{asked or ''}"
+    return f":{asked}" if asked else ""
 
 
 def _check_size(sampling: SamplingParams, prompts: list[list[int]]) -> None:

@@ -146,6 +146,10 @@ class FairAdmission:
             entry.turn.set_result(None)
         return True
 
+    def review(self) -> None:
+        """Finds out whose turn it is now: that changes as teams are served, also while nobody comes or goes."""
+        self._dispatch()
+
     async def drain(self, timeout_s: float) -> None:
         """Takes no new requests and waits until all have ended. Those that still wait after `timeout_s` are refused."""
         self._is_draining = True
@@ -232,7 +236,11 @@ class FairAdmission:
         return OverloadedError(f"{self.waiting} requests wait for engine {self._info.model}.", hint="Retry later.")
 
     def _dispatch(self) -> None:
-        """Starts the requests whose turn it is, as far as the engine has places for them."""
+        """Starts the requests whose turn it is, as far as the engine has places for them.
+
+        One free place is enough for a request of several samples, which wait in the engine for the others: nobody waits
+        until so many are free at once.
+        """
         if self._queue.head() is None:
             return
         for entry in self._entries.values():
@@ -246,16 +254,16 @@ class FairAdmission:
             room = self._info.max_running - self._used
             # A prefix that requests share is counted for each of them, so what seems not to fit is tried one by one.
             fits_kv = head.has_preempted or not self._unanswered or self._kv_tokens + head.kv_tokens <= capacity
-            if not (head.places <= room and fits_kv):
+            if not (room > 0 and fits_kv):
                 if self._preempting:
                     return
-                victims = self._victims(head, head.places - room, 0 if fits_kv else head.kv_tokens)
+                victims = self._victims(head, 1 - room, 0 if fits_kv else head.kv_tokens)
                 if victims:
                     head.has_preempted = True
                     for victim in victims:
                         self._preempt(victim)
                     return
-                if not (head.places <= room + self._spare and fits_kv):
+                if not (room + self._spare > 0 and fits_kv):
                     return
             self._start(self._queue.pop())
 
@@ -330,8 +338,12 @@ class FairAdmission:
             if places <= 0 and kv_tokens <= 0:
                 break
             name = each.request.team
-            rest = (left[name] - each.places) / self._teams[name].weight
-            if each.priority < head.priority or (each.priority == head.priority and rest < least):
+            team = self._teams[name]
+            if each.places == 1:
+                has_more = (left[name] - 1) / team.weight >= least
+            else:  # it goes as a whole, even if it is all that its team has; never for one of as many samples
+                has_more = left[name] / team.weight > least
+            if each.priority < head.priority or (each.priority == head.priority and not has_more):
                 continue
             victims.append(each)
             left[name] -= each.places

@@ -132,6 +132,7 @@ class EngineServer:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(wire.STATUS_PERIOD_S)
+            self.admission.review()
             await self._report_once()
 
     async def _report_once(self) -> None:

@@ -213,6 +213,35 @@ def test_a_more_urgent_request_takes_the_place_of_a_less_urgent_one() -> None:
     run_virtually(body())
 
 
+async def review(fair: FairAdmission) -> None:
+    while True:
+        fair.review()
+        await asyncio.sleep(0.25)
+
+
+def test_many_samples_of_one_request_keep_nobody_out() -> None:
+    """They begin with one free place, and make way as a whole."""
+
+    async def body() -> None:
+        async with admission() as (fair, _):
+            long = [asyncio.create_task(answer(fair, request(f"a-{n}", 500))) for n in range(PLACES - 1)]
+            await asyncio.sleep(5)
+            sampling = SamplingParams(temperature=0, max_tokens=100, n=PLACES)
+            many = [asyncio.create_task(answer(fair, replace(request(f"b-{n}"), sampling=sampling))) for n in range(3)]
+            await asyncio.sleep(5)
+            assert fair._entries["b-0"].tokens > 0
+            reviewing = asyncio.create_task(review(fair))
+            for number in range(5):
+                assert (await timed(fair, request(f"c-{number}")))[1] <= 30
+            reviewing.cancel()
+            assert not any(task.done() for task in many)
+            for chunks in await asyncio.gather(*many):
+                assert Counter(chunk.index for chunk in chunks if chunk.text) == dict.fromkeys(range(PLACES), 100)
+            await asyncio.gather(*long)
+
+    run_virtually(body())
+
+
 def test_the_longest_queue_loses_a_request_when_all_are_full() -> None:
     """A team with a long queue cannot keep others out; what was begun is never refused."""
 
