@@ -1,4 +1,4 @@
-"""What changes on the session's cluster without new replicas: weights, and what their refusal leaves behind."""
+"""Weights change on the session's cluster without new replicas, and a refusal leaves those that were."""
 
 from __future__ import annotations
 
