@@ -74,8 +74,8 @@ class Directory:
                 self._write_reports(gcs)
                 found = _read(gcs)
                 if found != seen:
-                    seen = found
                     self._on_change(listing(found))
+                    seen = found
             except Exception as error:  # the GCS restarts, or is far away: the gateway serves what it knows
                 log.warning("the GCS does not answer the gateway", extra={"error": repr(error)})
                 gcs = None
@@ -109,8 +109,8 @@ def listing(found: Mapping[bytes, bytes]) -> Listing:
     replicas: dict[str, dict[str, ReplicaAddress]] = {}
     routes: dict[str, EndpointRoute] = {}
     for key, value in found.items():
-        name, kind, rest = (*key.decode().split("/", 2), "")[:3]
         try:
+            name, kind, rest = (*key.decode().split("/", 2), "")[:3]
             if key.startswith(ROUTES):
                 routes[kind] = EndpointRoute.model_validate_json(value)
             elif kind == "replica":
@@ -119,7 +119,7 @@ def listing(found: Mapping[bytes, bytes]) -> Listing:
                 created_at_s, _, spec = value.decode().partition(" ")
                 applications[name] = EndpointEntry(ServeSpec.parse(json.loads(spec), where=name), float(created_at_s))
         except (ValueError, TypeError, RaytideError) as error:
-            log.warning("a key of Serve's cannot be read", extra={"key": key.decode(), "error": str(error)})
+            log.warning("a key of Serve's cannot be read", extra={"key": repr(key), "error": str(error)})
     applications = {name: replace(each, replicas=replicas.get(name, {})) for name, each in applications.items()}
     return {
         **{name: each for name, each in applications.items() if REVISION_SEPARATOR not in name},

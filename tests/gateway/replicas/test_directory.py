@@ -1,0 +1,49 @@
+"""What gateways read of the endpoints in the GCS."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from raytide.actors.serving.ray_serve.keys import ReplicaAddress, replica_key, spec_key
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.gateway.replicas import directory
+from raytide.gateway.replicas.directory import Directory, Listing, listing
+
+SPEC = f"1.0 {ServeSpec(name='e', model='/m').model_dump_json()}".encode()
+ADDRESS = ReplicaAddress("127.0.0.1", 1, "secret")
+
+
+def test_unreadable_keys_hide_no_others() -> None:
+    found = listing(
+        {
+            b"\xff/spec": SPEC,
+            b"bad/spec": b"\xff",
+            replica_key("e", "broken"): b"{}",
+            replica_key("e", "r1"): ADDRESS.dump(),
+            spec_key("e"): SPEC,
+        }
+    )
+    assert {name: entry.replicas for name, entry in found.items()} == {"e": {"r1": ADDRESS}}
+
+
+def test_what_could_not_be_taken_over_is_passed_on_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "PERIOD_S", 0.01)
+    monkeypatch.setattr(directory, "_RETRY_S", 0.01)
+    monkeypatch.setattr("raytide.core.ray_internals.gcs_client", lambda address: object())
+    monkeypatch.setattr(directory, "_read", lambda gcs: {spec_key("e"): SPEC})
+    failures, taken_over = [RuntimeError("not now")], threading.Event()
+
+    def take_over(found: Listing) -> None:
+        if failures:
+            raise failures.pop()
+        assert set(found) == {"e"}
+        taken_over.set()
+
+    followed = Directory("", take_over)
+    followed.start()
+    try:
+        assert taken_over.wait(20)
+    finally:
+        followed.stop()
