@@ -1,4 +1,4 @@
-"""What gateways read of the endpoints in the GCS."""
+"""The endpoints and replicas that gateways read from the GCS."""
 
 from __future__ import annotations
 
