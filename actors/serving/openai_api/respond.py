@@ -34,6 +34,8 @@ TIMEOUT = "x-raytide-timeout-s"
 """The header with the seconds after which a request is given up."""
 SESSION = "x-session-id"
 """The header whose requests go to one replica where that is sensible."""
+_BEGAN = "raytide.began_s"
+"""The key of the ASGI scope with the time of the first try, from which a timeout counts when another server answers."""
 _TIMED_OUT = 504
 KEPT = "cache"
 """The replica's name in answers that a router has kept."""
@@ -106,7 +108,8 @@ def _deadline_s(body: CompletionRequest | ChatRequest, request: Request) -> floa
             timeout_s = math.nan
         if not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise invalid(f"The header {TIMEOUT} is {text!r}; it takes seconds, up to {MAX_TIMEOUT_S}.", param=None)
-    return None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    began_s: float = request.scope.setdefault(_BEGAN, asyncio.get_running_loop().time())
+    return None if timeout_s is None else began_s + timeout_s
 
 
 def session_of(body: BaseModel, headers: Mapping[str, str]) -> str:

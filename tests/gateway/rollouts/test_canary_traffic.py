@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from fastapi import Request
 from tests.gateway.conftest import Gateway, running_gateway, until
 
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.base import Engine
+from raytide.actors.serving.openai_api import respond
+from raytide.actors.serving.openai_api.wire import CompletionRequest
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.specs.rollout import RolloutReport
 from raytide.gateway.replicas import routed_engine
@@ -206,3 +209,11 @@ async def test_the_counts_of_old_rollouts_are_forgotten_so_that_a_report_has_roo
         assert {each.revision: each.requests for each in found if each.rollout == 7} == {
             revision: counts[0] for revision, counts in first.items()
         }
+
+
+async def test_a_requests_timeout_goes_on_counting_when_the_champion_answers_it() -> None:
+    request = Request({"type": "http", "headers": [(b"x-raytide-timeout-s", b"5")]})
+    body = CompletionRequest(model="chat", prompt="hi")
+    first = respond._deadline_s(body, request)
+    await asyncio.sleep(0.01)
+    assert respond._deadline_s(body, request) == first
