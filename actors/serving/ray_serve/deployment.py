@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 import warnings
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import psutil
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
@@ -27,6 +27,7 @@ from raytide.actors.serving.ray_serve.live_fields import LiveFields, put
 from raytide.actors.serving.ray_serve.startup import READY, StartupLog
 from raytide.core import ray_internals
 from raytide.core.errors import EngineError
+from raytide.core.io.process import Process
 from raytide.core.objects.endpoint import LIVE_FIELDS, Endpoint, ServeSpec
 from raytide.scheduling.replicas import replica_selector
 
@@ -39,7 +40,6 @@ END_S = 15.0
 METRICS_PERIOD_S = 0.5
 LOAD_WINDOW_S = 1.0
 _GCS_TIMEOUT_S = 10.0
-_PROCESS_AT_S = psutil.Process().create_time()
 
 
 class EngineReplica:
@@ -50,7 +50,7 @@ class EngineReplica:
         _limit_threads(parsed.resources.get("CPU", 0.0))
         self._name = serve.get_replica_context().replica_id.unique_id
         self._key = replica_key(parsed.name, self._name)
-        startup = StartupLog(partial(put, startup_prefix(parsed.name) + self._name.encode()), _PROCESS_AT_S)
+        startup = StartupLog(partial(put, startup_prefix(parsed.name) + self._name.encode()), _began_at_s())
         startup.begin("stage")
         self._model = await asyncio.to_thread(staged_model, parsed.model, startup.progress)
         startup.staged(self._model.bytes)
@@ -81,6 +81,14 @@ class EngineReplica:
             with suppress(Exception):  # the controller deletes it otherwise
                 ray_internals.connected_gcs().internal_kv_del(self._key, False, KV_NAMESPACE, timeout=_GCS_TIMEOUT_S)
             await self._child.stop(DRAIN_S)
+
+
+def _began_at_s() -> float:
+    """Returns the time at which this process began."""
+    process = Process.of(os.getpid())
+    assert process is not None
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - process.start_time / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
 
 
 def application(endpoint: Endpoint) -> serve.Application:
