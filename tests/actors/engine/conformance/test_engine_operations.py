@@ -33,13 +33,13 @@ def reading(
 async def test_a_paused_engine_keeps_its_requests_and_takes_new_ones(start: Start) -> None:
     engine, info = await start()
     need(info, "pause")
-    alone = tokens_of(await collect(engine, ask()))
-    stream = engine.generate(ask("before"))
+    alone = tokens_of(await collect(engine, ask(sampling=ENDLESS)))
+    stream = engine.generate(ask("before", sampling=ENDLESS))
     chunks = [await anext(stream)]
     await engine.pause()
     await engine.pause()
     steps = (await engine.stats()).steps
-    during = reading(engine, "during")
+    during = reading(engine, "during", sampling=ENDLESS)
     done, _ = await asyncio.wait([during], timeout=NEVER)
     stats = await engine.stats()
     assert not done
