@@ -23,6 +23,8 @@ from raytide.actors.engine.types import GenChunk, TokenUsage
 
 TIMEOUT_S = 120.0
 TOKENS = 100
+LONG = 240
+"""Tokens of a request that has not ended when a command reaches the engine."""
 
 
 async def no_problem() -> None:
@@ -30,13 +32,13 @@ async def no_problem() -> None:
 
 
 async def served(model_dir: Path, **options: Any) -> tuple[NativeEngine, EngineServer, int]:
-    engine = NativeEngine(EngineConfig(model_dir=str(model_dir), max_model_len=128, **options))
+    engine = NativeEngine(EngineConfig(model_dir=str(model_dir), **options))
     server = EngineServer(engine, await engine.start(), "secret", problem=no_problem)
     return engine, server, await server.listen("127.0.0.1")
 
 
-def request(name: str) -> GenRequest:
-    sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+def request(name: str, tokens: int = TOKENS) -> GenRequest:
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     return GenRequest(request_id=name, prompt=[1, 2, 3, len(name)], sampling=sampling)
 
 
@@ -205,12 +207,12 @@ async def test_a_request_taken_out_for_another_team_goes_on_and_is_counted_whole
     await client.start()
     names = ("a", "bb", "ccc", "dddd", "eeeee")
     async with asyncio.timeout(TIMEOUT_S):
-        expected = {name: await text_of(engine, request(name)) for name in names}
-        heavy = {name: asyncio.create_task(text_of(client, request(name))) for name in names[:4]}
+        expected = {name: await text_of(engine, request(name, LONG)) for name in names}
+        heavy = {name: asyncio.create_task(text_of(client, request(name, LONG))) for name in names[:4]}
         while sum(bool(stream.sent) for stream in server.direct._streams.values()) < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await engine.pause()
-        light = asyncio.create_task(text_of(client, replace(request("eeeee"), team="light")))
+        light = asyncio.create_task(text_of(client, replace(request("eeeee", LONG), team="light")))
         await preempted.wait()
         await engine.resume()
         assert {name: await task for name, task in heavy.items()} | {"eeeee": await light} == expected
