@@ -207,7 +207,8 @@ class FairAdmission:
     def _queue_again(self, entry: _Entry) -> None:
         entry.turn = asyncio.get_running_loop().create_future()
         request = entry.request
-        self._queue.push(entry, request.team, 0, weight=request.weight, priority=entry.priority, again=True)
+        # One token, so that a team that has had little goes before it also when both start at the same time.
+        self._queue.push(entry, request.team, 1, weight=request.weight, priority=entry.priority, again=True)
         self._dispatch()
 
     def _make_room(self, request: GenRequest, places: int) -> None:
