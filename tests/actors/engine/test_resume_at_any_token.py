@@ -16,8 +16,8 @@ from raytide.actors.engine import EngineConfig, GenChunk, GenRequest, SamplingPa
 from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
-from raytide.actors.engine.backends.native.output_processor import RequestFailure, aborted_chunks
-from raytide.actors.engine.base import StreamProgress, check_features
+from raytide.actors.engine.backends.native.output_processor import RequestFailure
+from raytide.actors.engine.base import StreamProgress, aborted_chunks, check_features
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.types import SampleProgress
 from raytide.core.errors import UsageError
