@@ -24,9 +24,14 @@ def native(model_dir: Path) -> NativeEngine:
     return NativeEngine(EngineConfig(model_dir=str(model_dir), block_size=4, max_model_len=128))
 
 
-async def answer(gateway: Gateway, tokens: int, **fields: object) -> tuple[str, int]:
+def prompt_of(tokens: int) -> list[int]:
+    return [40 + tokens * number % 47 for number in range(tokens)]
+
+
+async def answer(gateway: Gateway, asked: int | list[int], **fields: object) -> tuple[str, int]:
     """Returns the text that `chat` gives, and the tokens of its prompt that were cached."""
-    prompt = [40 + tokens * number % 47 for number in range(tokens)]
+    prompt = prompt_of(asked) if isinstance(asked, int) else asked
+    tokens = len(prompt)
     body = {"model": "chat", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **fields}
     response = await gateway.http.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
@@ -86,3 +91,19 @@ async def test_without_a_fitting_replica_it_is_computed_at_home(model_dir: Path,
             await engine.load_weights(str(model_dir), "another")
         await answer(gateway, 80)
         assert await computed(gateway, "chat-0") == 80
+
+
+async def test_what_the_other_cache_lacks_is_still_known_at_home(model_dir: Path) -> None:
+    """Its usage says that nothing was cached; taken as the decoding replica's, all older prefixes would be dropped."""
+    async with running_gateway() as gateway:
+        await gateway.deploy("prefill", native(model_dir))
+        await gateway.deploy("chat", native(model_dir), prefill=POLICY)
+        older, newer = prompt_of(20), prompt_of(21)
+        await answer(gateway, older)
+        await answer(gateway, newer)
+        await answer(gateway, newer + prompt_of(60))
+        assert await computed(gateway, "prefill-0") == 81
+        replicas = gateway.models.endpoint("chat")[1]
+        route = replicas.router.route(older, [each.routing_state() for each in replicas.ready])
+        route.end()
+        assert route.cached_tokens == 16

@@ -79,12 +79,13 @@ class RoutedEngine(BasicEngine):
                     async for chunk in stream:
                         progress.add(chunk)
                         chunks += 1
-                        if prefill is not None:
-                            prefill.end(tokens=list(request.prompt) if not isinstance(request.prompt, str) else [])
+                        if prefill is not None and chunks == before + 1:
+                            prefill.end(tokens=progress.token_ids)
                         if chunk.usage is None:
                             route.first_token()
-                        else:
-                            route.end(cached_tokens=_found(resumed, chunk), tokens=progress.token_ids)
+                        else:  # what the other process found in its cache says nothing about this one's
+                            found = _found(resumed, chunk) if prefill is None else None
+                            route.end(cached_tokens=found, tokens=progress.token_ids)
                         yield chunk
                 return
             except OverloadedError:
