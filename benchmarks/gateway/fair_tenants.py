@@ -29,7 +29,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from engine_cpu import SHAPES, save_model
-from overhead import HOST, free_port, process
+from overhead import HOST, free_port, gateways, process
 
 PLACES = 16
 SECRETS = {"heavy": "rk-" + "h" * 43, "light": "rk-" + "l" * 43}
@@ -53,43 +53,6 @@ async def usage(): return {}
 @app.get("/v1/models")
 async def ready(): return {}
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
-"""
-ENGINE = """
-import asyncio, json, subprocess, sys
-from raytide.actors.serving.engine_child import EngineChild
-from raytide.core.objects.endpoint import ServeSpec
-async def main(worker, control, spec, *ports):
-    spec = ServeSpec.model_validate_json(spec)
-    child = await EngineChild.start(spec, "127.0.0.1", "r1", model_dir=spec.model)
-    child_at = [str(child.port), child.secret]
-    started = [
-        subprocess.Popen([sys.executable, "-c", worker, port, spec.model_dump_json(), *child_at, control])
-        for port in ports
-    ]
-    await asyncio.to_thread(started[0].wait)
-asyncio.run(main(*sys.argv[1:]))
-"""
-WORKER = """
-import sys
-from raytide.actors.serving.ray_serve.keys import ReplicaAddress
-from raytide.core.objects.endpoint import ServeSpec
-from raytide.gateway import __main__ as gateway
-from raytide.gateway.replicas.directory import EndpointEntry
-from raytide.gateway.tenancy.control_api import ControlApi
-from raytide.gateway.tenancy.tenancy import Tenancy
-from pathlib import Path
-import tempfile
-port, spec, engine_port, secret, control = sys.argv[1:]
-address = ReplicaAddress("127.0.0.1", int(engine_port), secret)
-entry = EndpointEntry(ServeSpec.model_validate_json(spec), 1.0, {"r1": address})
-class Directory:
-    def __init__(self, gcs_address, on_change):
-        self.start = lambda: on_change({"m": entry})
-    def report(self, key, value): pass
-    def stop(self): pass
-gateway.Directory = Directory
-tenancy = Tenancy(ControlApi(control, "any", "g" + port), requires_keys=True)
-gateway.serve("", gateway.bound_socket("127.0.0.1", int(port)), port, tenancy, Path(tempfile.mkdtemp()))
 """
 
 
@@ -219,7 +182,7 @@ def main() -> None:
         pairs = [f"{team}={secret}" for team, secret in SECRETS.items()]
         stack.enter_context(process([sys.executable, "-c", CONTROL, str(control), *pairs], control))
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        command = [sys.executable, "-c", ENGINE, WORKER, f"http://{HOST}:{control}", spec, *map(str, ports)]
+        command = gateways(spec, ports, f"http://{HOST}:{control}")
         stack.enter_context(process(command, ports[0], "/health", more_env=one_thread))
         asyncio.run(measure(args, ports))
         print(f"load of the machine over the last minute: {os.getloadavg()[0]:.1f}")

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,16 +49,16 @@ GATEWAY = """
 import asyncio, json, subprocess, sys
 from raytide.actors.serving.engine_child import EngineChild
 from raytide.core.objects.endpoint import ServeSpec
-async def main(port, spec, worker):
+async def main(worker, spec, control, *ports):
     spec = ServeSpec.model_validate_json(spec)
     child = await EngineChild.start(spec, "127.0.0.1", "r1", model_dir=spec.model)
-    command = [sys.executable, "-c", worker, port, spec.model_dump_json(), str(child.port), child.secret]
-    started = [subprocess.Popen(command) for _ in range(2)]
+    told = [spec.model_dump_json(), str(child.port), child.secret, control]
+    started = [subprocess.Popen([sys.executable, "-c", worker, port, *told]) for port in ports]
     await asyncio.to_thread(started[0].wait)
 asyncio.run(main(*sys.argv[1:]))
 """
 WORKER = """
-import asyncio, sys, tempfile
+import asyncio, os, sys, tempfile
 from pathlib import Path
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.objects.endpoint import ServeSpec
@@ -66,7 +66,7 @@ from raytide.gateway import __main__ as gateway
 from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import Tenancy
-port, spec, engine_port, secret = sys.argv[1:]
+port, spec, engine_port, secret, control = sys.argv[1:]
 address = ReplicaAddress("127.0.0.1", int(engine_port), secret)
 entry = EndpointEntry(ServeSpec.model_validate_json(spec), 1.0, {"r1": address})
 class Directory:
@@ -75,9 +75,9 @@ class Directory:
     def report(self, key, value): pass
     def stop(self): pass
 gateway.Directory = Directory
-tenancy = Tenancy(ControlApi("http://127.0.0.1:9", "", "one"), requires_keys=False)
-files = Path(tempfile.mkdtemp())
-gateway.serve("", gateway.bound_socket("127.0.0.1", int(port)), "one", tenancy, files)
+name, files = str(os.getpid()), Path(tempfile.mkdtemp())
+tenancy = Tenancy(ControlApi(control or "http://127.0.0.1:9", "any", name), requires_keys=bool(control))
+gateway.serve("", gateway.bound_socket("127.0.0.1", int(port)), name, tenancy, files)
 """
 SERVE = """
 import sys, time
@@ -175,16 +175,26 @@ def free_port() -> int:
         return port
 
 
+def gateways(spec: str, ports: Sequence[int], control: str = "") -> list[str]:
+    """Returns the command of an engine process and a gateway process for each port, which may be the same one. Callers
+    need the API keys of the control API at `control`, if there is one.
+    """
+    return [sys.executable, "-c", GATEWAY, WORKER, spec, control, *map(str, ports)]
+
+
 def sides_of(args: argparse.Namespace, rate: float, stack: ExitStack) -> list[Side]:
     engine = {"kind": "fake", "tokens_per_s": rate or None, "max_running": 1024, "max_waiting": 4096}
     spec = {"name": "m", "model": stack.enter_context(tempfile.TemporaryDirectory()), "engine": engine}
-    scripts = {"bare": [BARE, str(rate)], "gateway": [GATEWAY, json.dumps(spec), WORKER]}
+    commands: dict[str, Callable[[int], list[str]]] = {
+        "bare": lambda port: [sys.executable, "-c", BARE, str(port), str(rate)],
+        "gateway": lambda port: gateways(json.dumps(spec), [port, port]),
+    }
     if args.serve:
-        scripts["serve"] = [SERVE, str(rate)]
+        commands["serve"] = lambda port: [sys.executable, "-c", SERVE, str(port), str(rate)]
     sides = []
-    for name, (script, *arguments) in scripts.items():
+    for name, command_for in commands.items():
         port = free_port()
-        stack.enter_context(process([sys.executable, "-c", script, str(port), *arguments], port))
+        stack.enter_context(process(command_for(port), port))
         sides.append(Side(name, port))
     if args.litellm:
         port = free_port()

@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from engine_cpu import SHAPES, save_model, vllm_environment
-from overhead import GATEWAY, HOST, ROOT, WORKER, free_port, process
+from overhead import HOST, ROOT, free_port, gateways, process
 
 NEW_TOKENS = 64
 MAX_LEN = 512
@@ -110,8 +110,7 @@ def sides_of(args: argparse.Namespace, model: Path, stack: ExitStack) -> dict[st
     if "gateway" in args.sides:
         spec = {"name": "m", "model": str(model), "engine": engine, "resources": {"CPU": args.threads}}
         port = free_port()
-        command = [sys.executable, "-c", GATEWAY, str(port), json.dumps(spec), WORKER]
-        stack.enter_context(process(command, port, more_env=threads))
+        stack.enter_context(process(gateways(json.dumps(spec), [port, port]), port, more_env=threads))
         made["gateway"] = served_side(port, "m")
     if "vllm" in args.sides:
         cores = sorted(os.sched_getaffinity(0))[-args.threads :]
