@@ -60,10 +60,10 @@ async def test_only_the_ends_of_a_request_pass_the_event_loop(model_dir: Path, m
         server_module._Connection, "_add", lambda self, stream, chunk: (looped.append(chunk), add(self, stream, chunk))
     )
     async with asyncio.timeout(TIMEOUT_S):
-        asked = [request("a" * count) for count in (1, 2, 3)]
+        asked = [request("a" * count, LONG) for count in (1, 2, 3)]
         answers = await asyncio.gather(*(text_of(client, each) for each in asked))
-        assert len(looped) < 3 * TOKENS / 2  # a loop that wakes late gets more than the first and the last
-        assert answers == [await text_of(engine, request("b" * count)) for count in (1, 2, 3)]
+        assert len(looped) < 3 * LONG / 2  # a loop that wakes late gets more than the first and the last
+        assert answers == [await text_of(engine, request("b" * count, LONG)) for count in (1, 2, 3)]
     await client.shutdown()
     await server.close()
     await engine.shutdown()
