@@ -67,7 +67,8 @@ def _keep_minimum(draft: PlanBuilder) -> None:
         for _ in range(node_type.min_nodes - counts[node_type.name]):
             if (slot := draft.state.buy(node_type)) is None:
                 break
-            draft.buy(slot, MINIMUM, f"min_nodes of {node_type.name} is {node_type.min_nodes}")
+            by = " by its schedule" if node_type.schedule else ""
+            draft.buy(slot, MINIMUM, f"min_nodes of {node_type.name} is {node_type.min_nodes}{by}")
 
 
 def _keep_warm(draft: PlanBuilder) -> None:

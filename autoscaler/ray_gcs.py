@@ -92,12 +92,14 @@ class GcsReader:
         return (*_demands(found), *(replace(each, is_standing=True) for each in _demands(requested)))
 
     def metrics_addresses(self) -> dict[str, str]:
-        """Returns `host:port` of the metrics of Ray's agent by instance id, for each live node."""
+        """Returns `host:port` of the metrics of Ray's agent by instance id, `head` for the head, for each live node."""
         nodes = self._call("list Ray's nodes", lambda client: client.get_all_node_info(timeout=CALL_TIMEOUT_S))
         return {
-            node.instance_id: f"{node.node_manager_address}:{node.metrics_export_port}"
+            name: f"{node.node_manager_address}:{node.metrics_export_port}"
             for node in nodes.values()
-            if node.state == node.ALIVE and node.instance_id and node.metrics_export_port
+            if node.state == node.ALIVE
+            and node.metrics_export_port
+            and (name := node.instance_id or ("head" if node.is_head_node else ""))
         }
 
     def drain(self, ray_node_id: str, kind: Literal["idle", "notice"], deadline_s: float, why: str) -> bool:

@@ -1,91 +1,82 @@
-"""Builds a token dataset: find, survey, learn, encode, pack. Nothing is written before the corpus has been checked."""
+"""Builds a token dataset: find, survey, learn, encode, write. Finished chunks are kept until the dataset is whole."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from raytide.core.errors import ConflictError, DataError, StorageError
-from raytide.core.io.claim import Claim
+from raytide.core.io.claim import Claim, committing
 from raytide.core.io.storage import exists, is_full_disk, join, read_bytes, sha256, write_bytes
 from raytide.core.io.token_dataset import (
     ITEM_BYTES,
     MANIFEST,
+    DatasetFile,
+    Shard,
     Source,
-    TokenDtype,
+    TextFile,
     TokenManifest,
     dtype_for,
     load_manifest,
     verify,
 )
 from raytide.core.specs.data import DataSpec
-from raytide.pipelines.bpe import eos_id_of, load_bpe, tokenizer_config, vocab_size_of
-from raytide.pipelines.encode import Encoder, learn_tokenizer
-from raytide.pipelines.filter import describe
-from raytide.pipelines.pack import clear, packer_for
-from raytide.pipelines.ray_runner import ray_runner
-from raytide.pipelines.read import InputFile, find_inputs, group_chunks, split_parts
-from raytide.pipelines.runner import Runner
-from raytide.pipelines.survey import Corpus, survey_corpus
+from raytide.pipelines.bpe import TURN_END, TURN_START, eos_id_of, load_bpe, tokenizer_config, vocab_size_of
+from raytide.pipelines.chunk_store import AlteredError, ChunkStore, remove_partial
+from raytide.pipelines.cleaning.cleaner import Cleaner
+from raytide.pipelines.cleaning.corpus_pass import NEAR, NEAR_EARLIER, REPEATED, CorpusCleaning, against_identity
+from raytide.pipelines.encode import EncodePlan, LearnTask, learn_tokenizer
+from raytide.pipelines.engine import EngineSpec, choose_engine, engine_versions
+from raytide.pipelines.filter import describe, drop_duplicates
+from raytide.pipelines.inputs import find_inputs, plan_chunks
+from raytide.pipelines.passes import NotExactError, OnProgress, Passes, Progress, Reporter
+from raytide.pipelines.readers.base import InputFile
+from raytide.pipelines.runners.inline import Runner, local_runner
+from raytide.pipelines.survey import Corpus
+from raytide.pipelines.writers.shards import ChunkTokens, ShardStage, clear, plan_shards
+from raytide.pipelines.writers.texts import SAMPLES, ChunkTexts, TextStage, plan_texts
 
 if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
+    from raytide.pipelines.runners.gang import Members
 
-Stage = Literal["survey", "learn", "encode", "done"]
+__all__ = ["Progress", "build"]
 
-MAX_CHUNK_BYTES = 8 << 20
-MIN_CHUNK_BYTES = 256 << 10
-MAX_CHUNK_PARTS = 512
-CHUNKS_PER_WORKER = 16
-"""Chunks per worker: enough for an even load and frequent progress. The result does not depend on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of a build. Rates are those of the current stage."""
-
-    stage: Stage
-    documents: int
-    tokens: int
-    documents_per_s: float
-    tokens_per_s: float
-    documents_total: int
-    """0 until the survey has counted them."""
-
-    def as_report(self) -> dict[str, float | int | str]:
-        return asdict(self)
-
-
-OnProgress = Callable[[Progress], None]
+SMALL_BYTES = 1 << 30
+"""A corpus up to this size needs no cluster."""
+P = TypeVar("P")
+W = TypeVar("W")
 
 
 def build(
     spec: DataSpec,
-    placement_group: PlacementGroup | None = None,
+    members: Members | None = None,
     on_progress: OnProgress | None = None,
     *,
     runner: Runner | None = None,
 ) -> TokenManifest:
-    """Run the build on the connected Ray cluster, inside the lease's placement group, and return its manifest.
+    """Builds the dataset and returns its manifest.
 
-    A `runner`, such as InlineRunner, replaces Ray.
+    The work is done inside the placement groups of `members`, which may change at any time, or by the given `runner`;
+    without both, a corpus of at most SMALL_BYTES is built in this process, and a larger one on the connected Ray
+    cluster. Neither changes the result.
 
-    Idempotent: a finished dataset of the same spec and inputs is verified and returned; an unfinished or altered one is
-    built again. ConflictError for a dataset of another spec or inputs, and while another build writes to `out`.
+    Idempotent: a finished dataset of the same spec and inputs is verified and returned; an unfinished one goes on from
+    its finished chunks, and an altered one is built again. ConflictError for a dataset of another spec or inputs, and
+    while another build writes to `out`.
     """
     claim = Claim([spec.out])
     try:
-        return _build(spec, placement_group, on_progress, runner)
+        return _build(spec, claim, members, on_progress, runner)
     finally:
         claim.release()
 
 
 def _build(
-    spec: DataSpec, placement_group: PlacementGroup | None, on_progress: OnProgress | None, runner: Runner | None
+    spec: DataSpec, claim: Claim, members: Members | None, on_progress: OnProgress | None, runner: Runner | None
 ) -> TokenManifest:
     files = find_inputs(spec)
     if not files:
@@ -94,37 +85,31 @@ def _build(
             hint="Check inputs, include and exclude.",
         )
     tokenizer_file = read_bytes(spec.tokenizer.file) if spec.tokenizer.file is not None else None
-    digest = spec.digest(_identity(files, spec, tokenizer_file))
-    if (finished := _finished(spec, digest)) is not None:
+    cleaner = None if spec.cleaning is None else Cleaner(spec.cleaning)
+    identity = _identity(files, spec, tokenizer_file, cleaner)
+    if (finished := _finished(spec, identity)) is not None:
+        remove_partial(spec.out)  # its build may have been killed just before
         return finished
-    runner = runner or ray_runner(spec, placement_group)
-    report = _Reporter(on_progress)
-    corpus = _survey(spec, files, runner, report)
-    tokenizer = tokenizer_file if tokenizer_file is not None else _learn(spec, corpus, runner, report)
-    clear(spec.out)
+    own = None if runner is not None else _runner_for(spec, files, members)
     try:
-        return _write(spec, digest, corpus, tokenizer, runner, report)
-    except StorageError as error:
-        needed = _needed_bytes(report)
-        clear(spec.out)
-        if not is_full_disk(error):
-            raise
-        raise StorageError(
-            f"dataset {spec.name}: {error.message.rstrip('.')}; {spec.out} needs about {needed / 1e9:.3f} GB.",
-            hint="Free that much space and build again, or choose another out. Partial output was removed.",
-        ) from error
-    except BaseException:
-        clear(spec.out)
-        raise
+        return _Build(spec, claim, files, identity, runner or own or local_runner(1), on_progress, cleaner).run(
+            tokenizer_file
+        )
+    finally:
+        if own is not None:
+            own.close()
 
 
-def _needed_bytes(report: _Reporter) -> int:
-    """Estimate the dataset's bytes from the share of documents encoded so far."""
-    share = report.documents / report.total if report.documents and report.total else 1.0
-    return int(report.tokens * report.item_bytes / share)
+def _runner_for(spec: DataSpec, files: list[InputFile], members: Members | None) -> Runner:
+    size = sum(file.size for file in files)
+    if members is None and size <= SMALL_BYTES:
+        return local_runner(spec.workers)
+    from raytide.pipelines.runners.gang import gang_runner
+
+    return gang_runner(spec, members, size)
 
 
-def _finished(spec: DataSpec, digest: str) -> TokenManifest | None:
+def _finished(spec: DataSpec, identity: list[tuple[str, int, str]]) -> TokenManifest | None:
     if not exists(join(spec.out, MANIFEST)):
         return None
     elsewhere = "Choose another out directory, or remove this one."
@@ -132,7 +117,8 @@ def _finished(spec: DataSpec, digest: str) -> TokenManifest | None:
         manifest = load_manifest(spec.out)
     except DataError as error:
         raise ConflictError(f"{spec.out} holds something else: {error.message}", hint=elsewhere) from None
-    if manifest.source.digest != digest:
+    # A dataset that was encoded with other versions of the libraries, or by an earlier release, is not built again.
+    if manifest.source.digest != spec.digest(identity, manifest.source.engines):
         raise ConflictError(f"{spec.out} holds a dataset of another spec or of other inputs.", hint=elsewhere)
     try:
         return verify(spec.out)
@@ -140,109 +126,242 @@ def _finished(spec: DataSpec, digest: str) -> TokenManifest | None:
         return None  # altered since: build it again
 
 
-def _survey(spec: DataSpec, files: list[InputFile], runner: Runner, report: _Reporter) -> Corpus:
-    parts = split_parts(files, spec.text_column)
-    even_bytes = sum(part.size for part in parts) // (runner.workers * CHUNKS_PER_WORKER)
-    chunks = group_chunks(
-        parts, chunk_bytes=min(max(even_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES), max_parts=MAX_CHUNK_PARTS
-    )
-    report.start("survey")
-    corpus = survey_corpus(runner, chunks, spec.filter, spec.text_column, report.add)
-    report.total = corpus.found.kept
-    if corpus.found.kept == 0:
-        reasons = describe(corpus.found.dropped())
-        raise DataError(
-            f"dataset {spec.name}: the corpus is empty: none of {corpus.found.documents} documents in {len(files)} "
-            f"files was kept ({reasons or 'the files have no rows'}).",
-            hint="Loosen the filter, or check inputs and text_column.",
+class _Build:
+    """One build, from found files to a manifest."""
+
+    def __init__(
+        self,
+        spec: DataSpec,
+        claim: Claim,
+        files: list[InputFile],
+        identity: list[tuple[str, int, str]],
+        runner: Runner,
+        on_progress: OnProgress | None,
+        cleaner: Cleaner | None,
+    ) -> None:
+        self.spec, self.claim, self.files, self.runner = spec, claim, files, runner
+        self.engines = dict(engine_versions())
+        self.digest = spec.digest(identity, self.engines)
+        self.chunks = plan_chunks(spec, files)
+        self.report = Reporter(on_progress)
+        self.store = ChunkStore.create(spec.out, claim.token)
+        self.passes = Passes(spec, self.chunks, self.store, runner, self.report, cleaner)
+        self.item_bytes = 0
+
+    def run(self, tokenizer_file: bytes | None) -> TokenManifest:
+        clear(self.spec.out)
+        try:
+            manifest = self._run(tokenizer_file)
+        except StorageError as error:
+            needed = self._needed_bytes()
+            self._discard()
+            if not is_full_disk(error):
+                raise
+            raise StorageError(
+                f"dataset {self.spec.name}: {error.message.rstrip('.')}; {self.spec.out} needs about "
+                f"{needed / 1e9:.3f} GB.",
+                hint="Free that much space and build again, or choose another out. Partial output was removed.",
+            ) from error
+        except (_EmptyCorpusError, AlteredError):
+            self._discard()
+            raise
+        except BaseException:
+            clear(self.spec.out)
+            if not self.store.names():
+                remove_partial(self.spec.out)
+            raise
+        finally:
+            if self.passes.cleaning is not None:
+                self.passes.cleaning.close()
+        remove_partial(self.spec.out)
+        self.report.emit("done")
+        return manifest
+
+    def _run(self, tokenizer_file: bytes | None) -> TokenManifest:
+        cuts_texts = self.spec.cleaning is not None and self.spec.cleaning.substrings is not None
+        if tokenizer_file is None or cuts_texts:
+            self.report.start("survey")
+            self._corpus_steps(self.passes.survey())
+        if tokenizer_file is None:
+            tokenizer, where = self._learned(), "the learned tokenizer"
+        else:
+            tokenizer, where = tokenizer_file, str(self.spec.tokenizer.file)
+        loaded = load_bpe(tokenizer, where)
+        plan = EncodePlan(
+            choose_engine(tokenizer),
+            eos_id_of(loaded, self.spec.tokenizer.eos, where),
+            dtype_for(vocab_size_of(loaded)),
+            self.spec.records != "text",
         )
-    return corpus
+        self.item_bytes = ITEM_BYTES[plan.dtype]
+        plan = self._encode(plan)
+        return self._write(plan, tokenizer, tokenizer_config(loaded, self.spec.tokenizer.eos))
 
-
-def _learn(spec: DataSpec, corpus: Corpus, runner: Runner, report: _Reporter) -> bytes:
-    assert spec.tokenizer.train is not None
-    report.start("learn")
-    selections = corpus.sample(spec.tokenizer.train.sample_documents, spec.seed)
-    learned: bytes = runner.run(learn_tokenizer, (selections, spec.text_column, spec.tokenizer.train, runner.threads))
-    return learned
-
-
-def _write(
-    spec: DataSpec, digest: str, corpus: Corpus, tokenizer: bytes, runner: Runner, report: _Reporter
-) -> TokenManifest:
-    where = spec.tokenizer.file or "the learned tokenizer"
-    loaded = load_bpe(tokenizer, where)
-    vocab_size, eos_id = vocab_size_of(loaded), eos_id_of(loaded, spec.tokenizer.eos, where)
-    dtype = dtype_for(vocab_size)
-    packer, report.item_bytes = packer_for(spec, dtype), ITEM_BYTES[dtype]
-    report.start("encode")
-    for tokens, lengths in _encode(spec, corpus, tokenizer, eos_id, dtype, runner):
-        packer.add(tokens, lengths)
-        report.add(len(lengths), len(tokens))
-    shards = packer.finish()
-    manifest = TokenManifest(
-        format=spec.format,
-        tokenizer_sha256=sha256(tokenizer),
-        vocab_size=vocab_size,
-        eos_id=eos_id,
-        dtype=dtype,
-        documents=report.documents,
-        tokens=report.tokens,
-        shards=shards,
-        source=Source(
-            digest=digest, read=corpus.found.documents, kept=corpus.found.kept, dropped=corpus.found.dropped()
-        ),
-    )
-    write_bytes(join(spec.out, manifest.tokenizer), tokenizer)
-    write_bytes(join(spec.out, "tokenizer_config.json"), tokenizer_config(loaded, spec.tokenizer.eos))
-    write_bytes(join(spec.out, MANIFEST), manifest.to_bytes())
-    report.emit("done")
-    return manifest
-
-
-def _encode(
-    spec: DataSpec, corpus: Corpus, tokenizer: bytes, eos_id: int, dtype: TokenDtype, runner: Runner
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    selections = [selection for selection in corpus.selections() if selection.keep.any()]
-    for table in runner.map_in_order(selections, Encoder, actor_args=(tokenizer, eos_id, dtype, spec.text_column)):
-        for row in table.to_pylist():
-            yield (
-                np.frombuffer(row["tokens"], np.dtype(dtype).newbyteorder("<")),
-                np.frombuffer(row["lengths"], np.int64),
+    def _corpus_steps(self, corpus: Corpus) -> None:
+        """The steps that need all documents' digests, before anything is learned or encoded."""
+        if self.spec.filter.dedup:
+            corpus.found = drop_duplicates(corpus.found)
+        if self.passes.cleaning is not None:
+            self._drop_by_cleaning(self.passes.cleaning, corpus)
+        self.report.total = corpus.found.kept
+        if corpus.found.kept == 0:
+            reasons = describe(corpus.found.dropped())
+            raise _EmptyCorpusError(
+                f"dataset {self.spec.name}: the corpus is empty: none of {corpus.found.documents} documents in "
+                f"{len(self.files)} files was kept ({reasons or 'the files have no rows'}).",
+                hint="Loosen the filter, or check inputs and text_column.",
             )
 
+    def _drop_by_cleaning(self, cleaning: CorpusCleaning, corpus: Corpus) -> None:
+        """Drops near-duplicates, then documents that consist of repeats."""
+        numbers = np.flatnonzero(corpus.examined)
+        near = cleaning.near_duplicates(corpus.found.keep[numbers])
+        corpus.near = {int(numbers[i]): first if first < 0 else int(numbers[first]) for i, first in near.items()}
+        for reason, is_earlier in ((NEAR, False), (NEAR_EARLIER, True)):
+            dropped = [document for document, first in corpus.near.items() if (first < 0) == is_earlier]
+            if dropped:
+                corpus.found = corpus.found.drop(np.array(dropped), reason)
+        self.passes.cuts, empty = cleaning.repeats(corpus.found.keep[numbers])
+        if len(empty):
+            corpus.found = corpus.found.drop(numbers[empty], REPEATED)
 
-def _identity(files: list[InputFile], spec: DataSpec, tokenizer: bytes | None) -> list[tuple[str, int, str]]:
+    def _learned(self) -> bytes:
+        name = f"tokenizer-{self.digest}"
+        if name in self.store.names():
+            return self.store.get(name)
+        train, corpus = self.spec.tokenizer.train, self.passes.corpus
+        assert train is not None
+        assert corpus is not None
+        self.report.start("learn")
+        sample = corpus.sample(train.sample_documents, self.spec.seed)
+        task = LearnTask(sample, self.passes.options, self.passes.examiner, train, self.runner.threads)
+        learned = self.runner.run(learn_tokenizer, task)
+        self.store.put({name: learned})
+        return learned
+
+    def _encode(self, plan: EncodePlan) -> EncodePlan:
+        """Encodes the corpus, and returns the plan by which that was done: `tokenizers` does it where the first engine
+        is not exact."""
+        was_surveyed = self.passes.corpus is not None
+        for engine in dict.fromkeys((plan.engine.name, "tokenizers")):
+            plan = EncodePlan(
+                EngineSpec(engine, plan.engine.tokenizer, plan.engine.versions),
+                plan.eos_id,
+                plan.dtype,
+                plan.is_marked,
+            )
+            self.report.start("encode")
+            try:
+                corpus = self.passes.encode(plan)
+                break
+            except NotExactError:
+                continue
+        if not was_surveyed:
+            self._corpus_steps(corpus)
+        return plan
+
+    def _write(self, plan: EncodePlan, tokenizer: bytes, config: bytes) -> TokenManifest:
+        shards = self._write_shards(plan)
+        texts = self._write_texts() if self.spec.texts is not None else ()
+        corpus = self.passes.corpus
+        assert corpus is not None
+        report, signatures = (None, None) if self.passes.cleaning is None else self.passes.cleaning.write(self.spec.out)
+        manifest = TokenManifest(
+            format=self.spec.format,
+            tokenizer_sha256=sha256(tokenizer),
+            vocab_size=vocab_size_of(load_bpe(tokenizer, "the tokenizer")),
+            eos_id=plan.eos_id,
+            dtype=plan.dtype,
+            documents=corpus.found.kept,
+            tokens=sum(shard.tokens for shard in shards),
+            shards=shards,
+            texts=texts,
+            source=Source(
+                digest=self.digest,
+                read=corpus.found.documents,
+                kept=corpus.found.kept,
+                dropped=corpus.found.dropped(),
+                samples=self._write_samples(corpus),
+                cleaning=report,
+                signatures=signatures,
+                engine=plan.engine.name,
+                engines=self.engines,
+            ),
+        )
+        write_bytes(join(self.spec.out, manifest.tokenizer), tokenizer)
+        write_bytes(join(self.spec.out, "tokenizer_config.json"), config)
+        with committing([self.spec.out], self.claim.token):
+            write_bytes(join(self.spec.out, MANIFEST), manifest.to_bytes())
+        self.report.documents, self.report.tokens = manifest.documents, manifest.tokens
+        return manifest
+
+    def _write_shards(self, plan: EncodePlan) -> tuple[Shard, ...]:
+        chunks = []
+        for chunk, lengths in zip(self.chunks, self.passes.lengths, strict=True):
+            assert lengths is not None
+            chunks.append(ChunkTokens(self.passes.tokens_name(chunk, plan), lengths, self.passes.kept(chunk)))
+        stage = ShardStage(self.store, self.spec.out, self.spec.format, plan.dtype)
+        return tuple(self._written(stage, stage.write, plan_shards(chunks, self.spec.shard_tokens, self.spec.format)))
+
+    def _write_texts(self) -> tuple[TextFile, ...]:
+        assert self.spec.texts is not None
+        turns = None if self.spec.records == "text" else (TURN_START, TURN_END)
+        stage = TextStage(self.store, self.spec.out, self.spec.texts, turns)
+        return tuple(self._written(stage, stage.write, plan_texts(self._chunk_texts())))
+
+    def _chunk_texts(self) -> Iterator[ChunkTexts]:
+        corpus = self.passes.corpus
+        assert corpus is not None
+        for chunk, sources in zip(self.chunks, corpus.kept_sources(), strict=True):
+            size = sum(part.size for part in chunk.parts)
+            yield ChunkTexts(self.passes.texts_name(chunk), self.passes.kept(chunk), sources, size)
+
+    def _written(self, stage: Callable[[P], W | None], write: Callable[[P], W], plans: Iterable[P]) -> Sequence[W]:
+        """Returns the files of all plans, in order. The driver writes those that a worker cannot reach."""
+        listed, files = list[P](), dict[int, W]()
+
+        def sent() -> Iterator[P]:
+            for plan in plans:
+                listed.append(plan)
+                yield plan
+
+        for position, file in self.runner.map(stage, sent()):
+            files[position] = file if file is not None else write(listed[position])
+            self.claim.check()
+            self.report.emit("encode")
+        return [files[position] for position in range(len(listed))]
+
+    def _write_samples(self, corpus: Corpus) -> DatasetFile | None:
+        drops = corpus.sampled_drops(self.passes.options, self.passes.examiner)
+        lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in drops]
+        if not lines:
+            return None
+        body = "".join(lines).encode(errors="replace")
+        write_bytes(join(self.spec.out, SAMPLES), body)
+        return DatasetFile(file=SAMPLES, sha256=sha256(body))
+
+    def _needed_bytes(self) -> int:
+        """Estimate the dataset's bytes, and as many again for its chunks, from the share encoded so far."""
+        tokens = sum(int(lengths.sum()) for lengths in self.passes.lengths if lengths is not None)
+        size = sum(part.size for chunk in self.chunks for part in chunk.parts)
+        share = self.passes.done_bytes / size if size and self.passes.done_bytes else 1.0
+        return int(2 * tokens * self.item_bytes / share)
+
+    def _discard(self) -> None:
+        clear(self.spec.out)
+        remove_partial(self.spec.out)
+
+
+class _EmptyCorpusError(DataError):
+    """Nothing was kept: there is nothing to go on from."""
+
+
+def _identity(
+    files: list[InputFile], spec: DataSpec, tokenizer: bytes | None, cleaner: Cleaner | None
+) -> list[tuple[str, int, str]]:
     inputs = [(file.url, file.size, file.version) for file in files]
     if tokenizer is not None:
         inputs.append((str(spec.tokenizer.file), len(tokenizer), sha256(tokenizer)))
+    if cleaner is not None:
+        inputs += [*cleaner.identity(), *against_identity(cleaner.spec)]
     return inputs
-
-
-class _Reporter:
-    """Counts a stage's documents and tokens and reports them."""
-
-    def __init__(self, on_progress: OnProgress | None) -> None:
-        self.on_progress = on_progress
-        self.total = self.item_bytes = 0
-        self.start("survey", emit=False)
-
-    def start(self, stage: Stage, *, emit: bool = True) -> None:
-        self.stage = stage
-        self.documents = self.tokens = 0
-        self.since_s = time.perf_counter()
-        if emit:
-            self.emit(stage)
-
-    def add(self, documents: int, tokens: int = 0) -> None:
-        self.documents += documents
-        self.tokens += tokens
-        self.emit(self.stage)
-
-    def emit(self, stage: Stage) -> None:
-        if self.on_progress is None:
-            return
-        spent_s = max(time.perf_counter() - self.since_s, 1e-9)
-        self.on_progress(
-            Progress(stage, self.documents, self.tokens, self.documents / spent_s, self.tokens / spent_s, self.total)
-        )

@@ -1,59 +1,141 @@
-"""The second pass over a corpus: actors encode kept documents to token ids."""
+"""What workers do to a chunk: survey it, encode it to token ids, or both in one pass over its text."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from raytide.core.io.token_dataset import TokenDtype
 from raytide.core.specs.data import TrainTokenizer
-from raytide.pipelines.bpe import load_bpe, train_bpe
-from raytide.pipelines.runner import batch_tasks
-from raytide.pipelines.survey import Selection
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from tokenizers import Tokenizer
+from raytide.pipelines.bpe import TURN_END, TURN_START, train_bpe
+from raytide.pipelines.chunk_store import ChunkStore, Delivery, pack_blob
+from raytide.pipelines.cleaning.corpus.substrings import Cuts, cut_words
+from raytide.pipelines.engine import EngineSpec, agree, encode_marked, sample_of, turn_ids
+from raytide.pipelines.filter import Examiner
+from raytide.pipelines.inputs import InputChunk
+from raytide.pipelines.readers.base import ReadOptions
+from raytide.pipelines.survey import TEXT_CACHE, Selection, survey_chunk
+from raytide.pipelines.writers.texts import texts_blob
 
 BATCH_CHARS = 1 << 22
-"""Text per result row, in characters, which bounds an actor's memory."""
+"""Text encoded in one call, in characters, which bounds a worker's memory."""
+SMALL = frozenset({"survey", "lengths"})
+"""The results that the driver keeps in memory."""
 
 
-class Encoder:
-    """Encodes documents; created once per actor. A row has the ids of some documents, `eos_id` after each, and their
-    lengths."""
+@dataclass(frozen=True, slots=True)
+class EncodePlan:
+    """How texts become ids. `eos_id` follows each document."""
 
-    def __init__(self, tokenizer: bytes, eos_id: int, dtype: TokenDtype, text_column: str) -> None:
-        # There is one process per leased CPU: the library's threads would use more CPUs than leased.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self.tokenizer = load_bpe(tokenizer, "the tokenizer")
-        self.eos_id = eos_id
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.text_column = text_column
+    engine: EngineSpec
+    eos_id: int
+    dtype: TokenDtype
+    is_marked: bool
+    """The texts are rendered conversations, with marks for special tokens."""
 
-    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        import pyarrow as pa
+    def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of all texts as `dtype`, with `eos_id` after each, and the number of ids of each."""
+        engine, tokens, lengths = self.engine.open(), [], [np.zeros(0, np.int64)]
+        turns = turn_ids(self.engine.tokenizer, TURN_START, TURN_END) if self.is_marked else None
+        for batch in text_batches(texts):
+            ids, counts = engine.encode(batch) if turns is None else encode_marked(engine, batch, *turns)
+            tokens.append(with_eos(ids, counts, self.eos_id, self.dtype))
+            lengths.append(counts + 1)
+        return np.concatenate([np.zeros(0, self.dtype), *tokens]), np.concatenate(lengths)
 
-        selection: Selection
-        for selection in batch_tasks(batch):
-            for documents_batch in text_batches(selection.read(self.text_column)):
-                documents = encode_documents(self.tokenizer, documents_batch, self.eos_id)
-                lengths = np.array([len(ids) for ids in documents], np.int64)
-                flat = np.fromiter((i for ids in documents for i in ids), self.dtype, int(lengths.sum()))
-                yield pa.table(
-                    {
-                        "tokens": pa.array([flat.tobytes()], pa.large_binary()),
-                        "lengths": pa.array([lengths.tobytes()], pa.large_binary()),
-                    }
-                )
+    def is_exact(self, texts: list[str]) -> bool:
+        """Returns whether the engine agrees with `tokenizers` on a sample of the texts."""
+        return self.engine.name == "tokenizers" or agree(self.engine.open(), self.engine.reference(), sample_of(texts))
 
 
-def encode_documents(tokenizer: Tokenizer, documents: list[str], eos_id: int) -> list[list[int]]:
-    encodings = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
-    return [[*encoding.ids, eos_id] for encoding in encodings]
+@dataclass(frozen=True, slots=True)
+class ChunkTask:
+    """A chunk to process, and the names of its results."""
+
+    chunk: InputChunk
+    survey: str
+    texts: str = ""
+    """Empty unless the dataset is to hold the text too."""
+    lengths: str = ""
+    tokens: str = ""
+    surveyed: Selection | None = None
+    """The documents to encode, once the chunk was surveyed."""
+    cuts: Cuts = field(default_factory=dict)
+    """The words to cut out of them."""
+
+    @property
+    def key(self) -> str:
+        """The text's name in a worker's cache; tasks with equal keys go to one worker where possible."""
+        return self.survey
+
+    @property
+    def where(self) -> str:
+        """The files of the chunk, for error messages."""
+        first, others = self.chunk.parts[0].url, len(self.chunk.parts) - 1
+        return f"{first} or one of the {others} files after it" if others else first
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all its results."""
+        return {self.survey, self.texts, self.lengths, self.tokens} - {""}
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStage:
+    """Surveys chunks, and encodes them where a plan is given."""
+
+    store: ChunkStore
+    options: ReadOptions
+    examiner: Examiner
+    plan: EncodePlan | None = None
+
+    def __call__(self, task: ChunkTask) -> Delivery:
+        blobs: dict[str, bytes] = {}
+        if task.surveyed is None:
+            survey, texts = survey_chunk(task.chunk.parts, self.options, self.examiner)
+            if task.texts:
+                blobs[task.texts] = texts_blob(texts)
+            blobs[task.survey] = survey.to_blob()
+            if self.plan is None:
+                TEXT_CACHE.put(task.key, texts)
+        else:
+            cached = TEXT_CACHE.take(task.key)
+            texts = cached if cached is not None else task.surveyed.read(self.options, self.examiner)
+            texts = cut_words(texts, task.cuts)
+        if self.plan is not None:
+            blobs |= encode_texts(self.plan, texts, task)
+        return self.store.hand_over(blobs, SMALL)
+
+
+def encode_texts(plan: EncodePlan, texts: list[str], task: ChunkTask) -> dict[str, bytes]:
+    """Returns the tokens of a chunk, or that the engine is not exact on it. The lengths come last: they say that the
+    tokens are there."""
+    if not plan.is_exact(texts):
+        return {task.lengths: pack_blob({}, {"is_exact": False})}
+    try:
+        tokens, lengths = plan.encode(texts)
+    except Exception:
+        if plan.engine.name == "tokenizers":
+            raise
+        return {task.lengths: pack_blob({}, {"is_exact": False})}  # `tokenizers` decides what to do with such a text
+    return {
+        task.tokens: pack_blob({"tokens": tokens}, {}),
+        task.lengths: pack_blob({"lengths": lengths}, {"is_exact": True}),
+    }
+
+
+def with_eos(ids: np.ndarray, lengths: np.ndarray, eos_id: int, dtype: TokenDtype) -> np.ndarray:
+    """Returns the ids as `dtype` with `eos_id` after each document."""
+    out = np.empty(len(ids) + len(lengths), np.dtype(dtype).newbyteorder("<"))
+    ends = np.cumsum(lengths + 1) - 1
+    is_id = np.ones(len(out), np.bool_)
+    is_id[ends] = False
+    out[is_id] = ids
+    out[ends] = eos_id
+    return out
 
 
 def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -70,9 +152,19 @@ def text_batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch_texts
 
 
-def learn_tokenizer(job: tuple[list[Selection], str, TrainTokenizer, int]) -> bytes:
-    """Learn a BPE: the Ray task reads the sample itself and uses as many threads as it has CPUs."""
-    selections, text_column, options, threads = job
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
+@dataclass(frozen=True, slots=True)
+class LearnTask:
+    """A sample of the corpus, for the tokenizer to learn from."""
+
+    selections: list[Selection]
+    options: ReadOptions
+    examiner: Examiner
+    train: TrainTokenizer
+    threads: int
+
+
+def learn_tokenizer(task: LearnTask) -> bytes:
+    """Learn a BPE: the worker reads the sample itself and uses as many threads as its node's lease has CPUs."""
+    os.environ["RAYON_NUM_THREADS"] = str(task.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    return train_bpe((text for selection in selections for text in selection.read(text_column)), options)
+    return train_bpe((text for each in task.selections for text in each.read(task.options, task.examiner)), task.train)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raytide.core.specs.data import TextFilter
+from raytide.pipelines.cleaning.cleaner import Cleaned, Cleaner
+from raytide.pipelines.cleaning.stages import Place
+from raytide.pipelines.readers.base import Drop, Record
 
 DIGEST_BYTES = 16
+MOST_REASONS = 255
+"""A verdict takes one byte."""
 
 
 class FilterVerdict(IntEnum):
@@ -27,14 +32,24 @@ class FilterVerdict(IntEnum):
     LONG_LINE = 5
     DUPLICATE = 6
 
+    @property
+    def reason(self) -> str:
+        return self.name.lower()
+
+
+REASONS = tuple(verdict.reason for verdict in FilterVerdict)
+"""The reasons of this module. Readers and cleaning add theirs behind them, in each survey's own order."""
+
 
 @dataclass(frozen=True, slots=True)
 class Survey:
     """Verdicts and digests of documents: 17 bytes each, so a hundred million fit in a driver's memory."""
 
     verdicts: NDArray[np.uint8]
+    """Index in `reasons` of each document's verdict."""
     digests: NDArray[np.void]
     """Digest of each document's bytes, DIGEST_BYTES long."""
+    reasons: tuple[str, ...] = REASONS
 
     @property
     def documents(self) -> int:
@@ -50,18 +65,92 @@ class Survey:
 
     def dropped(self) -> dict[str, int]:
         """Returns the number of dropped documents by reason."""
-        counts = np.bincount(self.verdicts, minlength=len(FilterVerdict))
-        return {v.name.lower(): int(counts[v]) for v in FilterVerdict if v != FilterVerdict.KEPT and counts[v]}
+        counts = np.bincount(self.verdicts, minlength=len(self.reasons))
+        return {reason: int(counts[i]) for i, reason in enumerate(self.reasons) if i and counts[i]}
+
+    def drop(self, documents: NDArray[np.int64], reason: str) -> Survey:
+        """Returns the survey with these documents dropped too: how each step over the whole corpus takes some away."""
+        reasons = self.reasons if reason in self.reasons else (*self.reasons, reason)
+        verdicts = self.verdicts.copy()
+        verdicts[documents] = reasons.index(reason)
+        return Survey(verdicts, self.digests, reasons)
+
+
+@dataclass(slots=True)
+class ReasonTable:
+    """Numbers reasons as they come."""
+
+    reasons: list[str] = field(default_factory=lambda: list(REASONS))
+
+    def code(self, reason: str) -> int:
+        if reason not in self.reasons:
+            if len(self.reasons) > MOST_REASONS:
+                raise ValueError(f"over {MOST_REASONS} reasons to drop a document")
+            self.reasons.append(reason)
+        return self.reasons.index(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A document after the steps that look at it alone: its text, or the reason for dropping it."""
+
+    text: str | None
+    reason: str = REASONS[FilterVerdict.KEPT]
+    detail: str = ""
+    cleaned: Cleaned | None = None
+    """The result of cleaning, if the document came that far."""
+
+    def digest(self, record: Record) -> bytes:
+        """Returns the digest by which duplicates and changed inputs are found: that of the cleaned text, if any."""
+        return digest(record if self.cleaned is None else self.cleaned.text.encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Examiner:
+    """The steps that look at one document alone, in their order."""
+
+    rules: TextFilter
+    cleaner: Cleaner | None = None
+
+    def examine(self, record: Record) -> Examined:
+        """Applies the filter."""
+        if isinstance(record, Drop):
+            return Examined(None, record.reason, record.detail)
+        try:
+            text = record.decode()
+        except UnicodeDecodeError as error:
+            return Examined(None, FilterVerdict.NOT_UTF8.reason, str(error))
+        verdict = judge_text(text, self.rules)
+        if verdict != FilterVerdict.KEPT:
+            return Examined(None, verdict.reason)
+        return Examined(text)
+
+    def examine_all(self, records: Sequence[Record], places: Sequence[Place]) -> Iterator[list[Examined]]:
+        """Applies the filter and cleaning. Yields the documents of each record: one, or several that a stage made."""
+        filtered = [self.examine(record) for record in records]
+        if self.cleaner is None:
+            yield from ([each] for each in filtered)
+            return
+        passed = [i for i, each in enumerate(filtered) if each.text is not None]
+        cleaned = iter(self.cleaner.clean_all([filtered[i].text or "" for i in passed], [places[i] for i in passed]))
+        for each in filtered:
+            if each.text is None:
+                yield [each]
+            else:
+                yield [
+                    Examined(c.text, cleaned=c) if c.reason is None else Examined(None, c.reason, cleaned=c)
+                    for c in next(cleaned)
+                ]
 
 
 def judge(document: bytes | None, rules: TextFilter) -> FilterVerdict:
     """Returns the first rule that the document violates, or KEPT. Duplicates are found by `drop_duplicates`."""
-    if document is None:
-        return FilterVerdict.NO_TEXT
-    try:
-        text = document.decode()
-    except UnicodeDecodeError:
-        return FilterVerdict.NOT_UTF8
+    examined = Examiner(rules).examine(Drop("no_text") if document is None else document)
+    return FilterVerdict[examined.reason.upper()]
+
+
+def judge_text(text: str, rules: TextFilter) -> FilterVerdict:
+    """Returns the first rule that the text violates, or KEPT."""
     if len(text) < rules.min_chars:
         return FilterVerdict.TOO_SHORT
     if rules.max_chars is not None and len(text) > rules.max_chars:
@@ -71,8 +160,9 @@ def judge(document: bytes | None, rules: TextFilter) -> FilterVerdict:
     return FilterVerdict.KEPT
 
 
-def digest(document: bytes | None) -> bytes:
-    return hashlib.blake2b(document or b"", digest_size=DIGEST_BYTES).digest()
+def digest(record: Record | None) -> bytes:
+    body = record if isinstance(record, bytes) else b""
+    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
 
 
 def survey_of(documents: Iterable[bytes | None], rules: TextFilter) -> Survey:
@@ -83,8 +173,8 @@ def survey_of(documents: Iterable[bytes | None], rules: TextFilter) -> Survey:
     )
 
 
-def survey_from_bytes(verdicts: bytes, digests: bytes) -> Survey:
-    return Survey(np.frombuffer(verdicts, np.uint8), np.frombuffer(digests, np.dtype((np.void, DIGEST_BYTES))))
+def survey_from_bytes(verdicts: bytes, digests: bytes, reasons: tuple[str, ...] = REASONS) -> Survey:
+    return Survey(np.frombuffer(verdicts, np.uint8), np.frombuffer(digests, np.dtype((np.void, DIGEST_BYTES))), reasons)
 
 
 def drop_duplicates(survey: Survey) -> Survey:
@@ -93,9 +183,7 @@ def drop_duplicates(survey: Survey) -> Survey:
     _, first = np.unique(survey.digests[kept], return_index=True)
     is_repeat = np.ones(len(kept), np.bool_)
     is_repeat[first] = False
-    verdicts = survey.verdicts.copy()
-    verdicts[kept[is_repeat]] = FilterVerdict.DUPLICATE
-    return Survey(verdicts, survey.digests)
+    return survey.drop(kept[is_repeat], FilterVerdict.DUPLICATE.reason)
 
 
 def describe(dropped: dict[str, int]) -> str:

@@ -1,27 +1,183 @@
-"""The first pass over a corpus: judges every document before anything is written or learned.
+"""Examines every document of a corpus before anything is learned or packed, and decides which are kept.
 
-The second pass (`encode`) reads documents again. Text is never kept, so a corpus may be larger than the cluster's
-memory.
+A chunk's documents are examined where they are read; the driver keeps 17 bytes of each and no text, so a corpus may be
+larger than the cluster's memory. Steps that need the whole corpus, such as dropping duplicates, come after that.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raytide.core.errors import DataError
-from raytide.core.specs.data import TextFilter
-from raytide.pipelines.filter import Survey, drop_duplicates, survey_from_bytes, survey_of
-from raytide.pipelines.read import InputChunk, InputPart, read_documents
-from raytide.pipelines.runner import Runner, batch_tasks
+from raytide.pipelines.chunk_store import pack_blob, unpack_blob
+from raytide.pipelines.cleaning.fingerprints import Fingerprints, fingerprint
+from raytide.pipelines.cleaning.report import CleaningCounts
+from raytide.pipelines.cleaning.stages import Place
+from raytide.pipelines.filter import Examined, Examiner, ReasonTable, Survey, survey_from_bytes
+from raytide.pipelines.inputs import InputChunk
+from raytide.pipelines.readers.base import InputPart, ReadOptions, Record
+from raytide.pipelines.readers.registry import read_parts
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+CACHED_CHARS = 96 << 20
+"""Text that a process keeps between the two passes, so that small corpora are read once."""
+SAMPLES_PER_REASON = 20
+SAMPLE_CHARS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class DropSample:
+    """A dropped document, for people to look at."""
+
+    reason: str
+    file: str
+    row: int
+    """The record's number in its file, from 0."""
+    detail: str
+    text: str
+    """Its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSurvey:
+    """The verdicts on a chunk's documents, and samples of dropped ones, whose rows count from the first part of their
+    file in the chunk."""
+
+    counts: NDArray[np.int64]
+    """Documents of each part."""
+    found: Survey
+    samples: tuple[DropSample, ...] = ()
+    cleaning: CleaningCounts = field(default_factory=CleaningCounts)
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
+
+    def to_blob(self) -> bytes:
+        samples = [[s.reason, s.file, s.row, s.detail, s.text] for s in self.samples]
+        digests = np.frombuffer(self.found.digests.tobytes(), np.uint8)
+        arrays: dict[str, np.ndarray] = {"counts": self.counts, "verdicts": self.found.verdicts, "digests": digests}
+        about = {"reasons": self.found.reasons, "samples": samples, "cleaning": self.cleaning.to_json()}
+        return pack_blob(arrays | self.fingerprints.arrays(), about)
+
+    @classmethod
+    def from_blob(cls, blob: bytes, name: str) -> ChunkSurvey:
+        arrays, about = unpack_blob(blob, name)
+        reasons, samples, cleaning = about["reasons"], about["samples"], about["cleaning"]
+        assert isinstance(reasons, list)
+        assert isinstance(samples, list)
+        assert isinstance(cleaning, list)
+        found = survey_from_bytes(arrays["verdicts"].tobytes(), arrays["digests"].tobytes(), tuple(reasons))
+        dropped = tuple(DropSample(*sample) for sample in samples)
+        counts = CleaningCounts.from_json(cleaning)
+        return cls(arrays["counts"], found, dropped, counts, Fingerprints.from_arrays(arrays))
+
+
+def survey_chunk(parts: Sequence[InputPart], options: ReadOptions, examiner: Examiner) -> tuple[ChunkSurvey, list[str]]:
+    """Reads and examines all documents of a chunk. Returns the verdicts, and the texts that are not dropped."""
+    counts = np.zeros(len(parts), np.int64)
+    table, sampled, cleaning = ReasonTable(), Counter[str](), CleaningCounts()
+    verdicts, digests = bytearray(), bytearray()
+    texts: list[str] = []
+    samples: list[DropSample] = []
+    for part, record, examined in examine_parts(parts, options, examiner):
+        verdicts.append(table.code(examined.reason))
+        digests += examined.digest(record)
+        if (cleaned := examined.cleaned) is not None:
+            is_kept = cleaned.is_kept
+            cleaning.add(len(cleaned.text), is_kept=is_kept, language=cleaned.language, changes=cleaned.changes)
+        if examined.text is not None:
+            texts.append(examined.text)
+        elif sampled[examined.reason] < SAMPLES_PER_REASON:
+            sampled[examined.reason] += 1
+            samples.append(_drop_sample(examined, record, parts[part].url, _row(parts, counts, part)))
+        counts[part] += 1
+    found = survey_from_bytes(bytes(verdicts), bytes(digests), tuple(table.reasons))
+    fingerprints = fingerprint(texts, None if examiner.cleaner is None else examiner.cleaner.spec)
+    return ChunkSurvey(counts, found, tuple(samples), cleaning, fingerprints), texts
+
+
+def examine_parts(
+    parts: Sequence[InputPart], options: ReadOptions, examiner: Examiner
+) -> Iterator[tuple[int, Record, Examined]]:
+    """Yields each document of the parts, with the index of its part and the record that it was made of."""
+    if examiner.cleaner is None:
+        for part, record in read_parts(parts, options):
+            yield part, record, examiner.examine(record)
+        return
+    found = list(read_parts(parts, options))
+    counts = np.zeros(len(parts), np.int64)
+    places = []
+    for part, _ in found:
+        places.append(_place(parts, counts, part))
+        counts[part] += 1
+    documents = examiner.examine_all([record for _, record in found], places)
+    for (part, record), made in zip(found, documents, strict=True):
+        for each in made:
+            yield part, record, each
+
+
+def _place(parts: Sequence[InputPart], counts: NDArray[np.int64], part: int) -> Place:
+    """Returns the place of the next record of a part. Rows of a later piece of JSONL count from where it starts."""
+    row, first = _row(parts, counts, part), parts[_first_of_file(parts, part)]
+    if first.span is None or first.reader != "jsonl":
+        return Place(first.url, row + (0 if first.span is None else first.span[1]))
+    return Place(first.url if first.span[0] == 0 else f"{first.url} from byte {first.span[0]} on", row)
+
+
+def _drop_sample(examined: Examined, record: Record, url: str, row: int) -> DropSample:
+    if examined.cleaned is not None:  # its personal data and secrets are replaced already
+        begin = examined.cleaned.text
+    else:
+        begin = record[: 4 * SAMPLE_CHARS].decode(errors="replace") if isinstance(record, bytes) else ""
+    return DropSample(examined.reason, url, row, examined.detail[:SAMPLE_CHARS], begin[:SAMPLE_CHARS])
+
+
+def _row(parts: Sequence[InputPart], counts: NDArray[np.int64], part: int) -> int:
+    """Returns the number of the next record of a part, counted from the first part of its file in the chunk."""
+    return int(counts[_first_of_file(parts, part) : part + 1].sum())
+
+
+def _first_of_file(parts: Sequence[InputPart], part: int) -> int:
+    while part and parts[part - 1].url == parts[part].url:
+        part -= 1
+    return part
+
+
+class TextCache:
+    """Texts of the chunks that this process read last, up to CACHED_CHARS."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[str, list[str]] = OrderedDict()
+        self._chars = 0
+        self._lock = threading.Lock()
+
+    def put(self, key: str, texts: list[str]) -> None:
+        chars = sum(map(len, texts))
+        with self._lock:
+            if key in self._texts or self._chars + chars > CACHED_CHARS:
+                return  # chunks are read in the same order again: those that came first are needed first
+            self._texts[key] = texts
+            self._chars += chars
+
+    def take(self, key: str) -> list[str] | None:
+        """Removes and returns the texts of a chunk; None if they are not here."""
+        with self._lock:
+            texts = self._texts.pop(key, None)
+            self._chars -= sum(map(len, texts)) if texts else 0
+            return texts
+
+    def clear(self) -> None:
+        with self._lock:
+            self._texts.clear()
+            self._chars = 0
+
+
+TEXT_CACHE = TextCache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +186,13 @@ class Selection:
 
     parts: tuple[InputPart, ...]
     keep: NDArray[np.bool_]
-    digests: NDArray[np.void]
+    digests: bytes
     """Digests of all documents of the parts, to detect changes since the survey."""
 
-    def read(self, text_column: str) -> list[str]:
+    def read(self, options: ReadOptions, examiner: Examiner) -> list[str]:
         """Returns the selected documents. DataError if an input was changed since the survey."""
-        found = [document for part in read_documents(self.parts, text_column) for document in part]
-        if survey_of(found, TextFilter()).digests.tobytes() != self.digests.tobytes():
+        found = [(record, each) for _, record, each in examine_parts(self.parts, options, examiner)]
+        if b"".join(each.digest(record) for record, each in found) != self.digests:
             where = (
                 self.parts[0].url
                 if len(self.parts) == 1
@@ -45,34 +201,44 @@ class Selection:
             raise DataError(
                 f"{where} was changed during the build.", hint="Build again once the inputs no longer change."
             )
-        return [
-            document.decode() for document, keep in zip(found, self.keep, strict=True) if keep and document is not None
-        ]
+        texts = (each.text for (_, each), keep in zip(found, self.keep, strict=True) if keep)
+        return [text for text in texts if text is not None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Corpus:
     """A surveyed corpus: `found` covers all documents in order, `counts` has the number of documents of each part."""
 
     chunks: tuple[InputChunk, ...]
     counts: NDArray[np.int64]
     found: Survey
+    samples: tuple[DropSample, ...] = ()
+    near: dict[int, int] = field(default_factory=dict)
+    """The document that each dropped near-duplicate is near; -1 where that one is in an earlier dataset."""
+    examined: NDArray[np.bool_] = field(init=False)
+    """The documents that the steps of one document each kept: those that are encoded."""
 
-    def selections(self) -> list[Selection]:
-        """Returns, for each chunk, a selection of its kept documents."""
-        starts, first, selections = self._starts(), 0, []
-        for chunk in self.chunks:
-            last = first + len(chunk.parts)
-            selections.append(self._select(chunk.parts, starts[first], starts[last]))
-            first = last
-        return selections
+    def __post_init__(self) -> None:
+        self.examined = self.found.keep
+
+    def bounds(self) -> NDArray[np.int64]:
+        """Returns the first document of each chunk, and the number of documents after the last."""
+        parts = np.cumsum([0, *(len(chunk.parts) for chunk in self.chunks)])
+        bounds: NDArray[np.int64] = self._starts()[parts]
+        return bounds
+
+    def selections(self) -> Iterator[Selection]:
+        """Yields, for each chunk, a selection of the documents that are encoded."""
+        bounds = self.bounds()
+        for chunk, start, end in zip(self.chunks, bounds[:-1], bounds[1:], strict=True):
+            yield self._select(chunk.parts, start, end, self.examined)
 
     def sample(self, documents: int, seed: int) -> list[Selection]:
         """Returns about `documents` kept documents, from parts in random order, so that few row groups are read."""
-        parts = [part for chunk in self.chunks for part in chunk.parts]
+        parts = self._parts()
         starts, left, selections = self._starts(), documents, {}
         for i in random.Random(seed).sample(range(len(parts)), len(parts)):
-            selection = self._select((parts[i],), starts[i], starts[i + 1])
+            selection = self._select((parts[i],), starts[i], starts[i + 1], self.found.keep)
             if (kept := int(np.count_nonzero(selection.keep))) == 0:
                 continue
             selection.keep[np.flatnonzero(selection.keep)[left:]] = False
@@ -82,42 +248,111 @@ class Corpus:
                 break
         return [selections[i] for i in sorted(selections)]
 
+    def sampled_drops(self, options: ReadOptions, examiner: Examiner) -> list[DropSample]:
+        """Returns a bounded sample of the dropped documents of each reason: the first ones, in dataset order. Texts of
+        those that a step over the corpus dropped are read once more."""
+        taken, drops = Counter[str](), list[DropSample]()
+        for sample in (*self.samples, *self._dropped_by_corpus_steps(options, examiner)):
+            taken[sample.reason] += 1
+            if taken[sample.reason] <= SAMPLES_PER_REASON:
+                drops.append(sample)
+        return drops
+
+    def place(self, document: int) -> tuple[str, int]:
+        """Returns the file of a document and its row there."""
+        part = self._part_of(document)
+        return self._parts()[part].url, int(document - self._starts()[part] + self.first_rows()[part])
+
+    def _text(self, document: int, options: ReadOptions, examiner: Examiner) -> str:
+        """Returns the beginning of a document's text; nothing if it cannot be told from its record's other ones."""
+        part = self._part_of(document)
+        if examiner.cleaner is not None and examiner.cleaner.makes_documents:
+            return ""
+        row = int(document - self._starts()[part])
+        records = (record for _, record in read_parts(self._parts()[part : part + 1], options))
+        record = next(islice(records, row, None), b"")
+        url, file_row = self.place(document)
+        (made,) = examiner.examine_all([record], [Place(url, file_row)])
+        return (made[0].text or "")[:SAMPLE_CHARS]
+
+    def _parts(self) -> list[InputPart]:
+        return [part for chunk in self.chunks for part in chunk.parts]
+
+    def _part_of(self, document: int) -> int:
+        return int(np.searchsorted(self._starts(), document, side="right")) - 1
+
+    def _dropped_by_corpus_steps(self, options: ReadOptions, examiner: Examiner) -> Iterator[DropSample]:
+        dropped = np.flatnonzero(self.examined & ~self.found.keep)
+        verdicts = self.found.verdicts[dropped]
+        for code in np.unique(verdicts):
+            for document in dropped[verdicts == code][:SAMPLES_PER_REASON]:
+                url, row = self.place(int(document))
+                text = self._text(int(document), options, examiner)
+                yield DropSample(self.found.reasons[code], url, row, self._near(int(document)), text)
+
+    def _near(self, document: int) -> str:
+        near = self.near.get(document)
+        if near is None:
+            return ""
+        if near < 0:
+            return "near a document of an earlier dataset"
+        url, row = self.place(near)
+        return f"near {url}, row {row}"
+
+    def first_rows(self) -> NDArray[np.int64]:
+        """Returns, for each part, the number of its first record in its file."""
+        rows, url, row = np.zeros(len(self.counts), np.int64), None, 0
+        for i, part in enumerate(part for chunk in self.chunks for part in chunk.parts):
+            row = row if part.url == url else 0
+            rows[i], url = row, part.url
+            row += int(self.counts[i])
+        return rows
+
+    def kept_sources(self) -> Iterator[tuple[tuple[str, int], ...]]:
+        """Yields, for each chunk, the file and row of each kept document."""
+        first_rows, starts, first = self.first_rows(), self._starts(), 0
+        for chunk in self.chunks:
+            sources: list[tuple[str, int]] = []
+            for i, part in enumerate(chunk.parts, first):
+                kept = np.flatnonzero(self.found.keep[starts[i] : starts[i + 1]])
+                sources.extend((part.url, int(first_rows[i] + row)) for row in kept)
+            first += len(chunk.parts)
+            yield tuple(sources)
+
     def _starts(self) -> NDArray[np.int64]:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)])
 
-    def _select(self, parts: tuple[InputPart, ...], start: np.int64, end: np.int64) -> Selection:
-        return Selection(parts, self.found.keep[start:end].copy(), self.found.digests[start:end])
+    def _select(
+        self, parts: tuple[InputPart, ...], start: np.int64, end: np.int64, keep: NDArray[np.bool_]
+    ) -> Selection:
+        return Selection(parts, keep[start:end].copy(), self.found.digests[start:end].tobytes())
 
 
-def survey_corpus(
-    runner: Runner,
-    chunks: Sequence[InputChunk],
-    rules: TextFilter,
-    text_column: str,
-    on_documents: Callable[[int], None],
-) -> Corpus:
-    """Judge every document of `chunks` on the cluster. Duplicates are found here, once all digests are known."""
-    counts, verdicts, digests = [np.zeros(0, np.int64)], [], []
-    for table in runner.map_in_order(chunks, _survey_chunk, rules=rules, text_column=text_column):
-        for row in table.to_pylist():
-            counts.append(np.frombuffer(row["counts"], np.int64))
-            verdicts.append(row["verdicts"])
-            digests.append(row["digests"])
-            on_documents(len(row["verdicts"]))
-    found = survey_from_bytes(b"".join(verdicts), b"".join(digests))
-    return Corpus(tuple(chunks), np.concatenate(counts), drop_duplicates(found) if rules.dedup else found)
+def corpus_from(chunks: Sequence[InputChunk], surveys: Sequence[ChunkSurvey]) -> Corpus:
+    """Joins the surveys of all chunks, in order."""
+    table, verdicts = ReasonTable(), list[NDArray[np.uint8]]()
+    for survey in surveys:
+        codes = np.array([table.code(reason) for reason in survey.found.reasons], np.uint8)
+        verdicts.append(codes[survey.found.verdicts])
+    found = survey_from_bytes(
+        b"".join(each.tobytes() for each in verdicts),
+        b"".join(survey.found.digests.tobytes() for survey in surveys),
+        tuple(table.reasons),
+    )
+    corpus = Corpus(tuple(chunks), np.concatenate([np.zeros(0, np.int64), *(s.counts for s in surveys)]), found)
+    corpus.samples = tuple(_samples_of(corpus, surveys))
+    return corpus
 
 
-def _survey_chunk(batch: pa.Table, rules: TextFilter, text_column: str) -> Iterator[pa.Table]:
-    import pyarrow as pa
-
-    for chunk in batch_tasks(batch):
-        parts = read_documents(chunk.parts, text_column)
-        found = survey_of((document for part in parts for document in part), rules)
-        yield pa.table(
-            {
-                "counts": pa.array([np.array([len(part) for part in parts], np.int64).tobytes()], pa.large_binary()),
-                "verdicts": pa.array([found.verdicts.tobytes()], pa.large_binary()),
-                "digests": pa.array([found.digests.tobytes()], pa.large_binary()),
-            }
-        )
+def _samples_of(corpus: Corpus, surveys: Sequence[ChunkSurvey]) -> Iterator[DropSample]:
+    """Yields the samples of all chunks, with rows that count from the start of their file."""
+    first_rows, first_part, taken = corpus.first_rows(), 0, Counter[str]()
+    for chunk, survey in zip(corpus.chunks, surveys, strict=True):
+        rows: dict[str, int] = {}
+        for i, part in enumerate(chunk.parts, first_part):
+            rows.setdefault(part.url, int(first_rows[i]))
+        for sample in survey.samples:
+            taken[sample.reason] += 1
+            if taken[sample.reason] <= SAMPLES_PER_REASON:
+                yield DropSample(sample.reason, sample.file, rows[sample.file] + sample.row, sample.detail, sample.text)
+        first_part += len(chunk.parts)

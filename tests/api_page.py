@@ -14,13 +14,18 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 MARK = "<!-- written by tests/api_page.py -->\n"
 
 HANDLES = {
-    "Run": ("refresh", "wait", "watch", "output", "logs", "why", "waits_for", "stop", "json"),
+    "Run": ("refresh", "wait", "watch", "updates", "output", "logs", "why", "waits_for", "stop", "json"),
     "TrainRun": ("metrics", "table", "events", "plot", "profile", "result"),
+    "FlowRun": ("stages", "stage", "graph", "resume"),
     "EndpointHandle": (
         "refresh",
         "wait",
         "watch",
+        "updates",
+        "bench",
         "openai",
+        "logs",
+        "report",
         "feedback",
         "rollout",
         "promote",

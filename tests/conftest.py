@@ -14,11 +14,12 @@ from typing import Any
 import psutil
 import pytest
 from hypothesis import settings
+from tests.browser_fixture import chromium, tab
 from tests.cluster_fixture import eventually, live, raytide_cli, tide
 from tests.disk_fixture import disk
 from tests.moto_fixture import aws, aws_for_ray, moto_url
 
-__all__ = ["aws", "aws_for_ray", "disk", "eventually", "live", "moto_url", "raytide_cli", "tide"]
+__all__ = ["aws", "aws_for_ray", "chromium", "disk", "eventually", "live", "moto_url", "raytide_cli", "tab", "tide"]
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,6 +89,8 @@ def shared(file: str) -> str:
 
 
 SLOW = (
+    "tests/pipelines/runners/test_gang.py",
+    "tests/pipelines/test_resume.py::test_after_twenty_kills_the_bytes_are_those_of_a_build_that_ran_through",
     "tests/live/",
     "tests/actors/engine/backends/test_vllm.py",
     "tests/actors/engine/model/test_tuned_models.py",
@@ -113,10 +116,16 @@ SLOW = (
     "tests/actors/trainer/run_log/test_profiler.py",
     "tests/actors/trainer/runners/test_ray_train.py",
     "tests/actors/trainer/test_gpu_benchmark.py",
+    "tests/actors/trainer/test_predicted_memory.py",
+    "tests/actors/trainer/parallel/test_document_layouts.py",
     "tests/actors/trainer/test_techniques.py",
     "tests/autoscaler/providers/test_cloud.py",
+    "tests/sdk/bench/load/test_against_vllm.py",
     "tests/control/api/test_fuzz.py",
+    "tests/core/state/test_store.py::test_more_ids_than_a_statement_can_name_are_read_booked_and_committed[postgresql]",
+    "tests/gateway/rollouts/test_feedback.py::test_in_an_a_b_test_a_judgement_is_of_its_users_group_through_any_gateway",
     "tests/control/bootstrap/test_local_real.py",
+    "tests/control/bootstrap/test_monitoring_real.py",
     "tests/control/bootstrap/test_owner_watch.py",
     "tests/control/bootstrap/test_ray_up_real.py",
     "tests/control/bootstrap/test_replica_roots.py",
@@ -126,26 +135,37 @@ SLOW = (
     "tests/control/supervision/test_log_rotation.py",
     "tests/control/test_doctor.py",
     "tests/control/test_full_disk.py",
+    "tests/dashboards/web/test_browser.py",
     "tests/gateway/batches/",
     "tests/kernels/test_other_processors.py",
     "tests/pipelines/test_build_on_ray.py",
+    "tests/workflows/test_flow_cluster.py",
+    "tests/gateway/tenancy/test_bills.py",
     "tests/test_howtos.py::test_a_driver_holds_a_gang",
+    "tests/test_howtos.py::test_a_run_outlives_a_spot_notice",
+    "tests/test_howtos.py::test_a_training_is_planned_and_its_gang_chosen",
+    "tests/test_howtos.py::test_an_alert_acts",
+    "tests/test_howtos.py::test_dashboards_are_there_in_five_minutes",
     "tests/test_howtos.py::test_adapters_are_served_beside_their_base_model",
     "tests/test_howtos.py::test_a_key_is_made_used_and_ended",
     "tests/test_howtos.py::test_a_file_of_requests_is_answered",
+    "tests/test_howtos.py::test_a_flow_goes_from_text_to_an_endpoint_and_a_worse_model_is_not_served",
     "tests/test_howtos.py::test_a_script_runs_on_a_gang",
     "tests/test_howtos.py::test_a_version_is_rolled_out_and_taken_back",
     "tests/test_howtos.py::test_the_example_of_the_api_page_runs",
 )
 """The files that `./dev test` leaves to `./dev test --slow`. tests/test_howtos.py is the one path through data,
-training, a lost node and serving that it keeps."""
+training and serving that it keeps."""
+
+ENGINE_OF_OTHERS = "[vllm"
+"""Tests of the conformance suite with this parameter wait for vLLM's start, which takes half a minute."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With two workers, what takes longest begins first."""
     for item in items:
-        if item.nodeid.startswith(SLOW):
+        if item.nodeid.startswith(SLOW) or ENGINE_OF_OTHERS in item.nodeid:
             item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: shared(item.nodeid.partition("::")[0]) not in ("cluster", "engine"))

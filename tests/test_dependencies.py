@@ -13,13 +13,21 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 # The import name, where it is not the distribution's.
 DISTRIBUTION = {
+    "PIL": "pillow",
     "_pytest": "pytest",
     "botocore": "boto3",
     "click": "typer",  # part of typer's own interface
     "dateutil": "python-dateutil",
     "opentelemetry": "opentelemetry-api",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter": "opentelemetry-exporter-otlp-proto-http",
+    "opentelemetry.proto.collector.trace.v1.trace_service_pb2": "opentelemetry-proto",
+    "opentelemetry.sdk.resources": "opentelemetry-sdk",
+    "opentelemetry.sdk.trace": "opentelemetry-sdk",
+    "opentelemetry.sdk.trace.export": "opentelemetry-sdk",
+    "opentelemetry.sdk.util.instrumentation": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
     "python_multipart": "python-multipart",
+    "re2": "google-re2",
     "triton": "torch",  # comes with torch where there is a GPU
     "xdist": "pytest-xdist",
     "yaml": "pyyaml",
@@ -46,8 +54,10 @@ def imported(files: Iterable[Path]) -> dict[str, str]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"raytide", "tests"}:
-                found[normal(DISTRIBUTION.get(top, top))] = str(file.relative_to(ROOT))
+            for name in names:
+                top = name.partition(".")[0]
+                if top not in sys.stdlib_module_names | {"raytide", "tests"}:
+                    found[normal(DISTRIBUTION.get(name, DISTRIBUTION.get(top, top)))] = str(file.relative_to(ROOT))
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.dashboards.prometheus_fixture import needs_prometheus
 
 import raytide as rt
+from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import LocalCluster
+from raytide.core.objects.endpoint import EndpointState
 from raytide.core.objects.job import JobState
 
 pytestmark = pytest.mark.cluster
@@ -104,8 +108,21 @@ def test_a_user_trains_and_serves_a_model_on_text_of_their_own(trained: str, tid
     assert runs["my-text"].state is JobState.SUCCEEDED
     assert runs["my-model"].state is JobState.SUCCEEDED
     assert int(runs["my-model"].progress["step"]) == 40
+    dataset = tide.datasets.get("my-text")
+    assert tide.datasets.uses(dataset).jobs == (runs["my-model"].id,)
+    assert f"{dataset.spec.tokens:,}, of a vocabulary of 512" in trained
+    assert tide.datasets.manifest("my-text").tokens == dataset.spec.tokens
     endpoint = tide.endpoint("my-model")
     assert f"my-model answers at {endpoint.base_url}" in trained
+
+
+def test_a_training_is_planned_and_its_gang_chosen(how_to: HowTo, tide: rt.Client) -> None:
+    printed = how_to("plan-a-training")
+    assert "h100x8.spot" in printed
+    assert "Besiroglu 2024" in printed
+    (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "planned")
+    assert run.state is JobState.SUCCEEDED
+    assert run.view.job.spec.config["auto"] == []
 
 
 def test_a_driver_holds_a_gang(how_to: HowTo, tide: rt.Client) -> None:
@@ -188,14 +205,53 @@ def test_adapters_are_served_beside_their_base_model(how_to: HowTo) -> None:
     assert re.search(r"^adapted:other\s+1/1\s", printed, re.MULTILINE), printed
 
 
+def test_a_flow_goes_from_text_to_an_endpoint_and_a_worse_model_is_not_served(how_to: HowTo, tide: rt.Client) -> None:
+    printed = how_to("text-to-endpoint")
+    assert re.search(r"^eval done: job-\d+: loss \d", printed, re.MULTILINE), printed
+    assert re.search(r"^serve done: from-text: http://\S+/from-text/v1$", printed, re.MULTILINE), printed
+    assert re.search(r"^text cached: ", printed, re.MULTILINE), printed
+    assert re.search(r"^serve skipped: .*from-text:2 is not served in place of from-text:1", printed, re.MULTILINE)
+    assert tide.models.get("from-text:1").spec.metrics["eval_loss"] > 0
+    ends = (EndpointState.DELETING, EndpointState.DELETED)
+    assert tide.endpoint("from-text").status.endpoint.state in ends, "the how-to ends with its deletion"
+
+
+def test_an_alert_acts(how_to: HowTo) -> None:
+    printed = how_to("an-alert-that-acts")
+    (node,) = re.findall(r"^the GPUs of (node-\d+) have uncorrectable errors$", printed, re.MULTILINE)
+    assert f"{node} is in quarantine" in printed
+    assert re.search(rf"GpuEccUncorrectable\tcommand\t\w+\tdone\t{node} has a sick GPU", printed), printed
+    assert re.search(rf"GpuEccUncorrectable\tquarantine_node\t{node}\tdone\t", printed), printed
+    assert re.search(rf"admin\torder.quarantine_node\t{node}\t", printed), printed
+    assert re.search(r"quarantine_node\tnode-9\tdry_run\tit would: quarantine_node node-9", printed), printed
+
+
+@needs_prometheus
+def test_dashboards_are_there_in_five_minutes(how_to: HowTo, live: LocalCluster) -> None:
+    try:
+        printed = how_to("dashboards-in-five-minutes")
+    finally:
+        local.down("seen")
+    where = r"http://127\.0\.\d+\.1"
+    assert re.search(rf"^Prometheus {where}:7490, Alertmanager {where}:7493$", printed, re.MULTILINE), printed
+    (rate,) = re.findall(r"^\{'outcome': 'ok'\} requests per second: (\S+)$", printed, re.MULTILINE)
+    assert float(rate) > 0
+    assert re.search(r"^pages: \{.*'raytide-gateway': 2\b", printed, re.MULTILINE), printed
+    names = {"serving.json", "training.json", "capacity.json", "queue.json", "cost.json", "nodes.json"}
+    assert names <= set(printed.split())
+
+
 @pytest.mark.usefixtures("trained")
 def test_the_ledger_is_read(how_to: HowTo) -> None:
-    printed = how_to("read-the-ledger")
+    printed = how_to("where-did-the-money-go")
     assert re.search(r"^ +0\.\d{6} \$  job +job-", printed, re.MULTILINE)
+    assert re.search(r"^TEAM\tCOST\tPER_HOUR\tFORECAST\tLOST\tLOST_TO(\tKWH\tCO2_KG)?$", printed, re.MULTILINE), printed
+    assert re.search(r"^day,cost,per_hour,lost,lost_to(,kwh,co2_kg)?$", printed, re.MULTILINE), printed
+    assert re.search(r"^job-\d+: \$0\.\d{6}, \$0\.\d{6} of it lost$", printed, re.MULTILINE), printed
     assert "my-model succeeded: $0." in printed
 
 
-def test_the_example_of_the_api_page_runs(live: LocalCluster, tmp_path: Path) -> None:
+def test_the_example_of_the_api_page_runs(live: LocalCluster, tide: rt.Client, tmp_path: Path) -> None:
     """In a process of its own, in a folder with the files that it names, each call of the page."""
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "api.md").read_text(), re.DOTALL)
     missing = [name for name in rt.__all__ if inspect.isfunction(getattr(rt, name)) and f"rt.{name}(" not in example]
@@ -209,10 +265,16 @@ def test_the_example_of_the_api_page_runs(live: LocalCluster, tmp_path: Path) ->
         f"{{name: api-model, dataset: {tmp_path}/dataset, out: {tmp_path}/run, steps: 5, global_batch: 4, "
         "micro_batch: 2, seq_len: 32, model: {dim: 32, layers: 1, heads: 2, max_seq_len: 64}}"
     )
-    (tmp_path / "hello.py").write_text("import sys; print(sys.argv)")
+    (tmp_path / "hello.py").write_text("import sys, raytide as rt; rt.report(step=3); print(sys.argv)")
+    shutil.copy(ROOT / "cluster.yaml", tmp_path)
+    hello = "{kind: script, spec: {command: [python, hello.py]}}"
+    (tmp_path / "flow.yaml").write_text(f"{{name: api-flow, out: {tmp_path}/flow, stages: {{hello: {hello}}}}}")
     (tmp_path / "example.py").write_text(example)
     environment = {name: value for name, value in live.environment().items() if not name.startswith("RAY_")}
     command = [sys.executable, "example.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "9 [1, 4] 16" in done.stdout
+    runs = {run.view.job.spec.name: run for run in tide.jobs()}
+    assert runs["api-flow"].state is runs["api-flow-hello"].state is JobState.SUCCEEDED
+    assert runs["hello"].progress["step"] == 3

@@ -35,6 +35,12 @@ def test_every_dependency_s_licence_is_allowed() -> None:
     assert [(line.name, line.licence) for line in found if line.is_needed and not line.is_allowed] == []
 
 
+def test_what_the_page_contains_has_a_licence_that_is_allowed() -> None:
+    found = {line.name: line for line in licences.vendored()}
+    assert found.keys() == {"preact", "uplot"}
+    assert all(line.is_allowed and line.is_needed for line in found.values())
+
+
 def test_what_was_accepted_is_still_needed_and_still_has_that_licence() -> None:
     found = {line.name: line.licence for line in licences.inventory() if line.is_needed}
     assert {name: found.get(name) for name in licences.ACCEPTED} == licences.ACCEPTED

@@ -46,6 +46,7 @@ class Sequence:
     reads_cache: bool = True  # False: every position's logits are wanted, so the whole prompt is computed
     request_id: str = ""
     index: int = 0  # of this sample in its request
+    gave_way: bool = False  # begun, and taken out for another request: it queues as a new one
     # For each prompt position computed so far, when requested; None for the first.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     bad_words: BadWords | None = None  # that the output must not contain

@@ -93,6 +93,7 @@ class GenRequest:
 
     `resume` continues a stream that another engine began: it has the progress of each sample by index, and the stream
     has only what follows, as if it had never been cut. Samples beyond it start anew; those that have ended stay so.
+    What another engine began goes before new requests, unless it `gave_way` to one here: it queues behind that.
     """
 
     request_id: str
@@ -107,6 +108,7 @@ class GenRequest:
     team: str = ""
     weight: float = 1.0
     resume: tuple[SampleProgress, ...] = ()
+    gave_way: bool = False
 
     def __post_init__(self) -> None:
         if self.resume:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
+from raytide.core.io.html import framed, table
 from raytide.core.objects.gang import GangClient, Lease, LeaseState, Member
 
 _POLL_S = 110.0
@@ -69,6 +70,12 @@ class Gang:
     def report(self, **progress: float | int | str) -> None:
         """Reports progress for `raytide ps`."""
         self._client.report(self.job_id, progress)
+
+    def _repr_html_(self) -> str:
+        lease = self._lease
+        members = () if lease is None else lease.members
+        rows = [(each.index, each.node_id, each.state) for each in members]
+        return framed(table(f"gang of {self.job_id}", ("member", "node", "state"), rows))
 
     def __enter__(self) -> Self:
         self._poller.start()

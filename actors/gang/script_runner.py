@@ -144,7 +144,8 @@ class _Runner:
             self._say(f"raytide: {result.reason}; it is started again")
             return
         self._failures += 1
-        if self._failures > self._spec.retries:
+        is_final = result.exit is not None and result.exit.code in self._spec.final_exit_codes
+        if is_final or self._failures > self._spec.retries:
             tried = f" It was started {self._failures} times." if self._failures > 1 else ""
             text = f"{result.reason}.{tried}\n`raytide logs {self._job_id}` has all of its output"
             if result.exit is not None:

@@ -20,10 +20,14 @@ _END_TIMEOUT_S = 10.0
 
 
 class EngineChild:
-    """A running engine process. `engine` is a connection to it; others may open more with `port` and `secret`."""
+    """A running engine process. `engine` is a connection to it; others may open more with `port` and `secret`.
+    `metrics` is the address of its metrics page.
+    """
 
-    def __init__(self, process: asyncio.subprocess.Process, engine: RemoteEngine, port: int, secret: str) -> None:
-        self._process, self.engine, self.port, self.secret = process, engine, port, secret
+    def __init__(
+        self, process: asyncio.subprocess.Process, engine: RemoteEngine, port: int, secret: str, metrics: str
+    ) -> None:
+        self._process, self.engine, self.port, self.secret, self.metrics = process, engine, port, secret, metrics
 
     @classmethod
     async def start(
@@ -57,7 +61,7 @@ class EngineChild:
         try:
             assert process.stdin is not None
             fields = spec.model_dump(mode="json")
-            order = {"spec": fields, "model_dir": model_dir, "host": host, "secret": secret}
+            order = {"spec": fields, "model_dir": model_dir, "host": host, "secret": secret, "replica": name}
             process.stdin.write(json.dumps(order).encode() + b"\n")
             answer = await _answer(reading, on_phase)
             if "error" in answer:
@@ -74,7 +78,7 @@ class EngineChild:
             process.stdin.close()
             await process.wait()
             raise
-        return cls(process, engine, answer["port"], secret)
+        return cls(process, engine, answer["port"], secret, answer["metrics"])
 
     def problem(self) -> str | None:
         """Returns why the engine is broken, or None."""

@@ -17,6 +17,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, BinaryIO
 
 from raytide.actors.engine.backends.remote.server import EngineServer
@@ -25,9 +27,14 @@ from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import GenRequest
 from raytide.actors.serving.engines import build_engine
 from raytide.actors.serving.health import ProgressWatch
+from raytide.actors.serving.metrics import engine_samples
 from raytide.core.errors import RaytideError
 from raytide.core.logs import log_to
 from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.specs.rollout import endpoint_of, revision_of
+from raytide.core.telemetry.metrics import Sample
+from raytide.core.telemetry.page import MetricsPage, Query
+from raytide.core.telemetry.vllm_names import with_vllm_names
 
 _log = logging.getLogger(__name__)
 
@@ -55,10 +62,12 @@ async def run(order: dict[str, Any], report: BinaryIO) -> None:
     slo_ttft_s = spec.replicas.slo_ttft_s
     server = EngineServer(engine, info, order["secret"], problem=health.problem, slo_ttft_s=slo_ttft_s)
     port = await server.listen(order["host"])
+    page = MetricsPage(partial(_page, engine, spec.name, order["replica"]))
+    address = await page.start(order["host"])
     # A full collection would go through all that was loaded, and stop the engine for 0.2 s.
     gc.collect()
     gc.freeze()
-    _write(report, {"port": port})
+    _write(report, {"port": port, "metrics": address})
     parent = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     while not parent.done():
         if (problem := await health.problem()) is not None:
@@ -68,6 +77,12 @@ async def run(order: dict[str, Any], report: BinaryIO) -> None:
         await asyncio.wait({parent}, timeout=_PROBLEM_PERIOD_S)
     await server.close()
     await engine.shutdown()
+
+
+async def _page(engine: Engine, application: str, replica: str, query: Query) -> Iterable[Sample]:
+    """Returns the metrics of the engine, with `?names=vllm` also by the names of vLLM's own server."""
+    samples = engine_samples(await engine.stats(), endpoint_of(application), revision_of(application), replica)
+    return with_vllm_names(samples, query)
 
 
 class _Health:

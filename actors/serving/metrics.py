@@ -1,88 +1,100 @@
-"""A replica's Prometheus metrics: the engine's counters, and histograms of latencies as clients see them."""
+"""The metrics of one model's server: requests and their latencies as clients see them, and the engine's counters."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from raytide.actors.engine.types import EngineStats, Timing
+from raytide.core.logs import TRACE_ID
+from raytide.core.telemetry.catalogue import application, model
+from raytide.core.telemetry.metrics import MetricSample, Sample
+from raytide.core.telemetry.recorder import HistogramRecorder, ValueRecorder
 
-from raytide.actors.engine.types import EngineStats
+Outcome = Literal["ok", "aborted", "invalid", "limited", "rejected", "error"]
+"""`aborted`: the client went away; `invalid`: 4xx; `limited`: its own limit or budget is reached; `rejected`: the
+queue was full; `error`: the server's fault."""
 
-Outcome = Literal["ok", "aborted", "invalid", "rejected", "error"]
-"""`aborted`: the client went away; `invalid`: 4xx; `rejected`: the queue was full; `error`: the server's fault."""
-
-_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_MOST_NATS = 700.0
+"""The largest power of e that a float holds."""
+_NO_FIRST_TOKEN = ("embeddings", "shadow", "probe")
+"""APIs whose requests promise no first token, or promise it to no user."""
 
 
 class ServingMetrics:
-    """Metrics in a registry of their own, so that several apps fit in one process."""
+    """The metrics of an endpoint, or of one of its revisions."""
 
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self.registry = CollectorRegistry()
-        self.first_token = self._histogram(
-            "raytide_time_to_first_token_seconds", "From the request to its first token", _FIRST_TOKEN_S
+    def __init__(self, endpoint: str, revision: str = "") -> None:
+        self.endpoint, self.revision = endpoint, revision
+        self.slo_ttft_s: float | None = None
+        """The promised time to a first token; None without a promise."""
+        self.served_logprob: Callable[[], float | None] = lambda: None
+        """Returns the mean log probability of sampled answers; None if nothing measures it."""
+        self.first_token = HistogramRecorder(application.FIRST_TOKEN_SECONDS)
+        self.inter_token = HistogramRecorder(application.INTER_TOKEN_SECONDS)
+        self.request = HistogramRecorder(application.REQUEST_SECONDS)
+        self._phases = (
+            HistogramRecorder(application.QUEUE_SECONDS),
+            HistogramRecorder(application.PREFILL_SECONDS),
+            HistogramRecorder(application.DECODE_SECONDS),
+            HistogramRecorder(application.INFERENCE_SECONDS),
         )
-        self.inter_token = self._histogram(
-            "raytide_inter_token_seconds", "Between two tokens of one request", _INTER_TOKEN_S
+        self._sizes = (
+            HistogramRecorder(application.REQUEST_PROMPT_TOKENS),
+            HistogramRecorder(application.REQUEST_GENERATED_TOKENS),
         )
-        self.request = self._histogram("raytide_request_seconds", "From the request to its end", _REQUEST_S)
-        self._outcomes = Counter(
-            "raytide_requests", "Requests by how they ended", ("model", "api", "outcome"), registry=self.registry
-        )
-
-        self._reused = Counter(
-            "raytide_reused_answers", "Requests answered without computing", ("model", "how"), registry=self.registry
-        )
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ("model",), registry=self.registry, buckets=buckets).labels(self._model)
+        self._outcomes = ValueRecorder(application.REQUESTS)
+        self._reused = ValueRecorder(application.REUSED_ANSWERS)
+        self._slo = ValueRecorder(application.SLO_REQUESTS)
+        self._finished = ValueRecorder(application.FINISHED)
+        self._resumed = ValueRecorder(application.RESUMED_STREAMS)
 
     def track(self, api: str) -> RequestTracker:
         return RequestTracker(self, api)
 
-    def count_outcome(self, api: str, outcome: Outcome) -> None:
-        self._outcomes.labels(self._model, api, outcome).inc()
+    def count_outcome(self, api: str, outcome: Outcome, code: str = "") -> None:
+        self._outcomes.add(api, outcome, code)
 
     def count_reuse(self, how: str) -> None:
         """Counts a request that shared a stream (`in_flight`) or got a kept answer (`cache`)."""
-        self._reused.labels(self._model, how).inc()
+        self._reused.add(how)
 
-    def render(self, stats: EngineStats) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
-        return render_all([(self, stats)])
+    def count_slo(self, *, met: bool) -> None:
+        self._slo.add("true" if met else "false")
 
-    def collect(self, stats: EngineStats) -> Iterable[Metric]:
-        yield from _EngineCollector(self._model, stats).collect()
-        yield from self.registry.collect()
+    def count_finish(self, reason: str) -> None:
+        """Counts a choice of an answer that has ended."""
+        self._finished.add(reason)
 
+    def count_resumed(self) -> None:
+        """Counts a stream that goes on from another replica."""
+        self._resumed.add()
 
-def render_all(models: Iterable[tuple[ServingMetrics, EngineStats]]) -> bytes:
-    """Returns the metrics of several models in Prometheus' text format, each family once."""
-    families: dict[str, Metric] = {}
-    for metrics, stats in models:
-        for family in metrics.collect(stats):
-            if family.name in families:
-                families[family.name].samples.extend(family.samples)
-            else:
-                families[family.name] = family
-    return generate_latest(_Families(families.values()))
+    def observe_phases(self, timing: Timing) -> None:
+        """Records the times of a request in its engine."""
+        inference_s = timing.prefill_s + timing.decode_s
+        times_s = (timing.queue_s, timing.prefill_s, timing.decode_s, inference_s)
+        for phase, seconds in zip(self._phases, times_s, strict=True):
+            phase.observe(seconds)
 
+    def observe_sizes(self, prompt_tokens: int, generated_tokens: int) -> None:
+        """Records the tokens of an answered request."""
+        for size, tokens in zip(self._sizes, (prompt_tokens, generated_tokens), strict=True):
+            size.observe(tokens)
 
-class _Families(CollectorRegistry):
-    """A registry of metrics that were collected elsewhere."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        super().__init__()
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+    def samples(self) -> Iterator[Sample]:
+        labels = (self.endpoint, self.revision)
+        for histogram in (self.first_token, self.inter_token, self.request, *self._phases, *self._sizes):
+            yield histogram.sample(*labels)
+        for values in (self._outcomes, self._reused):
+            yield from values.samples(*labels)
+        for values in (self._slo, self._finished, self._resumed):
+            yield from values.samples(self.endpoint)
+        if (logprob := self.served_logprob()) is not None:
+            yield MetricSample(model.SERVED_LOGPROB, logprob, labels)
+            yield MetricSample(model.SERVED_PERPLEXITY, math.exp(min(-logprob, _MOST_NATS)), labels)
 
 
 class RequestTracker:
@@ -91,6 +103,8 @@ class RequestTracker:
     def __init__(self, metrics: ServingMetrics, api: str) -> None:
         self._metrics = metrics
         self._api = api
+        self._slo_s = None if api in _NO_FIRST_TOKEN else metrics.slo_ttft_s
+        self._trace_id = TRACE_ID.get()
         self._began_s = self._last_s = time.perf_counter()
         self._seen: set[int] = set()
         self._done = False
@@ -101,50 +115,61 @@ class RequestTracker:
             return
         now_s = time.perf_counter()
         if not self._seen:
-            self._metrics.first_token.observe(now_s - self._began_s)
+            self._count_first(now_s)
         elif choice in self._seen:
-            for _ in range(count):
-                self._metrics.inter_token.observe((now_s - self._last_s) / count)
+            self._metrics.inter_token.observe((now_s - self._last_s) / count, count, self._trace_id)
         self._seen.add(choice)
         self._last_s = now_s
 
-    def finish(self, outcome: Outcome) -> None:
+    def first_token(self) -> None:
+        """Records the first token of an answer whose tokens are not known; later calls change nothing."""
+        if not self._seen:
+            self._count_first(time.perf_counter())
+            self._seen.add(0)
+
+    def _count_first(self, now_s: float) -> None:
+        waited_s = now_s - self._began_s
+        self._metrics.first_token.observe(waited_s, trace_id=self._trace_id)
+        if self._slo_s is not None:
+            self._metrics.count_slo(met=waited_s <= self._slo_s)
+
+    def ended(self, reasons: Iterable[str], timings: Iterable[Timing], prompt_tokens: int, generated: int) -> None:
+        """Records why each choice has ended, the times of each prompt in the engine, and the tokens."""
+        self._metrics.observe_sizes(prompt_tokens, generated)
+        for reason in reasons:
+            self._metrics.count_finish(reason)
+        for timing in timings:
+            self._metrics.observe_phases(timing)
+
+    def finish(self, outcome: Outcome, code: str = "") -> None:
         if self._done:
             return
         self._done = True
         seconds = time.perf_counter() - self._began_s
-        self._metrics.request.observe(seconds)
-        self._metrics.count_outcome(self._api, outcome)
+        self._metrics.request.observe(seconds, trace_id=self._trace_id)
+        self._metrics.count_outcome(self._api, outcome, code)
+        if self._slo_s is not None and not self._seen:
+            is_late = outcome == "aborted" and seconds > self._slo_s
+            if is_late or outcome in ("rejected", "error"):
+                self._metrics.count_slo(met=False)
 
 
-class _EngineCollector:
-    def __init__(self, model: str, stats: EngineStats) -> None:
-        self._model = model
-        self._stats = stats
-
-    def collect(self) -> Iterable[Metric]:
-        stats = self._stats
-        yield self._gauge("raytide_requests_running", "Requests that hold KV blocks", stats.running)
-        yield self._gauge("raytide_requests_waiting", "Requests that wait for a place in the engine", stats.waiting)
-        yield self._gauge("raytide_kv_use_ratio", "Share of the KV blocks in use", _kv_use(stats))
-        yield self._gauge("raytide_step_seconds", "Moving average of one engine step", stats.step_ms / 1e3)
-        yield self._counter("raytide_steps", "Engine steps", stats.steps)
-        yield self._counter("raytide_prompt_tokens", "Prompt tokens of requests", stats.prompt_tokens)
-        yield self._counter("raytide_generated_tokens", "Tokens generated", stats.generated_tokens)
-        yield self._counter("raytide_cached_tokens", "Prompt tokens found in the prefix cache", stats.cached_tokens)
-        yield self._counter(
-            "raytide_preemptions", "Sequences that lost their KV blocks and start over", stats.preemptions
-        )
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=("model",))
-        family.add_metric((self._model,), value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=("model",))
-        family.add_metric((self._model,), value)
-        return family
+def engine_samples(stats: EngineStats, endpoint: str, revision: str = "", replica: str = "") -> Iterator[Sample]:
+    """Yields an engine's counters and present values."""
+    labels = (endpoint, revision, replica)
+    for metric, value in (
+        (model.RUNNING, stats.running),
+        (model.WAITING, stats.waiting),
+        (model.KV_USE_RATIO, _kv_use(stats)),
+        (model.STEP_SECONDS, stats.step_ms / 1e3),
+        (model.STEPS, stats.steps),
+        (model.PROMPT_TOKENS, stats.prompt_tokens),
+        (model.GENERATED_TOKENS, stats.generated_tokens),
+        (model.CACHED_TOKENS, stats.cached_tokens),
+        (model.PREEMPTIONS, stats.preemptions),
+        (model.ENGINE_FAILURES, stats.failed),
+    ):
+        yield MetricSample(metric, value, labels)
 
 
 def _kv_use(stats: EngineStats) -> float:

@@ -19,7 +19,8 @@ from raytide.actors.trainer.checkpoint.manager import CheckpointManager
 from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
 from raytide.actors.trainer.checkpoint.train_state import Stateful, TrainState
 from raytide.actors.trainer.data.dataloader import DataLoader
-from raytide.actors.trainer.data.token_dataset import BatchSampler, Ids
+from raytide.actors.trainer.data.mixture_dataset import create_sampler
+from raytide.actors.trainer.data.order.shuffle import Ids
 from raytide.actors.trainer.distributed import local_shards
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.hf.export import export
@@ -37,6 +38,7 @@ from raytide.actors.trainer.parallel import (
     replica_check,
 )
 from raytide.actors.trainer.parallel import grad_norm as gradients
+from raytide.actors.trainer.parallel.evaluation import Evaluator
 from raytide.actors.trainer.parallel.validate import validate
 from raytide.actors.trainer.run_log.line_file import LineFile
 from raytide.actors.trainer.run_log.mfu import MfuMeter
@@ -58,7 +60,7 @@ class Trainer:
         apply.check_supported(spec, group.device)
         self.spec, self.group = spec, group
         self.data = group.run_on_all(lambda: open_data(spec))
-        self.sampler = BatchSampler(spec.seed, self.data.n_sequences, spec.global_batch)
+        self.sampler = create_sampler(spec, self.data)
         self.model_source = resolve_model(spec, self.data)
         validate(spec.layout, self.model_source.arch, spec)
         self.micro_batch = spec.first_micro_batch(group.sizes)
@@ -69,6 +71,7 @@ class Trainer:
         self._gradient_copies = 1 if spec.memory.compression == "none" else group.sizes.replicate
         """Copies of each gradient outside of DTensor's mesh: replicas that compress their gradients reduce them
         themselves."""
+        self._evaluator = None if spec.eval is None else Evaluator(spec, spec.eval, group, self.data)
         self._applying = False
         self.guard = AnomalyGuard(spec.guard)
         self.stateful: dict[str, Stateful] = {"guard": self.guard, "loss_scale": self.loss_scale}
@@ -260,13 +263,13 @@ class Trainer:
         began = time.perf_counter()
         self.timer.start()
         spec, step = self.spec, self.steps_done
-        ids, micros, counted = self._loader.next_batch(step, self.micro_batch)
-        self._record_samples(step, ids)
+        batch = self._loader.next_batch(step, self.micro_batch)
+        self._record_samples(step, batch.ids)
         data_s = time.perf_counter() - began
         self.timer.lap("data")
-        counted = counted if self.group.is_data_first else 0
+        counts = [batch.counted, batch.pairs] if self.group.is_data_first else [0, 0]
         flags = [pause, self.profiler.requested_steps(), self.checkpoints.has_failed]
-        tokens, stop, profiled, failed = self.group.sum([counted, *flags])
+        tokens, pairs, stop, profiled, failed = self.group.sum([*counts, *flags])
         self.timer.lap("wait")
         if failed:
             self.wait_for_save()
@@ -279,7 +282,7 @@ class Trainer:
                 hint="Raise seq_len, or global_batch.",
             )
         self.profiler.begin(step + 1, int(profiled))
-        local = self.compute.accumulate(micros, self.loss_scale.value / tokens)
+        local = self.compute.accumulate(batch.micros, self.loss_scale.value / tokens)
         self.timer.lap("forward_backward")
         self._reduce()
         self.timer.lap("reduce")
@@ -302,6 +305,8 @@ class Trainer:
             self.timer.lap("replicas")
         self.profiler.end(self.steps_done)
         step_s = time.perf_counter() - began
+        span = pairs / (spec.global_batch * spec.seq_len)
+        eval_loss = self._evaluate() if verdict.kind != "stopped" else None
         return StepResult(
             step=step + 1,
             loss=loss,
@@ -311,7 +316,7 @@ class Trainer:
             step_s=step_s,
             data_s=data_s,
             world=self.group.world,
-            mfu=self.meter.mfu(int(tokens), step_s),
+            mfu=self.meter.mfu(int(tokens), step_s, span),
             memory_bytes=self.meter.memory_bytes(),
             times=self.timer.drain_times(),
             verdict=verdict.kind,
@@ -319,7 +324,16 @@ class Trainer:
             samples=() if verdict.kind == "applied" else tuple(self.sampler.ids(step).tolist()),
             micro_batch=self.micro_batch,
             unsaved="" if self.checkpoints.has_saved else self.unsaved,
+            eval_loss=eval_loss,
         )
+
+    def _evaluate(self) -> float | None:
+        """Returns the held-out loss if it is due after this step. It is no part of the step's duration."""
+        if self._evaluator is None or not self._evaluator.is_due(self.steps_done):
+            return None
+        loss = self._evaluator.loss(self.compute, self.micro_batch)
+        self.timer.lap("eval")
+        return loss
 
     def _reduce(self) -> None:
         """Unscale the gradients, and average them over replicas that compress them."""

@@ -3,12 +3,16 @@ ray."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
 
 from raytide.core.errors import RaytideError, TrainError
+
+MOST_NATS = 700.0
+"""The largest loss whose perplexity is a finite number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class StepResult:
     """Sequences in a rank's microbatch."""
     unsaved: str = ""
     """Reason why the last checkpoint could not be written; empty once a later one succeeds."""
+    eval_loss: float | None = None
+    """Mean loss of the held-out tokens after this step, where the step is followed by an evaluation."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -54,6 +60,10 @@ class StepResult:
         for key in ("samples", "verdict", "why") if self.verdict == "applied" else ("samples",):
             del line[key]  # recorded in an event
         del line["unsaved"]  # recorded in an event
+        if self.eval_loss is None:
+            del line["eval_loss"]
+        else:
+            line["eval_perplexity"] = math.exp(min(self.eval_loss, MOST_NATS))
         return line
 
 

@@ -20,7 +20,7 @@ from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.spot.availability_model import AvailabilityModel, ReclaimRates
 from raytide.autoscaler.spot.pool_availability import PoolAvailability, forecast_from_rates
 from raytide.autoscaler.spot.reclaim_hazard import pool_name
-from raytide.core.objects.deadline import moment
+from raytide.core.clock import moment
 from raytide.core.objects.gang import Lease, LeaseState, MemberState, Shape
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import MARKET_LABEL, CapacityType, NodeState, Resources, fits

@@ -27,9 +27,11 @@ def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
 
 
 def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
-    """Terminates nodes whose drain deadline has passed, whatever else is known."""
+    """Terminates nodes whose drain deadline has passed, whatever else is known, but those in quarantine."""
     for view in snapshot.nodes:
         deadline_s = view.node.drain_deadline_s
+        if view.node.quarantined:
+            continue
         if view.node.state is NodeState.DRAINING and deadline_s is not None and deadline_s <= snapshot.at_s:
             yield Terminate(view.node.id, f"its deadline has passed: {view.node.reason}")
 
@@ -61,7 +63,7 @@ def idle_drains(snapshot: Snapshot, *, keep: Collection[str], leaving: Collectio
 
 def _draining(view: NodeView, now_s: float) -> Iterator[Drain | Terminate]:
     node = view.node
-    if view.is_draining and _is_empty(view):
+    if view.is_draining and _is_empty(view) and not node.quarantined:
         yield Terminate(node.id, f"drained and empty: {node.reason}")
     elif not view.is_draining and node.drain_deadline_s is not None and node.drain_deadline_s > now_s:
         yield Drain(node.id, "notice", node.drain_deadline_s, node.reason)

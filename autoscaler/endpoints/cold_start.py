@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raytide.core.config import Config
-from raytide.core.objects.endpoint import EndpointLoad
+from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.objects.node import Node
 
 ENOUGH, MOST = 5, 50

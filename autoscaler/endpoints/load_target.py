@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
 
-from raytide.core.objects.endpoint import EndpointLoad, Replicas, Speed, Traffic
+from raytide.core.objects.endpoint import METERS, Replicas, ScaleSignal, Speed
+from raytide.core.objects.endpoint_load import EndpointLoad, Traffic
 
 MAX_BUSY = 0.95
 """The highest planned utilization of a replica."""
 DRAIN_S = 120.0
 """The time in which a backlog should be worked off."""
+TOLERANCE = 0.1
+"""The relative distance from a meter's target within which replicas stay as they are (the default of Kubernetes'
+horizontal pod autoscaler)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,27 @@ def _targets(spec: Replicas, load: EndpointLoad) -> Iterator[LoadTarget]:
     in_flight = replicas_for(load.ongoing / spec.target_ongoing, traffic)
     yield LoadTarget(in_flight, f"{load.ongoing:g} requests in flight, {per_replica}{_where(traffic)}")
     yield kv_target(spec, load)
+    yield from signal_targets(spec, load)
     if traffic.request_s is not None:
         yield _work_target(spec, load, traffic.ahead_rps, traffic.request_s)
     if spec.slo_ttft_s is not None and traffic.ttft_s is not None and traffic.ttft_s > spec.slo_ttft_s:
         yield LoadTarget(load.ready + 1, f"first tokens take {traffic.ttft_s:.2f} s, the SLO is {spec.slo_ttft_s:g} s")
+
+
+def signal_targets(spec: Replicas, load: EndpointLoad) -> Iterator[LoadTarget]:
+    """Yields the target of each signal of `scale_on` that has a value."""
+    for signal in spec.scale_on:
+        if (value := load.signals.get(signal.name)) is not None:
+            yield _signal_target(signal, value, load.ready)
+
+
+def _signal_target(signal: ScaleSignal, value: float, ready: int) -> LoadTarget:
+    """Returns the replicas at which nodes would have the target's use, or which carry a reported value together."""
+    if signal.name not in METERS:
+        return LoadTarget(value / signal.target, f"{signal.name} is {value:g}, {signal.target:g} for each replica")
+    ratio = value / signal.target
+    replicas = ready if abs(ratio - 1.0) <= TOLERANCE else ready * ratio
+    return LoadTarget(replicas, f"{signal.name} is {value:.2f} of the nodes, the target is {signal.target:.2f}")
 
 
 def kv_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:

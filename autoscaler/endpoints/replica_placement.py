@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raytide.autoscaler.spot.reclaim_hazard import losses, region
-from raytide.core.objects.endpoint import ReplicaValue
+from raytide.core.objects.endpoint_load import ReplicaValue
 
 DETECTION_S = 20.0
 """The longest time from a loss to the launch of its replacement."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raytide.autoscaler.endpoints.request_log import CounterDelta
-from raytide.core.objects.endpoint import Counters, ReplicaLoad, Speed
+from raytide.core.objects.endpoint import Speed
+from raytide.core.objects.endpoint_load import Counters, ReplicaLoad
 
 STRETCH_S = 30.0
 ENOUGH, MOST = 3, 50

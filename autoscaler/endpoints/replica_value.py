@@ -27,7 +27,7 @@ from raytide.autoscaler.endpoints.replica_placement import DETECTION_S
 from raytide.autoscaler.endpoints.traffic import RequestRate
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.config import Config
-from raytide.core.objects.endpoint import ReplicaValue
+from raytide.core.objects.endpoint_load import ReplicaValue
 
 SETTLE_S = 120.0
 """Requests are evaluated this long after their arrival: nearly all have their last token by then."""

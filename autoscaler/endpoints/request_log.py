@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raytide.autoscaler.endpoints.queue_simulator import RequestBatch
-from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaLoad
+from raytide.core.objects.endpoint_load import Counters, EndpointLoad, ReplicaLoad
 
 FORGET_S = 600.0
 """A replica without a report for longer is gone."""

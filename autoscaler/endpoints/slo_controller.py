@@ -25,7 +25,7 @@ from raytide.autoscaler.endpoints.request_log import Arrivals, CounterDeltas, Ro
 from raytide.autoscaler.endpoints.slo_policy import kv_least, prices, spot_held
 from raytide.autoscaler.endpoints.traffic import MEMORY_S, Key, key_of
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
-from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaValue
+from raytide.core.objects.endpoint_load import Counters, EndpointLoad, ReplicaValue
 from raytide.core.objects.node import FRESH_S
 from raytide.core.objects.snapshot import EndpointView, Snapshot, Throughputs
 from raytide.scheduling.offerings import Offerings

@@ -16,7 +16,7 @@ from raytide.autoscaler.endpoints.replica_hosts import COMING, EndpointHosts
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetPlan, FleetState, ReplicaPool, work_of
 from raytide.autoscaler.spot.reclaim_hazard import pool_name
 from raytide.core.money import format_usd
-from raytide.core.objects.endpoint import ReplicaValue
+from raytide.core.objects.endpoint_load import ReplicaValue
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import CapacityType, NodeState, fits, labels_match, minus, round_up_gpu_share
 from raytide.core.objects.plan import Drain, Rejected

@@ -10,10 +10,11 @@ import math
 from dataclasses import replace
 
 from raytide.autoscaler.endpoints import slo_policy
-from raytide.autoscaler.endpoints.load_target import load_target, replicas_for
+from raytide.autoscaler.endpoints.load_target import load_target, replicas_for, signal_targets
 from raytide.autoscaler.endpoints.replica_hosts import EndpointHosts
 from raytide.core.clock import utc
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ServeSpec, Traffic
+from raytide.core.objects.endpoint import METERS, Endpoint, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad, Traffic
 from raytide.core.objects.node import FRESH_S
 from raytide.core.objects.plan import Scale
 from raytide.core.objects.snapshot import EndpointView, Snapshot
@@ -48,9 +49,16 @@ def wanted(endpoint: Endpoint, load: EndpointLoad) -> int:
     needed = bounded(spec, math.ceil(load_target(spec.replicas, load).replicas - 1e-9))
     if spec.replicas.min > 0:
         return needed
-    is_idle = load.ongoing == 0 and (load.traffic is None or load.traffic.requests_rps == 0)
+    has_requests = load.ongoing > 0 or (load.traffic is not None and load.traffic.requests_rps > 0)
+    is_idle = not has_requests and all(target.replicas <= 0 for target in signal_targets(spec.replicas, load))
     is_starting = endpoint.target_replicas > 0 and load.ready == 0
     return 0 if is_idle and not is_starting else max(1, needed)
+
+
+def missing(spec: ServeSpec, load: EndpointLoad) -> tuple[str, ...]:
+    """Returns the signals without a value. Meters have none while no replica runs."""
+    expected = (signal.name for signal in spec.replicas.scale_on if load.ready or signal.name not in METERS)
+    return tuple(name for name in expected if name not in load.signals)
 
 
 def bounded(spec: ServeSpec, replicas: int) -> int:
@@ -64,7 +72,7 @@ def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endp
     if load is None or not is_fresh(load, now_s):
         return replace(endpoint, low_since_s=None, high_since_s=None)
     need = wanted(endpoint, load)
-    is_low = need < endpoint.target_replicas and not silent_replicas(load, now_s)
+    is_low = need < endpoint.target_replicas and not silent_replicas(load, now_s) and not missing(endpoint.spec, load)
     return replace(
         endpoint,
         low_since_s=_since(endpoint.low_since_s, now_s) if is_low else None,
@@ -85,14 +93,15 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
     spec, target = endpoint.spec, endpoint.target_replicas
     most = spec.replicas.most if spec.backend is None else 0
     if (clamped := min(max(target, spec.replicas.min), most)) != target:
-        return Scale(endpoint.name, clamped, f"{spec.replicas.min} to {spec.replicas.max} replicas are configured")
+        by = " at this hour" if spec.replicas.schedule else ""
+        return Scale(endpoint.name, clamped, f"{spec.replicas.min} to {spec.replicas.max} replicas are configured{by}")
     if load is None or not is_fresh(load, now_s):
         return None
     need, because = wanted(endpoint, load), load_target(spec.replicas, load).reason
     if need > target and _lasted(endpoint.high_since_s, now_s) >= spec.replicas.upscale_delay_s:
         return Scale(endpoint.name, need, f"{target} -> {need}: {because}")
     is_low_for_long = _lasted(endpoint.low_since_s, now_s) >= spec.replicas.downscale_delay_s
-    if need < target and is_low_for_long and not silent_replicas(load, now_s):
+    if need < target and is_low_for_long and not silent_replicas(load, now_s) and not missing(spec, load):
         quiet = f", for {_lasted(endpoint.low_since_s, now_s):.0f} s"
         return Scale(endpoint.name, need, f"{target} -> {need}: {because}{quiet}")
     return None
@@ -127,6 +136,8 @@ def stale_signal(view: EndpointView, now_s: float) -> str:
         return ""
     if silent := silent_replicas(load, now_s):
         return f"{silent} of its {load.ready} replicas did not report in the last {FRESH_S:.0f} s; none is removed"
+    if lacking := missing(endpoint.spec, load):
+        return f"{', '.join(lacking)} of scale_on was not reported lately; none is removed"
     if view.worth is not None and load.ready == 0:
         return "no replica answers, so its load is unknown; none is removed"
     if view.worth is not None and not view.worth.is_sure:

@@ -16,7 +16,8 @@ from raytide.autoscaler.endpoints.cold_start import Start, StartMeter
 from raytide.autoscaler.endpoints.load_target import request_s
 from raytide.autoscaler.endpoints.replica_throughput import ThroughputMeter
 from raytide.autoscaler.endpoints.request_log import CounterDeltas
-from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, ServeSpec, Speed, Traffic
+from raytide.core.objects.endpoint import Endpoint, ServeSpec, Speed
+from raytide.core.objects.endpoint_load import Counters, EndpointLoad, Traffic
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import Node, NodeType
 from raytide.core.objects.snapshot import Throughputs

@@ -172,7 +172,9 @@ def _noticed(node: Node, notice: Notice) -> Node:
 
 def _without_ray(node: Node, *, is_listed: bool, now_s: float) -> Node:
     """Handles a node that is not alive in Ray. A drained raylet that Ray reports dead left on purpose; others get a
-    grace period."""
+    grace period. The machine of a quarantined one is kept."""
+    if node.quarantined:
+        return node
     if node.state is NodeState.DRAINING and is_listed:
         return replace(node, state=NodeState.TERMINATING, reason=f"{node.reason}; its Ray node has left")
     if node.lost_at_s is None:

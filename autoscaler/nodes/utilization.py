@@ -6,21 +6,24 @@ One thread reads all endpoints every few seconds, each with a timeout; the contr
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from collections.abc import Container, Iterable, Mapping
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
+from raytide.autoscaler.nodes.energy import EnergyMeter
+from raytide.autoscaler.nodes.node_page import PageSamples, meters_of, read_page, reading_of, with_gpus_of
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.core.clock import Clock
 from raytide.core.errors import ClusterError
 from raytide.core.logs import logger
-from raytide.core.objects.node import Meter, Signal, Use
+from raytide.core.objects.node import Meter, NodeMeasurement, NodeReading, Signal, Use
 
 log = logger(__name__)
+
+_Pages = Mapping[str, PageSamples]
+"""Samples by node."""
 
 PERIOD_S = 2.0
 TIMEOUT_S = 2.0
@@ -29,41 +32,93 @@ MAX_CONCURRENT = 128
 """Concurrent requests: a round stays short even if half the nodes do not answer."""
 MAX_NODES_PER_ROUND = 256
 """A page of Ray's agent has about 60 KB."""
-_METERS: dict[str, Meter] = {"ray_node_cpu_utilization": "cpu", "ray_node_gpus_utilization": "gpu"}
-"""Keyed by the metric names of Ray's agent; values in percent."""
+_AGENT_ROUNDS = 5
+"""Rounds between two readings of what only shows: of machines without meters, and of Ray's agent on a machine whose
+exporter gives them."""
 
 
 class MeterReader:
     """Reads meters in a thread that starts with the first `watch`."""
 
-    def __init__(self, gcs: GcsReader, clock: Clock, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        gcs: GcsReader,
+        clock: Clock,
+        transport: httpx.AsyncBaseTransport | None = None,
+        energy: EnergyMeter | None = None,
+    ) -> None:
         """Only the thread uses `gcs`. `transport` is for tests."""
         self._gcs, self._clock, self._transport = gcs, clock, transport
         self._machines: tuple[Machine, ...] = ()
+        self._others: tuple[Machine, ...] = ()
         self._idle: Container[str] = ()
         self._round = 0
-        self._readings: dict[str, Use] = {}
+        self._use: dict[str, Use] = {}
+        self._readings: dict[str, NodeReading] = {}
+        self.energy = energy or EnergyMeter()
+        self._agents: Mapping[str, str] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
-    def watch(self, machines: Iterable[Machine], idle: Container[str] = ()) -> None:
-        """Sets the machines to read. Of too many, the idle ones come first."""
-        self._machines, self._idle = tuple(machines), idle
-        if self._machines and not self._thread.is_alive() and not self._stopped.is_set():
+    def watch(self, machines: Iterable[Machine], idle: Container[str] = (), others: Iterable[Machine] = ()) -> None:
+        """Sets the machines to read. Of too many, the idle ones come first. The `others` have no meters that decide
+        anything: they are read more rarely.
+        """
+        self._machines, self._idle, self._others = tuple(machines), idle, tuple(others)
+        if (self._machines or self._others) and not self._thread.is_alive() and not self._stopped.is_set():
             self._thread.start()
 
     def last_readings(self) -> Mapping[str, Use]:
         """Returns the last reading of each meter by node, however old."""
-        return self._readings
+        return self._use
+
+    def measured(self) -> Mapping[str, NodeMeasurement]:
+        """Returns the last reading of each machine by node, however old, with its power and energy."""
+        joules, readings = self.energy.joules(), self._readings
+        return {
+            node_id: NodeMeasurement(reading, self.energy.power_w(reading), joules.get(node_id, {}))
+            for node_id, reading in readings.items()
+        }
+
+    def agents(self) -> Mapping[str, str]:
+        """Returns the address of the metrics of Ray's agent by Ray's name of the machine, as last listed."""
+        return self._agents
 
     def close(self) -> None:
         self._stopped.set()
 
     def read_all(self) -> None:
         """Reads one round. A node that does not answer in time keeps its earlier readings."""
-        machines, before = self._machines, self._readings
-        readings = asyncio.run(self._read_pages(self._addresses(self._next_batch(machines))))
-        self._readings = {m.node_id: {**before.get(m.node_id, {}), **readings.get(m.node_id, {})} for m in machines}
+        machines, others = self._machines, self._others
+        batch = self._next_batch(machines)
+        if self._round % _AGENT_ROUNDS == 1:
+            batch += others[: MAX_NODES_PER_ROUND - len(batch)]
+        exporters = {machine.node_id: machine.meter for machine in batch if machine.meter}
+        agents = self._agent_pages(batch)
+        found, of_agents = asyncio.run(self._read_all((exporters, agents)))
+        meters = {node_id: meters_of(page) for node_id, page in of_agents.items()}
+        for node_id in exporters:  # its exporter speaks for the GPUs, and the agent for the CPUs
+            agents_own = meters.get(node_id, {})
+            meters[node_id] = meters_of(found.get(node_id, {}))
+            if "cpu" in agents_own:
+                meters[node_id].setdefault("cpu", agents_own["cpu"])
+        before = self._use
+        self._use = {m.node_id: {**before.get(m.node_id, {}), **meters.get(m.node_id, {})} for m in machines}
+        self._note_readings((*machines, *others), of_agents, found)
+
+    def _note_readings(self, machines: Iterable[Machine], agents: _Pages, exporters: _Pages) -> None:
+        now_s, kept = self._clock.now_s(), {}
+        for machine in machines:
+            name, before = machine.node_id, self._readings.get(machine.node_id)
+            reading = reading_of(agents[name], now_s) if name in agents else before
+            if name in exporters:
+                exporter = reading_of(exporters[name], now_s)
+                reading = exporter if reading is None else with_gpus_of(exporter, reading)
+            if reading is not None:
+                kept[name] = reading
+                if reading is not before:
+                    self.energy.add(name, reading)
+        self._readings = kept
 
     def _next_batch(self, machines: tuple[Machine, ...]) -> tuple[Machine, ...]:
         """Returns the machines of this round. With too many idle ones a window rotates over them, by one each round, so
@@ -83,49 +138,44 @@ class MeterReader:
                 log.exception("meters failed")
             self._stopped.wait(PERIOD_S)
 
-    def _addresses(self, machines: Iterable[Machine]) -> dict[str, str]:
-        """Returns the metrics address of each machine, without those that Ray does not list."""
-        exporters = {machine.node_id: machine.meter for machine in machines if machine.meter}
-        ray_ids = {machine.node_id: machine.ray_id or machine.node_id for machine in machines if not machine.meter}
-        if not ray_ids:
-            return exporters
+    def _agent_pages(self, machines: Iterable[Machine]) -> dict[str, str]:
+        """Returns the pages of Ray's agents to read in this round, without those that Ray does not list."""
         try:
-            agents = self._gcs.metrics_addresses()
+            self._agents = agents = self._gcs.metrics_addresses()
         except ClusterError as error:  # the controller reports it too, and nodes without readings stay
             log.warning("source failed", extra={"source": "metrics addresses", "error": str(error)})
-            return exporters
-        return {**exporters, **{node_id: agents[ray_id] for node_id, ray_id in ray_ids.items() if ray_id in agents}}
+            return {}
+        names = {
+            machine.node_id: machine.ray_id or machine.node_id
+            for machine in machines
+            if not machine.meter or self._round % _AGENT_ROUNDS == 1
+        }
+        return {node_id: agents[ray_id] for node_id, ray_id in names.items() if ray_id in agents}
 
-    async def _read_pages(self, pages: Mapping[str, str]) -> dict[str, Use]:
+    async def _read_all(self, groups: Iterable[Mapping[str, str]]) -> list[_Pages]:
         semaphore = asyncio.Semaphore(MAX_CONCURRENT)
         limits = httpx.Limits(max_connections=MAX_CONCURRENT)
         client = httpx.AsyncClient(timeout=None, limits=limits, transport=self._transport, trust_env=False)  # nosec B113
-        async with client as http:  # each request has its own limit, see _ask_one
-            answers = await asyncio.gather(*(self._read_page(http, address, semaphore) for address in pages.values()))
-        return dict(zip(pages, answers, strict=True))
+        async with client as http:  # each request has its own limit, see _read_page
+            return await asyncio.gather(*(self._read_pages(http, pages, semaphore) for pages in groups))
 
-    async def _read_page(self, http: httpx.AsyncClient, address: str, semaphore: asyncio.Semaphore) -> Use:
+    async def _read_pages(
+        self, http: httpx.AsyncClient, pages: Mapping[str, str], semaphore: asyncio.Semaphore
+    ) -> _Pages:
+        answers = await asyncio.gather(*(self._read_page(http, address, semaphore) for address in pages.values()))
+        return {node_id: page for node_id, page in zip(pages, answers, strict=True) if page is not None}
+
+    async def _read_page(
+        self, http: httpx.AsyncClient, address: str, semaphore: asyncio.Semaphore
+    ) -> PageSamples | None:
         try:
             async with semaphore, asyncio.timeout(TIMEOUT_S):  # unlike httpx's limit, without the wait for a turn
                 page = (await http.get(f"http://{address}/metrics")).raise_for_status().text
-            return parse_page(page, self._clock.now_s())
+            return read_page(page, self._clock.now_s())
         except (httpx.HTTPError, ValueError, TimeoutError):  # its last readings go stale
-            return {}
+            return None
 
 
 def parse_page(page: str, now_s: float) -> dict[Meter, Signal]:
-    """Returns the meters on a page in Prometheus' text format; of several GPUs, the busiest.
-
-    A NaN for any GPU (a failing driver) makes the meter unknown: that GPU may be in use.
-    """
-    lines = [line for line in page.splitlines() if line.startswith(tuple(_METERS))]  # a page has hundreds of others
-    found: dict[Meter, Signal] = {}
-    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-        for sample in family.samples:
-            meter = _METERS.get(sample.name)
-            if meter is None:
-                continue
-            signal = Signal(sample.value / 100.0, now_s if sample.timestamp is None else float(sample.timestamp))
-            if meter not in found or not math.isfinite(signal.value) or signal.value > found[meter].value:
-                found[meter] = signal
-    return {meter: signal for meter, signal in found.items() if math.isfinite(signal.value)}
+    """Returns the meters on a page in Prometheus' text format."""
+    return meters_of(read_page(page, now_s))

@@ -15,14 +15,18 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from raytide.core.objects.node import CapacityType
+from raytide.dashboards.figures.style import Picture
 from raytide.simulate.serving.compare import Scenario
-from raytide.simulate.serving.plot import Frame, svg
+from raytide.simulate.serving.plot import tradeoff
 from raytide.simulate.serving.setup import ServingSetup
 
 TARGETS = (0.6, 0.65, 0.68, 0.7, 0.72, 0.74, 0.76, 0.78, 0.8, 0.85, 0.9, 0.95, 0.99)
@@ -31,6 +35,7 @@ OTHERS = ("serve-ondemand", "spot-naive", "static")
 ALLOWED_LOSS = 0.0005
 SAVING = 0.15
 MOST_OVER_BOUND = 2.2
+_PANEL = 340
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,26 +164,19 @@ class Comparison:
         enough = [point for point in self.curve if point.slo >= slo]
         return min(enough, key=lambda point: point.cost_usd, default=None)
 
-    def picture(self) -> str:
-        means = (*self.others, *self.hedges, *self.curve)
-        frame = Frame.around([(mean.cost_usd, 100 * mean.slo) for mean in means])
-        dots = [frame.dot(m.cost_usd, 100 * m.slo, m.name, "#777") for m in (*self.others, *self.hedges)]
-        line = frame.line(sorted((point.cost_usd, 100 * point.slo) for point in self.curve), "#0a7")
-        axes = frame.axes("$", f"{self.title}: requests in time, %; the line is raytide's curve")
-        return svg([axes, line, *dots])
+    def draw(self, axes: Axes) -> None:
+        points = {mean.name: (mean.cost_usd, 100 * mean.slo) for mean in (*self.others, *self.hedges)}
+        tradeoff(axes, [(point.cost_usd, 100 * point.slo) for point in self.curve], points, {}, self.title)
 
 
-def figure(pictures: list[str]) -> str:
-    """One picture below the other in one file."""
-    height = 320
-    placed = "".join(
-        picture.replace("<svg ", f'<svg y="{at * height}" height="{height}" overflow="visible" ', 1)
-        for at, picture in enumerate(pictures)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 {height * len(pictures)}" '
-        f'font-family="system-ui" font-size="12"><rect width="100%" height="100%" fill="#fff"/>{placed}</svg>\n'
-    )
+def picture(collections: Sequence[Comparison]) -> Picture:
+    """One panel below the other."""
+
+    def draw(figure: Figure) -> None:
+        for axes, each in zip(figure.subplots(len(collections), squeeze=False)[:, 0], collections, strict=True):
+            each.draw(axes)
+
+    return Picture(draw, "Cost of serving, and requests in time", height=_PANEL * len(collections))
 
 
 def options() -> argparse.Namespace:
@@ -194,13 +192,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--target", type=float, action="append")
     parser.add_argument("--hedges-only", action="store_true", help="leave out static, spot-naive and serve-ondemand")
     parser.add_argument("--results", type=Path, help="a file for the runs, made when it is not there")
-    parser.add_argument("--figure", type=Path, help="an SVG file to write")
+    parser.add_argument("--figure", type=Path, help="a .svg, .png or .html file to write")
     return parser.parse_args()
 
 
 def main() -> None:
     args = options()
-    verdicts, pictures = [], []
+    verdicts, comparisons = [], []
     for collection in args.collection:
         for depth in args.depth or [1, 4]:
             seeds = [
@@ -224,9 +222,9 @@ def main() -> None:
             for held, what in found.verdicts():
                 print(f"- {what}{'' if held else ' (MISSED)'}", flush=True)
                 verdicts.append(held)
-            pictures.append(found.picture())
+            comparisons.append(found)
     if args.figure:
-        args.figure.write_text(figure(pictures))
+        picture(comparisons).save(args.figure)
     print(f"\n{sum(verdicts)} of {len(verdicts)} comparisons hold")
 
 

@@ -33,7 +33,8 @@ from raytide.control.reconcile.intents import record_intents
 from raytide.control.reconcile.observation import ClusterObservation
 from raytide.control.reconcile.records import ClusterRecords, advance, take_snapshot
 from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, UnmanagedSection
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType, Resources, fits, minus

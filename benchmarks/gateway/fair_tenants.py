@@ -108,9 +108,9 @@ async def flood(http: httpx.AsyncClient, ports: Sequence[int], streams: int, tok
             task.result()
 
 
-async def generated(http: httpx.AsyncClient, port: int) -> float:
+async def generated(http: httpx.AsyncClient, page: str) -> float:
     """Returns the tokens that the engine has generated so far, also those of streams that still go on."""
-    text = (await http.get(f"http://{HOST}:{port}/metrics")).text
+    text = (await http.get(f"http://{page}/metrics")).raise_for_status().text
     rows = (line.split() for line in text.splitlines() if line.startswith("raytide_generated_tokens_total"))
     return sum(float(row[-1]) for row in rows)
 
@@ -127,7 +127,7 @@ def p99(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
-async def measure(args: argparse.Namespace, ports: Sequence[int]) -> None:
+async def measure(args: argparse.Namespace, ports: Sequence[int], page: str) -> None:
     alone: list[tuple[float, float]] = []
     beside: list[tuple[float, float]] = []
     rates: dict[str, list[float]] = {"heavy alone": [], "both": []}
@@ -135,7 +135,7 @@ async def measure(args: argparse.Namespace, ports: Sequence[int]) -> None:
     async with httpx.AsyncClient(timeout=300, limits=limits) as http:
 
         async def rate_of(name: str, began_s: float, before: float) -> None:
-            tokens = await generated(http, ports[0]) - before
+            tokens = await generated(http, page) - before
             rates[name].append(tokens / (time.perf_counter() - began_s))
 
         for port in ports:
@@ -144,10 +144,10 @@ async def measure(args: argparse.Namespace, ports: Sequence[int]) -> None:
             alone += await light(http, ports, args)
             async with flood(http, ports, args.streams, args.heavy_tokens):
                 await asyncio.sleep(args.warm_s)
-                began_s, before = time.perf_counter(), await generated(http, ports[0])
+                began_s, before = time.perf_counter(), await generated(http, page)
                 await asyncio.sleep(args.warm_s)
                 await rate_of("heavy alone", began_s, before)
-                began_s, before = time.perf_counter(), await generated(http, ports[0])
+                began_s, before = time.perf_counter(), await generated(http, page)
                 beside += await light(http, ports, args)
                 await rate_of("both", began_s, before)
     print(f"{len(alone)} requests of the light team, ms   {'mean':>8} {'p99':>8}")
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="the native engine, with random weights")
     args = parser.parse_args()
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folder, pages = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2))
         engine: dict[str, object] = {"kind": "fake", "tokens_per_s": args.rate, "max_running": PLACES}
         if args.real:
             save_model(Path(folder), SHAPES["28M"], "float32")
@@ -181,10 +181,11 @@ def main() -> None:
         control, ports = free_port(), [free_port(), free_port()]
         pairs = [f"{team}={secret}" for team, secret in SECRETS.items()]
         stack.enter_context(process([sys.executable, "-c", CONTROL, str(control), *pairs], control))
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment["METRICS_PAGES"] = str(page := Path(pages) / "pages")
         command = gateways(spec, ports, f"http://{HOST}:{control}")
-        stack.enter_context(process(command, ports[0], "/health", more_env=one_thread))
-        asyncio.run(measure(args, ports))
+        stack.enter_context(process(command, ports[0], "/health", more_env=environment))
+        asyncio.run(measure(args, ports, page.read_text().split()[0]))
         print(f"load of the machine over the last minute: {os.getloadavg()[0]:.1f}")
 
 

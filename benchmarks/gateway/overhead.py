@@ -46,12 +46,14 @@ engine = FakeEngine(model="m", tokens_per_s=rate, max_running=1024, max_waiting=
 uvicorn.run(create_app(Server(engine, model="m")), host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
 """
 GATEWAY = """
-import asyncio, json, subprocess, sys
+import asyncio, json, os, subprocess, sys
 from raytide.actors.serving.engine_child import EngineChild
 from raytide.core.objects.endpoint import ServeSpec
 async def main(worker, spec, control, *ports):
     spec = ServeSpec.model_validate_json(spec)
     child = await EngineChild.start(spec, "127.0.0.1", "r1", model_dir=spec.model)
+    with open(os.environ.get("METRICS_PAGES", os.devnull), "a") as pages:
+        print(child.metrics, file=pages)
     told = [spec.model_dump_json(), str(child.port), child.secret, control]
     started = [subprocess.Popen([sys.executable, "-c", worker, port, *told]) for port in ports]
     await asyncio.to_thread(started[0].wait)
@@ -66,6 +68,8 @@ from raytide.gateway import __main__ as gateway
 from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import Tenancy
+from raytide.gateway.tracing import RequestTracing
+from raytide.core.telemetry.tracing_settings import TracingSection
 port, spec, engine_port, secret, control = sys.argv[1:]
 address = ReplicaAddress("127.0.0.1", int(engine_port), secret)
 entry = EndpointEntry(ServeSpec.model_validate_json(spec), 1.0, {"r1": address})
@@ -77,8 +81,18 @@ class Directory:
 gateway.Directory = Directory
 name, files = str(os.getpid()), Path(tempfile.mkdtemp())
 tenancy = Tenancy(ControlApi(control or "http://127.0.0.1:9", "any", name), requires_keys=bool(control))
-gateway.serve("", gateway.bound_socket("127.0.0.1", int(port)), name, tenancy, files)
+def announce(page):
+    with open(os.environ.get("METRICS_PAGES", os.devnull), "a") as pages:
+        print(page, file=pages)
+if os.environ.get("WITHOUT_METRICS"):
+    from raytide.actors.serving.metrics import RequestTracker
+    for method in ("tokens", "first_token", "ended", "finish"):
+        setattr(RequestTracker, method, lambda *_, **__: None)
+tracing = RequestTracing.of(TracingSection(otlp=os.environ.get("OTLP", "")))
+gateway.serve("", gateway.bound_socket("127.0.0.1", int(port)), name, tenancy, files, (), announce, tracing)
 """
+"""With METRICS_PAGES, a file that gets the addresses of all metrics pages, OTLP, the collector of traces, and
+WITHOUT_METRICS in the environment."""
 SERVE = """
 import sys, time
 from ray import serve

@@ -31,7 +31,8 @@ from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.views import Live, Waiting, to_json
 from raytide.core.clock import SystemClock
 from raytide.core.objects.cluster_config import load_cluster
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.node import Node, NodeState, NodeType

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from raytide.core.specs.parallelism import Parallelism
     from raytide.core.specs.train import OptimSpec, TrainSpec
     from raytide.sdk.client import Client, connect, local
-    from raytide.sdk.endpoint import EndpointHandle
-    from raytide.sdk.job_run import Run
-    from raytide.sdk.shortcuts import cost, data, gang, jobs, run, scaling_config, serve, status, task, train
-    from raytide.sdk.train_run import TrainRun
+    from raytide.sdk.jobs.flow_run import FlowRun
+    from raytide.sdk.jobs.job_run import Run
+    from raytide.sdk.jobs.progress import report
+    from raytide.sdk.jobs.train_run import TrainRun
+    from raytide.sdk.plan import plan
+    from raytide.sdk.serving.endpoint import EndpointHandle
+    from raytide.sdk.shortcuts import cost, data, flow, gang, jobs, run, scaling_config, serve, status, task, train
 
 __version__ = "0.1.0"
 
@@ -35,12 +38,15 @@ _HOMES = {
     "raytide.core.specs.parallelism": ("Parallelism",),
     "raytide.core.specs.train": ("OptimSpec", "TrainSpec"),
     "raytide.sdk.client": ("Client", "connect", "local"),
-    "raytide.sdk.endpoint": ("EndpointHandle",),
-    "raytide.sdk.job_run": ("Run",),
+    "raytide.sdk.plan": ("plan",),
+    "raytide.sdk.serving.endpoint": ("EndpointHandle",),
+    "raytide.sdk.jobs.flow_run": ("FlowRun",),
+    "raytide.sdk.jobs.job_run": ("Run",),
+    "raytide.sdk.jobs.progress": ("report",),
     "raytide.sdk.shortcuts": (
-        *("cost", "data", "gang", "jobs", "run", "scaling_config", "serve", "status", "task", "train"),
+        *("cost", "data", "flow", "gang", "jobs", "run", "scaling_config", "serve", "status", "task", "train"),
     ),
-    "raytide.sdk.train_run": ("TrainRun",),
+    "raytide.sdk.jobs.train_run": ("TrainRun",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -49,6 +55,7 @@ __all__ = [
     "Client",
     "DataSpec",
     "EndpointHandle",
+    "FlowRun",
     "GangSpec",
     "ModelSpec",
     "OptimSpec",
@@ -66,9 +73,12 @@ __all__ = [
     "connect",
     "cost",
     "data",
+    "flow",
     "gang",
     "jobs",
     "local",
+    "plan",
+    "report",
     "run",
     "scaling_config",
     "serve",

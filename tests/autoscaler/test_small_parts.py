@@ -16,7 +16,8 @@ from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_gcs import RayNode
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ProviderError
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad
 from raytide.core.objects.gang import Lease, LeaseState, Shape
 from raytide.core.objects.node import NodeType
 from raytide.core.objects.plan import Admit, Assign, Drain, Launch, Plan, Scale, Terminate, Wait

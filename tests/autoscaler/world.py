@@ -30,7 +30,8 @@ from raytide.control.reconcile.records import ClusterRecords, advance, metered, 
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError
 from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, UnmanagedSection
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Traffic
+from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.objects.gang import GangSpec, LeaseState, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.node import Node, NodeState, NodeType, Resources, Signal, Use, fits, labels_match, minus

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from raytide.autoscaler.explain import lines
 from raytide.cli.app import app
-from raytide.cli.autoscaler import moment
+from raytide.cli.operations.autoscaler import moment
 from raytide.control.client import ApiClient
 from raytide.core.errors import UsageError
 from raytide.core.objects.plan import Plan, Preempt, Shrink, Wait

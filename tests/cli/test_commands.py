@@ -17,9 +17,9 @@ import typer
 from typer.testing import CliRunner
 
 import raytide
-from raytide import demo
-from raytide.cli import jobs, run
+from raytide.cli import demo
 from raytide.cli.app import COMMANDS, app
+from raytide.cli.jobs import queue, submit
 from raytide.cli.options import _with_zone
 from raytide.control.accounting.final_accounting import Closed
 from raytide.control.bootstrap.cloud_launch import SetUpStep
@@ -34,7 +34,7 @@ from raytide.core.objects.node import CapacityType
 from raytide.core.objects.snapshot import MarketConstraint
 from raytide.ledger.reconcile import Difference
 from raytide.sdk.client import Client
-from raytide.sdk.job_run import Run, explain
+from raytide.sdk.jobs.job_run import Run, explain
 
 runner = CliRunner()
 NOWHERE = "http://127.0.0.1:9"
@@ -221,10 +221,10 @@ class Script(ApiClient):
 def test_a_followed_job_shows_its_numbers_and_where_the_result_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytide.sdk.job_run._POLL_S", 0.0)
+    monkeypatch.setattr("raytide.sdk.jobs.job_run._POLL_S", 0.0)
     done = view(JobState.SUCCEEDED, step=2, model="/out/model")
     client = Script(view(JobState.RUNNING, step=1, restarts=0, loss=2.34567), done, done)
-    run.follow(Run(client, view(JobState.QUEUED)), wait=True, json=False)
+    submit.follow(Run(client, view(JobState.QUEUED)), wait=True, json=False)
     shown = capsys.readouterr().out.splitlines()
     assert shown == ["job-1 running: step 1, loss 2.346", "job-1 is succeeded.", "train tiny: /out/model"]
 
@@ -242,7 +242,7 @@ def test_ps_shows_how_long_there_is_until_a_deadline(state: JobState, at_s: floa
     gang = GangSpec(shapes=(Shape(resources={"CPU": 1}),))
     spec = JobSpec.parse({"kind": "train", "name": "j", "gang": gang, "deadline": "1970-01-01T01:00Z"}, where="job")
     job = Job("job-1", spec, "ana", state, 0.0, ended_at_s=None if state is JobState.RUNNING else at_s)
-    assert jobs._due(job, at_s) == shown
+    assert queue._due(job, at_s) == shown
 
 
 def test_a_deadline_without_a_zone_is_meant_where_it_is_said() -> None:
@@ -277,7 +277,7 @@ def test_all_that_are_named_are_stopped_whatever_is_wrong_with_one(monkeypatch: 
 
 def test_whoever_stops_following_is_told_that_the_job_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run.follow(Run(Script(), view(JobState.RUNNING)), wait=True, json=False)
+        submit.follow(Run(Script(), view(JobState.RUNNING)), wait=True, json=False)
     said = capsys.readouterr().err
     assert "job-1 keeps running" in said
     assert "raytide stop job-1" in said
@@ -334,8 +334,8 @@ class Watched(ApiClient):
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ApiClient, "find", lambda _: Watched())
-    monkeypatch.setattr(jobs, "_FOLLOW_S", 0.0)
-    monkeypatch.setattr("raytide.sdk.job_run._POLL_S", 0.0)
+    monkeypatch.setattr(queue, "_FOLLOW_S", 0.0)
+    monkeypatch.setattr("raytide.sdk.jobs.job_run._POLL_S", 0.0)
 
 
 @pytest.mark.usefixtures("watched")
@@ -348,7 +348,7 @@ def test_a_watched_list_ends_when_the_api_stays_away_which_is_said_once(monkeypa
     client, times = Watched(), iter([0.0, 1.0, 59.0, 61.0])
     client.pages = [client.pages[0], None, None, None, None]
     monkeypatch.setattr(ApiClient, "find", lambda _: client)
-    monkeypatch.setattr(jobs, "time", SimpleNamespace(time=time.time, sleep=lambda _: None, monotonic=times.__next__))
+    monkeypatch.setattr(queue, "time", SimpleNamespace(time=time.time, sleep=lambda _: None, monotonic=times.__next__))
     done = runner.invoke(app, ["ps", "-w"])
     assert isinstance(done.exception, ClusterError)
     assert done.stderr.count("the API does not answer") == 1

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.stores import new_store
 
 from raytide.core.state import Store
 
@@ -30,6 +31,6 @@ class NoMachines:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(f"sqlite:///{tmp_path}/state.db")
+    opened = new_store(tmp_path)
     yield opened
     opened.close()

@@ -19,7 +19,7 @@ from raytide.control.views import JobView, to_json
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.sdk.job_run import Run
+from raytide.sdk.jobs.job_run import Run
 
 SPEC = JobSpec(kind=JobKind.GANG, name="g", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.stores import new_store
 
 from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo, WantedGroup
 from raytide.actors.serving.ray_serve.application import Application
+from raytide.autoscaler.nodes.energy import EnergyMeter
+from raytide.autoscaler.nodes.orders import DRAIN_S
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.ray_gcs import RayNode
 from raytide.control.accounting.final_accounting import close_books
@@ -21,13 +24,14 @@ from raytide.control.reconcile.observation import Sources
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ProviderError
 from raytide.core.objects.cluster_config import load_cluster
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad
 from raytide.core.objects.gang import GangSpec, LeaseState, Shape
 from raytide.core.objects.job import JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import EntryKind
-from raytide.core.objects.node import Node, NodeState, NodeType, Signal, Use, minus, plus
+from raytide.core.objects.node import Node, NodeMeasurement, NodeState, NodeType, Signal, Use, minus, plus
 from raytide.core.objects.plan import Wait
-from raytide.core.state import Store
+from raytide.core.specs.order import OrderKind, OrderSpec
 from raytide.ledger.reconcile import reconcile
 from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 
@@ -57,6 +61,8 @@ class World:
     drained: set[str] = field(default_factory=set)
     serving: dict[str, int] = field(default_factory=dict)
     routes: dict[str, bytes] = field(default_factory=dict)
+    killed: set[str] = field(default_factory=set)
+    """Replicas that were restarted on request."""
     ongoing: float = 0.0
     use: dict[str, Use] = field(default_factory=dict)
     api_answers: bool = True
@@ -139,12 +145,19 @@ class Meters:
     def __init__(self, world: World) -> None:
         self.world = world
         self.watched: list[str] = []
+        self.energy = EnergyMeter()
 
-    def watch(self, machines: Iterable[Machine], idle: object) -> None:
+    def watch(self, machines: Iterable[Machine], idle: object, others: object) -> None:
         self.watched = [machine.node_id for machine in machines]
 
     def last_readings(self) -> dict[str, Use]:
         return {node_id: self.world.use[node_id] for node_id in self.watched if node_id in self.world.use}
+
+    def agents(self) -> dict[str, str]:
+        return {}
+
+    def measured(self) -> dict[str, NodeMeasurement]:
+        return {}
 
 
 class Gcs:
@@ -251,6 +264,13 @@ class Serve:
     def delete(self, name: str, *, is_there: bool) -> None:
         self.world.serving.pop(name, None)
 
+    def restart_replica(self, name: str, replica: str) -> bool:
+        self.world.step()
+        is_there = replica not in self.world.killed
+        self.world.killed.add(replica)
+        self.world.step()
+        return is_there
+
 
 class Api:
     def __init__(self, world: World) -> None:
@@ -268,7 +288,7 @@ class Loop:
     def __init__(self, folder: Path, clock: Any = None) -> None:
         self.clock = VirtualClock(1_000.0) if clock is None else clock
         self.world = World(self.clock)
-        self.store = Store.open(f"sqlite:///{folder}/state.db")
+        self.store = new_store(folder)
         self.folder = folder
         self.controller = self.fresh()
 
@@ -315,6 +335,15 @@ class Loop:
         assert reconcile(self.world.bought.values(), self.store.books.entries()) == ()
         assert closed.differences == ()
         assert closed.cost.booked_micro_usd == closed.cost.billed_micro_usd == closed.cost.booked_ended_micro_usd
+
+
+def ordered(kind: OrderKind, subject: str, replica: str = "") -> OrderSpec:
+    return OrderSpec(id=f"{kind}-{subject}", kind=kind, subject=subject, replica=replica, reason="it is sick")
+
+
+def nodes_of(loop: Loop, job_id: str) -> set[str]:
+    lease = loop.store.lease_of(job_id)
+    return set() if lease is None else {member.node_id for member in lease.members}
 
 
 @pytest.fixture
@@ -392,6 +421,33 @@ class TestJobs:
         loop.until(lambda: loop.world.bought[victim].ended_at_s is not None)
         ended_at_s = loop.world.bought[victim].ended_at_s
         assert ended_at_s is not None and deadline_s <= ended_at_s <= deadline_s + 2 * TICK_S
+
+    def test_a_quarantined_node_is_left_replaced_and_kept_until_it_is_released(self, loop: Loop) -> None:
+        job = loop.submit()
+        loop.until(lambda: loop.state(job) is JobState.RUNNING)
+        before = loop.store.lease_of(job)
+        assert before is not None
+        sick = before.members[0].node_id
+        loop.store.orders.add(ordered("quarantine_node", sick), "ana", loop.clock.now_s())
+        loop.until(lambda: len((loop.store.lease_of(job) or before).usable) == 2 and sick not in nodes_of(loop, job))
+        loop.tick(2 * int(DRAIN_S / TICK_S))
+        assert loop.state(job) is JobState.RUNNING
+        (kept,) = (node for node in loop.store.nodes(live=True) if node.id == sick)
+        assert (kept.state, kept.quarantined) == (NodeState.DRAINING, "it is sick")
+        assert loop.world.bought[sick].ended_at_s is None
+        loop.store.orders.add(ordered("release_node", sick), "ana", loop.clock.now_s())
+        loop.until(lambda: loop.world.bought[sick].ended_at_s is not None)
+        loop.check_ledger()
+
+    @pytest.mark.parametrize("fuse", range(4))
+    def test_a_replica_is_restarted_once_though_the_controller_is_killed(self, loop: Loop, fuse: int) -> None:
+        order = ordered("restart_replica", "chat", replica="abc")
+        loop.tick()
+        loop.store.orders.add(order, "ana", loop.clock.now_s())
+        loop.world.fuse = fuse
+        loop.until(lambda: loop.store.orders.get(order.id).done_at_s is not None)
+        assert loop.world.killed == {"abc"}
+        assert loop.store.load().orders == ()
 
     def test_an_exhausted_pool_is_left_alone_and_the_job_says_so(self, loop: Loop) -> None:
         loop.world.stocked_out = {"cpu1.spot"}
@@ -484,6 +540,18 @@ class TestEndpoints:
         loop.until(loop.nothing_runs, ticks=100)
         loop.tick()
         loop.check_ledger()
+
+    def test_replicas_follow_a_reported_value_and_the_hour(self, loop: Loop) -> None:
+        fields = {"max": 5, "scale_on": [{"name": "queue", "target": 10}], "schedule": [{"min": 2, "begin": "12:00"}]}
+        replicas = Replicas.parse(fields, where="replicas")
+        loop.store.save_endpoint(ServeSpec(name="m", model="/m", replicas=replicas), "ana", loop.clock.now_s())
+        loop.until(lambda: loop.store.endpoint("m").state is EndpointState.RUNNING)
+        loop.store.signals.save("m", {"queue": 35.0}, loop.clock.now_s())
+        loop.until(lambda: loop.store.endpoint("m").target_replicas == 4)
+        loop.clock.advance(12 * 3600.0)
+        loop.store.signals.save("m", {"queue": 0.0}, loop.clock.now_s())
+        loop.until(lambda: loop.store.endpoint("m").target_replicas == 2, ticks=100)
+        assert loop.store.endpoint("m").spec.replicas == replicas, "the stored spec stays"
 
 
 class TestMeters:

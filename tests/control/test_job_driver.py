@@ -105,7 +105,7 @@ def test_a_build_that_gets_nowhere_fails_with_that_reason(monkeypatch: pytest.Mo
     spec = DataSpec(name="stuck", inputs=("x",), out="y", stall_timeout_s=0.05)
     moves = iter(range(3))
 
-    def build(spec: DataSpec, *, placement_group: object, on_progress: Any) -> None:
+    def build(spec: DataSpec, members: object, on_progress: Any) -> None:
         for _ in moves:
             on_progress(Progress("encode", 1, 1, 1.0, 1.0, 1))
         threading.Event().wait()
@@ -113,7 +113,7 @@ def test_a_build_that_gets_nowhere_fails_with_that_reason(monkeypatch: pytest.Mo
     active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1, members=(replace(LEASE.members[0], state=READY),))
     api = Api(active)
     monkeypatch.setattr("raytide.pipelines.build.build", build)
-    monkeypatch.setattr(job_driver, "exit_when_lost", lambda *_: None)
+    monkeypatch.setattr(job_driver.LeasedMembers, "_watch", lambda *_: None)
     monkeypatch.setattr("raytide.actors.gang.placement_groups.placement_group_of", lambda member: None)
     job = replace(JOB, spec=JOB.spec.model_copy(update={"config": spec.model_dump(mode="json")}))
     with pytest.raises(WaitTimeoutError, match=r"stuck stalled: no progress for 0\.05 s"):
@@ -122,27 +122,56 @@ def test_a_build_that_gets_nowhere_fails_with_that_reason(monkeypatch: pytest.Mo
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_a_build_ends_with_the_member_it_works_on_and_not_before(
+@pytest.mark.parametrize("is_separate", [True, False])
+def test_a_build_with_users_code_is_refused_where_users_code_runs_as_another_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_separate: bool
+) -> None:
+    cleaning = {"rules": {"stages": [{"function": "textwrap:dedent"}]}}
+    spec = DataSpec.model_validate({"inputs": ("x",), "out": "y", "cleaning": cleaning})
+    yaml = (Path(job_driver.__file__).parent / "bootstrap" / "local.yaml").read_text()
+    own = "  raytide:\n"
+    assert own in yaml
+    (tmp_path / "cluster.yaml").write_text(yaml.replace(own, f"{own}    run_as: nobody\n" if is_separate else own))
+    monkeypatch.setattr(job_driver, "active_lease", lambda *_: 1 / 0)
+    job = replace(JOB, spec=JOB.spec.model_copy(update={"config": spec.model_dump(mode="json")}))
+    with pytest.raises(DeniedError if is_separate else ZeroDivisionError):
+        job_driver.data(job, Api(), tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_build_works_on_the_members_that_its_lease_has_and_ends_without_any(
     monkeypatch: pytest.MonkeyPatch, naps: list[float]
 ) -> None:
-    """Whatever the main thread waits for: the group is gone, and the lease's next one is another."""
+    """Members that leave get no more work, unless all do."""
     member = replace(LEASE.members[0], state=READY, placement_group_id="aa")
+    other = replace(member, index=1, placement_group_id="bb")
     active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1, members=(member,))
-    leaving = replace(active, epoch=2, members=(replace(member, state=MemberState.LEAVING),))
-    refilled = replace(active, epoch=4, members=(replace(member, placement_group_id="bb"),))
-    codes: list[int] = []
+    grown = replace(active, epoch=2, members=(member, other))
+    leaving = replace(active, epoch=3, members=(replace(member, state=MemberState.LEAVING), other))
+    alone = replace(active, epoch=4, members=(replace(other, state=MemberState.LEAVING),))
+    seen: list[list[str]] = []
+    api = Api(AWAY, grown, leaving, alone, replace(LEASE, epoch=5))
 
     def leave(code: int) -> None:
-        codes.append(code)
+        seen.append([str(code)])
         raise SystemExit
 
     monkeypatch.setattr("raytide.control.job_driver.os._exit", leave)
-    for lost in (replace(LEASE, epoch=3), refilled):
-        api = Api(active, AWAY, leaving, lost)
-        with pytest.raises(SystemExit):
-            job_driver.exit_when_lost(member, 1, api, "job-1")  # type: ignore[arg-type]
-        assert api.answers == []
-    assert min(codes) >= 128, "it may run again"
+    monkeypatch.setattr("raytide.actors.gang.placement_groups.placement_group_of", lambda m: m.placement_group_id)
+    monkeypatch.setattr("raytide.control.job_driver.threading.Thread", lambda **_: type("T", (), {"start": int})())
+    members = job_driver.LeasedMembers(active, api, "job-1")  # type: ignore[arg-type]
+    update = members._update
+
+    def noted(lease: Lease) -> None:
+        update(lease)
+        seen.append(sorted(members()))
+
+    monkeypatch.setattr(members, "_update", noted)
+    assert list(members()) == ["aa"]
+    with pytest.raises(SystemExit):
+        members._watch(1)
+    assert seen[:-1] == [["aa", "bb"], ["bb"], ["bb"]]
+    assert int(seen[-1][0]) >= 128, "it may run again"
+    assert api.answers == []
 
 
 def test_a_driver_that_lost_its_node_has_died_and_not_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

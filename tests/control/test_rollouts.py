@@ -13,8 +13,8 @@ from tests.control.test_controller import Killed, Loop
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.specs.rollout import RolloutReport, RolloutState
 from raytide.core.state import Changes
-from raytide.rollout.routes import EndpointRoute
-from raytide.rollout.spec import RolloutSpec
+from raytide.registry.rollout.routes import EndpointRoute
+from raytide.registry.rollout.spec import RolloutSpec
 
 STEPS = [{"percent": 50, "for_s": 2, "requests": 10}, {"percent": 100, "for_s": 2, "requests": 10}]
 SPEC = ServeSpec(name="web", model="/m/1", replicas=Replicas(min=2, max=2, downscale_delay_s=1), resources={"CPU": 2})

@@ -33,6 +33,13 @@ def test_the_docstring_draws_every_class() -> None:
         assert (code, int(exit_code), int(status)) == (cls.code, cls.exit_code, cls.http_status)
 
 
+def test_a_class_without_a_code_of_its_own_is_its_parent_to_others() -> None:
+    class DetailError(UsageError):
+        pass
+
+    assert type(from_json(DetailError("no.").to_json())) is UsageError
+
+
 def test_an_unknown_code_is_still_an_error() -> None:
     assert type(from_json({"code": "from_the_future", "message": "x"})) is RaytideError
     assert str(from_json({})) == "unknown error"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raytide.core.logs import log_to, logger
+from raytide.core.logs import log_to, logger, scrubbed
 
 
 @pytest.fixture(autouse=True)
@@ -75,3 +75,18 @@ def test_what_a_library_adds_to_every_record_is_no_field(monkeypatch: pytest.Mon
     log_to(out, process="replica")
     logger("raytide.test").warning("hello", extra={"job": "job-1"})
     assert json.loads(out.getvalue()).keys() == {"at", "level", "logger", "message", "process", "job"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Authorization: Bearer abcdefgh12345678", "Authorization: Bearer ***"),
+        ('{"api_key": "abcdef123456", "n": 1}', '{"api_key": "***", "n": 1}'),
+        ("postgres://me:letmein@db/x", "postgres://me:***@db/x"),
+        ("used sk-abcdefghijklmnop and AKIAABCDEFGHIJKLMNOP", "used sk-*** and AKIA***"),
+        ("GET /v1/models?token=abcdef123456&x=1", "GET /v1/models?token=***&x=1"),
+        ("12 tokens: 345 of max_tokens=8, a bearer of news", "12 tokens: 345 of max_tokens=8, a bearer of news"),
+    ],
+)
+def test_what_looks_like_a_secret_is_not_written(text: str, shown: str) -> None:
+    assert scrubbed(text) == shown

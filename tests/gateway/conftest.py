@@ -23,6 +23,7 @@ from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import Tenancy
+from raytide.gateway.tracing import RequestTracing
 
 SECRET = "secret"
 
@@ -86,6 +87,7 @@ async def running_gateway(
     beside: Gateway | None = None,
     shared: Path | None = None,
     hosted: HostedApis | None = None,
+    tracing: RequestTracing | None = None,
 ) -> AsyncIterator[Gateway]:
     """A gateway; with an `api`, it knows the keys there. One `beside` another has the same replicas; `shared` is the
     folder that it has in common with others.
@@ -98,7 +100,7 @@ async def running_gateway(
         if api is not None:
             tenancy.start()
             await asyncio.wait_for(tenancy.keys.synced.wait(), 10)
-        app = create_app(models, tenancy, _nothing)
+        app = create_app(models, tenancy, _nothing, tracing)
         transport = httpx.ASGITransport(app=app)
         http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://gateway"))
         gateway = Gateway(http, app, models, tenancy)

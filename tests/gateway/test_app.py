@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.actors.serving.asgi import ask
 from tests.gateway.conftest import running_gateway, until
 
 from raytide.actors.engine.backends.fake import FakeEngine
@@ -74,9 +76,9 @@ async def test_health_and_metrics_are_of_the_gateway_and_of_each_endpoint() -> N
         assert (await gateway.http.get("/ebb/health")).status_code == 200
         everything = (await gateway.http.get("/metrics")).text
         assert everything.count("# HELP raytide_requests_total ") == 1
-        assert 'raytide_requests_total{api="chat",model="tide",outcome="ok"} 1.0' in everything
-        assert 'raytide_requests_running{model="ebb"}' in everything
-        assert 'model="tide"' not in (await gateway.http.get("/ebb/metrics")).text
+        assert 'raytide_requests_total{api="chat",code="",endpoint="tide",outcome="ok",revision=""} 1.0' in everything
+        assert 'raytide_requests_running{endpoint="ebb",replica="",revision=""}' in everything
+        assert 'endpoint="tide"' not in (await gateway.http.get("/ebb/metrics")).text
         await gateway.kill("ebb-0")
         assert (await gateway.http.get("/ebb/health")).status_code == 503
 
@@ -136,6 +138,21 @@ async def test_the_timeout_of_a_request_covers_its_wait_for_a_replica() -> None:
 
 
 @pytest.mark.asyncio
+async def test_the_wait_for_a_first_replica_ends_with_the_request() -> None:
+    """Before a model's first replica its tokenizer is not known either, so nothing of the request is read yet."""
+    async with running_gateway() as gateway:
+        await gateway.deploy("tide")
+        replicas = gateway.models.endpoint("tide")[1]
+        for more in ({"timeout": 0.2}, {"timeout": 0.2, "stream": True}):
+            answer = await asyncio.wait_for(gateway.http.post("/v1/chat/completions", json=chat("tide", **more)), 20)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        body = json.dumps(chat("tide")).encode()
+        asked = asyncio.create_task(ask(gateway.app, "/v1/chat/completions", body, leaves_after_body=True))
+        await asyncio.wait_for(asked, 20)
+        assert replicas.waiting == 0
+
+
+@pytest.mark.asyncio
 async def test_a_changed_least_priority_holds_from_then_on() -> None:
     priorities: list[int] = []
 
@@ -177,7 +194,7 @@ async def test_a_kept_answer_says_so_and_is_counted() -> None:
     assert second.headers["x-raytide-cache"] == "hit"
     assert first.json()["choices"] == second.json()["choices"]
     assert first.json()["usage"] == second.json()["usage"]
-    assert 'raytide_reused_answers_total{how="cache",model="kept"} 1.0' in text
+    assert 'raytide_reused_answers_total{endpoint="kept",how="cache",revision=""} 1.0' in text
 
 
 PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-stainless-os"}

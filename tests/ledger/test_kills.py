@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from tests.stores import new_store
 
 from raytide.core.money import cumulative
 from raytide.core.objects.ledger_entry import Entry, EntryKind, Occupancy, OpenInterval, Share
@@ -54,7 +55,7 @@ def tick(store: Store, machines: dict[str, Machine], seen: Occupancy, now_us: in
 @pytest.mark.parametrize("seed", range(2))
 def test_the_books_equal_the_bill_after_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    store = Store.open(f"sqlite:///{tmp_path}/state.db")
+    store = new_store(tmp_path)
     machines: dict[str, Machine] = {}
     now_us = 1_700_000_000 * S
     for number in range(60):
@@ -72,7 +73,7 @@ def test_the_books_equal_the_bill_after_kills_at_random_moments(tmp_path: Path, 
             store.commit(changes)
         if chance.random() < 0.3:  # killed after it
             store.close()
-            store = Store.open(f"sqlite:///{tmp_path}/state.db")
+            store = new_store(tmp_path)
     store.commit(tick(store, machines, (IDLE,), now_us + S))
     entries = store.books.entries()
     assert reconcile(machines.values(), entries) == ()

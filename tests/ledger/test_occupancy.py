@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import EntryKind, Share

@@ -9,10 +9,11 @@ from typing import get_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.stores import new_store
 
 from raytide.core.money import cumulative, micro_usd
 from raytide.core.objects.ledger_entry import DAY_US, Entry, EntryKind, Line, OpenInterval, Share
-from raytide.core.state import Changes, Store
+from raytide.core.state import Changes
 from raytide.ledger.book import book, close, open_interval
 from raytide.ledger.cost import accrued
 from raytide.ledger.losses import lost
@@ -98,7 +99,7 @@ class Books(RuleBasedStateMachine):
         from tempfile import TemporaryDirectory
 
         self.folder = TemporaryDirectory()
-        self.store = Store.open(f"sqlite:///{Path(self.folder.name)}/state.db")
+        self.store = new_store(Path(self.folder.name))
         self.now_us = NOW_US
         self.open: dict[str, OpenInterval] = {}
         self.ended: dict[str, int] = {}

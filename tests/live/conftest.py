@@ -13,7 +13,7 @@ from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.train import OptimSpec, TrainSpec
 from raytide.pipelines.build import build
-from raytide.pipelines.runner import InlineRunner
+from raytide.pipelines.runners.inline import InlineRunner
 
 SPOT = {"ray.io/market-type": "spot"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -110,7 +111,10 @@ def test_a_replica_killed_under_32_streams_ends_none_and_new_requests_succeed(
 
 
 def test_a_replica_whose_engine_died_gets_no_more_requests_and_is_replaced(
-    live: LocalCluster, mortal: rt.EndpointHandle, eventually: Callable[..., None]
+    live: LocalCluster,
+    mortal: rt.EndpointHandle,
+    eventually: Callable[..., None],
+    raytide_cli: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     """While it is idle and fails at once it would be the router's favourite."""
     client = mortal.openai(max_retries=0, timeout=60.0)
@@ -130,6 +134,11 @@ def test_a_replica_whose_engine_died_gets_no_more_requests_and_is_replaced(
     assert set(ends) == {"ok"}, "no other request is lost with it"
     eventually(lambda: len(replica_pids(live)) == 2 and before - set(replica_pids(live)), within_s=90.0)
     assert {ask(f"after {number}") for number in range(10)} == {"ok"}
+    found = list(mortal.logs(grep="ends itself"))
+    assert found, "the last words of a replica that is gone"
+    assert found[0].partition(" ")[0] not in {start.id for start in mortal.refresh().status.startups}
+    printed = raytide_cli("logs", "mortal", "--grep", "ends itself", "--tail", "1000")
+    assert printed.stdout.splitlines() == found
 
 
 def test_an_endpoint_without_requests_has_no_replica_and_the_next_request_starts_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -44,6 +45,10 @@ def test_a_driver_under_ray_job_submit_gets_its_gang_through_the_queue(live: Loc
     run = next(run for run in tide.jobs() if run.view.job.spec.name == "squares")
     assert run.state is JobState.SUCCEEDED
     assert run.view.job.spec.kind is JobKind.GANG
+    session = live.ray_temp_dir / "session_latest"
+    package = re.findall(r"_ray_pkg_\w+", done.stdout + done.stderr)[0]
+    unpacked = list(session.glob(f"runtime_resources*/working_dir_files/{package}"))
+    assert len(unpacked) >= 2, "the head and each node unpack it for themselves: none empties another's folder"
 
 
 def test_a_notice_lets_a_member_leave_and_raytide_ends_the_node_at_its_deadline(

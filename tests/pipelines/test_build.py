@@ -17,12 +17,12 @@ from transformers import AutoTokenizer
 
 from raytide.core.errors import ClusterError, ConflictError, DataError, StorageError
 from raytide.core.io.storage import write_bytes
-from raytide.core.io.token_dataset import TokenManifest, load_manifest, verify
+from raytide.core.io.token_dataset import TokenManifest, document_ends, load_manifest, verify
 from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec
 from raytide.pipelines import build as build_module
-from raytide.pipelines import read
+from raytide.pipelines import inputs, survey
 from raytide.pipelines.build import Progress
-from raytide.pipelines.runner import InlineRunner
+from raytide.pipelines.runners.inline import InlineRunner
 
 SpecOf = Callable[..., DataSpec]
 
@@ -54,8 +54,10 @@ def test_a_dataset_holds_every_kept_document_once_in_path_order(corpus: Path, sp
     assert manifest == verify(spec.out)
     assert len(manifest.shards) > 1
     assert sorted(files_in(spec.out)) == sorted(
-        ["manifest.json", "tokenizer.json", "tokenizer_config.json", *(shard.file for shard in manifest.shards)]
+        ["manifest.json", "tokenizer.json", "tokenizer_config.json", *(file.file for file in manifest.files)]
     )
+    ids = np.concatenate([np.fromfile(Path(spec.out) / s.file, manifest.dtype) for s in manifest.shards])
+    assert document_ends(spec.out, manifest).tolist() == (1 + np.flatnonzero(ids == manifest.eos_id)).tolist()
 
 
 def test_of_duplicates_the_first_in_path_order_stays(corpus: Path, spec_of: SpecOf) -> None:
@@ -97,7 +99,7 @@ def test_a_dataset_can_go_to_an_object_store_and_back(corpus: Path, spec_of: Spe
 
 def test_chunks_and_pieces_leave_no_trace(corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
     build(spec_of(corpus))
-    monkeypatch.setattr(build_module, "MAX_CHUNK_PARTS", 3)
+    monkeypatch.setattr(inputs, "MAX_CHUNK_PARTS", 3)
     monkeypatch.setattr("raytide.pipelines.encode.BATCH_CHARS", 50)
     build(spec_of(corpus, out=str(corpus.parent / "other")))
     assert files_in(str(corpus.parent / "other")) == files_in(spec_of(corpus).out)
@@ -155,7 +157,7 @@ def test_a_parquet_file_without_rows_is_an_empty_corpus(tmp_path: Path, spec_of:
 def test_a_finished_dataset_is_not_built_again(corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(corpus)
     first = build(spec)
-    monkeypatch.setattr(build_module, "survey_corpus", None)  # would fail if it were called
+    monkeypatch.setattr(build_module, "plan_chunks", None)  # would fail if it were called
     assert build(spec.model_copy(update={"workers": 7, "name": "again"})) == first
 
 
@@ -254,24 +256,21 @@ def test_two_builds_never_write_to_one_out(corpus: Path, spec_of: SpecOf) -> Non
 def test_an_input_that_changes_between_the_passes_is_found(
     corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int] = []
-    real = read.read_documents
+    real = survey.survey_chunk
 
-    def meddle(parts: Any, text_column: str) -> list[list[bytes | None]]:
-        seen.append(1)
-        if len(seen) == 1:
-            documents = real(parts, text_column)
-            (corpus / "07.txt").write_text("changed after the survey")
-            return documents
-        return real(parts, text_column)
+    def meddle(*args: Any) -> Any:
+        found = real(*args)
+        (corpus / "07.txt").write_text("changed after the survey")
+        return found
 
-    monkeypatch.setattr("raytide.pipelines.survey.read_documents", meddle)
+    monkeypatch.setattr("raytide.pipelines.encode.survey_chunk", meddle)
+    monkeypatch.setattr(survey, "CACHED_CHARS", 0)
     with pytest.raises(DataError, match="was changed during the build"):
         build(spec_of(corpus))
 
 
 def test_progress_counts_up_to_the_manifest(corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "MAX_CHUNK_PARTS", 10)
+    monkeypatch.setattr(inputs, "MAX_CHUNK_PARTS", 10)
     seen: list[Progress] = []
     manifest = build(spec_of(corpus), on_progress=seen.append)
     assert [stage for i, stage in enumerate(p.stage for p in seen) if i == 0 or seen[i - 1].stage != stage] == [
@@ -287,7 +286,17 @@ def test_progress_counts_up_to_the_manifest(corpus: Path, spec_of: SpecOf, monke
     assert set(seen[-1].as_report()) >= {"stage", "documents", "tokens", "documents_per_s", "tokens_per_s"}
 
 
-def test_without_a_cluster_the_error_says_how_to_get_one(corpus: Path, spec_of: SpecOf) -> None:
+def test_a_small_build_needs_no_cluster_and_gives_the_same_bytes(corpus: Path, spec_of: SpecOf) -> None:
+    build(spec_of(corpus))
+    build_module.build(spec_of(corpus, out=str(corpus.parent / "other"), workers=3))
+    assert files_in(str(corpus.parent / "other")) == files_in(spec_of(corpus).out)
+
+
+def test_without_a_cluster_the_error_says_how_to_get_one(
+    corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_module, "SMALL_BYTES", 100)
     with pytest.raises(ClusterError, match="not connected to a Ray cluster") as caught:
         build_module.build(spec_of(corpus))
     assert "raytide up" in caught.value.hint
+    assert not Path(spec_of(corpus).out).exists()

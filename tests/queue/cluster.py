@@ -178,9 +178,9 @@ def _ready(member: Member, node_id: str) -> Member:
 
 def told(job_id: str, snapshot: Snapshot) -> Waiting | None:
     """The answer of `raytide why` after the next decision; None if the job waits for nothing."""
-    from raytide.control.controller import _waiting
+    from raytide.control.reconcile.decide import waiting_reasons
 
-    return _waiting(snapshot, Plan(snapshot.at_s, schedule(snapshot)), forecast_starts(snapshot)).get(job_id)
+    return waiting_reasons(snapshot, Plan(snapshot.at_s, schedule(snapshot)), forecast_starts(snapshot)).get(job_id)
 
 
 def brief(actions: Iterable[Action]) -> list[tuple[str, str]]:

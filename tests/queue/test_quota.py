@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.queue.cluster import team
 
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.objects.snapshot import EndpointView
 from raytide.core.objects.team import TeamSpec
 from raytide.queue.admission.usage import replica_quota

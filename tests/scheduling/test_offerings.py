@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.node import ZONE_LABEL, CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import EndpointView, Limits, NodeView, Pool, Quote, Snapshot

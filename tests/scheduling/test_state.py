@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from raytide.core.clock import utc
 from raytide.core.errors import CapacityError
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec, Traffic
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad, Traffic
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot

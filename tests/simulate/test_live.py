@@ -14,7 +14,8 @@ from raytide.control.reconcile.decide import decide
 from raytide.control.views import from_json, to_json
 from raytide.core.errors import UsageError
 from raytide.core.io.atomic_file import read_json
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.node import Node, NodeState, NodeType, Signal

@@ -7,15 +7,8 @@ from collections import Counter
 from raytide.autoscaler.endpoints import targets
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetPlan, FleetState
 from raytide.control.reconcile.decide import decide
-from raytide.core.objects.endpoint import (
-    Endpoint,
-    EndpointLoad,
-    EndpointState,
-    ReplicaLoad,
-    Replicas,
-    ServeSpec,
-    Traffic,
-)
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Launch
 from raytide.core.objects.snapshot import EndpointView, NodeView, Pool, Quote, Snapshot

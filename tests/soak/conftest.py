@@ -17,7 +17,7 @@ from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.train import TrainSpec
 from raytide.pipelines.build import build
-from raytide.pipelines.runner import InlineRunner
+from raytide.pipelines.runners.inline import InlineRunner
 
 MOST_NODES = {"cpu2": 2, "cpu1.spot": 3}
 IDLE_TIMEOUT_S = 5

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import raytide as rt
+from raytide.cli.demo import NAME
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import MARK, LocalCluster, load
 from raytide.control.bootstrap.wiring import local_provider
@@ -27,7 +28,6 @@ from raytide.core.errors import RaytideError
 from raytide.core.io.process import Process, marked
 from raytide.core.objects.job import Job, JobKind, JobState
 from raytide.core.state import Store
-from raytide.demo import NAME
 from raytide.ledger.reconcile import bill, reconcile
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
@@ -38,7 +38,7 @@ LONGEST_LIFE_S = 4.0
 """The longest life of a controller: some die while they import, some in the middle of a tick."""
 DEMO_S = 900.0
 LONGER = """
-from raytide.demo import specs
+from raytide.cli.demo import specs
 train = specs.train
 specs.train = lambda out: train(out).model_copy(update={"steps": 400})
 from raytide.cli import main

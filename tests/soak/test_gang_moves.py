@@ -12,7 +12,8 @@ from tests.actors.trainer.gang_processes import lines, samples
 from tests.live.conftest import dataset, train_spec
 
 import raytide as rt
-from raytide.actors.trainer.data.token_dataset import BatchSampler, TokenData
+from raytide.actors.trainer.data.order.shuffle import BatchSampler
+from raytide.actors.trainer.data.token_dataset import TokenData
 from raytide.autoscaler.providers.local.spot import set_stockouts
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import LocalCluster

@@ -37,7 +37,8 @@ class WaitingQueue:
             yield from list(parked.values())
 
     def push(self, seq: Sequence) -> None:
-        entry = (seq.starts == 0 and seq.output_len == 0, self._policy.due_s(seq), seq.arrival, seq)
+        is_new = seq.starts == 0 and (seq.output_len == 0 or seq.gave_way)
+        entry = (is_new, self._policy.due_s(seq), seq.arrival, seq)
         self._entries[seq.seq_id] = entry
         heappush(self._heaps.setdefault(self._policy.priority(seq), []), entry)
 

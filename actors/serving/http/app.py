@@ -16,6 +16,7 @@ from starlette.routing import Match, Route
 
 from raytide.actors.serving.http.body import JsonRoute
 from raytide.actors.serving.http.headers import ResponseHeaders
+from raytide.actors.serving.metrics import engine_samples
 from raytide.actors.serving.openai_api.admission import caller_of
 from raytide.actors.serving.openai_api.embeddings import EmbeddingList, EmbeddingRequest, embed
 from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
@@ -31,9 +32,10 @@ from raytide.actors.serving.openai_api.wire import (
     Model,
     ModelList,
 )
-from raytide.actors.serving.responses_api.request import ResponsesRequest, chat_request
+from raytide.actors.serving.responses_api.request import ResponsesRequest, chat_request, in_responses
 from raytide.actors.serving.responses_api.writer import ResponsesWriter
 from raytide.core.errors import RaytideError
+from raytide.core.telemetry.metrics import CONTENT_TYPE, render
 
 T = TypeVar("T")
 _ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
@@ -44,7 +46,7 @@ _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream
 class Models(Protocol):
     """The models that an app serves: one engine's, or all endpoints of a cluster."""
 
-    async def server(self, model: str, request: Request) -> Server:
+    async def server(self, model: str, request: Request, body: BaseModel | None = None) -> Server:
         """Returns the server of a model. Raises ApiError for one that is unknown or that this caller may not use."""
 
     async def answer(
@@ -65,7 +67,7 @@ class SingleModel:
     def __init__(self, server: Server) -> None:
         self._server = server
 
-    async def server(self, model: str, request: Request) -> Server:
+    async def server(self, model: str, request: Request, body: BaseModel | None = None) -> Server:
         self._server.check_name(model)
         return self._server
 
@@ -104,8 +106,9 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        text = server.metrics.render(await server.engine.stats())
-        return Response(text, media_type="text/plain; version=0.0.4")
+        stats = await server.engine.stats()
+        text = render([*server.metrics.samples(), *engine_samples(stats, server.model)])
+        return Response(text, media_type=CONTENT_TYPE)
 
     return app
 
@@ -154,10 +157,15 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
         try:
             chat = chat_request(body)
         except ValidationError as error:
-            raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
+            raise in_responses(
+                validation_error([{**each, "loc": ("body", *each["loc"])} for each in error.errors()])
+            ) from error
 
-        def answer(server: Server) -> Awaitable[Response]:
-            return respond(server, "responses", chat, request, partial(ResponsesWriter, body))
+        async def answer(server: Server) -> Response:
+            try:
+                return await respond(server, "responses", chat, request, partial(ResponsesWriter, body))
+            except ApiError as error:
+                raise in_responses(error) from error
 
         return await models.answer(body.model, request, chat, answer)
 

@@ -49,6 +49,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = headers or {}
+        self.is_counted = False
+        """True once metrics have counted it."""
         self.body = ErrorBody(error=ErrorDetail(message=message, type=type, param=param, code=code))
 
 
@@ -62,6 +64,11 @@ def overloaded(message: str) -> ApiError:
     return ApiError(
         429, message, type="requests", code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)}
     )
+
+
+def client_gone() -> ApiError:
+    """The end of a request that nobody waits for any more; its status is nginx's."""
+    return ApiError(499, "The client has closed the connection.", type="invalid_request_error", code="client_gone")
 
 
 def timed_out() -> ApiError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
-from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, TokenUsage, as_request_error
+from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Timing, TokenUsage, as_request_error
 from raytide.actors.serving.openai_api.admission import Grant
 from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes
 from raytide.actors.serving.openai_api.tool_choice import NO_TOOLS, ToolUse
@@ -56,6 +56,8 @@ class GenerationStream:
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.replica = ""
         """The replica that answers, as far as a router has named it."""
+        self.timings: list[Timing] = []
+        """The times in the engine of the prompts that have ended."""
         self._requests = requests
         self._n = requests[0].sampling.n
         self.choices = self._n * len(requests)
@@ -93,7 +95,9 @@ class GenerationStream:
     def _add_chunk(self, place: int, chunk: GenChunk) -> None:
         if chunk.finish_reason in ("abort", "error"):
             raise EngineError(f"request {chunk.request_id} was ended by the server.", hint="Send it again.")
-        self._open -= chunk.usage is not None
+        if chunk.usage is not None:
+            self._open -= 1
+            self.timings += [chunk.timing] if chunk.timing is not None else []
         self.replica = chunk.replica or self.replica
         index = place * self._n + chunk.index
         delta = self._deltas.setdefault(index, ChoiceDelta(index))

@@ -19,19 +19,23 @@ from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import TokenUsage
 from raytide.actors.serving.metrics import Outcome, RequestTracker
 from raytide.actors.serving.openai_api.admission import HEADERS, caller_of
-from raytide.actors.serving.openai_api.errors import ApiError, invalid, timed_out, to_api_error
+from raytide.actors.serving.openai_api.errors import ApiError, client_gone, invalid, timed_out, to_api_error
 from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
 from raytide.actors.serving.openai_api.logprobs import TokenBytes
 from raytide.actors.serving.openai_api.response_writer import ChoiceState, ResponseWriter, usage_of
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
+from raytide.actors.serving.request_trace import RequestTrace
+from raytide.core.errors import OverloadedError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 TIMEOUT = "x-raytide-timeout-s"
 """The header with the seconds after which a request is given up."""
+PROBE = "x-raytide-probe"
+"""The header of probes, which are counted apart from users' requests."""
 SESSION = "x-session-id"
 """The header whose requests go to one replica where that is sensible."""
 _BEGAN = "raytide.began_s"
@@ -51,13 +55,15 @@ async def respond(
     writer_of: Callable[[ToolUse], ResponseWriter],
 ) -> Response:
     """Returns the answer to `body`, as `writer_of` the request's tools writes it. Metrics count it for `api`."""
-    track = server.metrics.track(api)
+    track = server.metrics.track("probe" if PROBE in request.headers else api)
+    if (trace := RequestTrace.of(request.scope)) is not None:
+        trace.model = body.model
     leaving = asyncio.ensure_future(_until_disconnect(request.receive))
     try:
-        deadline_s = _deadline_s(body, request)
+        deadline_s = _deadline_s(body.timeout, request)
         generating = server.generate(body, caller_of(request.scope), session_of(body, request.headers))
         generation = await _unless_gone(leaving, _in_time(deadline_s, generating))
-        reading = _Reading(generation, track, server.version or server.info.weights_version, deadline_s)
+        reading = _Reading(generation, track, server.version or server.info.weights_version, deadline_s, trace)
         try:
             writer = writer_of(generation.tool_use)
             if generation.grant is not None and generation.grant.id:
@@ -98,9 +104,9 @@ async def respond(
         leaving.cancel()
 
 
-def _deadline_s(body: CompletionRequest | ChatRequest, request: Request) -> float | None:
-    """Returns the moment, in the event loop's time, at which the request gives up; the body's field goes first."""
-    timeout_s = body.timeout
+def _deadline_s(timeout_s: float | None, request: Request) -> float | None:
+    """Returns the moment, in the event loop's time, at which the request gives up. The body's `timeout_s` goes before
+    the header."""
     if timeout_s is None and (text := request.headers.get(TIMEOUT)) is not None:
         try:
             timeout_s = float(text)
@@ -133,7 +139,12 @@ class _Reading:
     """Reads a generation and collects its choices."""
 
     def __init__(
-        self, generation: GenerationStream, track: RequestTracker, version: str, deadline_s: float | None
+        self,
+        generation: GenerationStream,
+        track: RequestTracker,
+        version: str,
+        deadline_s: float | None,
+        trace: RequestTrace | None,
     ) -> None:
         self.choices = [ChoiceState() for _ in range(generation.choices)]
         self.track = track
@@ -142,6 +153,7 @@ class _Reading:
         self._tokens = 0
         self._generation, self._version, self._deadline_s = generation, version, deadline_s
         self._batches = generation.batches()
+        self._trace = trace
 
     async def next(self) -> list[ChoiceDelta]:
         """Returns the next batch; empty at the end. Raises ApiError at the request's deadline."""
@@ -159,17 +171,23 @@ class _Reading:
 
     def finish(self, outcome: Outcome, status: int) -> None:
         self.track.finish(outcome)
+        if outcome == "ok":
+            kept = self._generation.replica == KEPT
+            reasons = [choice.finish_reason for choice in self.choices]
+            timings = [] if kept else self._generation.timings
+            self.track.ended(reasons, timings, self._generation.prompt_tokens, self._tokens)
         self.settle(status)
 
     def settle(self, status: int) -> None:
         """Bills the tokens so far; none of a request that the server has failed."""
-        if self._generation.grant is None:
-            return
-        usage = None
-        if status < 500 or status == _TIMED_OUT:
-            cached = sum(choice.usage.cached_tokens for choice in self.choices if choice.usage is not None)
-            usage = TokenUsage(self._generation.prompt_tokens, self._tokens, cached)
-        self._generation.grant.settle(usage, status, version=self._version)
+        cached = sum(choice.usage.cached_tokens for choice in self.choices if choice.usage is not None)
+        usage = TokenUsage(self._generation.prompt_tokens, self._tokens, cached)
+        if self._trace is not None:
+            reasons = [choice.finish_reason for choice in self.choices]
+            self._trace.ended(usage, reasons, self._generation.replica, self._generation.timings)
+        if self._generation.grant is not None:
+            is_billed = status < 500 or status == _TIMED_OUT
+            self._generation.grant.settle(usage if is_billed else None, status, version=self._version)
 
     async def to_the_end(self) -> None:
         """Reads to the end. Raises ApiError when the answer gets too large to be sent in one piece."""
@@ -272,6 +290,19 @@ async def _in_time(deadline_s: float | None, work: Coroutine[None, None, _T]) ->
         raise timed_out() from None
 
 
+async def in_request(request: Request, body: BaseModel | None, work: Coroutine[None, None, _T]) -> _T:
+    """Returns the result of `work`, which comes before the response. Raises ApiError at the request's deadline, and as
+    soon as the client closes its connection."""
+    leaving = asyncio.ensure_future(_until_disconnect(request.receive))
+    try:
+        timeout_s = getattr(body, "timeout", None)
+        return await _unless_gone(leaving, _in_time(_deadline_s(timeout_s, request), work))
+    except _ClientGoneError:
+        raise client_gone() from None
+    finally:
+        leaving.cancel()
+
+
 async def _until_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -280,8 +311,17 @@ async def _until_disconnect(receive: Receive) -> None:
 def failed(error: Exception, track: RequestTracker) -> ApiError:
     """Counts and logs a failure, and returns it as an API error."""
     api_error = to_api_error(error)
-    outcome: Outcome = "rejected" if api_error.status == 429 else "invalid" if api_error.status < 500 else "error"
+    outcome = outcome_of(error)
     if outcome == "error" and api_error.status != _TIMED_OUT:  # the client has asked for its timeout
         _log.error("a request failed", exc_info=error)
-    track.finish(outcome)
+    track.finish(outcome, api_error.body.error.code or "")
+    api_error.is_counted = True
     return api_error
+
+
+def outcome_of(error: Exception) -> Outcome:
+    """Returns how metrics count a failure. Requests over a limit of their key are told from those of a full queue."""
+    status = to_api_error(error).status
+    if isinstance(error, OverloadedError):
+        return "rejected"
+    return "limited" if status == 429 else "invalid" if status < 500 else "error"

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from raytide.actors.engine.base import Engine
 from raytide.actors.models.model_cache import StagedModel, staged_model
 from raytide.core.errors import ConflictError, EngineDeadError, RaytideError
-from raytide.core.objects.endpoint import LOADING, adapter_id
+from raytide.core.objects.endpoint import adapter_id
+from raytide.core.objects.endpoint_load import LOADING
 
 UNLOAD_AFTER_S = 3.0
 """The time after which an adapter that left the spec is unloaded: gateways have stopped to send requests for it."""

@@ -15,21 +15,26 @@ from functools import cache
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.actors.serving.ray_serve.keys import (
     KV_NAMESPACE,
+    ReplicaAddress,
     live_prefix,
     load_key,
     queue_prefix,
+    replica_key,
     replica_prefix,
     route_key,
     spec_key,
     startup_prefix,
     target_key,
 )
+from raytide.actors.serving.ray_serve.replica_log import MOST_LOGS, forgotten, logs_of
 from raytide.actors.serving.ray_serve.startup import startup_of
 from raytide.core import ray_internals
 from raytide.core.io.timeout import call_with_timeout
-from raytide.core.objects.endpoint import LIVE_FIELDS, Counters, Endpoint, EndpointLoad, ReplicaLive, ReplicaLoad
+from raytide.core.objects.endpoint import LIVE_FIELDS, Endpoint
+from raytide.core.objects.endpoint_load import Counters, EndpointLoad, ReplicaLive, ReplicaLoad
+from raytide.core.specs.rollout import endpoint_of
 
-_REPORTS = (b"/queue/", b"/startup/", b"/live/")
+_REPORTS = (b"/queue/", b"/startup/", b"/live/", b"/replica/", b"/log/")
 _QUEUE_REPORT_S = 5.0
 """An older report on waiting requests is of a gateway that has ended."""
 LOOK_TIMEOUT_S = 4.0
@@ -117,6 +122,7 @@ class ServeControl:
             for name in wanted:
                 if name in applications:
                     self._forget_replicas(name, applications[name], keys)
+                    self._forget(forgotten(name, logs_of(name, published)))
             return {
                 name: _load(name, applications[name], published)
                 for name in wanted
@@ -143,13 +149,25 @@ class ServeControl:
 
         call_with_timeout(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
 
+    def restart_replica(self, name: str, replica: str) -> bool:
+        """Kills a replica, whose place Serve fills at once; its requests go on elsewhere. Returns whether it was there:
+        an id is never used again, so a second call does nothing."""
+        return call_with_timeout(
+            self._call_timeout_s,
+            f"Ray to end replica {replica} of {name}",
+            lambda: _kill_replica(name, replica, self._look_timeout_s),
+        )
+
     def _forget_replicas(self, name: str, application: Application, keys: Iterable[bytes]) -> None:
         """Deletes the addresses and starts of replicas that have ended without doing so themselves."""
         for prefix in (replica_prefix(name), startup_prefix(name), live_prefix(name)):
             for key in keys:
                 if key.startswith(prefix) and key.removeprefix(prefix).decode() not in application.replica_ids:
-                    gcs = ray_internals.connected_gcs()
-                    gcs.internal_kv_del(key, False, KV_NAMESPACE, timeout=self._call_timeout_s)
+                    self._forget([key])
+
+    def _forget(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            ray_internals.connected_gcs().internal_kv_del(key, False, KV_NAMESPACE, timeout=self._call_timeout_s)
 
     def _keys(self) -> list[bytes]:
         gcs = ray_internals.connected_gcs()
@@ -182,6 +200,21 @@ def _applications(timeout_s: float) -> dict[str, Application]:
         name: Application.of(application, ray_internals.replica_node, lambda group: groups().get(group, ()))
         for name, application in details["applications"].items()
     }
+
+
+def _kill_replica(name: str, replica: str, timeout_s: float) -> bool:
+    import ray
+
+    controller = ray_internals.serve_controller()
+    details = ray.get(controller.get_serve_instance_details.remote(), timeout=timeout_s)
+    actors = {
+        str(each.get("replica_id")): each["actor_name"]
+        for application, seen in details["applications"].items()
+        if endpoint_of(application) == name
+        for deployment in seen["deployments"].values()
+        for each in deployment["replicas"]
+    }
+    return replica in actors and ray_internals.kill_serve_actor(actors[replica])
 
 
 def _work(deployed: bytes) -> tuple[str, dict[str, object]]:
@@ -220,6 +253,12 @@ def _load(name: str, application: Application, published: Mapping[bytes, bytes])
             for replica in sorted(application.ready_on)
             if (report := published.get(live_prefix(name) + replica.encode())) is not None
         ),
+        logs=logs_of(name, published)[:MOST_LOGS],
+        pages={
+            replica: ReplicaAddress.parse(address).metrics
+            for replica in sorted(application.ready_on)
+            if (address := published.get(replica_key(name, replica))) is not None
+        },
     )
 
 

@@ -20,10 +20,12 @@ from raytide.actors.serving.ray_serve.application import DEPLOYMENT, SPANNING
 from raytide.actors.serving.ray_serve.keys import (
     KV_NAMESPACE,
     ReplicaAddress,
+    log_prefix,
     replica_key,
     startup_prefix,
 )
 from raytide.actors.serving.ray_serve.live_fields import LiveFields, put
+from raytide.actors.serving.ray_serve.replica_log import own_log
 from raytide.actors.serving.ray_serve.startup import READY, StartupLog
 from raytide.core import ray_internals
 from raytide.core.errors import EngineError
@@ -51,6 +53,7 @@ class EngineReplica:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._key = replica_key(parsed.name, self._name)
         startup = StartupLog(partial(put, startup_prefix(parsed.name) + self._name.encode()), _began_at_s())
+        put(log_prefix(parsed.name) + self._name.encode(), own_log(_began_at_s()))
         startup.begin("stage")
         self._model = await asyncio.to_thread(staged_model, parsed.model, startup.progress)
         startup.staged(self._model.bytes)
@@ -60,7 +63,7 @@ class EngineReplica:
         )
         live = LiveFields(parsed.name, self._name, self._child.engine, self._model.path)
         await live.start()
-        put(self._key, ReplicaAddress(host, self._child.port, self._child.secret).dump())
+        put(self._key, ReplicaAddress(host, self._child.port, self._child.secret, self._child.metrics).dump())
         startup.begin(READY)
         self._following = asyncio.create_task(live.follow())
 
@@ -140,8 +143,8 @@ def _autoscaling(endpoint: Endpoint) -> AutoscalingConfig:
         # Ray 2.60 calls `metrics_interval_s` deprecated; the environment variables that replace it are not read yet.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
-            min_replicas=min(replicas.min, 1),  # a rollout's two revisions share the configured minimum
-            initial_replicas=min(max(endpoint.target_replicas, min(replicas.min, 1)), replicas.most),
+            min_replicas=min(replicas.least, 1),  # a rollout's two revisions share the configured minimum
+            initial_replicas=min(max(endpoint.target_replicas, min(replicas.least, 1)), replicas.most),
             max_replicas=replicas.most,
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,

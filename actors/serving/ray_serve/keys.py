@@ -16,6 +16,7 @@ __all__ = [
     "ReplicaAddress",
     "live_prefix",
     "load_key",
+    "log_prefix",
     "queue_key",
     "queue_prefix",
     "replica_key",
@@ -38,6 +39,8 @@ class ReplicaAddress:
     host: str
     port: int
     secret: str
+    metrics: str = ""
+    """`host:port` of its metrics page."""
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -68,6 +71,13 @@ def live_prefix(endpoint: str) -> bytes:
     without its id. They end with a replica's id.
     """
     return f"{endpoint}/live/".encode()
+
+
+def log_prefix(endpoint: str) -> bytes:
+    """Returns the beginning of the keys of its replicas' logs: JSON of ReplicaLog without the replica, whose id ends
+    the key. The newest outlive their replicas.
+    """
+    return f"{endpoint}/log/".encode()
 
 
 def startup_prefix(endpoint: str) -> bytes:

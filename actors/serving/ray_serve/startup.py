@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 
-from raytide.core.objects.endpoint import ReplicaStartup
+from raytide.core.objects.endpoint_load import ReplicaStartup
 
 READY = "ready"
 _PROGRESS_S = 1.0

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from raytide.actors.engine.limits import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS
-from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Name, only_these
 
 _NO_EFFECT = frozenset(
@@ -19,6 +19,12 @@ _NO_EFFECT = frozenset(
 """Known fields that do not change the text of an answer here."""
 _UNSUPPORTED = {"previous_response_id": None, "conversation": None, "background": False, "prompt": None}
 """Known fields that this server does not implement, with the value that asks for nothing."""
+_CHAT_FIELDS = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs",
+}
+"""Fields of a chat that have other names here."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 Item = dict[str, Any]
@@ -53,8 +59,8 @@ class ResponsesRequest(BaseModel):
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
-    """Returns the same request as a chat. ApiError (400) names a field that cannot be honoured; what is wrong with the
-    rest is found when the chat is validated, under the chat's names."""
+    """Returns the same request as a chat. ApiError (400) names a field that cannot be honoured; a ValidationError has
+    the chat's names, which `in_responses` translates."""
     for name, value in (request.model_extra or {}).items():
         if value is None or name in _NO_EFFECT or (name in _UNSUPPORTED and value == _UNSUPPORTED[name]):
             continue
@@ -81,6 +87,16 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
     fields |= {name: (request.model_extra or {}).get(name) for name in ("prompt_cache_key", "user")}
     return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+
+
+def in_responses(error: ApiError) -> ApiError:
+    """Returns the error of a chat request with the name that the field has in a responses request."""
+    found = error.body.error
+    if found.param is not None:
+        first, *rest = found.param.replace("[", ".[").split(".")
+        path = [_CHAT_FIELDS.get(first, first), *(each for each in rest if each not in ("function", "json_schema"))]
+        found.param = "input" if first == "messages" else ".".join(path).replace(".[", "[")
+    return error
 
 
 def _messages(request: ResponsesRequest) -> list[Item]:

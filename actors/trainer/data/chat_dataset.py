@@ -19,7 +19,7 @@ from raytide.actors.models.chat_template import ChatTemplate, Turn
 from raytide.actors.models.model_config import as_ids, read_bytes, read_json, read_text
 from raytide.actors.models.tokenizer_files import tokenizer_files
 from raytide.actors.trainer.data.local_copy import local_file_copy
-from raytide.actors.trainer.data.token_dataset import Ids
+from raytide.actors.trainer.data.order.shuffle import Ids
 from raytide.actors.trainer.model.loss import IGNORE
 from raytide.core.errors import ConfigError, DataError, RaytideError, UsageError
 from raytide.core.io.private_paths import safe_opener

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raytide.actors.trainer.data.token_dataset import BatchSampler, Ids, TokenDataset, rank_slice
+from raytide.actors.trainer.data.augment import Augmentation
+from raytide.actors.trainer.data.order.shuffle import Ids, StepSampler, balanced_rows, rank_slice
+from raytide.actors.trainer.data.packed_dataset import pairs_of
+from raytide.actors.trainer.data.token_dataset import RowData, TokenDataset
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.loss import IGNORE, Micro
-from raytide.core.errors import DataError
+from raytide.core.errors import ConfigError, DataError
 from raytide.core.specs.train import TrainSpec
 
 T = TypeVar("T")
@@ -22,33 +25,48 @@ _ANY: Ids = np.zeros(1, dtype=np.int64)
 """The sequence that pads a microbatch; its targets are ignored."""
 
 
+class RankBatch(NamedTuple):
+    """A rank's part of a step's batch."""
+
+    ids: Ids
+    """Its sequences."""
+    micros: list[Micro]
+    """Equally many on all ranks, or their collectives would not match."""
+    counted: int
+    """The targets that count."""
+    pairs: int
+    """The sum of the squared lengths of what attention sees as one: documents, or whole sequences."""
+
+
+class _Read(NamedTuple):
+    """The sequences of one step that a rank has; one padding sequence if it has none."""
+
+    ids: Ids
+    inputs: Ids
+    targets: Ids
+    documents: Ids | None
+
+
 class DataLoader:
-    def __init__(self, data: TokenDataset, sampler: BatchSampler, group: ProcessGroup, spec: TrainSpec) -> None:
+    def __init__(self, data: TokenDataset, sampler: StepSampler, group: ProcessGroup, spec: TrainSpec) -> None:
         self.device, self.layout = group.device, spec.layout
         self._one_shape = group.sizes.pipeline > 1
         self._most = math.ceil(spec.global_batch / group.sizes.data)
-        vocab_size = data.vocab_size
-        rank_rows = rank_slice(spec.global_batch, group.data_rank, group.sizes.data)
+        self._data, self._sampler, self._spec = data, sampler, spec
+        self._rank, self._ranks = group.data_rank, group.sizes.data
+        self._augmentation = None if spec.augment is None else Augmentation(spec.augment, spec.seed)
+        _check_tokens(spec, data.vocab_size)
+        self._fetched = 0
+        """The step before which all shards are here, or on their way."""
+        self._rows = Prefetch(self._read, spec.steps)
 
-        def read(step: int) -> tuple[Ids, Ids, Ids]:
-            ids = sampler.ids(step)[rank_rows]
-            inputs, targets = data.examples(ids if len(ids) else _ANY)
-            if (largest := max(int(inputs.max()), int(targets.max()))) >= vocab_size or int(inputs.min()) < 0:
-                raise DataError(
-                    f"{data.name} has the id {largest} in step {step + 1}, outside its vocabulary of {vocab_size}.",
-                    hint="Build the dataset again with the model's tokenizer.",
-                )
-            return ids, inputs, targets
+    def next_batch(self, step: int, size: int) -> RankBatch:
+        """Returns this rank's part of a step, in microbatches of `size`.
 
-        self._rows = Prefetch(read, spec.steps)
-
-    def next_batch(self, step: int, size: int) -> tuple[Ids, list[Micro], int]:
-        """Returns this rank's sequence ids of a step, its microbatches of `size`, and the number of targets that count.
-
-        All ranks return equally many microbatches, or their collectives would not match: a rank with fewer sequences is
-        padded with ignored ones. In a pipeline all microbatches have the same shape.
+        A rank with fewer sequences is padded with ignored ones. In a pipeline all microbatches have the same shape.
         """
-        ids, inputs, targets = self._rows.get(step)
+        read = self._rows.get(step)
+        ids, inputs, targets, documents = read
         count, size = self.layout.microbatches(self._most, size)
         micros = []
         for start in range(0, count * size, size):
@@ -57,8 +75,46 @@ class DataLoader:
             rows = np.minimum(np.arange(start, start + row_count), len(inputs) - 1)
             chunk, chunk_targets = inputs[rows], targets[rows]
             chunk_targets[present:] = IGNORE
-            micros.append((self._put(chunk), self._put(chunk_targets)))
-        return ids, micros, int((targets != IGNORE).sum()) if len(ids) else 0
+            chunk_documents = None if documents is None else self._put(documents[rows])
+            micros.append(Micro(self._put(chunk), self._put(chunk_targets), chunk_documents))
+        if not len(ids):
+            return RankBatch(ids, micros, 0, 0)
+        pairs = len(ids) * inputs.shape[1] ** 2 if documents is None else int(pairs_of(documents).sum())
+        return RankBatch(ids, micros, int((targets != IGNORE).sum()), pairs)
+
+    def _read(self, step: int) -> _Read:
+        ids = self._assigned(self._sampler.ids(step))
+        data, wanted, documents = self._data, ids if len(ids) else _ANY, None
+        self._fetch_ahead(step)
+        if self._augmentation is None and not self._spec.masks_documents:
+            inputs, targets = data.examples(wanted)
+        else:
+            rows = cast(RowData, data).rows(wanted)
+            inputs, targets = rows.examples() if self._augmentation is None else self._augmentation(rows, step, wanted)
+            documents = rows.documents if self._spec.masks_documents else None
+        if (largest := max(int(inputs.max()), int(targets.max()))) >= data.vocab_size or int(inputs.min()) < 0:
+            raise DataError(
+                f"{data.name} has the id {largest} in step {step + 1}, outside its vocabulary of {data.vocab_size}.",
+                hint="Build the dataset again with the model's tokenizer.",
+            )
+        return _Read(ids, inputs, targets, documents)
+
+    def _fetch_ahead(self, step: int) -> None:
+        """Starts fetching the shards of `step` and of those after it."""
+        if self._spec.stream is not None:
+            until = min(step + 1 + self._spec.stream.ahead, self._spec.steps)
+            for later in range(max(step, min(self._fetched, until)), until):
+                if len(ids := self._assigned(self._sampler.ids(later))):
+                    cast(RowData, self._data).prefetch(ids)
+            self._fetched = until
+
+    def _assigned(self, ids: Ids) -> Ids:
+        """Returns the sequences of a step that this rank computes."""
+        if self._spec.masks_documents and self._ranks > 1:
+            pairs = cast(RowData, self._data).attention_pairs(ids)
+            if pairs is not None:
+                return ids[balanced_rows(pairs, self._ranks)[self._rank]]
+        return ids[rank_slice(len(ids), self._rank, self._ranks)]
 
     def _put(self, rows: Ids) -> Tensor:
         tensor = torch.from_numpy(rows)
@@ -84,3 +140,13 @@ class Prefetch(Generic[T]):
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_tokens(spec: TrainSpec, vocab_size: int) -> None:
+    """Raises ConfigError if augmentation puts in tokens that the vocabulary does not have."""
+    wrong = [token for token in (spec.augment.tokens if spec.augment else ()) if token >= vocab_size]
+    if wrong:
+        raise ConfigError(
+            f"{spec.name}: augment puts in the token {wrong[0]}, outside the vocabulary of {vocab_size}.",
+            hint="Give ids of special tokens of the dataset's tokenizer.",
+        )

@@ -10,25 +10,26 @@ from pathlib import Path
 
 from raytide.core.io.private_folder import lock, private_folder, require_free_space
 from raytide.core.io.storage import full_disk_is_an_error, join, open_url, read_bytes
-from raytide.core.io.token_dataset import CONFIG, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest
+from raytide.core.io.token_dataset import CONFIG, END_BYTES, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest
 
 
-def local_copy(dataset: str) -> Path:
+def local_copy(dataset: str, *, with_shards: bool = True) -> Path:
     """Returns the dataset's local directory; a remote one is copied once per machine and user, keyed by its manifest's
     hash.
 
-    Only the files that the manifest names are copied. StorageError if they do not fit; a partial copy is removed.
+    Only the files that the manifest names are copied, without shards only manifest and tokenizer. StorageError if they
+    do not fit; a partial copy is removed.
     """
     if "://" not in dataset:
         return Path(dataset)
     body = read_bytes(join(dataset, MANIFEST))
     manifest = parse_manifest(body, join(dataset, MANIFEST))
-    home = private_folder("datasets") / hashlib.sha256(body).hexdigest()[:32]
+    home = private_folder("datasets") / (hashlib.sha256(body).hexdigest()[:32] + ("" if with_shards else "-described"))
     if home.exists():
         return home
     with lock(home.with_suffix(".lock")):
         if not home.exists():
-            files = _files(dataset, manifest)
+            files = _files(dataset, manifest if with_shards else manifest.model_copy(update={"shards": ()}))
             _fetch(dataset, files, home, sum(size for size in files.values()))
     return home
 
@@ -58,7 +59,8 @@ def _files(dataset: str, manifest: TokenManifest) -> dict[str, int]:
     fs, path = open_url(dataset)
     beside = [name for name in (manifest.tokenizer, CONFIG) if fs.exists(join(path, name))]
     shards = {shard.file: shard.tokens * ITEM_BYTES[manifest.dtype] for shard in manifest.shards}
-    return {MANIFEST: 0, **dict.fromkeys(beside, 0), **shards}
+    indices = {index.file: index.documents * END_BYTES for shard in manifest.shards if (index := shard.index)}
+    return {MANIFEST: 0, **dict.fromkeys(beside, 0), **shards, **indices}
 
 
 def _fetch(dataset: str, files: Mapping[str, int], home: Path, needed: int) -> None:

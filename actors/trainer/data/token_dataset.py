@@ -1,85 +1,25 @@
-"""Selects the sequences of each step and reads their tokens.
-
-The ids of a step are a pure function of (seed, step). Runs that resume or resize see the same stream as an
-uninterrupted one, so no data state is saved. A rank takes its slice of the step's ids.
-"""
+"""Reads the tokens of training sequences by number."""
 
 from __future__ import annotations
 
 import hashlib
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from raytide.actors.trainer.data.local_copy import local_copy
+from raytide.actors.trainer.data.order.shuffle import Ids
+from raytide.actors.trainer.data.shard_cache import ShardCache
 from raytide.actors.trainer.data.shard_check import ShardCheck
+from raytide.actors.trainer.model.loss import IGNORE
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import check_opened, safe_opener
 from raytide.core.io.token_dataset import CONFIG, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest
-
-Ids = npt.NDArray[np.int64]
-_ROUNDS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSampler:
-    """Shuffles all sequences anew in every epoch.
-
-    The order is a keyed Feistel permutation: it takes no memory whatever the dataset's size and, unlike a library's
-    shuffle, does not change between releases.
-    """
-
-    seed: int
-    n_sequences: int
-    global_batch: int
-
-    def ids(self, step: int) -> Ids:
-        """Returns the sequence ids of `step`, in order. A batch may continue into the next epoch."""
-        place = np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.int64)
-        epochs = place // self.n_sequences
-        out = np.empty_like(place)
-        for epoch in np.unique(epochs):
-            in_epoch = epochs == epoch
-            out[in_epoch] = feistel_permutation(
-                place[in_epoch] % self.n_sequences, self.n_sequences, f"{self.seed}/{epoch}"
-            )
-        return out
-
-
-def rank_slice(count: int, rank: int, world: int) -> slice:
-    """Returns the rank's contiguous slice of `count` items. Slices are disjoint, cover all items and differ in size by
-    at most one."""
-    return slice(count * rank // world, count * (rank + 1) // world)
-
-
-def feistel_permutation(index: Ids, size: int, key: str) -> Ids:
-    """Returns the image of each index under the bijection of [0, size) named by `key`: a Feistel network over the next
-    power of four, applied again to values outside the range."""
-    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half) - 1)
-    digest = hashlib.blake2b(key.encode(), digest_size=8 * _ROUNDS).digest()
-    keys = np.frombuffer(digest, dtype="<u8")
-    out = index.astype(np.uint64)
-    todo = np.ones(out.shape, dtype=bool)
-    while todo.any():
-        left, right = out[todo] >> np.uint64(half), out[todo] & mask
-        for round_key in keys:
-            left, right = right, left ^ (_mix(right + round_key) & mask)
-        out[todo] = (left << np.uint64(half)) | right
-        todo = out >= np.uint64(size)
-    return out.astype(np.int64)
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Returns the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+from raytide.core.specs.mixture import StreamSpec
 
 
 class TokenDataset(Protocol):
@@ -122,52 +62,121 @@ class TokenDataset(Protocol):
         ...
 
 
+class Rows(NamedTuple):
+    """Sequences before they are cut into inputs and targets, which is where augmentation changes them."""
+
+    tokens: Ids
+    """[rows, seq_len + 1]."""
+    learnt: npt.NDArray[np.bool_]
+    """[rows, seq_len]: whether the token behind each position is its target."""
+    documents: Ids
+    """[rows, seq_len]: the number of each token's document in its row, ascending; padding is a document too."""
+
+    def examples(self) -> tuple[Ids, Ids]:
+        return self.tokens[:, :-1], np.where(self.learnt, self.tokens[:, 1:], IGNORE)
+
+
+class RowData(TokenDataset, Protocol):
+    """A dataset of tokens, whose sequences can be augmented."""
+
+    @property
+    def n_tokens(self) -> int:
+        """The tokens in all sequences."""
+        ...
+
+    def rows(self, ids: Ids) -> Rows: ...
+
+    def attention_pairs(self, ids: Ids) -> Ids | None:
+        """Returns each row's sum of squared document lengths, without reading it; None if that is not known."""
+        ...
+
+    def prefetch(self, ids: Ids) -> None:
+        """Starts fetching what these rows need, if it is remote."""
+        ...
+
+
 class TokenData:
     """Sequences of `seq_len` + 1 tokens (inputs and targets) from memory-mapped shards.
 
-    DataError for a damaged shard: on opening, or, for a large dataset, at a later call of `examples`.
+    A remote dataset is copied to this machine first, or with `stream` shard by shard as it is read. DataError for a
+    damaged shard: on opening or fetching, or, for a large dataset, at a later call of `examples`.
     """
 
-    def __init__(self, dataset: str, seq_len: int) -> None:
-        self.name, self.path = dataset, local_copy(dataset)
+    def __init__(self, dataset: str, seq_len: int, stream: StreamSpec | None = None) -> None:
+        streams = stream is not None and "://" in dataset
+        self.name, self.path = dataset, local_copy(dataset, with_shards=not streams)
         self.manifest, self.digest = _manifest(self.path)
         self.vocab_size, self.eos_id = self.manifest.vocab_size, self.manifest.eos_id
         self.tokenizer_file = self.path / self.manifest.tokenizer
         files = {"tokenizer.json": self.tokenizer_file, CONFIG: self.path / CONFIG}
         self.files = {name: file for name, file in files.items() if file.is_file()}
         self.template: dict[str, Path] = {}
-        self.seq_len = seq_len
-        self._shards = [self._map(shard.file, shard.tokens) for shard in self.manifest.shards if shard.tokens]
-        self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
+        self.seq_len, self.n_tokens = seq_len, self.manifest.tokens
+        self.location = dataset if streams else str(self.path)
+        shards = [shard for shard in self.manifest.shards if shard.tokens]
+        self._ends = np.cumsum([shard.tokens for shard in shards], dtype=np.int64)
+        self._cache: ShardCache | None = None
+        self._mapped: list[npt.NDArray[np.unsignedinteger]] = []
+        if stream is not None and streams:
+            self._cache = ShardCache(dataset, self.manifest, self.digest, int(stream.cache_gb * 1e9))
+        else:
+            self._mapped = [self._map(shard.file, shard.tokens) for shard in shards]
         self.n_sequences = max(self.manifest.tokens - 1, 0) // seq_len
         if self.n_sequences < 1:
             raise DataError(
                 f"{dataset} holds {self.manifest.tokens} tokens, too few for one sequence of {seq_len} and its target.",
                 hint="Build a larger dataset, or lower seq_len.",
             )
-        shards, dtype = self.manifest.shards, self.manifest.dtype
-        self._check = ShardCheck(dataset, self.path, shards, dtype, self.vocab_size)
+        dtype = self.manifest.dtype  # shards of a stream are hashed as they arrive
+        self._check = ShardCheck(dataset, self.path, () if streams else shards, dtype, self.vocab_size)
         weakref.finalize(self, self._check.close)
         self._check.begin()
         self._check.wait()
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
         """Returns inputs and targets; no target is ignored."""
-        self._check.check()
+        self.check()
         tokens = self.batch(ids)
         return tokens[:, :-1], tokens[:, 1:]
+
+    def rows(self, ids: Ids) -> Rows:
+        """Returns rows with all targets, also across documents; a document ends with its end token."""
+        self.check()
+        tokens = self.batch(ids)
+        ends = tokens[:, :-1] == self.eos_id
+        return Rows(tokens, np.ones(ends.shape, np.bool_), np.cumsum(ends, axis=1) - ends)
+
+    def check(self) -> None:
+        """Raises the error of a damaged shard, once it is known."""
+        self._check.check()
+
+    def attention_pairs(self, ids: Ids) -> Ids | None:
+        return None
+
+    def prefetch(self, ids: Ids) -> None:
+        self.prefetch_tokens(ids * self.seq_len, ids * self.seq_len + self.seq_len)
+
+    def prefetch_tokens(self, firsts: Ids, lasts: Ids) -> None:
+        """Starts fetching the shards of tokens from each of `firsts` to the one of `lasts`, both included."""
+        if self._cache is not None:
+            pairs = zip(*(np.searchsorted(self._ends, each, side="right") for each in (firsts, lasts)), strict=True)
+            last_shard = len(self._ends) - 1
+            self._cache.prefetch(
+                sorted({shard for begin, end in pairs for shard in range(int(begin), min(int(end), last_shard) + 1)})
+            )
 
     def batch(self, ids: Ids) -> npt.NDArray[np.int64]:
         """Returns [len(ids), seq_len + 1] tokens; sequence i starts at token i * seq_len of the dataset."""
         out = np.empty((len(ids), self.seq_len + 1), dtype=np.int64)
         for row, index in enumerate(ids):
-            self._read(int(index) * self.seq_len, out[row])
+            self.read(int(index) * self.seq_len, out[row])
         return out
 
-    def _read(self, start: int, out: npt.NDArray[np.int64]) -> None:
+    def read(self, start: int, out: Ids) -> None:
+        """Fills `out` with the dataset's tokens from `start` on."""
         shard, done = int(np.searchsorted(self._ends, start, side="right")), 0
         while done < len(out):
-            tokens = self._shards[shard]
+            tokens = self._mapped[shard] if self._cache is None else self._cache.read_shard(shard)
             at = start + done - (int(self._ends[shard]) - len(tokens))
             piece = tokens[at : at + len(out) - done]
             out[done : done + len(piece)] = piece

@@ -95,6 +95,7 @@ class _Driver:
         self.workers: list[WorkerHandle] = []
         """The workers of the last generation, by rank."""
         self.recovery: Recovery | None = None
+        self.saved_at_s: float | None = None
         """The recovery in progress, from the end of a generation to its successor's first step."""
         self.step_rate = StepRate(record.step_s)
 
@@ -177,7 +178,9 @@ class _Driver:
         worked_s = sum(step.step_s for step in new)
         self.step_rate.record_steps(len(new), time.monotonic(), worked_s)
         tokens_per_s = sum(step.tokens for step in new) / max(worked_s, 1e-9)
-        self.reporter.send(self._progress(new[-1].world, tokens_per_s))
+        if any(step.step % self.spec.checkpoint_every == 0 and not step.unsaved for step in new):
+            self.saved_at_s = self.record.clock.now_s()
+        self.reporter.send({**self._progress(new[-1].world, tokens_per_s), **self._step_values(new, worked_s)})
 
     def _handle_exit(self, result: GenerationResult) -> None:
         if result.error is not None:
@@ -206,6 +209,19 @@ class _Driver:
         self.max_micro_batch = halve_micro_batch(before, self.spec.name)
         self.record.event("oom", generation=self.generation, why=why, micro_batch=self.max_micro_batch, was=before)
 
+    def _step_values(self, new: list[StepResult], worked_s: float) -> dict[str, float | int | str]:
+        """Returns how long steps take, the part of it that waits for data, MFU, and when the last step ended and the
+        last checkpoint was due.
+        """
+        now_s = round(self.record.clock.now_s(), 3)
+        values: dict[str, float | int | str] = {"step_s": round(worked_s / len(new), 6), "step_at_s": now_s}
+        values["data_wait"] = round(sum(step.times.get("data", 0.0) for step in new) / max(worked_s, 1e-9), 6)
+        if (mfu := new[-1].mfu) is not None:
+            values["mfu"] = round(mfu, 6)
+        if self.saved_at_s is not None:
+            values["saved_at_s"] = round(self.saved_at_s, 3)
+        return values
+
     def _progress(self, world: int, tokens_per_s: float = 0.0) -> dict[str, float | int | str]:
         record = self.record
         progress: dict[str, float | int | str] = {
@@ -221,6 +237,8 @@ class _Driver:
         }
         if record.loss is not None:
             progress["loss"] = round(record.loss, 6)
+        if record.eval_loss is not None:
+            progress["eval_loss"] = round(record.eval_loss, 6)
         if (step_s := self.step_rate.step_s) is not None:
             progress["left_s"] = round((self.spec.steps - record.steps) * step_s, 3)
             progress["redo_s"] = round(self.spec.checkpoint_every * step_s, 3)

@@ -12,7 +12,9 @@ from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.content import content_digest
 from raytide.actors.models.families import architecture_of
 from raytide.actors.models.model_config import read_json
-from raytide.actors.trainer.data.token_dataset import TokenData, TokenDataset
+from raytide.actors.models.tokenizer_files import tokenizer_digest
+from raytide.actors.trainer.data.mixture_dataset import open_tokens
+from raytide.actors.trainer.data.token_dataset import TokenDataset
 from raytide.core.errors import ConfigError, DataError
 from raytide.core.specs.train import TrainSpec
 
@@ -105,12 +107,6 @@ def _check_tokenizer(folder: Path, data: TokenDataset) -> None:
         )
 
 
-def tokenizer_digest(path: Path) -> str:
-    """Returns a digest of what the tokenizer encodes, independent of JSON layout, padding and truncation."""
-    body = {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
 def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
     body = {
         "arch": {key: value for key, value in asdict(arch).items() if key != "dtype"},
@@ -124,8 +120,7 @@ def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
 def open_data(spec: TrainSpec) -> TokenDataset:
     """Open the dataset or the conversations of a spec."""
     if spec.chat is None:
-        assert spec.dataset is not None  # the spec requires one of them
-        return TokenData(spec.dataset, spec.seq_len)
+        return open_tokens(spec)
     from raytide.actors.trainer.data.chat_dataset import ChatDataset  # needs tokenizers
 
     tokenizer = Path(spec.chat.tokenizer) if spec.chat.tokenizer else model_folder(spec.init_from or "")

@@ -17,6 +17,11 @@ def check_supported(spec: TrainSpec, device: torch.device) -> None:
     """Raise ConfigError for an option that fails on the device or has no effect there."""
     if spec.precision == "fp8":
         float8.check_device(device)
+    if device.type == "cuda" and spec.memory.compile and spec.masks_documents:
+        raise ConfigError(
+            "memory.compile cannot be combined with document masks on a GPU: FlexAttention compiles itself.",
+            hint="Leave memory.compile out, or set document_masks to false.",
+        )
     if device.type == "cpu":
         for field in ("activations", "optimizer"):
             if getattr(spec.memory, field) == "cpu":

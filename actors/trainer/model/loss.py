@@ -6,17 +6,24 @@ logits exist, and only scales them in the backward pass. Gemma's soft-cap is inc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-Micro = tuple[Tensor, Tensor]
-"""The inputs and targets of a microbatch, [B, T] each."""
 IGNORE = -100
 """The target of an ignored position."""
+
+
+class Micro(NamedTuple):
+    """A microbatch, [B, T] each."""
+
+    inputs: Tensor
+    targets: Tensor
+    documents: Tensor | None = None
+    """The number of each token's document in its row, ascending, if attention stays inside documents."""
 
 
 def loss_sum(

@@ -23,10 +23,10 @@ from raytide.actors.trainer.model.loss import loss_sum
 from raytide.actors.trainer.model.moe_balance_loss import Routing, load_balancing_loss
 from raytide.kernels.core import Activation, AttentionSpec
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec, Tensor | None], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines [T, R] that rotate the first R numbers of each head."""
+"""Cosines and sines that rotate the first R numbers of each head: [T, R], or [B, 1, T, R] if rows hold documents."""
 
 
 class Normalization(nn.Module):
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.head_dim = dim
         self.spec = AttentionSpec(layer.attention_scale, layer.window, arch.attention_softcap)
         self.attend: Attend = attend
-        """q_BHTC, k_BKTC, v_BKTC -> out_BHTC. Context parallelism replaces it."""
+        """q_BHTC, k_BKTC, v_BKTC, spec, documents_BT -> out_BHTC. Context parallelism replaces it."""
         self.q_proj = nn.Linear(width, arch.num_heads * dim, bias=arch.qkv_bias)
         self.k_proj = nn.Linear(width, kv_width, bias=arch.qkv_bias)
         self.v_proj = nn.Linear(width, kv_width, bias=arch.qkv_bias)
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         self.k_norm = Normalization(dim, arch, kind="rms") if arch.head_norms else None
         self.o_proj = nn.Linear(arch.num_heads * dim, width, bias=arch.attention_out_bias)
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation | None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, documents_BT: Tensor | None = None) -> Tensor:
         q_BHTC, k_BKTC, v_BKTC = (  # as many heads as this rank has
             linear(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
@@ -69,7 +69,7 @@ class Attention(nn.Module):
             q_BHTC, k_BKTC = self.q_norm(q_BHTC), self.k_norm(k_BKTC)
         if rotation is not None:
             q_BHTC, k_BKTC = rotate(q_BHTC, rotation), rotate(k_BKTC, rotation)
-        out_BHTC = self.attend(q_BHTC, k_BKTC, v_BKTC, self.spec)
+        out_BHTC = self.attend(q_BHTC, k_BKTC, v_BKTC, self.spec, documents_BT)
         out: Tensor = self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
         return out
 
@@ -138,8 +138,8 @@ class TransformerBlock(nn.Module):
         self.ffn = FeedForward(arch) if sparse is None else SparseFeedForward(arch, sparse)
         self.post_ffn_norm = Normalization(width, arch) if arch.post_norms else None
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation | None) -> Tensor:
-        attended = self.attention(self.input_norm(x_BTD), rotation)
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None, documents_BT: Tensor | None = None) -> Tensor:
+        attended = self.attention(self.input_norm(x_BTD), rotation, documents_BT)
         x_BTD = x_BTD + (attended if self.post_attention_norm is None else self.post_attention_norm(attended))
         fed = self.ffn(self.ffn_norm(x_BTD))
         out: Tensor = x_BTD + (fed if self.post_ffn_norm is None else self.post_ffn_norm(fed))
@@ -173,15 +173,23 @@ class Transformer(nn.Module):
         """The loss function. Tensor parallelism replaces it."""
         self._tables: list[Rotation] | None = None
 
-    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
         """`x` is ids [B, T], or hidden states [B, T, D] after the first part. Returns the summed loss if there are
-        targets, otherwise logits [B, T, V], or hidden states [B, T, D] before the last part."""
-        token_positions_T = torch.arange(x.shape[1], device=x.device) if self.at_T is None else self.at_T
-        x_BTD = self._embed(x, token_positions_T) if self.is_first else x
-        rotations = self._rotations(token_positions_T, x_BTD)
+        targets, otherwise logits [B, T, V], or hidden states [B, T, D] before the last part.
+
+        `documents_BT` numbers the documents of whole rows, also where a rank has part of each row: attention stays
+        inside documents, and positions restart with each.
+        """
+        token_positions = torch.arange(x.shape[1], device=x.device) if self.at_T is None else self.at_T
+        if documents_BT is not None:
+            in_document_BT = positions_in_documents(documents_BT)
+            token_positions = in_document_BT if self.at_T is None else in_document_BT[:, self.at_T]
+        x_BTD = self._embed(x, token_positions) if self.is_first else x
+        rotations = self._rotations(token_positions, x_BTD)
         for layer in self.layers.values():
             assert isinstance(layer.rope, int | None)
-            x_BTD = layer(x_BTD, None if layer.rope is None else rotations[layer.rope])
+            rotation = None if layer.rope is None else rotations[layer.rope]
+            x_BTD = layer(x_BTD, rotation) if documents_BT is None else layer(x_BTD, rotation, documents_BT)
         if self.norm is None:
             return x_BTD
         x_BTD, cap = self.norm(x_BTD), self.arch.logit_softcap
@@ -210,7 +218,7 @@ class Transformer(nn.Module):
                 ffn.routing = None
         return found
 
-    def _embed(self, ids_BT: Tensor, at_T: Tensor) -> Tensor:
+    def _embed(self, ids_BT: Tensor, at: Tensor) -> Tensor:
         assert self.embedding is not None
         x_BTD: Tensor = self.embedding(ids_BT)
         if self.arch.embedding_scale != 1.0:
@@ -218,25 +226,38 @@ class Transformer(nn.Module):
                 self.arch.embedding_scale, dtype=x_BTD.dtype
             )  # rounded to the dtype, as Gemma does
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions(at_T)
+            x_BTD = x_BTD + self.positions(at)
         return x_BTD
 
-    def _rotations(self, at_T: Tensor, like: Tensor) -> list[Rotation]:
-        if self._tables is None or (self.at_T is None and len(at_T) > self.max_len):
-            self.max_len = max(self.max_len, len(at_T))
+    def _rotations(self, at: Tensor, like: Tensor) -> list[Rotation]:
+        """Returns the rotations of positions [T], which count from 0 unless `at_T` is set, or [B, T]."""
+        length = at.shape[-1]
+        if self._tables is None or (self.at_T is None and length > self.max_len):
+            self.max_len = max(self.max_len, length)
             made = [cos_sin(spec, self.max_len) for spec in self.arch.ropes]
             self._tables = [(cos.to(like.device), sin.to(like.device)) for cos, sin in made]
-        rows: Tensor | slice = slice(len(at_T)) if self.at_T is None else at_T
-        return [(cos[rows].to(like.dtype), sin[rows].to(like.dtype)) for cos, sin in self._tables]
+        by_row = at.ndim == 2
+        rows: Tensor | slice = at if by_row or self.at_T is not None else slice(length)
+        found = [(cos[rows].to(like.dtype), sin[rows].to(like.dtype)) for cos, sin in self._tables]
+        return [(cos[:, None], sin[:, None]) for cos, sin in found] if by_row else found
+
+
+def positions_in_documents(documents_BT: Tensor) -> Tensor:
+    """Returns each token's place in its document [B, T], from 0. Documents are runs of equal numbers."""
+    at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    starts_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    out: Tensor = at_T - (at_T * starts_BT).cummax(1).values
+    return out
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate pairs (i, i + R/2) of the first R numbers, in Hugging Face's layout; the first half of the sines is
     negated."""
-    cos_TR, sin_TR = rotation
-    rotated, rest = x[..., : cos_TR.shape[-1]], x[..., cos_TR.shape[-1] :]
+    cos, sin = rotation
+    rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos_TR + torch.cat((second, first), dim=-1) * sin_TR
+    rotated = rotated * cos + torch.cat((second, first), dim=-1) * sin
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 

@@ -46,19 +46,22 @@ def _attend(
     k_BKTC: Tensor,
     v_BKTC: Tensor,
     spec: AttentionSpec,
+    documents_BT: Tensor | None = None,
     *,
     rank: int,
     group: dist.ProcessGroup,
     attend: Attend,
 ) -> Tensor:
-    """Run attention for each of the two query pieces over the keys up to its own end."""
+    """Run attention for each of the two query pieces over the keys up to its own end. `documents_BT` are of whole
+    rows."""
     ranks, piece = dist.get_world_size(group), q_BHTC.shape[2] // 2
     both = gather(torch.stack((k_BKTC, v_BKTC)), 3, group)
     k_BKSC, v_BKSC = _ordered(both, ranks).unbind()
     outs = []
     for index, queries in zip((rank, 2 * ranks - 1 - rank), q_BHTC.split(piece, dim=2), strict=True):
         end = (index + 1) * piece
-        outs.append(attend(queries, k_BKSC[:, :, :end], v_BKSC[:, :, :end], spec))
+        documents_BS = None if documents_BT is None else documents_BT[:, :end]
+        outs.append(attend(queries, k_BKSC[:, :, :end], v_BKSC[:, :, :end], spec, documents_BS))
     return torch.cat(outs, dim=2)
 
 

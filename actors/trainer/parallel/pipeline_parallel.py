@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -23,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model import precision
+from raytide.actors.trainer.model.loss import Micro
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.parallel import context_parallel
 from raytide.actors.trainer.parallel.tensor_parallel import reports_loss
@@ -48,22 +52,36 @@ class Pipeline:
         self._factor = 1.0
         self._total = torch.zeros(())
 
-    def accumulate(self, micros: list[tuple[Tensor, Tensor]], factor: float) -> float:
+    def accumulate(self, micros: list[Micro], factor: float) -> float:
         """Returns the loss as `ForwardBackward.accumulate` does. All microbatches have one shape."""
-        inputs_BT, targets_BT = (
-            context_parallel.shard_sequence(torch.cat(each), self.group) for each in zip(*micros, strict=True)
-        )
         self._factor = factor * self.group.gradient_divisor
+        loss = self._run(micros, is_training=True)
+        self.tie.add_up()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, micros: list[Micro]) -> float:
+        with without_balance(self.parts):
+            loss = self._run(micros, is_training=False)
+        free_weights(self.parts)
+        return loss
+
+    def _run(self, micros: list[Micro], *, is_training: bool) -> float:
+        inputs_BT, targets_BT = (
+            context_parallel.shard_sequence(torch.cat(each), self.group)
+            for each in ([micro.inputs for micro in micros], [micro.targets for micro in micros])
+        )
+        documents = [micro.documents for micro in micros if micro.documents is not None]
         self._total = torch.zeros((), dtype=torch.float64, device=self.group.device)
-        schedule = self._schedule(len(micros), len(micros[0][0]))
+        schedule = self._schedule(len(micros), len(micros[0].inputs))
         begins, ends = any(part.is_first for part in self.parts), any(part.is_last for part in self.parts)
-        schedule.step(
+        (schedule.step if is_training else schedule.eval)(
             *((inputs_BT,) if begins else ()),
             target=targets_BT if ends else None,
             return_outputs=False,
             **({"targets_BT": targets_BT} if ends else {}),
+            **({"documents_BT": torch.cat(documents)} if documents else {}),
         )
-        self.tie.add_up()
         return float(self._total) if ends and reports_loss(self.parts[-1], self.group) else 0.0
 
     def _schedule(self, count: int, size: int) -> Any:
@@ -145,3 +163,23 @@ class TiedEmbeddingSync:
         gradient = part.embedding.weight.grad
         assert isinstance(gradient, DTensor)
         return gradient.to_local()
+
+
+@contextmanager
+def without_balance(parts: list[Transformer]) -> Iterator[None]:
+    """Leaves the routers' load-balancing loss out, which is no property of the held-out tokens."""
+    balances = [part.balance for part in parts]
+    for part in parts:
+        part.balance = 0.0
+    try:
+        yield
+    finally:
+        for part, balance in zip(parts, balances, strict=True):
+            part.balance = balance
+
+
+def free_weights(parts: list[Transformer]) -> None:
+    """Frees gathered weights, which FSDP otherwise does after the backward pass: a later step must gather new ones."""
+    for part in parts:
+        for module in (part, *part.layers.values()):
+            cast(FSDPModule, module).reshard()

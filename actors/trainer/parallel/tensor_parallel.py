@@ -80,7 +80,7 @@ def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
     if part.embedding is not None and part.is_first:
         _embed(part.embedding, divides_vocabulary(part.arch, ranks), rank, ranks, group)
     if part.positions is not None:
-        part.positions.register_forward_pre_hook(lambda _, args: (_own(args[0], 0, rank, ranks),))
+        part.positions.register_forward_pre_hook(lambda _, args: (_own(args[0], -1, rank, ranks),))
     for layer in part.layers.values():
         assert isinstance(layer, TransformerBlock)
         _layer(layer, part.arch, rank, ranks, group)

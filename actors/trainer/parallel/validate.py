@@ -68,6 +68,11 @@ def _pipeline(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> Itera
             "layout.zero 2 with a pipeline: its schedules reduce gradients once a step, as zero 1 does",
             "Set layout.zero to 1 or 3.",
         )
+    if layout.schedule in SPLIT_BACKWARD and spec.eval is not None:
+        yield (
+            f"eval with layout.schedule {layout.schedule}, which torch cannot run forward only",
+            "Choose 1f1b or interleaved_1f1b, or leave eval out.",
+        )
     yield from _memory(layout, arch, spec.memory)
     needed, rows = layout.min_microbatches, math.ceil(spec.global_batch / (layout.replicate * (layout.shard or 1)))
     if rows < needed:

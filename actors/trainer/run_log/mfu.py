@@ -1,11 +1,10 @@
 """Model FLOPs utilization (MFU) and memory of a step.
 
-A device that is not in the table has no known peak, and a run on it no MFU, unless the spec sets `peak_tflops`.
+A device that the planner does not know has no known peak, and a run on it no MFU, unless the spec sets `peak_tflops`.
 """
 
 from __future__ import annotations
 
-import re
 import resource
 
 import torch
@@ -13,24 +12,7 @@ import torch
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.core.specs.train import TrainSpec
-
-PEAK_TFLOPS: dict[str, float] = {
-    "B200": 2250.0,
-    "GH200": 989.4,
-    "H200 NVL": 835.5,
-    "H200": 989.4,
-    "H100 NVL": 835.5,
-    "H100 PCIe": 756.5,
-    "H100": 989.4,
-    "H800": 989.4,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.05,
-    "L4": 121.0,
-    "MI300X": 1307.4,
-    "MI250X": 383.0,
-}
-"""Dense bf16 or fp16 TFLOPS by part of the device's name, from vendors' data sheets; the first match counts."""
+from raytide.sizing.devices import find_device
 
 
 class MfuMeter:
@@ -38,14 +20,20 @@ class MfuMeter:
 
     def __init__(self, spec: TrainSpec, arch: Architecture, group: ProcessGroup) -> None:
         self.device = group.device
-        self.flops_per_token = flops_per_token(arch, spec.seq_len, frozen=spec.finetune is not None)
+        self._arch, self._frozen = arch, spec.finetune is not None
         name = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else ""
         peak = peak_tflops(name, spec.precision) if spec.peak_tflops is None else spec.peak_tflops
         self._peak = None if peak is None else peak * 1e12 * group.world
 
-    def mfu(self, tokens: int, seconds: float) -> float | None:
-        """Returns the share of all devices' peak that `tokens` in `seconds` used; None if the peak is unknown."""
-        return None if self._peak is None else tokens * self.flops_per_token / (seconds * self._peak)
+    def mfu(self, tokens: int, seconds: float, span: float) -> float | None:
+        """Returns the share of all devices' peak that `tokens` in `seconds` used; None if the peak is unknown.
+
+        `span` is the mean number of tokens that attention sees as one: the sequence, or with document masks the mean
+        length of a token's document, so that skipped pairs do not count as work.
+        """
+        if self._peak is None:
+            return None
+        return tokens * flops_per_token(self._arch, span, frozen=self._frozen) / (seconds * self._peak)
 
     def memory_bytes(self) -> int:
         """Returns this rank's peak memory: allocated on its GPU, or of the process."""
@@ -54,7 +42,7 @@ class MfuMeter:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 
-def flops_per_token(arch: Architecture, seq_len: int, *, frozen: bool = False) -> float:
+def flops_per_token(arch: Architecture, seq_len: float, *, frozen: bool = False) -> float:
     """Returns the FLOPs of forward and backward: 6N' + 12*L*d*T with full attention (PaLM, appendix B).
 
     N' excludes the embedding, includes the head, and counts only the experts that a token uses. Recomputed activations
@@ -81,7 +69,6 @@ def matrix_parameters(arch: Architecture) -> int:
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
-    """Returns the half-precision peak from the table; None if unknown."""
-    if precision == "fp32":
-        return None
-    return next((peak for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", device_name)), None)
+    """Returns the dense half-precision peak that vendors print; None if unknown."""
+    device = None if precision == "fp32" else find_device(device_name)
+    return None if device is None else device.bf16_tflops

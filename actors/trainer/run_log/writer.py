@@ -41,7 +41,8 @@ class StepLog:
         self._lines = LineFile(self.file)
 
     def add(self, result: StepResult) -> None:
-        if result.verdict != "stopped" and (result.step % self.spec.log_every == 0 or result.step == self.spec.steps):
+        due = result.step % self.spec.log_every == 0 or result.step == self.spec.steps
+        if result.verdict != "stopped" and (due or result.eval_loss is not None):
             self._lines.add({**result.metrics_line(), "at_s": self.clock.now_s()})
 
     def flush(self) -> None:
@@ -59,6 +60,7 @@ class RunLog:
         self.steps = self.tokens = self.restarts = self.resizes = self.steps_lost = 0
         self.first_loss: float | None = None
         self.loss: float | None = None
+        self.eval_loss: float | None = None
         self.recovery_s = self.lost_s = 0.0
         """Duration of the longest recovery; seconds of all steps that had to be repeated."""
         self.broke_at_s: float | None = None
@@ -86,6 +88,7 @@ class RunLog:
         if result.verdict == "stopped":
             return
         self.steps = result.step
+        self.eval_loss = self.eval_loss if result.eval_loss is None else result.eval_loss
         while self._done and self._done[-1][0] >= result.step:
             self.lost_s += self._done.pop()[1]
         self._done.append((result.step, result.step_s))
@@ -155,6 +158,8 @@ class RunLog:
             last = json.loads(lines[-1])
             self.steps, self.step_s = int(last["step"]), last.get("step_s")
             self.first_loss, self.loss = _first_loss(lines), _first_loss(reversed(lines))
+            evaluated = (line["eval_loss"] for line in map(json.loads, reversed(lines)) if "eval_loss" in line)
+            self.eval_loss = next(evaluated, None) if self.spec.eval is not None else None
 
 
 def _first_loss(lines: Iterable[str]) -> float | None:

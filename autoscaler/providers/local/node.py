@@ -6,6 +6,7 @@ It starts a raylet, waits for the raylet's end or a SIGTERM, and then kills all 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -50,6 +51,8 @@ def main(path: str, lock: str) -> int:
         raise
     finally:
         kill_marked(MARK, folder.mark)
+        session = Path(purchase.temp_dir, "session_latest")
+        shutil.rmtree(session / _runtime_env_folder(purchase), ignore_errors=True)
     return 0
 
 
@@ -86,8 +89,18 @@ def _parameters(purchase: LocalMachine) -> dict[str, Any]:
         "dashboard_agent_listen_port": listen,
         "runtime_env_agent_port": runtime_env,
         "include_log_monitor": False,
+        "runtime_env_dir_name": _runtime_env_folder(purchase),
         "env_vars": {"RAY_CLOUD_INSTANCE_ID": purchase.node_id, "RAY_NODE_TYPE_NAME": purchase.node_type},
     }
+
+
+def _runtime_env_folder(purchase: LocalMachine) -> str:
+    """Returns the name of this node's own folder for unpacked working directories, in the session's folder.
+
+    All raylets of a machine share the session's folder, and each empties the folder of a working directory before it
+    unpacks one there, while a worker of another node may stand in it.
+    """
+    return f"runtime_resources_{purchase.node_id}"
 
 
 def _ports(purchase: LocalMachine) -> tuple[int, ...]:

@@ -23,8 +23,11 @@ from raytide.core.money import format_usd
 Insecure = Annotated[
     bool, typer.Option("--insecure", help="Accept a Ray that runs any code for anyone on the network.")
 ]
+Monitoring = Annotated[
+    bool, typer.Option("--monitoring", help="Run Prometheus and Alertmanager beside the cluster, if installed.")
+]
 Name = Annotated[str, typer.Option("--name", "--cluster", help="The cluster's name, if this machine has several.")]
-SchemaOf = Literal["cluster", "train", "data", "serve"]
+SchemaOf = Literal["cluster", "train", "data", "serve", "flow"]
 
 
 def up(
@@ -40,6 +43,7 @@ def up(
         int | None, typer.Option("--owner", metavar="PID", help="With --local: end the cluster when this process ends.")
     ] = None,
     insecure: Insecure = False,
+    monitoring: Monitoring = False,
     json: Json = False,
 ) -> None:
     """Start a cluster: a Ray head, raytide's controller and its API.
@@ -47,7 +51,12 @@ def up(
     With --local it runs on this machine; otherwise in the cloud that the file names, through Ray's cluster launcher.
     """
     if local and not dry_run:
-        _up_here(config, name or "local", owner, json=json)
+        _up_here(config, name or "local", owner, monitoring=monitoring, json=json)
+    elif monitoring:
+        raise UsageError(
+            "in a cloud, --monitoring belongs to the head's command.",
+            hint="Write `raytide head ~/ray_bootstrap_config.yaml --monitoring` in head_start_ray_commands.",
+        )
     elif config is None or local:
         asked = f"raytide up {config or 'cluster.yaml'} --dry-run" if dry_run else "raytide up --local"
         raise UsageError("a cluster in a cloud needs a cluster.yaml and no --local.", hint=f"Run `{asked}`.")
@@ -57,7 +66,7 @@ def up(
         _up_there(config, name, insecure=insecure, json=json)
 
 
-def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: bool) -> None:
+def _up_here(config: Path | None, name: str, owner_pid: int | None, *, monitoring: bool, json: bool) -> None:
     from raytide.control.bootstrap.local import up as start
     from raytide.core.io.process import Process
 
@@ -68,15 +77,27 @@ def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: boo
         )
     if not json:
         print(f"starting cluster {name} ...", file=sys.stderr)
-    started = start(config, name=name, owner=owner)
+    started = start(config, name=name, owner=owner, monitoring=monitoring and _has_monitoring())
     _warn_of_rights(started.config_path)
     if json:
         as_json({"name": name, "run_dir": str(started.run_dir), "api": started.api_url, "ray": started.dashboard_url})
         return
     print(f"cluster {name} is up: API {started.api_url}, Ray {started.dashboard_url}")
+    if started.monitoring:
+        print(f"Prometheus {started.prometheus_url}, Alertmanager {started.alertmanager_url}")
     which = ("", "") if name == "local" else (f" --cluster {name}", f" --name {name}")
-    print(f"`raytide status{which[0]}` shows it, `raytide down{which[1]}` ends it")
+    print(f"`raytide status{which[0]}` or `raytide page{which[0]}` shows it, `raytide down{which[1]}` ends it")
     print(f'`eval "$(raytide status --ray{which[0]})"` lets Ray\'s own commands find it: ray status, ray job submit')
+
+
+def _has_monitoring() -> bool:
+    """Returns whether Prometheus and Alertmanager are installed; if not, says how to install them."""
+    from raytide.dashboards.prometheus.programs import HOW_TO_INSTALL, find_program
+
+    missing = [name for name in ("prometheus", "alertmanager") if find_program(name) is None]
+    if missing:
+        print(f"warning: no monitoring: {' and '.join(missing)} not installed. {HOW_TO_INSTALL}", file=sys.stderr)
+    return not missing
 
 
 def _warn_of_rights(config_path: Path) -> None:
@@ -133,6 +154,7 @@ def head(
     config: Annotated[Path, typer.Argument(help="The cluster.yaml that `ray up` writes: ~/ray_bootstrap_config.yaml.")],
     block: Annotated[bool, typer.Option("--block", help="Wait until the cluster ends; for containers.")] = False,
     insecure: Insecure = False,
+    monitoring: Monitoring = False,
 ) -> None:
     """Start controller and API beside the Ray head of this machine.
 
@@ -140,7 +162,7 @@ def head(
     """
     from raytide.control.bootstrap import cloud_head
 
-    started = cloud_head.start(config, insecure=insecure)
+    started = cloud_head.start(config, insecure=insecure, monitoring=monitoring and _has_monitoring())
     _warn_of_rights(started.config_path)
     print(f"cluster {started.name} is up: API {started.api_url}, Ray {started.dashboard_url}")
     if block:
@@ -206,6 +228,8 @@ def status(
         for node in now.nodes
     ]
     as_table(("NODE", "TYPE", "MARKET", "ZONE", "STATE", "PRICE", "REASON"), rows)
+    if now.prometheus:
+        print(f"Prometheus {now.prometheus}, Alertmanager {now.alertmanager}")
     for error in now.errors:
         print(f"warning: {error}")
 
@@ -222,12 +246,14 @@ def schema(
     from raytide.core.objects.endpoint import ServeSpec
     from raytide.core.specs.data import DataSpec
     from raytide.core.specs.train import TrainSpec
+    from raytide.workflows.spec import FlowSpec
 
     specs: dict[SchemaOf, type[Config]] = {
         "cluster": RaytideSection,
         "train": TrainSpec,
         "data": DataSpec,
         "serve": ServeSpec,
+        "flow": FlowSpec,
     }
     as_json(specs[what].model_json_schema())
 
@@ -256,7 +282,7 @@ def demo(
 
     It builds a dataset, trains on spot nodes that are reclaimed, serves the model under load, and shows what that cost.
     """
-    from raytide.demo import run
+    from raytide.cli.demo import run
 
     for number in (signal.SIGTERM, signal.SIGHUP):  # as on Ctrl-C, the cluster is ended first
         signal.signal(number, _leave)

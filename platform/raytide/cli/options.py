@@ -11,8 +11,8 @@ import typer
 
 from raytide.core.errors import UsageError
 from raytide.core.objects.job import BudgetPer
+from raytide.sdk.jobs.script import pairs_of, parse_range, parse_shape
 from raytide.sdk.options import GangOptions, JobOptions
-from raytide.sdk.script import pairs_of, parse_range, parse_shape
 
 Gpus = Annotated[str | None, typer.Option(help="GPUs of each node: 8, H100:8, or 0.5.")]
 Cpus = Annotated[float | None, typer.Option(min=0, help="CPUs of each node; 1 without any request.")]

@@ -20,11 +20,12 @@ from raytide.autoscaler.endpoints.traffic import TrafficMonitor
 from raytide.autoscaler.job_throughput import JobThroughput
 from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.idleness import IdleClock
-from raytide.control.accounting.billing_intervals import Booking, update_intervals
+from raytide.autoscaler.signals import with_signals
+from raytide.control.accounting.billing_intervals import Booking, energy_of, update_intervals
 from raytide.control.accounting.lost_work import book_losses, settled_losses
 from raytide.control.accounting.team_usage import team_usage, with_team_usage
 from raytide.control.reconcile.apply import ApplyResult, apply
-from raytide.control.reconcile.decide import decide_constrained
+from raytide.control.reconcile.decide import decide_constrained, waiting_reasons
 from raytide.control.reconcile.decision_inputs import DecisionInputs
 from raytide.control.reconcile.driver_silence import DriverSilence
 from raytide.control.reconcile.intents import record_intents
@@ -41,31 +42,30 @@ from raytide.control.reconcile.records import (
     served_names,
     take_snapshot,
 )
-from raytide.control.reconcile.retry_loop import RetryLoop, wait_for_lead
+from raytide.control.reconcile.retry_loop import RetryLoop, is_idle, wait_for_lead
 from raytide.control.reconcile.serve_sync import ServeSync, follow_serve
 from raytide.control.reconcile.snapshot_request import answer_request
+from raytide.control.supervision.wake_pipe import REST_S, WakePipe
 from raytide.control.views import Live, TeamUse, Waiting, last_pass_s, to_json
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.io.atomic_file import write_json
 from raytide.core.logs import log_to, logger
 from raytide.core.money import month_of, to_us
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
-from raytide.core.objects.endpoint import Endpoint, EndpointState
-from raytide.core.objects.gang import LeaseState
 from raytide.core.objects.ledger_entry import Occupancy
-from raytide.core.objects.plan import UNMANAGED, Admit, Assign, Plan, Wait, describe
+from raytide.core.objects.plan import Admit, Assign, Plan, Wait, describe
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Store
 from raytide.core.state.write import REMOVED_AT_ONCE
+from raytide.core.telemetry.job_trace import JobTraces
 from raytide.ledger.leaving import RecentlyReleased
 from raytide.ledger.occupancy import holders, occupancies
 from raytide.queue.admission.priority import LAST_SHARE
 from raytide.queue.admission.scheduler import queued_jobs
 from raytide.queue.admission.start_forecast import forecast_starts
-from raytide.queue.lifecycle.pending_reason import why_forming
-from raytide.rollout.lifecycle import advance_all, losing_endpoints
-from raytide.rollout.routes import EndpointRoute, routes
-from raytide.rollout.shares import with_shares
+from raytide.registry.rollout.lifecycle import advance_all, losing_endpoints
+from raytide.registry.rollout.routes import EndpointRoute, routes
+from raytide.registry.rollout.shares import with_shares
 
 log = logger(__name__)
 
@@ -97,27 +97,36 @@ class Controller:
         self._names: Mapping[str, str] = {}
         self._inputs = DecisionInputs(store, config, clock.now_s(), known.fleets)
         self._quarantine = Quarantine()
-        self._wake = threading.Event()
-        self._stopped = False
+        self._wake, self._wake_pipe = threading.Event(), WakePipe(live_path.parent)
+        self._stopped, self._is_idle = False, False
         self._forecast: tuple[float, Mapping[str, float]] = (0.0, {})
         self._ticks = self._errors = 0
         self._remove_at_s = 0.0
         self._retry_loop = RetryLoop(config.settings.tick_s)
+        self._traces = JobTraces(config.settings.tracing, store)
         self._live = Live(at_s=0.0)
 
     def run(self) -> None:
-        self._sources.provider.watch(self._wake.set)
+        self._sources.provider.watch(self._wake_up)
         while not self._stopped:
             self._wake.clear()
-            self._wake.wait(self._retry_loop.attempt(self.tick, self._publish_failure))
+            pause_s = self._retry_loop.attempt(self.tick, self._publish_failure)
+            if not self._wake.wait(pause_s) and self._is_idle:
+                self._wake_pipe.rest(REST_S - pause_s)
+        self._wake_pipe.close()
         self._serve_sync.close()
+        self._traces.close()
         self._sources.meters.close()
         self._sources.provider.close()
 
     def stop(self) -> None:
         """Ends the loop after the current tick. Safe in a signal handler."""
         self._stopped = True
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         self._wake.set()
+        self._wake_pipe.write()
 
     def tick(self) -> Plan:
         """Runs one pass and returns its plan.
@@ -134,9 +143,10 @@ class Controller:
         self._idle = self._idle.observe_meters(observed.use, metered(records, self._node_types))
         self._quarantine.begin_tick(records.jobs, records.endpoints, now_s)
         specs = {name: endpoint.spec for name, endpoint in records.endpoints.items()}
+        scheduled = {name: endpoint.at(now_s + wall_ahead_s) for name, endpoint in records.endpoints.items()}
         records.endpoints = self._quarantine.attempt(
             "rollouts",
-            lambda: with_shares(records.endpoints, records.rollouts.values(), observed.loads),
+            lambda: with_shares(scheduled, records.rollouts.values(), observed.loads),
             records.endpoints,
         )
         advance(records, observed, now_s, self._quarantine.guard)
@@ -156,16 +166,19 @@ class Controller:
             Booking((), (), ()),
         )
         self._store.commit(changes(stored, records, booking, plan, now_s))
+        self._sources.meters.energy.settle(energy_of(booking.entries), booking.closed)
         _log(plan)
         self._store.check_lead()
         result = apply(records, plan, observed, self._sources, self._node_types, now_s)
         routed = self._quarantine.attempt(
             "rollouts", lambda: routes(stored.serving, records.rollouts.values()), dict[str, EndpointRoute]()
         )
-        self._serve_sync.sync((e for e in records.endpoints.values() if _is_wanted(e)), routed)
-        if result.nodes:
+        self._serve_sync.sync(records.endpoints.values(), routed)
+        self._quarantine.attempt("traces", lambda: self._traces.export(stored.jobs, records.jobs), None)
+        if result.nodes or result.orders:
             self._record(records, result, now_s)
         self._remove_old_records(now_s)
+        self._is_idle = is_idle(snapshot, plan)
         self._publish(decided_on, plan, observed, result, time.monotonic() - began_s)
         return plan
 
@@ -220,12 +233,21 @@ class Controller:
             self._silence.forget()
         if observed.machines is not None:
             nodes = metered(records, self._node_types)
-            living = [m for m in observed.machines if m.node_id in nodes and m.ended_at_s is None]
-            self._sources.meters.watch(living, self._idle.since_s)
+            living = [m for m in observed.machines if m.ended_at_s is None]
+            self._sources.meters.watch(
+                [m for m in living if m.node_id in nodes],
+                self._idle.since_s,
+                [m for m in living if m.node_id not in nodes],
+            )
         loads = self._quarantine.attempt(
             "traffic",
             lambda: self._traffic.with_traffic(observed.loads, records.endpoints.values(), records.nodes.values()),
             dict(observed.loads),
+        )
+        hosts = {node.ray_node_id: node.id for node in records.nodes.values() if node.ray_node_id}
+        endpoints, measured = records.endpoints.values(), (observed.use, observed.measured)
+        loads = self._quarantine.attempt(
+            "signals", lambda: with_signals(loads, endpoints, records.signals, hosts, *measured, now_s), loads
         )
         return replace(observed, loads=loads)
 
@@ -244,6 +266,7 @@ class Controller:
             lambda node_id, end_us: books.entries(node_id=node_id, ending_after_us=end_us),
             to_us(now_s),
             at_once=told,
+            pending_mj=self._sources.meters.energy.pending_mj(),
         )
         losses = book_losses(
             [records.jobs[job_id] for job_id in sorted(told)],
@@ -259,7 +282,8 @@ class Controller:
         before = [records.nodes[node_id] for node_id in result.nodes]
         rested = launch_backoff.update_pools(tuple(records.pools.values()), before, result.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if records.pools.get((pool.node_type, pool.zone)) != pool)
-        self._store.commit(Changes(at_s=now_s, nodes=tuple(result.nodes.values()), pools=changed))
+        nodes = tuple(result.nodes.values())
+        self._store.commit(Changes(at_s=now_s, nodes=nodes, pools=changed, orders=tuple(result.orders)))
 
     def _remove_old_records(self, now_s: float) -> None:
         """Deletes a batch of records past their retention: once an hour, and in each tick while batches are full."""
@@ -280,7 +304,7 @@ class Controller:
         queued = {job.id for job in queued_jobs(snapshot)}
         attempt = self._quarantine.attempt
         starts = attempt("forecast", lambda: dict(self._forecast_starts(snapshot, plan)), dict[str, float]())
-        waiting = attempt("reasons", lambda: _waiting(snapshot, plan, starts), dict[str, Waiting]())
+        waiting = attempt("reasons", lambda: waiting_reasons(snapshot, plan, starts), dict[str, Waiting]())
         used = attempt("teams", lambda: team_usage(snapshot), dict[str, TeamUse]())
         errors = (*observed.errors, *result.errors, *(served.errors if served else ()), *self._quarantine.errors)
         self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
@@ -296,6 +320,8 @@ class Controller:
             stances=snapshot.stances,
             loads=observed.loads,
             use=observed.use,
+            targets=observed.targets,
+            measured=observed.measured,
             errors=errors,
             quarantined={subject: entry.kind for subject, entry in self._quarantine.held.items()},
             ticks=self._ticks,
@@ -332,27 +358,6 @@ class Controller:
         return {job_id: max(0.0, at_s + in_s - snapshot.at_s) for job_id, in_s in found.items()}
 
 
-def _waiting(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[str, Waiting]:
-    """Returns what each subject waits for: the plan's reason, and for an admitted job that of its lease."""
-    waiting = {
-        a.subject: Waiting(a.constraint, a.reason, a.remedy, starts.get(a.subject))
-        for a in plan.actions
-        if isinstance(a, Wait)
-    }
-    unmanaged = [a for a in plan.actions if isinstance(a, Wait) and a.subject == UNMANAGED]
-    if unmanaged:  # one Wait for each kind of work
-        reasons = " ".join(dict.fromkeys(f"{a.reason}." for a in unmanaged))
-        waiting[UNMANAGED] = Waiting(unmanaged[0].constraint, reasons, unmanaged[0].remedy)
-    leases = {lease.job_id: lease for lease in snapshot.leases if lease.state is not LeaseState.ACTIVE}
-    is_yielding = any(member.gives_way for lease in snapshot.leases for member in lease.members)
-    for job in snapshot.jobs:
-        if job.id in leases and not job.stop_requested and (is_yielding or job.id not in waiting):
-            found = why_forming(job, leases[job.id], snapshot)
-            if job.id not in waiting or found.wait_s is not None:
-                waiting[job.id] = Waiting(found.constraint, found.reason, found.remedy, found.wait_s)
-    return waiting
-
-
 def _log(plan: Plan) -> None:
     """Logs a line for each action, but one line for all assignments of a lease."""
     assigned: dict[str, list[int]] = {}
@@ -363,12 +368,6 @@ def _log(plan: Plan) -> None:
             log.info("decided", extra=describe(action))
     for lease_id, members in assigned.items():
         log.info("decided", extra={"action": "assign", "lease_id": lease_id, "members": members})
-
-
-def _is_wanted(endpoint: Endpoint) -> bool:
-    """Returns whether Serve must sync the endpoint. An unreadable one keeps running until it is deleted."""
-    is_over = endpoint.state is EndpointState.DELETED
-    return not is_over and (not endpoint.unreadable or endpoint.state is EndpointState.DELETING)
 
 
 def main(run_dir: str) -> None:

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from raytide.core.io.torch_packages import COMPANIONS, broken_torch_packages, imports, installed_version, removal
+from raytide.actors.engine.backends.vllm.torch_packages import (
+    COMPANIONS,
+    broken_torch_packages,
+    imports,
+    installed_version,
+    removal,
+)
 
 Status = Literal["ok", "warn", "fail"]
 

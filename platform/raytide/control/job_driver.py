@@ -18,20 +18,24 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from raytide.control.client import ApiClient
 from raytide.control.supervision.log_rotation import bound_driver_log
-from raytide.core.errors import AuthError, ClusterError, RaytideError, WaitTimeoutError
+from raytide.core.errors import AuthError, ClusterError, DeniedError, RaytideError, WaitTimeoutError
 from raytide.core.io.environment import all_passed
 from raytide.core.io.private_paths import check_named, inherited_restriction, restrict_to
+from raytide.core.io.token_dataset import sha256_of
 from raytide.core.objects.cluster_config import load_cluster
-from raytide.core.objects.gang import Lease, LeaseState, Member
+from raytide.core.objects.gang import Lease, LeaseState, MemberState
 from raytide.core.objects.job import Job, JobKind
 from raytide.core.ray_internals import hush_node_deaths
-from raytide.core.specs.data import DataSpec
+from raytide.core.specs.data import DatasetVersionSpec, DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
 _POLL_S = 110.0
 _DIED = 255
@@ -48,12 +52,12 @@ def train(job: Job, client: ApiClient, run_dir: Path) -> None:
 
 
 def data(job: Job, client: ApiClient, run_dir: Path) -> None:
-    from raytide.actors.gang.placement_groups import placement_group_of
     from raytide.pipelines.build import Progress, build
 
     spec = DataSpec.parse(job.spec.config, where=job.id)
-    lease = active_lease(client, job.id)
-    threading.Thread(target=exit_when_lost, args=(lease.usable[0], lease.epoch, client, job.id), daemon=True).start()
+    if spec.cleaning is not None and spec.cleaning.stages:
+        require_own_user(job, run_dir)
+    members = LeasedMembers(active_lease(client, job.id), client, job.id)
     report = Throttle(client, job.id)
     with Stall(spec.name, spec.stall_timeout_s) as stall:
 
@@ -61,8 +65,25 @@ def data(job: Job, client: ApiClient, run_dir: Path) -> None:
             stall.moved()
             report(progress.as_report())
 
-        manifest = build(spec, placement_group=placement_group_of(lease.usable[0]), on_progress=on_progress)
+        manifest = build(spec, members, on_progress)
     client.report(job.id, {"stage": "done", "documents": manifest.documents, "tokens": manifest.tokens})
+    version = DatasetVersionSpec.of(manifest, sha256_of(spec.out), name=spec.name, location=spec.out, job=job.id)
+    try:
+        client.call("POST", "/v1/datasets", version.model_dump(mode="json", exclude={"team"}))
+    except ClusterError:
+        raise
+    except RaytideError as error:  # the dataset is there all the same
+        sys.stderr.write(f"raytide: the dataset is not registered: {error}\n")
+
+
+def require_own_user(job: Job, run_dir: Path) -> None:
+    """Raises DeniedError where `run_as` separates users' code from raytide: a build's stages would run as raytide."""
+    if load_cluster(run_dir / "cluster.yaml").settings.user_of(job.spec.team):
+        raise DeniedError(
+            f"{job.spec.name}: cleaning.stages run as raytide's user, and this cluster's run_as gives users' code "
+            "another one.",
+            hint="Run the functions in a script before the build (`raytide run`), or build where run_as is not set.",
+        )
 
 
 def script(job: Job, client: ApiClient, run_dir: Path) -> None:
@@ -79,22 +100,45 @@ def script(job: Job, client: ApiClient, run_dir: Path) -> None:
     run_script(spec, package, client, job.id, done=job.progress, rights=rights)
 
 
-def exit_when_lost(member: Member, epoch: int, client: ApiClient, job_id: str) -> None:
-    """Ends this process once its member is lost, because Ray Data would wait forever for a removed placement group.
+class LeasedMembers:
+    """The placement groups of a lease's members, kept up to date by a thread.
 
-    The driver is then started again with the current lease.
+    Members that leave get no more work, unless all do. Once no member is usable, this process ends and is started
+    again, because a new lease may take long: finished work is kept.
     """
-    while True:
-        try:
-            lease = client.wait_lease(job_id, newer_than=epoch, timeout_s=_POLL_S)
-        except ClusterError:
-            time.sleep(random.uniform(0.1, 0.5))
-            continue
-        if member.placement_group_id not in {each.placement_group_id for each in lease.usable}:
-            sys.stderr.write(f"member {member.index} on {member.node_id} is lost\n")
-            sys.stderr.flush()
-            os._exit(_DIED)  # nothing else interrupts a main thread that waits in Ray
-        epoch = lease.epoch
+
+    def __init__(self, lease: Lease, client: ApiClient, job_id: str) -> None:
+        self._groups: dict[str, PlacementGroup] = {}
+        self._update(lease)
+        self._client, self._job_id = client, job_id
+        threading.Thread(target=self._watch, args=(lease.epoch,), name="lease", daemon=True).start()
+
+    def __call__(self) -> Mapping[str, PlacementGroup]:
+        return self._groups
+
+    def _update(self, lease: Lease) -> None:
+        from raytide.actors.gang.placement_groups import placement_group_of
+
+        staying = [member for member in lease.usable if member.state is MemberState.READY] or lease.usable
+        known = self._groups
+        self._groups = {
+            member.placement_group_id: known.get(member.placement_group_id) or placement_group_of(member)
+            for member in staying
+        }
+
+    def _watch(self, epoch: int) -> None:
+        while True:
+            try:
+                lease = self._client.wait_lease(self._job_id, newer_than=epoch, timeout_s=_POLL_S)
+            except ClusterError:
+                time.sleep(random.uniform(0.1, 0.5))
+                continue
+            if not lease.usable:
+                sys.stderr.write("no member is usable\n")
+                sys.stderr.flush()
+                os._exit(_DIED)  # nothing else interrupts a main thread that waits in Ray
+            self._update(lease)
+            epoch = lease.epoch
 
 
 DRIVERS: Mapping[JobKind, Callable[[Job, ApiClient, Path], None]] = {

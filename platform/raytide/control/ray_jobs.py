@@ -70,8 +70,13 @@ class RayJobs:
         if len(self._agents) >= _AGENTS:
             self._agents.clear()
         self._agents[key] = address
+        return self.file(address, _LOG.format(_submission_id(key)), start, most)
+
+    def file(self, agent: str, name: str, start: int, most: int) -> tuple[bytes, int]:
+        """Returns up to `most` bytes of a file in Ray's folder of logs from `start` on, and the file's size; nothing if
+        it is not there. `agent` is the address of the agent on its node."""
         wanted = {"Range": f"bytes={start}-{start + most - 1}"}
-        response = self._call("GET", f"{address}/logs/{_LOG.format(_submission_id(key))}", headers=wanted)
+        response = self._call("GET", f"{agent}/logs/{name}", headers=wanted)
         if response.status_code == httpx.codes.NOT_FOUND:
             return b"", 0
         size = int(response.headers.get("Content-Range", "/0").rpartition("/")[2])

@@ -3,24 +3,26 @@ JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
 from raytide.core.io.atomic_file import read_json
+from raytide.core.io.html import ShownAsHtml, framed, table
 from raytide.core.money import format_usd
 from raytide.core.objects.api_key import ApiKey, KeySpending, UsageRow
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ReplicaLive, ReplicaStartup
+from raytide.core.objects.endpoint import Endpoint
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLive, ReplicaStartup
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job, JobState
-from raytide.core.objects.node import Node, Use
+from raytide.core.objects.node import Node, NodeMeasurement, Use
 from raytide.core.objects.snapshot import MarketConstraint
 from raytide.core.objects.team import TeamSpec
 from raytide.core.specs.rollout import CountedRevision, Rollout
+from raytide.core.telemetry.targets import Target
 from raytide.ledger.report import By, CostRow
 
 T = TypeVar("T")
@@ -86,6 +88,10 @@ class Live:
     """Loads by endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
     """The last measurements of each node."""
+    measured: Mapping[str, NodeMeasurement] = field(default_factory=dict)
+    """Further readings of each node, its power and its energy."""
+    targets: tuple[Target, ...] = ()
+    """The metrics pages of nodes and replicas."""
     errors: tuple[str, ...] = ()
     """Failed sources and failed actions."""
     quarantined: Mapping[str, str] = field(default_factory=dict)
@@ -107,7 +113,7 @@ def last_pass_s(live_path: Path) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class JobView:
+class JobView(ShownAsHtml):
     job: Job
     position: int | None
     """The position in the queue, from 1; None once admitted."""
@@ -122,6 +128,29 @@ class JobView:
 
 
 @dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line of a replica's output, without what looks like a secret."""
+
+    replica: str
+    at: str
+    """Its time (ISO 8601) as far as it says one, or that of the line before it."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointLogPart:
+    """A part of the output of an endpoint's replicas."""
+
+    lines: list[LogLine]
+    after: str
+    """The position of the next part."""
+    has_more: bool
+    """True if the next part exists already."""
+    missing: tuple[str, ...] = ()
+    """Replicas whose node does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class LogPart:
     """A part of a job's log."""
 
@@ -133,7 +162,7 @@ class LogPart:
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointStatus:
+class EndpointStatus(ShownAsHtml):
     endpoint: Endpoint
     base_url: str
     """The base URL for OpenAI clients."""
@@ -170,7 +199,7 @@ class RevisionOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutStatus:
+class RolloutStatus(ShownAsHtml):
     rollout: Rollout
     champion: RevisionOutcome
     challenger: RevisionOutcome
@@ -196,6 +225,9 @@ class ClusterStatus:
     serve: str
     """The base URL of all endpoints."""
     errors: tuple[str, ...] = ()
+    prometheus: str = ""
+    """The URL of the cluster's Prometheus; empty without `--monitoring`."""
+    alertmanager: str = ""
 
     def json(self) -> dict[str, Any]:
         value: dict[str, Any] = to_json(self)
@@ -206,11 +238,11 @@ class ClusterStatus:
         money = f"{format_usd(self.cost_micro_usd)} so far, {format_usd(self.price_micro_usd_h)} an hour"
         nodes = [(node.id, f"{node.type} in {node.zone}: {node.state}") for node in self.nodes]
         rows = [("jobs", jobs), ("endpoints", self.endpoints), ("cost", money), ("Ray", self.ray), *nodes]
-        return html_table(self.name, ("", ""), [*rows, *(("trouble", error) for error in self.errors)])
+        return framed(table(self.name, ("", ""), [*rows, *(("trouble", error) for error in self.errors)]))
 
 
 @dataclass(frozen=True, slots=True)
-class WhyView:
+class WhyView(ShownAsHtml):
     """The answer of `raytide why JOB` and `raytide why unmanaged`."""
 
     job: str
@@ -229,7 +261,7 @@ class WhyView:
 
 
 @dataclass(frozen=True, slots=True)
-class TeamView:
+class TeamView(ShownAsHtml):
     name: str
     spec: TeamSpec
     spent_micro_usd: int
@@ -268,6 +300,39 @@ class CostTable:
     rows: tuple[CostRow, ...]
     total_micro_usd: int
     forecast_micro_usd: int
+    grams_co2_per_kwh: float = 0.0
+    """The cluster's figure for emissions."""
+
+    @property
+    def kwh(self) -> float:
+        """The energy of all rows."""
+        return sum(row.kwh for row in self.rows)
+
+    def co2_kg(self, kwh: float) -> float:
+        """Returns the estimated emissions of this much energy."""
+        return kwh * self.grams_co2_per_kwh / 1000.0
+
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = to_json(self)
+        return value
+
+    def _repr_html_(self) -> str:
+        def used(kwh: float) -> tuple[str, ...]:
+            return (f"{kwh:.3f}", f"{self.co2_kg(kwh):.3f}") if self.kwh else ()
+
+        rows = [
+            (
+                x.key,
+                *map(format_usd, (x.amount_micro_usd, x.lost_micro_usd, x.micro_usd_h, x.forecast_micro_usd)),
+                *used(x.kwh),
+            )
+            for x in self.rows
+        ]
+        total = ("total", format_usd(self.total_micro_usd), "", "", format_usd(self.forecast_micro_usd))
+        energy = ("kWh", "kg CO2 (estimate)") if self.kwh else ()
+        columns = (self.by, "cost", "lost", "now, an hour", "at the month's end", *energy)
+        rows.append((*total, *used(self.kwh)))
+        return framed(table(f"cost by {self.by}", columns, rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,11 +364,4 @@ class CostReport:
     def _repr_html_(self) -> str:
         total = format_usd(self.booked_micro_usd + self.accrued_micro_usd)
         rows = [(x.kind, x.subject, x.team, format_usd(x.amount_micro_usd)) for x in self.lines]
-        return html_table("cost", ("for", "whose", "team", "cost"), [*rows, ("total", "", "", total)])
-
-
-def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Returns a table for notebooks."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return framed(table("cost", ("for", "whose", "team", "cost"), [*rows, ("total", "", "", total)]))

@@ -167,7 +167,8 @@ def _rebuild(cls: type[RaytideError], message: str, hint: str) -> RaytideError:
 
 
 def _tree(cls: type[RaytideError]) -> dict[str, type[RaytideError]]:
-    found = {cls.code: cls}
+    """Returns the classes by code. One without a code of its own is its parent to other processes."""
+    found = {cls.code: cls} if "code" in vars(cls) else {}
     for sub in cls.__subclasses__():
         found |= _tree(sub)
     return found

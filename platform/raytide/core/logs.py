@@ -8,13 +8,37 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from collections.abc import MutableMapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+TRACE_ID: ContextVar[str] = ContextVar("trace_id", default="")
+"""The trace that lines belong to; `raytide.core.telemetry.tracing` sets it."""
+_SECRETS = (
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}"), r"\1 ***"),
+    (re.compile(r"\b(rk-|sk-|hf_|gh[pousr]_|xox[abprs]-|AKIA|ASIA)[\w-]{12,}"), r"\1***"),
+    (re.compile(r"(://[^\s/:@]{0,100}):[^\s/@]{1,200}@"), r"\1:***@"),
+    (
+        re.compile(
+            r"(?i)\b([\w-]{0,40}(?:password|passwd|secret|token|api_?key)[\"']?\s*[:=]\s*[\"']?)[^\s\"',;&}]{6,}"
+        ),
+        r"\1***",
+    ),
+)
+"""Patterns of secrets, and the text in their place: credentials of HTTP, keys by their well-known beginnings,
+passwords in URLs, and values of fields with telling names."""
 _WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
+
+
+def scrubbed(text: str) -> str:
+    """Returns the text without what looks like a secret."""
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
+    return text
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, object]:
@@ -44,7 +68,8 @@ def logger(name: str, **fields: object) -> Log:
 
 
 class JsonLines(logging.Formatter):
-    """Formats {"at", "level", "logger", "message", then the fields, and "traceback" if there is an exception}."""
+    """Formats {"at", "level", "logger", "message", then the fields, and "traceback" if there is an exception}, without
+    what looks like a secret."""
 
     def __init__(self, **fields: object) -> None:
         super().__init__()
@@ -59,9 +84,11 @@ class JsonLines(logging.Formatter):
             **self._fields,
             **_fields_of(record),
         }
+        if trace_id := TRACE_ID.get():
+            line["trace_id"] = trace_id
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        text = json.dumps(line, default=str, ensure_ascii=False)
+        text = scrubbed(json.dumps(line, default=str, ensure_ascii=False))
         return text.encode(errors="backslashreplace").decode()  # lone surrogates cannot be encoded
 
 

@@ -6,6 +6,7 @@ may not be installed.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterable, Mapping
@@ -49,6 +50,28 @@ def connected_gcs() -> GcsClient:
     worker: Any = global_worker
     worker.check_connected()
     return worker.gcs_client
+
+
+def agent_address() -> str:
+    """Returns `host:port` of the HTTP server of the agent on this process's node; empty if it has not started yet."""
+    import ray
+    from ray._private import ray_constants
+    from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
+
+    key = f"{DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX}{ray.get_runtime_context().get_node_id()}".encode()
+    found = connected_gcs().internal_kv_get(key, ray_constants.KV_NAMESPACE_DASHBOARD, 5.0)
+    if not found:
+        return ""
+    host, port, _ = json.loads(found)
+    return f"{host}:{port}"
+
+
+def output_files() -> tuple[str, ...]:
+    """Returns the names of the files in Ray's folder of logs that get the standard output and errors of this worker."""
+    from ray._private.worker import global_worker
+
+    worker: Any = global_worker
+    return tuple(os.path.basename(path) for path in (worker.get_out_file_path(), worker.get_err_file_path()) if path)
 
 
 def is_without_ray() -> bool:
@@ -108,6 +131,18 @@ def serve_controller() -> Any:
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+
+
+def kill_serve_actor(actor_name: str) -> bool:
+    """Kills a replica's actor; returns whether it was there."""
+    import ray
+    from ray.serve._private.constants import SERVE_NAMESPACE
+
+    try:
+        ray.kill(ray.get_actor(actor_name, namespace=SERVE_NAMESPACE))
+    except ValueError:
+        return False
+    return True
 
 
 def replica_node(actor_name: str) -> str:

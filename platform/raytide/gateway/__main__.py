@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,6 +19,11 @@ from raytide.control.supervision.daemon import hold_lock
 from raytide.core.errors import RaytideError
 from raytide.core.logs import log_to, logger
 from raytide.core.objects.cluster_config import HostedApi, load_cluster
+from raytide.core.telemetry.metrics import Sample
+from raytide.core.telemetry.page import MetricsPage, Query
+from raytide.core.telemetry.series_limits import SeriesLimits
+from raytide.core.telemetry.targets import Target, announce
+from raytide.core.telemetry.vllm_names import with_vllm_names
 from raytide.gateway.app import create_app
 from raytide.gateway.batches.service import BatchService
 from raytide.gateway.hosted.api import HostedApis
@@ -26,6 +31,7 @@ from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import Directory, Listing
 from raytide.gateway.rollouts.reporter import RolloutReporter
 from raytide.gateway.tenancy.tenancy import Tenancy
+from raytide.gateway.tracing import RequestTracing
 
 log = logger(__name__)
 
@@ -42,9 +48,11 @@ def serve(
     tenancy: Tenancy,
     files: Path,
     hosted: Iterable[HostedApi] = (),
+    announce_page: Callable[[str], None] = lambda address: None,
+    tracing: RequestTracing | None = None,
 ) -> None:
     """Serves until SIGTERM, then finishes what runs, for at most a few seconds. `files` is the folder of files and
-    batches.
+    batches. `announce_page` is told the address of the process's metrics page.
 
     It accepts connections once it knows which endpoints exist; until then the other processes on the port get them.
     """
@@ -61,6 +69,7 @@ def serve(
         def update(listing: Listing) -> None:
             loop.call_soon_threadsafe(take_over, listing)
 
+        announce_page(await metrics.start(listening.getsockname()[0]))
         directory = Directory(gcs_address, update)
         directory.start()
         reporter = RolloutReporter(tenancy.api, models.counted)
@@ -75,10 +84,13 @@ def serve(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         directory.stop()
+        metrics.close()
         with suppress(RaytideError):
             await reporter.report()
         await models.close()
         await tenancy.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     def ended(task: asyncio.Task[None]) -> None:
         """Ends the process, which the supervisor starts again: it would answer requests without doing that work."""
@@ -86,7 +98,14 @@ def serve(
             log.critical("a part of the gateway has ended, so it ends as a whole", exc_info=task.exception())
             server.should_exit = True
 
-    app = create_app(models, tenancy, run)
+    limits = SeriesLimits()
+
+    async def page(query: Query) -> Iterable[Sample]:
+        samples = limits.apply([*models.samples(), *tenancy.samples()])
+        return with_vllm_names(samples, query)
+
+    metrics = MetricsPage(page)
+    app = create_app(models, tenancy, run, tracing)
     batches = BatchService(app, models, tenancy, files)
     config = uvicorn.Config(
         app,
@@ -117,9 +136,22 @@ def main(run_dir: str, number: str) -> None:
     with hold_lock(folder / f"gateway-{number}.lock"):
         address = urlsplit(cluster.serve_url)
         listening = bound_socket(address.hostname or cluster.head_ip, address.port or 8000)
-        hosted = load_cluster(cluster.config_path).settings.gateway.hosted
+        settings = load_cluster(cluster.config_path).settings
         tenancy = Tenancy.of_cluster(cluster, number)
-        serve(cluster.gcs_address, listening, f"{os.getpid()}", tenancy, folder / "files", hosted)
+
+        def announce_page(address: str) -> None:
+            announce(folder, f"gateway-{number}", Target("raytide-gateway", address))
+
+        serve(
+            cluster.gcs_address,
+            listening,
+            f"{os.getpid()}",
+            tenancy,
+            folder / "files",
+            settings.gateway.hosted,
+            announce_page,
+            RequestTracing.of(settings.tracing),
+        )
 
 
 if __name__ == "__main__":

@@ -12,20 +12,29 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raytide.actors.serving.http.app import openai_app
 from raytide.actors.serving.http.headers import ResponseHeaders
+from raytide.core.telemetry.metrics import CONTENT_TYPE, render
 from raytide.gateway.models import ENDPOINT, EndpointModels
 from raytide.gateway.rollouts.feedback import add_feedback_routes
 from raytide.gateway.tenancy.authentication import Authentication
 from raytide.gateway.tenancy.tenancy import Tenancy
+from raytide.gateway.tracing import RequestTracing, TracedRequests
 
 _OWN = frozenset({"v1", "health", "metrics", "docs", "openapi.json", "redoc"})
 _LOCAL_ORIGIN = r"(app|file|tauri|vscode-(file|webview))://.*|https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins on the browser's own machine. Pages from elsewhere must not use a gateway that demands no keys."""
 
 
-def create_app(models: EndpointModels, tenancy: Tenancy, start: Callable[[], AsyncIterator[None]]) -> FastAPI:
+def create_app(
+    models: EndpointModels,
+    tenancy: Tenancy,
+    start: Callable[[], AsyncIterator[None]],
+    tracing: RequestTracing | None = None,
+) -> FastAPI:
     """Returns the app. `start` runs beside it: its first part before the first request, the rest after the last."""
     app = openai_app(models, asynccontextmanager(lambda _: start()))
     app.add_middleware(Authentication, tenancy=tenancy)
+    if tracing is not None:
+        app.add_middleware(TracedRequests, tracing=tracing)
     app.add_middleware(EndpointPaths)
     app.add_middleware(
         CORSMiddleware,
@@ -49,9 +58,7 @@ def create_app(models: EndpointModels, tenancy: Tenancy, start: Callable[[], Asy
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
-        name = request.scope.get(ENDPOINT)
-        text = await models.metrics(name)
-        return Response(text, media_type="text/plain; version=0.0.4")
+        return Response(render(await models.endpoint_samples(request)), media_type=CONTENT_TYPE)
 
     return app
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar, cast
 from uuid import uuid4
@@ -14,10 +14,10 @@ from uuid import uuid4
 from fastapi import Request
 from pydantic import BaseModel
 
-from raytide.actors.serving.metrics import render_all
+from raytide.actors.serving.metrics import engine_samples
 from raytide.actors.serving.openai_api.admission import HEADERS, caller_of
 from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
-from raytide.actors.serving.openai_api.respond import session_of
+from raytide.actors.serving.openai_api.respond import in_request, outcome_of, session_of
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
 from raytide.actors.serving.ray_serve.keys import queue_key
@@ -25,6 +25,10 @@ from raytide.core.errors import WaitTimeoutError
 from raytide.core.objects.api_key import HostedBackend
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, ServeSpec, adapted_models, adapter_id
 from raytide.core.specs.rollout import CountedRevision, served_version
+from raytide.core.telemetry.catalogue.application import REQUESTS
+from raytide.core.telemetry.metrics import Sample
+from raytide.core.telemetry.recorder import ValueRecorder
+from raytide.gateway.answers.answer_quality import AnswerQuality
 from raytide.gateway.hosted.api import HostedApis
 from raytide.gateway.replicas.directory import Directory, EndpointEntry, Listing
 from raytide.gateway.replicas.prefill_pool import PrefillPool
@@ -75,7 +79,8 @@ class EndpointModels:
         self._applications: dict[str, _Application] = {}
         self._tallies: dict[tuple[int, int], RevisionTally] = {}
         self._shadows = ShadowTraffic()
-        self._refused: dict[str, int] = {}
+        self._unserved = ValueRecorder(REQUESTS)
+        """Requests that no endpoint has counted, since they name none."""
         self._retired: list[ReplicaSet] = []
         """Replicas of deleted endpoints, which finish their requests."""
         self.listed = asyncio.Event()
@@ -94,6 +99,8 @@ class EndpointModels:
                 known = self._applications[entry.spec.name] = self._made(name, entry)
             known.entry = entry
             known.replicas.most_waiting = entry.spec.max_ongoing * max(1, entry.spec.replicas.max)
+            known.metrics.revision = str(entry.revision or "")
+            known.metrics.slo_ttft_s = entry.spec.replicas.slo_ttft_s
             known.server.min_priority = entry.spec.min_request_priority
             known.engine.answers.cache.set_policy(entry.spec.answer_cache)
             known.replicas.update(entry.replicas)
@@ -128,7 +135,7 @@ class EndpointModels:
             key = (rollout.number, revision)
             tally = self._tallies.pop(key) if key in self._tallies else RevisionTally(*key)
             each.metrics.tally = self._tallies[key] = tally  # the last: those that run are kept
-            each.metrics.goal_s = entry.spec.replicas.slo_ttft_s
+            each.metrics.slo_ttft_s = entry.spec.replicas.slo_ttft_s
 
     def counted(self) -> list[CountedRevision]:
         """Returns the totals of the rollouts that run, and of those that ran before."""
@@ -140,10 +147,19 @@ class EndpointModels:
         """Returns what the revision for this request responds. Nothing of a response was sent yet when `respond`
         raises, so the champion answers what a challenger fails, and a fallback what all replicas refuse.
         """
+        try:
+            return await self._answer(model, request, body, respond)
+        except Exception as error:
+            self._count_failure(model, request, error)
+            raise
+
+    async def _answer(
+        self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
+    ) -> T:
         self._check_path(model, request)
         found = self._serving(model)
         if found.entry.spec.backend is not None:
-            return await self._hosted_answer(found.entry.spec.backend, model, request)
+            return await self._hosted_answer(found, found.entry.spec.backend, model, request, body)
         if found.entry.spec.fallback is None or model != endpoint_of_model(model):
             return await self._own_answer(model, request, body, respond)
         if found.replicas.ready:
@@ -153,20 +169,34 @@ class EndpointModels:
                 if not is_for_fallback(error):
                     raise
         found.fell_back_s = time.monotonic()
-        return await self._hosted_answer(found.entry.spec.fallback, model, request)
+        return await self._hosted_answer(found, found.entry.spec.fallback, model, request, body)
 
-    async def _hosted_answer(self, backend: HostedBackend, model: str, request: Request) -> T:
+    async def _hosted_answer(
+        self, found: _Application, backend: HostedBackend, model: str, request: Request, body: BaseModel
+    ) -> T:
         self._check_use(model, request)
-        return cast(T, await self._hosted.answer(backend, model, request))
+        track = found.metrics.track(_api_of(request))
+        return cast(T, await in_request(request, body, self._hosted.answer(backend, model, request, track)))
+
+    def _count_failure(self, model: str, request: Request, error: Exception) -> None:
+        """Counts a failure before an engine was asked, which no server has counted."""
+        failure = to_api_error(error)
+        if failure.is_counted:
+            return
+        code = failure.body.error.code or ""
+        if endpoint_of_model(model) in self._listing:
+            self._serving(endpoint_of_model(model)).metrics.count_outcome(_api_of(request), outcome_of(error), code)
+        else:
+            self._unserved.add("", "", _api_of(request), outcome_of(error), code)
 
     async def _own_answer(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
     ) -> T:
-        await self.server(model, request)
+        await self.server(model, request, body)
         entry = self._listing[endpoint_of_model(model)]
         challenger = self._challenger(entry, model, request, session_of(body, request.headers))
         if challenger is None:
-            return await self._champion_answer(model, request, self._with_copy(model, request, body, respond))
+            return await self._champion_answer(model, request, body, self._with_copy(model, request, body, respond))
         tally = challenger.metrics.tally
         refusal: Exception | None = None
         if challenger.replicas.ready:
@@ -177,15 +207,17 @@ class EndpointModels:
                     raise
                 refusal = error
         is_counted = refusal is not None and (is_overload(refusal) or to_api_error(refusal).status >= 500)
-        response = await self._champion_answer(model, request, respond)
+        response = await self._champion_answer(model, request, body, respond)
         if tally is not None and not is_counted:  # it had no replica, or refused what the champion answers
             tally.fail()
         return response
 
-    async def _champion_answer(self, model: str, request: Request, respond: Callable[[Server], Awaitable[T]]) -> T:
+    async def _champion_answer(
+        self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
+    ) -> T:
         """Returns the champion's response; that of its successor if it was replaced meanwhile."""
         while True:
-            server = await self.server(model, request)
+            server = await self.server(model, request, body)
             champion = self._serving(model)
             try:
                 return _marked(await respond(server), request, champion.entry.revision)
@@ -209,14 +241,15 @@ class EndpointModels:
         challenger, caller = found.adapted(model), caller_of(request.scope)
         return lambda server: respond(self._shadows.copied(server, challenger, body, caller, tally))
 
-    async def server(self, model: str, request: Request) -> Server:
+    async def server(self, model: str, request: Request, body: BaseModel | None = None) -> Server:
+        """Returns the server of a model. It waits for a first replica as long as the request does."""
         self._check_path(model, request)
         found = self._serving(model)
         self._check_use(model, request)
         is_hosted = found.entry.spec.backend or (found.entry.spec.fallback and model == endpoint_of_model(model))
         if not (found.server.is_described or is_hosted):
             try:
-                await found.replicas.wait_ready(COLD_START_S)
+                await in_request(request, body, found.replicas.wait_ready(COLD_START_S))
             except WaitTimeoutError as error:
                 raise ApiError(503, str(error), type="server_error", code="overloaded") from error
         return found.adapted(model)
@@ -230,19 +263,32 @@ class EndpointModels:
         return [self._serving(model).adapted(model).card(model) for model in models if may_use(model)]
 
     def count_refused_body(self, api: str) -> None:
-        self._refused[api] = self._refused.get(api, 0) + 1
+        self._unserved.add("", "", api, "invalid", "")
 
     def endpoint(self, name: str) -> tuple[Server, ReplicaSet]:
         """Returns the server and the replicas of an endpoint. Raises ApiError for an unknown one."""
         found = self._serving(name)
         return found.server, found.replicas
 
-    async def metrics(self, name: str | None) -> bytes:
-        """Returns the metrics of an endpoint, or of all, in Prometheus' text format."""
+    def samples(self) -> Iterator[Sample]:
+        """Yields the metrics of this process's requests."""
+        yield from self._unserved.samples()
+        for each in self._applications.values():
+            yield from each.metrics.samples()
+
+    async def endpoint_samples(self, request: Request) -> list[Sample]:
+        """Returns the metrics of the endpoints that the path names and the caller may use, with the sums over their
+        replicas as those last reported.
+        """
+        name, may_use = request.scope.get(ENDPOINT), caller_of(request.scope).may_use
         if name is not None:
             self._serving(name)
-        found = [each for each in self._applications.values() if name in (None, each.server.model)]
-        return render_all([(each.metrics, await each.engine.stats()) for each in found])
+        found: list[Sample] = []
+        for each in list(self._applications.values()):
+            if name in (None, each.server.model) and may_use(each.server.model):
+                stats = await each.engine.stats()
+                found += [*each.metrics.samples(), *engine_samples(stats, each.metrics.endpoint, each.metrics.revision)]
+        return found
 
     async def report_queues(self, directory: Directory) -> None:
         """Reports the requests that wait for a replica, for as long as it runs; the controller scales by them."""
@@ -291,9 +337,12 @@ class EndpointModels:
 
     def _made(self, name: str, entry: EndpointEntry) -> _Application:
         replicas = ReplicaSet(name, on_info=lambda info: server.describe(info))
-        engine = RoutedEngine(replicas, on_reuse=lambda how: server.metrics.count_reuse(how))
+        metrics = CountedMetrics(name)
+        quality = AnswerQuality()
+        metrics.served_logprob = lambda: quality.mean_logprob
+        engine = RoutedEngine(replicas, metrics.count_reuse, metrics.count_resumed, quality)
         server = Server(engine, model=name)
-        server.metrics = metrics = CountedMetrics(entry.spec.name)
+        server.metrics = metrics
         return _Application(entry, replicas, engine, server, metrics)
 
     def _check_use(self, model: str, request: Request) -> None:
@@ -319,6 +368,11 @@ def _marked(response: T, request: Request, revision: int) -> T:
     if revision:
         request.scope[HEADERS] = {**request.scope.get(HEADERS, {}), "x-raytide-revision": str(revision)}
     return response
+
+
+def _api_of(request: Request) -> str:
+    """Returns the API that a path names, such as `chat`."""
+    return request.url.path.partition("/v1/")[2].partition("/")[0]
 
 
 def endpoint_of_model(model: str) -> str:

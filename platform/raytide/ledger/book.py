@@ -22,19 +22,24 @@ def open_interval(node_id: str, price_micro_usd_h: int, started_us: int, occupan
 
 
 def book(
-    interval: OpenInterval, now_us: int, occupancy: Occupancy, *, at_once: bool = False
+    interval: OpenInterval, now_us: int, occupancy: Occupancy, *, at_once: bool = False, energy_mj: int = 0
 ) -> tuple[tuple[Entry, ...], OpenInterval]:
-    """Books up to now if the occupancy changed, the interval is long, or `at_once` is set; else leaves it open. The
-    clock may step back."""
+    """Books up to now, with the energy since the last entries, if the occupancy changed, the interval is long, or
+    `at_once` is set; else leaves it open. The clock may step back.
+    """
     is_due = at_once or occupancy != interval.occupancy or now_us - interval.from_us >= MAX_OPEN_US
     if not is_due:
         return (), interval
     until_us = max(now_us, interval.from_us)
-    return cost_of(interval, until_us), replace(interval, from_us=until_us, occupancy=occupancy)
+    return cost_of(interval, until_us, energy_mj), replace(interval, from_us=until_us, occupancy=occupancy)
 
 
 def close(
-    interval: OpenInterval, end_us: int, booked: Sequence[Entry] = (), origins: Sequence[int] = ()
+    interval: OpenInterval,
+    end_us: int,
+    booked: Sequence[Entry] = (),
+    origins: Sequence[int] = (),
+    energy_mj: int = 0,
 ) -> tuple[Entry, ...]:
     """Returns the last entries of a node whose bill ends at `end_us`.
 
@@ -42,7 +47,7 @@ def close(
     reversed from `end_us` on. `origins`: the start times of its earlier prices.
     """
     if end_us >= interval.from_us:
-        return cost_of(interval, end_us)
+        return cost_of(interval, end_us, energy_mj)
     late = [entry for entry in booked if entry.to_us > end_us and not entry.is_reversal]
     spans = sorted({(entry.from_us, entry.to_us) for entry in late})
     return tuple(
@@ -56,13 +61,16 @@ def close(
     )
 
 
-def cost_of(interval: OpenInterval, until_us: int) -> tuple[Entry, ...]:
-    """Returns the entries of the open interval up to `until_us`: booked at a cut, shown as accrued before."""
+def cost_of(interval: OpenInterval, until_us: int, energy_mj: int = 0) -> tuple[Entry, ...]:
+    """Returns the entries of the open interval up to `until_us`: booked at a cut, shown as accrued before. The node's
+    energy is split as its cost is.
+    """
     if until_us <= interval.from_us:
         return ()
     amount = interval_cost(interval.price_micro_usd_h, interval.origin_us, interval.from_us, until_us)
     shares = {_key(share): share for share in interval.occupancy}
-    parts = split(amount, {key: share.weight for key, share in shares.items()})
+    weights = {key: share.weight for key, share in shares.items()}
+    parts, energy = split(amount, weights), split(energy_mj, weights)
     return tuple(
         Entry(
             node_id=interval.node_id,
@@ -73,6 +81,7 @@ def cost_of(interval: OpenInterval, until_us: int) -> tuple[Entry, ...]:
             team=share.team,
             price_micro_usd_h=interval.price_micro_usd_h,
             amount_micro_usd=parts[key],
+            energy_mj=energy[key],
         )
         for key, share in shares.items()
     )
@@ -88,7 +97,8 @@ def _reverse(origin_us: int, from_us: int, together: Sequence[Entry]) -> list[En
     charged = {key: float(sum(e.amount_micro_usd for e in together if _key(e) == key)) for key in first}
     parts = split(amount, charged) if any(charged.values()) else dict.fromkeys(charged, 0)
     return [
-        replace(entry, from_us=from_us, amount_micro_usd=-parts[key], is_reversal=True) for key, entry in first.items()
+        replace(entry, from_us=from_us, amount_micro_usd=-parts[key], is_reversal=True, energy_mj=0)
+        for key, entry in first.items()
     ]
 
 

@@ -39,6 +39,6 @@ def _moved(together: list[Entry], from_us: int, until_us: int, cause: str) -> tu
     if amount <= 0:
         return ()
     return (
-        replace(first, amount_micro_usd=-amount, cause=cause),
-        replace(first, kind=EntryKind.WASTE, amount_micro_usd=amount, cause=cause),
+        replace(first, amount_micro_usd=-amount, cause=cause, energy_mj=0),
+        replace(first, kind=EntryKind.WASTE, amount_micro_usd=amount, cause=cause, energy_mj=0),
     )

@@ -13,6 +13,7 @@ from raytide.core.objects.ledger_entry import DAY_US, Entry, EntryKind, Line, Op
 By = Literal["team", "project", "job", "model", "node", "day"]
 Tags = Mapping[str, Mapping[str, str]]
 """`project` and `model` by job or endpoint."""
+MJ_PER_KWH = 3_600_000_000
 Rates = Mapping[tuple[EntryKind, str, str, str], float]
 """Present micro-dollars an hour by kind, subject, team and node."""
 
@@ -29,6 +30,12 @@ class CostRow:
     """The part of the amount for work that was lost."""
     lost_to: tuple[str, ...] = ()
     """The causes of the losses (preempting jobs, lost nodes), the costliest first."""
+    energy_mj: int = 0
+    """Millijoules, measured or estimated; booked up to a minute after they were used."""
+
+    @property
+    def kwh(self) -> float:
+        return self.energy_mj / MJ_PER_KWH
 
 
 def rows(
@@ -37,17 +44,19 @@ def rows(
     """Returns the rows, the most expensive first. Idle, start-up and waste have their own rows, so the rows sum to the
     whole. `losses` are parts of `lines`, by cause."""
     amounts: defaultdict[str, int] = defaultdict(int)
+    energy: defaultdict[str, int] = defaultdict(int)
     burn: defaultdict[str, float] = defaultdict(float)
     lost: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for line in lines:
         amounts[_key(line, by, tags)] += line.amount_micro_usd
+        energy[_key(line, by, tags)] += line.energy_mj
     for line in losses:
         lost[_key(line, by, tags)][line.cause] += line.amount_micro_usd
     for (kind, subject, team, node_id), micro_usd_h in rates.items():
         now = Line(kind, subject, team, node_id, now_us // DAY_US, 0)
         burn[_key(now, by, tags)] += micro_usd_h
     # a day ends at midnight; all other keys continue to the end of the month
-    left_h = (DAY_US - now_us % DAY_US) / 3.6e9 if by == "day" else _left_h(now_us)
+    left_h = (DAY_US - now_us % DAY_US) / 3.6e9 if by == "day" else hours_left_in_month(now_us)
     found = [
         CostRow(
             key,
@@ -56,6 +65,7 @@ def rows(
             amounts[key] + round(burn[key] * left_h),
             lost[key].total(),
             tuple(cause for cause, amount in lost[key].most_common() if amount > 0),
+            energy[key],
         )
         for key in amounts.keys() | burn.keys()
     ]
@@ -65,7 +75,10 @@ def rows(
 
 
 def as_lines(entries: Iterable[Entry]) -> list[Line]:
-    return [Line(e.kind, e.subject, e.team, e.node_id, e.from_us // DAY_US, e.amount_micro_usd) for e in entries]
+    return [
+        Line(e.kind, e.subject, e.team, e.node_id, e.from_us // DAY_US, e.amount_micro_usd, energy_mj=e.energy_mj)
+        for e in entries
+    ]
 
 
 def rates(intervals: Sequence[OpenInterval]) -> dict[tuple[EntryKind, str, str, str], float]:
@@ -92,7 +105,8 @@ def _key(line: Line, by: By, tags: Tags) -> str:
             return tags.get(line.subject, {}).get(by, "-") if line.subject else f"({line.kind})"
 
 
-def _left_h(now_us: int) -> float:
+def hours_left_in_month(now_us: int) -> float:
+    """Returns the hours to the end of the month (UTC), when budgets begin anew."""
     now = datetime.fromtimestamp(now_us / 1e6, UTC)
     first = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
     end = (first + timedelta(days=32)).replace(day=1)

@@ -43,7 +43,7 @@ def with_lineage(spec: ModelVersionSpec, job: Job, code: str) -> ModelVersionSpe
         train = TrainSpec.parse(config, where=job.id)
         lineage = Lineage(
             job=job.id,
-            dataset=train.dataset or (train.chat.file if train.chat else ""),
+            dataset=", ".join(train.datasets) or (train.chat.file if train.chat else ""),
             dataset_sha256=given.dataset_sha256,
             base=train.init_from or "",
             code=code,

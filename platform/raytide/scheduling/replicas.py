@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from raytide.core.objects.endpoint import EndpointLoad, EndpointState, ServeSpec
+from raytide.core.objects.endpoint import EndpointState, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import FRESH_S, NodeState
 from raytide.core.objects.snapshot import Demand, EndpointView, Snapshot, Throughputs

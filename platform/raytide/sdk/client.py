@@ -10,26 +10,33 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from raytide.control.client import ApiClient
-from raytide.control.views import ClusterStatus, CostReport, JobView, html_table
+from raytide.control.views import ClusterStatus, CostReport, CostTable, JobView, TeamView
 from raytide.core.config import Config, load_yaml
 from raytide.core.errors import UsageError
+from raytide.core.io.html import ShownList, framed, table
 from raytide.core.io.working_dir import pack
+from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import GangSpec
 from raytide.core.objects.job import JobKind, JobSpec
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
-from raytide.rollout.canary import CanarySpec
-from raytide.sdk.batch import RETRIES, batch_command, batch_model
-from raytide.sdk.endpoint import EndpointHandle
-from raytide.sdk.job_run import Run
-from raytide.sdk.models import ModelRegistry, named_model
+from raytide.ledger.report import By
+from raytide.registry.rollout.canary import CanarySpec
+from raytide.sdk.jobs.flow_run import FlowRun, submit_flow
+from raytide.sdk.jobs.job_run import Run, listing
+from raytide.sdk.jobs.script import command_of
+from raytide.sdk.jobs.task import Task
+from raytide.sdk.jobs.train_run import TrainRun, run_of
 from raytide.sdk.options import GangOptions, NodeOptions, ServeOptions, gang_of, job_and_gang
-from raytide.sdk.rollouts import rollout_of
-from raytide.sdk.script import command_of
-from raytide.sdk.task import Task
-from raytide.sdk.train_run import TrainRun, run_of
+from raytide.sdk.registry.datasets import DatasetRegistry
+from raytide.sdk.registry.models import ModelRegistry, named_model
+from raytide.sdk.registry.rollouts import rollout_of
+from raytide.sdk.serving.batch import RETRIES, batch_command, batch_model
+from raytide.sdk.serving.endpoint import EndpointHandle, endpoint_row
+from raytide.workflows.spec import FlowSpec
+from raytide.workflows.sweep.spec import Value
 
 if TYPE_CHECKING:
     from ray.train import ScalingConfig
@@ -54,6 +61,7 @@ class Client:
         self.client = client
         self._on_exit = on_exit
         self.models = ModelRegistry(client)
+        self.datasets = DatasetRegistry(client)
 
     def status(self) -> ClusterStatus:
         """Returns the cluster's nodes with their prices, and the number of its jobs by state."""
@@ -63,9 +71,25 @@ class Client:
         """Returns the cost by team, job, endpoint and node."""
         return self.client.cost()
 
+    def costs(self, by: By = "team", *, since_s: float = 0.0) -> CostTable:
+        """Returns the cost by team, project, job, model, node or day, from a time on, with what was lost of it."""
+        return self.client.costs(by, since_s=since_s)
+
+    def teams(self) -> list[TeamView]:
+        """Returns the teams with their quotas, budgets and spending."""
+        columns = ("team", "in use", "own", "available", "spent this month")
+        return ShownList(self.client.teams(), "teams", columns, _team_row)
+
+    def endpoints(self) -> list[EndpointHandle]:
+        """Returns all endpoints."""
+        found = [EndpointHandle(self.client, status) for status in self.client.endpoints()]
+        return ShownList(
+            found, "endpoints", ("endpoint", "state", "replicas", "in flight", "cost", "url"), endpoint_row
+        )
+
     def jobs(self, *, limit: int = 100) -> list[Run]:
         """Returns the latest jobs, newest first."""
-        return [run_of(self.client, view) for view in self.client.jobs(limit=limit)]
+        return listing(run_of(self.client, view) for view in self.client.jobs(limit=limit))
 
     def job(self, job_id: str) -> Run:
         """Returns the job with this id."""
@@ -85,7 +109,8 @@ class Client:
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
         job, gang = job_and_gang(options)
         if gang is not None:
-            train = train.model_copy(update={"gang": gang_of(gang, where="train")})
+            auto = tuple(name for name in train.auto if name != "gang")
+            train = train.model_copy(update={"gang": gang_of(gang, where="train"), "auto": auto})
         named = {"name": train.name, **_team_of(train), **job}
         return TrainRun(self.client, self._submit(JobKind.TRAIN, train.asks, train.model_dump(mode="json"), named))
 
@@ -117,6 +142,20 @@ class Client:
         wanted = gang_of(gang, where="run")
         config = {**spec.model_dump(mode="json"), "package": self.client.upload(pack(folder, tuple(exclude)))}
         return Run(self.client, self._submit(JobKind.SCRIPT, wanted, config, {"name": Path(script).stem, **job}))
+
+    def flow(
+        self,
+        flow: FlowSpec | SpecSource,
+        *,
+        params: Mapping[str, Value] | None = None,
+        working_dir: str | Path | None = None,
+    ) -> FlowRun:
+        """Submits a workflow: a file of stages, whose driver runs on the cluster until all of them are done.
+
+        `params` replace those of the file. The working directory, by default the file's folder, is uploaded for script
+        stages.
+        """
+        return submit_flow(self.client, flow, params, working_dir)
 
     def batch(
         self,
@@ -247,7 +286,7 @@ class Client:
     def _repr_html_(self) -> str:
         status = self.status()
         rows = [(node.id, node.type, str(node.market), node.zone, str(node.state)) for node in status.nodes]
-        return html_table(f"cluster {status.name}", ("node", "type", "market", "zone", "state"), rows)
+        return framed(table(f"cluster {status.name}", ("node", "type", "market", "zone", "state"), rows))
 
     def _submit(
         self, kind: JobKind, gang: GangSpec, config: Mapping[str, object], options: Mapping[str, object]
@@ -286,6 +325,10 @@ def local(config: str | Path | None = None, *, name: str = "local") -> Client:
 
     started = up(config, name=name, owner=Process.of(os.getpid()))
     return Client(ApiClient.from_run_dir(started.run_dir), on_exit=lambda: down(name))
+
+
+def _team_row(team: TeamView) -> tuple[object, ...]:
+    return team.name, team.use.used, team.use.own, team.use.available, format_usd(team.spent_micro_usd)
 
 
 def _team_of(spec: TrainSpec | DataSpec) -> dict[str, str]:

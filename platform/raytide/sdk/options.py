@@ -57,6 +57,8 @@ class GangOptions(NodeOptions, total=False):
 
     nodes: int | tuple[int, int]
     """The number of nodes; `(1, 4)` runs with any number from 1 to 4."""
+    gpu_memory_gb: float
+    """The least memory of each GPU, in 10^9 bytes."""
     together: str
     """A node label, such as a rack or zone, of which all nodes must have the same value."""
     shapes: Sequence[Shape]
@@ -82,7 +84,7 @@ class ServeOptions(TypedDict, total=False):
     prefill: Mapping[str, object]
 
 
-_SHAPE_WORDS = (*sorted(NODE_WORDS), "labels", "resources", "together")
+_SHAPE_WORDS = (*sorted(NODE_WORDS), "labels", "resources", "gpu_memory_gb", "together")
 
 
 def job_and_gang(

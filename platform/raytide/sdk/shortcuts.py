@@ -11,13 +11,16 @@ from raytide.control.views import ClusterStatus, CostReport
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.train import TrainSpec
-from raytide.rollout.canary import CanarySpec
+from raytide.registry.rollout.canary import CanarySpec
 from raytide.sdk.client import SpecSource, client_task, connect
-from raytide.sdk.endpoint import EndpointHandle
-from raytide.sdk.job_run import Run
+from raytide.sdk.jobs.flow_run import FlowRun
+from raytide.sdk.jobs.job_run import Run
+from raytide.sdk.jobs.task import Task
+from raytide.sdk.jobs.train_run import TrainRun
 from raytide.sdk.options import GangOptions, NodeOptions, ServeOptions
-from raytide.sdk.task import Task
-from raytide.sdk.train_run import TrainRun
+from raytide.sdk.serving.endpoint import EndpointHandle
+from raytide.workflows.spec import FlowSpec
+from raytide.workflows.sweep.spec import Value
 
 if TYPE_CHECKING:
     from ray.train import ScalingConfig
@@ -51,6 +54,17 @@ def data(spec: DataSpec | SpecSource, *, cluster: str | None = None, **options: 
 def train(spec: TrainSpec | SpecSource, *, cluster: str | None = None, **options: Unpack[GangOptions]) -> TrainRun:
     """Calls `Client.train` of the connected cluster."""
     return connect(cluster).train(spec, **options)
+
+
+def flow(
+    flow: FlowSpec | SpecSource,
+    *,
+    cluster: str | None = None,
+    params: Mapping[str, Value] | None = None,
+    working_dir: str | Path | None = None,
+) -> FlowRun:
+    """Calls `Client.flow` of the connected cluster."""
+    return connect(cluster).flow(flow, params=params, working_dir=working_dir)
 
 
 def run(

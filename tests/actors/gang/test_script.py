@@ -188,6 +188,12 @@ def test_a_driver_that_runs_again_goes_on_counting(start: Start) -> None:
     assert again.platform.progress["attempts"] == 2
 
 
+def test_a_final_exit_code_ends_the_job_whatever_retries_are_left(start: Start) -> None:
+    run = start("raise SystemExit(79)", ONE, retries=5, final_exit_codes=(79,))
+    assert "ended with exit code 79" in str(run.result.exception(60))
+    assert run.platform.progress["attempts"] == 1
+
+
 def test_all_meet_at_one_open_port(start: Start) -> None:
     code = """
 import os, socket

@@ -14,7 +14,7 @@ from ray.exceptions import NodeDiedError, RayTaskError
 import raytide as rt
 from raytide.core.errors import ClusterError, NotFoundError
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.sdk import task as tasks
+from raytide.sdk.jobs import task as tasks
 
 FIRST = Member(0, MemberState.READY, "node-0", "ray-0", "", "0" * 36)
 LEASE = Lease("lease-1", "job-1", Shape(resources={"CPU": 1.0}), LeaseState.ACTIVE, (FIRST,), epoch=1)

@@ -33,12 +33,15 @@ async def ask(
     *,
     method: str = "POST",
     leaves: bool = False,
+    leaves_after_body: bool = False,
     **headers: str,
 ) -> Answer:
     """`leaves`: the client closes its connection after these pieces, instead of ending its body."""
     pieces = [body[at : at + PIECE] for at in range(0, len(body), PIECE)] if isinstance(body, bytes) else list(body)
     waiting: list[Message] = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
     waiting.append({"type": "http.disconnect"} if leaves else {"type": "http.request", "body": b"", "more_body": False})
+    if leaves_after_body:
+        waiting.append({"type": "http.disconnect"})
     sent: list[Message] = []
 
     async def receive() -> Message:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.actors.engine.tiny import save_llama
 
@@ -41,6 +42,12 @@ async def test_a_model_of_an_object_store_is_served(tmp_path: Path, monkeypatch:
         chunks = [chunk async for chunk in child.engine.generate(GenRequest(request_id="1", prompt="the tide"))]
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.completion_tokens > 0
+        async with httpx.AsyncClient(base_url=f"http://{child.metrics}") as http:
+            own = (await http.get("/metrics")).text
+            both = (await http.get("/metrics", params={"names": "vllm"})).text
+        assert 'raytide_prompt_tokens_total{endpoint="tiny",replica="r",revision=""}' in own
+        assert "vllm:" not in own
+        assert 'vllm:num_requests_running{engine="r",model_name="tiny",revision=""} 0.0' in both
     finally:
         await child.stop(1.0)
 

@@ -127,10 +127,14 @@ def test_metrics_count_every_outcome_and_time_every_token(serve: Serve, client_o
         with pytest.raises(openai.APIStatusError):
             client.completions.create(model="fake", prompt=prompt, **extra)  # type: ignore[arg-type]
     text = httpx.get(f"{url}/metrics").text
-    for outcome in ("ok", "error", "invalid"):
-        assert f'raytide_requests_total{{api="completions",model="fake",outcome="{outcome}"}} 1.0' in text
-    assert 'raytide_time_to_first_token_seconds_count{model="fake"} 1.0' in text
-    assert 'raytide_generated_tokens_total{model="fake"} 5.0' in text
+    for outcome, code in (("ok", ""), ("error", "engine"), ("invalid", "")):
+        labels = f'api="completions",code="{code}",endpoint="fake",outcome="{outcome}",revision=""'
+        assert f"raytide_requests_total{{{labels}}} 1.0" in text
+    assert 'raytide_time_to_first_token_seconds_count{endpoint="fake",revision=""} 1.0' in text
+    assert 'raytide_generated_tokens_total{endpoint="fake",replica="",revision=""} 5.0' in text
+    for phase in ("queue", "prefill", "decode"):
+        assert f'raytide_{phase}_seconds_count{{endpoint="fake",revision=""}} 1.0' in text
+    assert 'raytide_finished_total{endpoint="fake",reason="length"} 1.0' in text
 
 
 def test_a_dead_engine_is_unhealthy_and_refuses_what_comes(serve: Serve) -> None:

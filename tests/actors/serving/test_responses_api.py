@@ -95,12 +95,13 @@ def test_the_history_of_calls_is_sent_back(client: OpenAI) -> None:
         ({"extra_body": {"colour": "blue"}}, "colour"),
         ({"input": [{"type": "input_image"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"temperature": 3}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tools": [{"type": "function", "name": "no spaces!"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_object"}}}, "response_format"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
     ],
 )
 def test_a_bad_field_is_a_400_that_names_it(client: OpenAI, extra: dict[str, Any], param: str) -> None:

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from tests.actors.trainer.trainer_ranks import PRELOAD
 
-from raytide.actors.trainer.data.token_dataset import BatchSampler, TokenData
+from raytide.actors.trainer.data.order.shuffle import BatchSampler
+from raytide.actors.trainer.data.token_dataset import TokenData
 from raytide.actors.trainer.elastic.driver import run_train
 from raytide.actors.trainer.elastic.worker import TrainWorker
 from raytide.actors.trainer.runners.local import train_local

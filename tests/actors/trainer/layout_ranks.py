@@ -96,7 +96,7 @@ def _torch_scales_the_gradients() -> Iterator[None]:
         yield
 
 
-def _mask_from_the_first_key(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None) -> Tensor:
+def _mask_from_the_first_key(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None, documents_BS: Tensor | None) -> Tensor:
     """Returns the mask that `is_causal` means to torch when there are more keys than queries."""
     return torch.ones(q_BHTC.shape[2], k_BKTC.shape[2], dtype=torch.bool).tril()
 

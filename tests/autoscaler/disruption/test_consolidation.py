@@ -7,7 +7,8 @@ from dataclasses import replace
 from tests.autoscaler.world import Cluster
 
 from raytide.autoscaler.planner import plan
-from raytide.core.objects.endpoint import Replicas, ServeSpec, Traffic
+from raytide.core.objects.endpoint import Replicas, ServeSpec
+from raytide.core.objects.endpoint_load import Traffic
 from raytide.core.objects.gang import Lease, LeaseState, Member, Shape
 from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.plan import Drain, Launch

@@ -7,7 +7,8 @@ from tests.autoscaler.endpoints.test_traffic import meter
 
 from raytide.autoscaler.endpoints.cold_start import ENOUGH, FORGET_S, LONGEST_S, StartMeter
 from raytide.autoscaler.endpoints.load_target import cold_start_s
-from raytide.core.objects.endpoint import EndpointLoad, ReplicaLoad, Replicas
+from raytide.core.objects.endpoint import Replicas
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad
 from raytide.core.objects.node import CapacityType, Node, NodeState
 
 

@@ -10,16 +10,8 @@ from hypothesis import strategies as st
 
 from raytide.autoscaler.endpoints import targets
 from raytide.autoscaler.endpoints.load_target import load_target, replicas_for, request_s
-from raytide.core.objects.endpoint import (
-    Endpoint,
-    EndpointLoad,
-    EndpointState,
-    ReplicaLoad,
-    Replicas,
-    ServeSpec,
-    Speed,
-    Traffic,
-)
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec, Speed
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.objects.snapshot import EndpointView
 
 REPLICAS = Replicas(min=1, max=8, target_ongoing=8, downscale_delay_s=20)

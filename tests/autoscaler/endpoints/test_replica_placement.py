@@ -26,7 +26,7 @@ from raytide.autoscaler.endpoints.replica_value import (
 )
 from raytide.autoscaler.endpoints.traffic import MEMORY_S, RequestRate
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
-from raytide.core.objects.endpoint import ReplicaValue
+from raytide.core.objects.endpoint_load import ReplicaValue
 from raytide.simulate.serving.zone_backoff import LONGEST_BACKOFF_S, ZoneBackoff
 
 SPEED = ReplicaSpeed(prefill_tps=1500.0, slots=8, tpot_s=0.06)

@@ -17,7 +17,8 @@ from raytide.autoscaler.endpoints.replica_value import SavedModel
 from raytide.autoscaler.endpoints.request_log import CounterDelta, CounterDeltas
 from raytide.autoscaler.endpoints.traffic import TrafficMeter, TrafficMonitor
 from raytide.control.reconcile.learned_state import PERIOD_S, Knowledge, LearnedState
-from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Speed
+from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec, Speed
+from raytide.core.objects.endpoint_load import Counters, EndpointLoad, ReplicaLoad
 from raytide.core.objects.node import CapacityType, Node, NodeState
 
 PROMPT, OUTPUT = 500.0, 100.0

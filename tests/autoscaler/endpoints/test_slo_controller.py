@@ -12,18 +12,8 @@ from hypothesis import strategies as st
 from raytide.autoscaler.endpoints.request_log import Arrivals, CounterDelta, CounterDeltas, RouterQueue
 from raytide.autoscaler.endpoints.slo_controller import SloController
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
-from raytide.core.objects.endpoint import (
-    Counters,
-    Endpoint,
-    EndpointLoad,
-    EndpointState,
-    ReplicaLoad,
-    Replicas,
-    ReplicaValue,
-    ServeSpec,
-    Speed,
-    Traffic,
-)
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec, Speed
+from raytide.core.objects.endpoint_load import Counters, EndpointLoad, ReplicaLoad, ReplicaValue, Traffic
 from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.snapshot import EndpointView, Snapshot
 

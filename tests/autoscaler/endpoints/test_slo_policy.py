@@ -18,18 +18,8 @@ from raytide.autoscaler.endpoints.slo_policy import replica_slots
 from raytide.autoscaler.endpoints.traffic import MEMORY_S
 from raytide.control.reconcile.decide import decide
 from raytide.core.errors import ConfigError
-from raytide.core.objects.endpoint import (
-    Counters,
-    Endpoint,
-    EndpointLoad,
-    EndpointState,
-    ReplicaLoad,
-    Replicas,
-    ReplicaValue,
-    ServeSpec,
-    Speed,
-    Traffic,
-)
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec, Speed
+from raytide.core.objects.endpoint_load import Counters, EndpointLoad, ReplicaLoad, ReplicaValue, Traffic
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Action, Drain, Launch, Scale, Wait
 from raytide.core.objects.snapshot import Demand, EndpointView, Limits, NodeView, Pool, Quote, Snapshot

@@ -5,17 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raytide.autoscaler.endpoints.traffic import TrafficMeter, TrafficMonitor, key_of, speed_of
-from raytide.core.objects.endpoint import (
-    Counters,
-    Endpoint,
-    EndpointLoad,
-    EndpointState,
-    ReplicaLoad,
-    Replicas,
-    ServeSpec,
-    Speed,
-    Traffic,
-)
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec, Speed
+from raytide.core.objects.endpoint_load import Counters, EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 
 SPEED = Speed(prefill_tps=1000.0, slots=8, tpot_ms=50.0)

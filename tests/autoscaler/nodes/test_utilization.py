@@ -97,6 +97,17 @@ def test_a_last_word_keeps_its_time_and_a_machine_that_is_gone_is_forgotten() ->
     assert made.last_readings()["node-1"]["gpu"].at_s == 5.0
 
 
+def test_an_exporter_speaks_for_the_gpus_of_its_node_and_the_agent_for_its_cpus() -> None:
+    gpus = "ray_node_gpus_utilization 20\n"
+    agents = Agents({"node-1": PAGE, "exporter": gpus})
+    with_exporter = machine("node-1", meter="exporter:9")
+    use = watched(agents, VirtualClock(5.0), with_exporter).last_readings()["node-1"]
+    assert use == {"cpu": Signal(0.125, 5.0), "gpu": Signal(0.2, 5.0)}
+    agents.pages["exporter"] = None
+    use = watched(agents, VirtualClock(5.0), with_exporter).last_readings()["node-1"]
+    assert use == {"cpu": Signal(0.125, 5.0)}, "what the agent says of the GPUs is no stand-in for the exporter"
+
+
 class Slow(httpx.AsyncBaseTransport):
     """Some never end their page."""
 

@@ -17,9 +17,9 @@ from raytide.control.views import RevisionOutcome, RolloutStatus
 from raytide.core.errors import NotFoundError, UsageError
 from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
 from raytide.core.specs.rollout import CountedRevision, RevisionFeedback, Rollout, RolloutState
-from raytide.rollout.canary import CanarySpec, CanaryStep
-from raytide.rollout.lifecycle import intervals
-from raytide.sdk.rollouts import rollout_of
+from raytide.registry.rollout.canary import CanarySpec, CanaryStep
+from raytide.registry.rollout.lifecycle import intervals
+from raytide.sdk.registry.rollouts import rollout_of
 
 ROLLOUT = Rollout(
     3, "web", "blue", "ana", "canary", {}, 1, 2, "web", "web~2", 5.0, why="newer", state=RolloutState.RUNNING,

@@ -40,6 +40,17 @@ def test_costs_name_what_work_was_lost_to(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("client")
+def test_costs_have_energy_and_emissions_where_some_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = CostRow("job-1", 3_000_000, 0, 0, energy_mj=5_400_000_000)
+    table = CostTable("job", (row, CostRow("(idle)", 0, 0, 0)), 3_000_000, 0, grams_co2_per_kwh=400.0)
+    monkeypatch.setattr(ApiClient, "costs", lambda *_, **__: table)
+    lines = runner.invoke(app, ["cost", "--by", "job", "--csv"]).stdout.splitlines()
+    assert [line.split(",")[-2:] for line in lines] == [
+        ["kwh", "co2_kg"], ["1.500", "0.600"], ["0.000", "0.000"], ["1.500", "0.600"],
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("client")
 def test_limits_say_whether_the_file_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     use = TeamUse({}, {}, {}, 0, 0.0)
     teams = [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.stores import new_store
 
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.accounting.billing_intervals import update_intervals
@@ -14,7 +15,7 @@ from raytide.control.accounting.final_accounting import close_books
 from raytide.core.money import to_us
 from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.objects.node import CapacityType, Node, NodeState
-from raytide.core.state import Changes, Store
+from raytide.core.state import Changes
 from raytide.ledger.reconcile import bill, reconcile
 
 IDLE = (Share(EntryKind.IDLE, "", "", 1.0),)
@@ -82,7 +83,7 @@ def test_a_machine_whose_price_changes_is_booked_each_time_at_its_price_and_in_s
 
 
 def test_the_end_of_a_cluster_says_where_the_books_do_not_balance(tmp_path: Path) -> None:
-    store = Store.open(f"sqlite:///{tmp_path}/state.db")
+    store = new_store(tmp_path)
     store.commit(Changes(1.0, entries=(Entry("ghost", 0, 1_000_000, EntryKind.IDLE, "", "", 3_600, 1),)))
     closed = close_books(store, (), 2.0)
     store.close()

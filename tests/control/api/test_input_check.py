@@ -76,6 +76,15 @@ def test_a_url_that_leads_elsewhere_is_refused(client: TestClient, url: str) -> 
         {**data, "config": {"inputs": ["/a", url], "out": "/out"}},
         {**data, "config": {"inputs": ["/a"], "out": url}},
         {**data, "config": {"inputs": ["/a"], "out": "/out", "tokenizer": {"file": url}}},
+        *(
+            {**data, "config": {"inputs": ["/a"], "out": "/out", "cleaning": cleaning}}
+            for cleaning in (
+                {"near_duplicates": {"against": [url]}},
+                {"decontaminate": {"sets": [url]}},
+                {"rules": {"perplexity": {"model": url, "max_perplexity": 1}}},
+                {"sources": {"*": {"stages": [{"function": f"{url}.py:f"}]}}},
+            )
+        ),
     ):
         answer = client.post("/v1/jobs", json=body)
         assert (answer.status_code, error(answer)["code"]) == (400, "bad_data"), body

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.control.api.services import logs
+from raytide.control.api.services.logs import job_log as logs
 from raytide.control.supervision.log_rotation import HEADER_BYTES
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState

@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from tests.control.api.test_tenancy import ANA, BOB, ROOT, client, clock  # noqa: F401
 
 from raytide.control.job_tokens import token_of
+from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import JobKind, JobSpec, JobState
 from raytide.core.specs.train import TrainSpec
@@ -41,6 +42,26 @@ def serve(client: TestClient, model: str, **spec: object) -> Any:  # noqa: F811
     return client.post("/v1/endpoints", json={"name": "web", "model": model, **spec})
 
 
+def test_a_rule_looks_at_the_last_test_of_both_versions(
+    client: TestClient,  # noqa: F811
+    store: Store,
+    directory: Path,
+) -> None:
+    for path in ("m1", "m2"):
+        register(client, directory / path)
+    promote(client, 1)
+    assert "there is none" in promote(client, 2, rule={}).text
+    specs = [ServeSpec(name="web", model=str(directory / f"m{n}"), version=f"chat:{n}") for n in (1, 2)]
+    store.save_endpoint(specs[0], "ana", 1.0)
+    store.rollouts.start(specs[1], "ab", {"ab": {}}, "ana", 2.0, "")
+    assert "there is none" in promote(client, 2, rule={}).text, "it has begun, and nobody has looked"
+    for winner, status in (("a", 409), ("", 200)):
+        (rollout,) = store.load().rollouts
+        look = {"test": {"winner": winner, "low": None, "p_value": 0.5}}
+        store.commit(Changes(at_s=3.0, rollouts=(replace(rollout, progress=look),)))
+        assert promote(client, 2, rule={}).status_code == status
+
+
 class TestModels:
     def test_a_version_is_registered_found_and_promoted(self, client: TestClient, directory: Path) -> None:  # noqa: F811
         made = register(client, directory / "m1", metrics={"ppl": 3.5}, note="first").json()
@@ -66,6 +87,21 @@ class TestModels:
         assert register(client, directory / "m2", BOB, name="b", team="default").status_code == 403
         body = {"name": "web", "model": "registry:chat:1"}
         assert client.post("/v1/endpoints", json=body, headers=BOB).status_code == 403
+
+    def test_a_rule_decides_by_the_figures_of_both_versions(self, client: TestClient, directory: Path) -> None:  # noqa: F811
+        rule = {"metrics": {"ppl": {"better": "lower", "gain": 0.5}}, "online": "ignored"}
+        for path, ppl in (("m1", 3.5), ("m2", 3.2), ("m1", 2.9)):
+            register(client, directory / path, metrics={"ppl": ppl})
+        assert promote(client, 1, rule=rule).status_code == 200, "the first needs no improvement"
+        refused = promote(client, 2, rule=rule)
+        assert refused.status_code == 409
+        assert "chat:2 does not become chat@champion: ppl: +0.3 over the champion's 3.5" in refused.text
+        assert promote(client, 3, rule=rule, if_version=2).status_code == 409
+        assert promote(client, 3, why="longer", rule=rule).json()["after"] == 3
+        newest = client.get("/v1/models/chat/history").json()[0]
+        assert (newest["before"], newest["after"]) == (1, 3)
+        assert newest["why"] == "longer; ppl: +0.6 over the champion's 3.5"
+        assert promote(client, 2, rule={"online": "always"}).status_code == 400
 
     def test_what_is_no_model_is_refused(self, client: TestClient, directory: Path) -> None:  # noqa: F811
         assert "config.json" in register(client, directory / "missing", ROOT).json()["error"]["message"]

@@ -24,7 +24,7 @@ from raytide.control.views import Live, to_json
 from raytide.core.clock import VirtualClock
 from raytide.core.io.atomic_file import write_json
 from raytide.core.objects.cluster_config import load_cluster
-from raytide.core.objects.endpoint import EndpointLoad, ReplicaLoad, Traffic
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.objects.job import JobSpec, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind
@@ -33,6 +33,7 @@ from raytide.core.objects.plan import Plan, Wait
 from raytide.core.objects.snapshot import MarketConstraint
 from raytide.core.objects.team import TeamSpec
 from raytide.core.state import Changes, Store
+from raytide.core.telemetry.targets import Target, announce
 
 LOCAL = Path(__file__).parents[3] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
 GANG = {"kind": "gang", "name": "mine", "gang": {"shapes": [{"members": 2, "resources": {"CPU": 1}}]}}
@@ -493,6 +494,21 @@ class TestCluster:
         text = client.get("/metrics", headers={"Authorization": ""}).text
         assert 'raytide_jobs{kind="gang",state="queued",team="default"} 1.0' in text
 
+    def test_all_metrics_pages_are_listed_for_prometheus_without_a_token(
+        self, client: TestClient, tmp_path: Path
+    ) -> None:
+        announce(tmp_path, "gateway-0", Target("raytide-gateway", "127.0.2.1:4001"))
+        found = (Target("raytide-gpu", "127.0.2.2:9400", labels={"node": "node-1"}),)
+        write_json(tmp_path / "live.json", to_json(Live(1000.0, targets=found)))
+        listed = client.get("/v1/targets", headers={"Authorization": ""}).json()
+        assert listed == [
+            {"targets": ["127.0.2.1:4001"], "labels": {"job": "raytide-gateway", "__metrics_path__": "/metrics"}},
+            {
+                "targets": ["127.0.2.2:9400"],
+                "labels": {"job": "raytide-gpu", "__metrics_path__": "/metrics", "node": "node-1"},
+            },
+        ]
+
     def test_what_replicas_and_meters_said_last_is_shown(self, client: TestClient, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
         client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)})
@@ -515,6 +531,19 @@ class TestCluster:
             'raytide_node_use_ratio{meter="gpu",node="node-1"} 0.97',
         ):
             assert line in text
+
+    def test_metrics_say_what_endpoints_promise(self, client: TestClient, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        kept = {"min": 1, "slo_ttft_s": 0.5, "slo_target": 0.995}
+        for name, replicas in (("none", {}), ("soft", {"slo_ttft_s": 2}), ("kept", kept)):
+            client.post("/v1/endpoints", json={"name": name, "model": str(tmp_path), "replicas": replicas})
+        promises = [line for line in client.get("/metrics").text.splitlines() if line.startswith("raytide_slo_")]
+        assert promises == [
+            'raytide_slo_first_token_seconds{endpoint="kept"} 0.5',
+            'raytide_slo_first_token_seconds{endpoint="soft"} 2.0',
+            'raytide_slo_error_budget_ratio{endpoint="kept"} 0.005',
+            'raytide_slo_error_budget_ratio{endpoint="soft"} 0.01',
+        ]
 
     def test_status_of_an_empty_cluster(self, client: TestClient) -> None:
         status = client.get("/v1/status").json()

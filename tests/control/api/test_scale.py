@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 from tests.control.conftest import NoMachines
+from tests.stores import new_store
 
 from raytide.control.api.auth import Caller
 from raytide.control.api.services.service import ApiService
@@ -39,7 +40,7 @@ class Reads:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     """Half of the jobs are over, each with a lease and an entry; the other half wait."""
-    opened = Store.open(f"sqlite:///{tmp_path_factory.mktemp('scale')}/state.db")
+    opened = new_store(tmp_path_factory.mktemp("scale"))
     done = {"state": JobState.SUCCEEDED, "admitted_at_s": 2.0, "ended_at_s": 3.0}
     jobs = [codec.new_job(number, SPEC, "ana", 1.0, None) for number in range(1, DONE + QUEUED + 1)]
     with opened._db.write() as c:

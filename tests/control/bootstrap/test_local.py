@@ -228,3 +228,15 @@ def test_a_user_that_scripts_cannot_run_as_is_refused_before_anything_is_started
     with pytest.raises(ConfigError, match="there is no such user"):
         local.up(home / "other.yaml", k=K)
     assert local.down() is None
+
+
+def test_bounds_of_an_alert_that_is_not_there_are_refused_before_anything_is_started(home: Path) -> None:
+    config = home / "cluster.yaml"
+    config.write_text(
+        local.DEFAULT_CONFIG.read_text().replace(
+            "  raytide:\n", "  raytide:\n    monitoring: {alerts: {NodeDiskFul: {bound: 0.5}}}\n", 1
+        )
+    )
+    with pytest.raises(ConfigError, match="there is no alert NodeDiskFul"):
+        local.up(config)
+    assert not local.run_dir_of("local").exists()

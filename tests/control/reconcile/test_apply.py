@@ -41,7 +41,7 @@ class Outside:
             if name in self.broken:
                 raise self.broken[name]
             self.calls.append((name, *args))
-            return () if name == "machines" else True
+            return {"machines": (), "agents": {}, "measured": {}}.get(name, True)
 
         return call
 

@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from tests.control.api.test_routes import LOCAL
 from tests.control.test_controller import Loop
 
 from raytide.control import controller as controller_module
-from raytide.control.api.services.metrics import samples
+from raytide.control.api.services.metrics.cluster import cluster_samples
 from raytide.control.reconcile.decide import decide_constrained
 from raytide.control.reconcile.quarantine import RETRY_S, Quarantine, without_subjects
 from raytide.control.views import Live, from_json
-from raytide.core.metrics import QUARANTINED
+from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.endpoint import EndpointState, ServeSpec
 from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Plan
 from raytide.core.objects.snapshot import Snapshot
+from raytide.core.telemetry.catalogue.control import QUARANTINED
 from raytide.queue.lifecycle import jobs
 
 Decide = Callable[[Snapshot], Plan]
@@ -47,7 +49,7 @@ class NoTrouble:
 
 
 def gauge(loop: Loop) -> dict[str, float]:
-    found = samples(loop.store, live(loop), NoTrouble())  # type: ignore[arg-type]
+    found = cluster_samples(loop.store, live(loop), NoTrouble(), load_cluster(LOCAL), (), ())  # type: ignore[arg-type]
     return {sample.labels[0]: sample.value for sample in found if sample.metric is QUARANTINED}
 
 

@@ -9,7 +9,8 @@ import pytest
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.control.reconcile.observation import ClusterObservation
 from raytide.control.reconcile.serve_sync import ServeObservation, ServeSync, follow_serve
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad
 
 ENDPOINT = Endpoint(ServeSpec(name="m", model="/models/m"), "ana", EndpointState.DEPLOYING, 0.0, target_replicas=1)
 

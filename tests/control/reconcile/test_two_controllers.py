@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.control.test_controller import Loop
+from tests.stores import new_store
 
 from raytide.control.accounting.final_accounting import sole_lead
 from raytide.control.reconcile.retry_loop import wait_for_lead
@@ -27,7 +28,7 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Store]:
-    store = Store.open(f"sqlite:///{tmp_path}/state.db")
+    store = new_store(tmp_path)
     yield store
     store.close()
 

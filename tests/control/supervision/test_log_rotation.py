@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.control.api.test_logs import job
 from tests.disk_fixture import Disk
 
-from raytide.control.api.services import logs
+from raytide.control.api.services.logs import job_log as logs
 from raytide.control.supervision import log_rotation
 from raytide.control.supervision.log_rotation import HEADER_BYTES, cut, forget_oldest, rotate
 from raytide.core.objects.job import JobState

@@ -16,7 +16,7 @@ from raytide.core.io.private_paths import check_named, check_path
 from raytide.core.io.storage import open_url, read_bytes, write_bytes
 from raytide.core.specs.data import DataSpec
 from raytide.pipelines.build import build
-from raytide.pipelines.runner import InlineRunner
+from raytide.pipelines.runners.inline import InlineRunner
 
 
 @pytest.fixture

@@ -10,7 +10,16 @@ import pytest
 
 from raytide.core.errors import ConfigError, DataError
 from raytide.core.io.storage import sha256
-from raytide.core.io.token_dataset import Shard, Source, TokenManifest, dtype_for, load_manifest, verify
+from raytide.core.io.token_dataset import (
+    DocumentIndex,
+    Shard,
+    Source,
+    TokenManifest,
+    document_ends,
+    dtype_for,
+    load_manifest,
+    verify,
+)
 from raytide.core.specs.data import DataSpec
 
 
@@ -82,6 +91,65 @@ def test_an_altered_tokenizer_is_found(dataset: Path) -> None:
         verify(str(dataset))
 
 
+def index(dataset: Path, *ends: list[int]) -> TokenManifest:
+    """The dataset with an index of these ends beside each shard."""
+    manifest = load_manifest(str(dataset))
+    shards = []
+    for shard, of_shard in zip(manifest.shards, ends, strict=True):
+        body = array("Q", of_shard).tobytes()
+        file = shard.file.replace(".bin", ".idx")
+        (dataset / file).write_bytes(body)
+        found = DocumentIndex(file=file, documents=len(of_shard), sha256=sha256(body))
+        shards.append(shard.model_copy(update={"index": found}))
+    indexed = manifest.model_copy(update={"shards": tuple(shards)})
+    (dataset / "manifest.json").write_bytes(indexed.to_bytes())
+    return load_manifest(str(dataset))
+
+
+def test_document_ends_come_from_the_index(dataset: Path) -> None:
+    """The index decides: an `eos_id` inside a document ends none."""
+    manifest = index(dataset, [], [4, 5])
+    assert verify(str(dataset)) == manifest
+    assert document_ends(str(dataset), manifest).tolist() == [4, 5]
+
+
+def test_a_dataset_of_version_1_has_its_ends_where_its_eos_ids_are(dataset: Path) -> None:
+    edit(dataset, version=1)
+    manifest = load_manifest(str(dataset))
+    assert document_ends(str(dataset), manifest).tolist() == [3, 5]
+    path = dataset / "manifest.json"
+    path.write_text(json.dumps(without_index(json.loads(path.read_text()))))  # as version 1 was written
+    assert load_manifest(str(dataset)) == manifest
+
+
+def without_index(manifest: dict[str, object]) -> dict[str, object]:
+    shards = manifest["shards"]
+    assert isinstance(shards, list)
+    return manifest | {"shards": [{key: shard[key] for key in ("file", "tokens", "sha256")} for shard in shards]}
+
+
+def test_an_altered_index_is_found(dataset: Path) -> None:
+    manifest = index(dataset, [3], [5])
+    (dataset / "shards" / "00001.idx").write_bytes(array("Q", [4]).tobytes())
+    for read in (verify, lambda url: document_ends(url, manifest)):
+        with pytest.raises(DataError, match=r"00001\.idx was changed"):
+            read(str(dataset))
+
+
+@pytest.mark.parametrize("ends", [([3], [3]), ([0], [5]), ([3], [6]), ([4], [2])])
+def test_an_index_that_does_not_increase_inside_the_dataset_is_refused(
+    dataset: Path, ends: tuple[list[int], ...]
+) -> None:
+    manifest = index(dataset, *ends)
+    with pytest.raises(DataError, match="not an increasing list of token positions"):
+        document_ends(str(dataset), manifest)
+
+
+def test_an_index_holds_every_document_or_the_manifest_is_refused(dataset: Path) -> None:
+    with pytest.raises(DataError, match="do not hold the ends of 2 documents"):
+        index(dataset, [3], [])
+
+
 def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not a token dataset: it has no manifest\.json") as caught:
         load_manifest(str(tmp_path))
@@ -91,7 +159,7 @@ def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"version": 2}, "has version 2; this raytide reads 1"),
+        ({"version": 3}, "has version 3; this raytide reads 1 and 2"),
         ({"tokens": 6}, "the shards hold 5 tokens, not 6"),
         ({"eos_id": 300}, "eos_id 300 is outside the vocabulary of 300"),
         ({"vocab_size": 70_000}, "uint16 cannot hold a vocabulary of 70000"),
@@ -161,7 +229,8 @@ def test_an_unknown_key_of_a_spec_names_the_nearest_known_one() -> None:
         ({"tokenizer": {}}, "exactly one of train and file"),
         ({"tokenizer": {"file": "t.json", "train": {}}}, "exactly one of train and file"),
         ({"tokenizer": {"train": {"vocab_size": 200}}}, "vocab_size"),
-        ({"gang": {"shapes": [{"members": 2, "resources": {"CPU": 1}}]}}, "has one member, not 2"),
+        ({"readers": {".log": "csv"}}, "readers"),
+        ({"records": "images"}, "records"),
         ({"gang": {"shapes": [{"resources": {"GPU": 1}}]}}, "a build needs CPUs"),
         ({"workers": 0}, "workers"),
         ({"shard_tokens": 0}, "shard_tokens"),
@@ -179,5 +248,21 @@ def test_the_digest_ignores_who_builds_and_where_and_nothing_else() -> None:
     assert same.digest(inputs) == spec.digest(inputs)
     assert spec.digest([("x", 2, "v")]) != spec.digest(inputs)
     assert spec.digest([("x", 1, "w")]) != spec.digest(inputs)
-    for change in ({"seed": 1}, {"shard_tokens": 2}, {"format": "parquet"}, {"text_column": "body"}):
+    for change in (
+        {"seed": 1},
+        {"shard_tokens": 2},
+        {"format": "parquet"},
+        {"text_column": "body"},
+        {"records": "messages"},
+        {"damaged": "drop"},
+        {"texts": "jsonl"},
+        {"readers": {".log": "jsonl"}},
+    ):
         assert spec.model_copy(update=change).digest(inputs) != spec.digest(inputs)
+    assert spec.digest(inputs, {"fastokens": "1"}) != spec.digest(inputs, {"fastokens": "2"}) != spec.digest(inputs)
+
+
+def test_the_digest_of_a_dataset_of_an_earlier_release_is_known_again() -> None:
+    """The value is that of raytide at 58df555a, for this spec: an upgrade builds nothing again."""
+    spec = DataSpec(inputs=("x",), out="y", include=(".py",), seed=3)
+    assert spec.digest([("x", 1, "v")]) == "1106ffc576eb4808c30ddd8eed2eaa6b22bccfd0852647aa0f503c84c490f334"

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.actors.serving.asgi import ask
 from tests.gateway.conftest import Gateway, running_gateway, until
 from tests.gateway.tenancy.conftest import Line, line, secret_of, store  # noqa: F401
 
@@ -36,9 +37,17 @@ class Hosted(httpx.AsyncBaseTransport):
         self.status = 200
         self.requests: list[httpx.Request] = []
         self.error: Exception | None = None
+        self.is_silent = False
+        self.left = 0
+        """The requests that were given up while it was silent."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
+        if self.is_silent:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.left += 1
         if self.error is not None:
             raise self.error
         if self.status != 200:
@@ -202,9 +211,11 @@ def test_a_stream_that_breaks_off_counts_the_pieces_so_far() -> None:
 class Endless(httpx.AsyncBaseTransport, httpx.AsyncByteStream):
     """A hosted API whose answer never ends."""
 
-    is_closed = False
+    def __init__(self) -> None:
+        self.is_closed, self.asked = False, asyncio.Event()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.asked.set()
         return httpx.Response(200, stream=self)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -226,7 +237,10 @@ async def test_a_stream_whose_client_left_before_it_began_is_closed_and_ends_its
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
-        return messages.pop() if messages else {"type": "http.disconnect"}
+        if messages:
+            return messages.pop()
+        await hosted.asked.wait()
+        return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         await asyncio.sleep(0)  # the connection is full
@@ -257,3 +271,17 @@ async def test_a_stream_whose_client_left_before_it_began_is_closed_and_ends_its
 
         await until(is_settled)
         assert store.tenancy.spending.spent(["key-1"], 1e9)["key-1"].reserved == 0
+
+
+@pytest.mark.asyncio
+async def test_a_silent_api_is_left_at_the_timeout_of_the_request_or_with_its_client() -> None:
+    async with hosted_gateway() as (gateway, hosted):
+        await gateway.deploy("chat", **HOSTED)
+        hosted.is_silent = True
+        for more in ({}, {"stream": True}):
+            answer = await gateway.http.post("/v1/chat/completions", json=chat("chat", timeout=0.2, **more))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        body = json.dumps(chat("chat")).encode()
+        answered = ask(gateway.app, "/v1/chat/completions", body, leaves_after_body=True)
+        assert (await asyncio.wait_for(answered, 20)).status == 499
+        assert hosted.left == 3

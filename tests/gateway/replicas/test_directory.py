@@ -47,3 +47,32 @@ def test_what_could_not_be_taken_over_is_passed_on_again(monkeypatch: pytest.Mon
         assert taken_over.wait(20)
     finally:
         followed.stop()
+
+
+def test_what_could_not_be_written_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost deletion would leave an endpoint with requests that wait for ever, and so with replicas."""
+    monkeypatch.setattr(directory, "PERIOD_S", 0.01)
+    monkeypatch.setattr(directory, "_RETRY_S", 0.01)
+    monkeypatch.setattr(directory, "_read", lambda gcs: {})
+    failures, deleted, written = [RuntimeError("not now")], threading.Event(), list[tuple[bytes, bytes]]()
+
+    class Gcs:
+        def internal_kv_put(self, key: bytes, value: bytes, *_: object, timeout: float) -> None:
+            if failures:
+                raise failures.pop()
+            written.append((key, value))
+
+        def internal_kv_del(self, key: bytes, *_: object, timeout: float) -> None:
+            if key == b"waiting":
+                deleted.set()
+
+    monkeypatch.setattr("raytide.core.ray_internals.gcs_client", lambda address: Gcs())
+    followed = Directory("", lambda found: None)
+    followed.report(b"first", b"1")
+    followed.report(b"waiting", None)
+    followed.start()
+    try:
+        assert deleted.wait(20)
+    finally:
+        followed.stop()
+    assert written == [(b"first", b"1")]

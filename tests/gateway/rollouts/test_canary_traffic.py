@@ -18,8 +18,8 @@ from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.specs.rollout import RolloutReport
 from raytide.gateway.replicas import routed_engine
 from raytide.gateway.replicas.directory import EndpointEntry
-from raytide.rollout.routes import RolloutRoute
-from raytide.rollout.traffic import TrafficSplit
+from raytide.registry.rollout.routes import RolloutRoute
+from raytide.registry.rollout.traffic import TrafficSplit
 
 
 async def begin(
@@ -214,6 +214,6 @@ async def test_the_counts_of_old_rollouts_are_forgotten_so_that_a_report_has_roo
 async def test_a_requests_timeout_goes_on_counting_when_the_champion_answers_it() -> None:
     request = Request({"type": "http", "headers": [(b"x-raytide-timeout-s", b"5")]})
     body = CompletionRequest(model="chat", prompt="hi")
-    first = respond._deadline_s(body, request)
+    first = respond._deadline_s(body.timeout, request)
     await asyncio.sleep(0.01)
-    assert respond._deadline_s(body, request) == first
+    assert respond._deadline_s(body.timeout, request) == first

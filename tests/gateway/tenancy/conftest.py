@@ -10,6 +10,7 @@ import httpx
 import pytest
 from tests.control.api.test_routes import LOCAL, Echo
 from tests.control.conftest import NoMachines
+from tests.stores import new_store
 
 from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
@@ -55,7 +56,7 @@ class Line(httpx.AsyncBaseTransport):
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(f"sqlite:///{tmp_path}/state.db")
+    opened = new_store(tmp_path)
     yield opened
     opened.close()
 

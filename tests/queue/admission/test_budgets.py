@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.queue.cluster import gpus, job, team
+from tests.stores import new_store
 
 from raytide.control.reconcile.decide import decide
 from raytide.core.money import micro_usd, month_of
@@ -18,7 +19,7 @@ from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Action, Admit, Drain, Launch, Preempt, Wait
 from raytide.core.objects.snapshot import NodeView, Snapshot
 from raytide.core.objects.team import Team
-from raytide.core.state import Changes, Store
+from raytide.core.state import Changes
 from raytide.queue.admission.scheduler import GRACE_S, admission_state
 
 OWNED = NodeType(name="owned", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(8), max_nodes=4)
@@ -159,7 +160,7 @@ def test_a_job_beyond_its_own_limit_is_preempted_alone_and_not_admitted_again() 
 @pytest.mark.parametrize(("month", "decided"), [(11, "budget"), (12, "admit")])
 def test_a_new_month_begins_with_nothing_spent(tmp_path: Path, month: int, decided: str) -> None:
     """All kinds count: what the team's endpoints cost too."""
-    store = Store.open(f"sqlite:///{tmp_path}/state.db")
+    store = new_store(tmp_path)
     at_us = int(datetime(2026, 11, 30, 23, tzinfo=UTC).timestamp()) * 1_000_000
     end_us = at_us + 2 * 3_600_000_000
     store.commit(

@@ -125,6 +125,7 @@ class InputProcessor:
                 reads_cache=own[index].prompt_logprobs is None,
                 request_id=request.request_id,
                 index=index,
+                gave_way=request.gave_way,
                 bad_words=prepared.bad_words,
                 grammar=prepared.grammar,
             )

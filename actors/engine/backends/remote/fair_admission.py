@@ -48,6 +48,8 @@ class _Entry:
     """True once the engine has sent something since the last start: it waits there no more."""
     is_preempted: bool = False
     """True once the engine has ended it for others, since its last start."""
+    gave_way: bool = False
+    """True once the engine has ended it for others, ever."""
     is_aborted: bool = False
     has_preempted: bool = False
     """True once others were taken out for it: then it goes to the engine although the KV cache seems full."""
@@ -57,6 +59,10 @@ class _Entry:
     @property
     def kv_tokens(self) -> int:
         return len(self.request.prompt) + 1 + self.tokens
+
+    def remainder(self) -> GenRequest:
+        """Returns the request for the rest of its answer."""
+        return replace(self.progress.resumed(), gave_way=self.gave_way)
 
     @property
     def is_preemptible(self) -> bool:
@@ -123,7 +129,7 @@ class FairAdmission:
                         yield chunk
                     return
                 try:
-                    async with aclosing(self._engine.generate(entry.progress.resumed())) as chunks:  # type: ignore[type-var]
+                    async with aclosing(self._engine.generate(entry.remainder())) as chunks:  # type: ignore[type-var]
                         async for chunk in chunks:
                             if (passed := self._passed(entry, chunk)) is not None:
                                 yield passed
@@ -198,6 +204,8 @@ class FairAdmission:
 
     async def _await_turn(self, entry: _Entry) -> None:
         try:
+            if entry.gave_way and entry.turn.done():
+                await asyncio.sleep(0)  # the one for which it left, whose turn came first, reaches the engine first
             await entry.turn
         except BaseException:
             if entry.is_running:  # it was its turn at the same moment
@@ -293,7 +301,7 @@ class FairAdmission:
         """
         self._count_direct(entry)
         if entry in self._preempting and chunk.finish_reason == "abort":
-            entry.is_preempted = True
+            entry.is_preempted = entry.gave_way = True
             if chunk.usage is not None and entry.tokens and entry.cached_tokens is None:
                 entry.cached_tokens = chunk.usage.cached_tokens
             self._direct.skip(entry.request.request_id)

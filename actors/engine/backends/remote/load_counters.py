@@ -29,7 +29,7 @@ class LoadCounters:
         self._late += is_refused or seconds > self._slo_ttft_s
 
     def load(self, stats: EngineStats) -> dict[str, float]:
-        """Returns the numbers by the names of `raytide.core.objects.endpoint.ReplicaLoad` and `Counters`."""
+        """Returns the numbers by the names of `raytide.core.objects.endpoint_load.ReplicaLoad` and `Counters`."""
         return {
             "running": float(stats.running),
             "waiting": float(stats.waiting),

@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from raytide.actors.engine.backends.vllm.config import VllmConfig, engine_arguments, environment
+from raytide.actors.engine.backends.vllm.torch_packages import broken_torch_packages, removal
 from raytide.actors.engine.types import Feature
 from raytide.core.errors import ConfigError, EngineError, RaytideError
-from raytide.core.io.torch_packages import broken_torch_packages, removal
 
 _GRACE_S = 1.0
 _ALWAYS: frozenset[Feature] = frozenset(

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from raytide.cli.jobs.submit import end_with
 from raytide.cli.options import (
     Budget,
     Cpus,
@@ -20,7 +21,6 @@ from raytide.cli.options import (
     queueing,
     resources,
 )
-from raytide.cli.run import end_with
 from raytide.cli.show import ClusterName, Json
 from raytide.control.client import ApiClient
 from raytide.sdk.client import Client

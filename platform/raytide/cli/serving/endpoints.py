@@ -13,12 +13,13 @@ from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
 from raytide.control.views import RevisionOutcome, RolloutStatus, to_json
 from raytide.core.errors import NotFoundError, UsageError
-from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, LOADING
+from raytide.core.objects.endpoint import ADAPTER_SEPARATOR
+from raytide.core.objects.endpoint_load import LOADING
 from raytide.core.specs.live_changes import AdapterChange
 from raytide.core.specs.model_version import SCHEME
 from raytide.core.specs.rollout import RolloutState
-from raytide.rollout.canary import CRITERIA
-from raytide.sdk.endpoint import EndpointHandle
+from raytide.registry.rollout.canary import CRITERIA
+from raytide.sdk.serving.endpoint import EndpointHandle
 
 PHASES = ("node", "process", "stage", "load", "warm-up")
 endpoint = typer.Typer(

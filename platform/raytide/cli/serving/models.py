@@ -6,6 +6,7 @@ import json as json_
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,9 +14,10 @@ import typer
 from raytide.cli.show import ClusterName, Json, as_json, as_lines, as_table
 from raytide.control.client import ApiClient
 from raytide.control.views import to_json
+from raytide.core.config import load_yaml
 from raytide.core.errors import UsageError
-from raytide.core.specs.model_version import AliasChange, ModelVersion
-from raytide.sdk.models import ModelRegistry
+from raytide.core.specs.model_version import AliasChange, ModelVersion, PromotionRule
+from raytide.sdk.registry.models import ModelRegistry
 
 model = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Manage registered models.")
 Reference = Annotated[str, typer.Argument(help="A version: NAME:VERSION or NAME@ALIAS.")]
@@ -101,10 +103,15 @@ def promote(
     if_version: Annotated[
         int | None, typer.Option(min=0, help="Change nothing unless the alias names this version now; 0 for none.")
     ] = None,
+    rule: Annotated[
+        Path | None, typer.Option(help="A YAML file with the rule that must hold beside the version named now.")
+    ] = None,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Let an alias of a model name a version.
+
+    A rule has limits and gains of metrics, and the result that the last A/B test of both versions must have.
 
     An endpoint that was started by the alias stays at its version until it is served again.
     """
@@ -112,11 +119,15 @@ def promote(
     if remove:
         change = models.remove_alias(which, alias, why=why)
     else:
-        change = models.promote(which, alias, why=why, if_version=if_version)
+        change = models.promote(which, alias, why=why, if_version=if_version, rule=_rule(rule))
     if json:
         as_json(to_json(change))
     else:
         print(f"{change.name}@{change.alias} names {_named(change.after)}; before, {_named(change.before)}")
+
+
+def _rule(path: Path | None) -> PromotionRule | None:
+    return None if path is None else PromotionRule.parse(load_yaml(path), where=str(path))
 
 
 @model.command()

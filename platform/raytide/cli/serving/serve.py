@@ -20,10 +20,10 @@ from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.specs.model_version import SCHEME
 from raytide.sdk.client import Client
-from raytide.sdk.endpoint import EndpointHandle
-from raytide.sdk.models import named_model
-from raytide.sdk.rollouts import rollout_of
-from raytide.sdk.script import parse_range, with_resources
+from raytide.sdk.jobs.script import parse_range, with_resources
+from raytide.sdk.registry.models import named_model
+from raytide.sdk.registry.rollouts import rollout_of
+from raytide.sdk.serving.endpoint import EndpointHandle
 
 
 def serve(
@@ -177,8 +177,11 @@ def _roll_back(client: ApiClient, name: str | None, to: int | None, *, wait: boo
 
 
 def _print_changes(handle: EndpointHandle, *, quiet: bool) -> None:
+    if sys.stderr.isatty() and not quiet:
+        handle.wait()
+        return
     line = ""
-    for status in handle.watch():
+    for status in handle.updates():
         latest = f"{handle.name} is {status.endpoint.state}." + (f" {status.waiting.reason}" if status.waiting else "")
         if latest != line and not quiet:
             line = latest

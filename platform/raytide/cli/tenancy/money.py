@@ -237,14 +237,20 @@ def seconds(text: str) -> float:
 
 
 def _columns(table: CostTable, forecast: bool, money: Money) -> list[list[str]]:
-    lines = [[table.by, "cost", "per_hour", *(["forecast"] if forecast else []), "lost", "lost_to"]]
+    """Returns the table with its head and total; energy and emissions only where some energy is known."""
+    ahead, energy = ["forecast"] if forecast else [], ["kwh", "co2_kg"] if table.kwh else []
+    lines = [[table.by, "cost", "per_hour", *ahead, "lost", "lost_to", *energy]]
+
+    def used(kwh: float) -> list[str]:
+        return [f"{kwh:.3f}", f"{table.co2_kg(kwh):.3f}"] if energy else []
+
     for row in table.rows:
         end = [money(row.forecast_micro_usd)] if forecast else []
         lost = [money(row.lost_micro_usd), " ".join(row.lost_to) or "-"]
-        lines.append([row.key, money(row.amount_micro_usd), money(row.micro_usd_h), *end, *lost])
+        lines.append([row.key, money(row.amount_micro_usd), money(row.micro_usd_h), *end, *lost, *used(row.kwh)])
     end = [money(table.forecast_micro_usd)] if forecast else []
     burn, lost_ = sum(row.micro_usd_h for row in table.rows), sum(row.lost_micro_usd for row in table.rows)
-    return [*lines, ["total", money(table.total_micro_usd), money(burn), *end, money(lost_), "-"]]
+    return [*lines, ["total", money(table.total_micro_usd), money(burn), *end, money(lost_), "-", *used(table.kwh)]]
 
 
 def _show_report(report: CostReport, json: bool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from raytide.autoscaler.providers.base import Machine
 from raytide.core.money import to_us
@@ -30,10 +32,11 @@ def update_intervals(
     booked_after: Callable[[str, int], Sequence[Entry]],
     now_us: int,
     at_once: Collection[str] = (),
+    pending_mj: Mapping[str, int] = MappingProxyType({}),
 ) -> Booking:
     """Books the intervals of `nodes`, which were not GONE before this tick, so each is closed exactly once.
 
-    Nodes held by jobs in `at_once` are booked up to now.
+    Nodes held by jobs in `at_once` are booked up to now. `pending_mj`: the energy of nodes that is not booked yet.
     """
     entries: list[Entry] = []
     kept: list[OpenInterval] = []
@@ -44,7 +47,7 @@ def update_intervals(
             if node.state is NodeState.GONE and node.ended_at_s is not None and before is not None:
                 # providers forget ended machines; an open interval would cost forever
                 end_us = to_us(node.ended_at_s)
-                entries += close(before, end_us, booked_after(node.id, end_us))
+                entries += close(before, end_us, booked_after(node.id, end_us), energy_mj=pending_mj.get(node.id, 0))
                 closed.append(node.id)
             continue
         interval = before or _opened(machine, occupancies.get(node.id, _STARTING))
@@ -53,11 +56,12 @@ def update_intervals(
         if node.state is NodeState.GONE and machine.ended_at_s is not None:
             end_us = to_us(machine.ended_at_s)
             origins = to_us(machine.started_at_s), *(to_us(until_s) for until_s, _ in machine.earlier)
-            entries += close(interval, end_us, booked_after(node.id, end_us), origins)
+            entries += close(interval, end_us, booked_after(node.id, end_us), origins, pending_mj.get(node.id, 0))
             closed.append(node.id)
             continue
         is_due = any(share.kind is EntryKind.JOB and share.subject in at_once for share in interval.occupancy)
-        due, after = book(interval, now_us, occupancies.get(node.id, interval.occupancy), at_once=is_due)
+        held, energy_mj = occupancies.get(node.id, interval.occupancy), pending_mj.get(node.id, 0)
+        due, after = book(interval, now_us, held, at_once=is_due, energy_mj=energy_mj)
         entries += due
         if after != before:
             kept.append(after)
@@ -79,3 +83,11 @@ def _repriced(interval: OpenInterval, machine: Machine) -> tuple[tuple[Entry, ..
             entries += cost_of(interval, until_us)
             interval = open_interval(interval.node_id, price, until_us, interval.occupancy)
     return entries, interval
+
+
+def energy_of(entries: Iterable[Entry]) -> dict[str, int]:
+    """Returns the booked millijoules by node."""
+    found: defaultdict[str, int] = defaultdict(int)
+    for entry in entries:
+        found[entry.node_id] += entry.energy_mj
+    return dict(found)

@@ -21,6 +21,7 @@ from raytide.core.io.private_paths import restrict_to
 from raytide.core.logs import log_to
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.state import Store
+from raytide.core.telemetry.targets import Target, announce
 
 
 def main(run_dir: str) -> None:
@@ -44,9 +45,12 @@ def main(run_dir: str) -> None:
             serve_url=cluster.serve_url,
             ray_url=cluster.dashboard_url,
             ray_environment=cluster.ray_access,
+            prometheus_url=cluster.prometheus_url if cluster.monitoring else "",
+            alertmanager_url=cluster.alertmanager_url if cluster.monitoring else "",
         )
         service.packages.sweep()
         address = urlsplit(cluster.api_url)
+        announce(folder, "api", Target("raytide-api", address.netloc))
         allow_connections()
         app = create_app(service, Tokens(cluster.tokens_file, JobTokens(key_in(folder), store)))
         server(app, address.hostname or cluster.head_ip, address.port or 7400).run()

@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 ANY_TEAM = "*"
 GATEWAY_ROUTES = "/v1/gateway/"
 GATEWAY_ROLE = "gateway"
+ALERTS_ROUTE = "/v1/alerts/webhook"
+ALERTMANAGER_ROLE = "alertmanager"
 _THREADS = 8
 
 
@@ -32,6 +34,8 @@ class Caller:
     """The job of a job token; empty for a user's token."""
     is_gateway: bool = False
     """True for the gateway's own token, which opens its routes and nothing else."""
+    is_alertmanager: bool = False
+    """True for Alertmanager's token, which opens its webhook and nothing else."""
 
     @property
     def name(self) -> str:
@@ -76,7 +80,10 @@ class Caller:
         return self
 
     def require_route(self, path: str) -> None:
-        """Raises DeniedError if the path is the gateway's and the caller is not, or the other way round."""
+        """Raises DeniedError if the path is the gateway's and the caller is not, or the other way round, and if the
+        caller is Alertmanager and the path is not."""
+        if self.is_alertmanager and path != ALERTS_ROUTE:
+            raise DeniedError(f"the token of {self.user} opens only {ALERTS_ROUTE}.", hint="Use raytide's client.")
         if path.startswith(GATEWAY_ROUTES) is not self.is_gateway:
             whose = "other routes than its own" if self.is_gateway else "the gateway's routes"
             raise DeniedError(f"the token of {self.user} does not open {whose}.", hint="Use raytide's client.")
@@ -157,6 +164,9 @@ def _callers(raw: object) -> dict[str, Caller]:
     for token, entry in raw.items():
         if token and entry == {"role": GATEWAY_ROLE}:
             callers[token] = Caller(GATEWAY_ROLE, "", is_gateway=True)
+            continue
+        if token and entry == {"role": ALERTMANAGER_ROLE}:
+            callers[token] = Caller(ALERTMANAGER_ROLE, ANY_TEAM, is_alertmanager=True)
             continue
         user, team = (entry.get("user"), entry.get("team")) if isinstance(entry, dict) else ("", "")
         if not (token and isinstance(user, str) and user and isinstance(team, str) and team):

@@ -31,8 +31,12 @@ CHUNK_S = 30.0
 PACKAGE_S = 300.0
 """The time within which a package must arrive."""
 
-_OPEN = frozenset({"/health", "/metrics"})
-_SPECS = frozenset({"/v1/jobs", "/v1/endpoints", "/v1/models", "/v1/rollouts"})
+_OPEN = frozenset({"/", "/health", "/metrics", "/v1/targets"})
+"""Paths that need no token and take no body: nothing there is secret."""
+_OPEN_FILES = "/page/"
+"""The files of the web page, which holds no data: it asks for a token as every client does."""
+_ONLY_READ = frozenset({"GET", "HEAD", "OPTIONS"})
+_SPECS = frozenset({"/v1/jobs", "/v1/endpoints", "/v1/models", "/v1/rollouts", "/v1/alerts/webhook"})
 _PACKAGE = re.compile(r"/v1/packages/[^/]*")
 _DISCARDED_BYTES, _DISCARD_S = 2**24, 2.0
 _CLOSE = {"Connection": "close"}
@@ -44,8 +48,15 @@ class Gate:
     Responds with 401 without a valid token, 413 to a body that is too large and 408 to one that is too slow.
     """
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, now_s: Callable[[], float] = time.time) -> None:
-        self._app, self._tokens, self._now_s = app, tokens, now_s
+    def __init__(
+        self,
+        app: ASGIApp,
+        tokens: Tokens,
+        now_s: Callable[[], float] = time.time,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_change` is called after each request that may have changed something."""
+        self._app, self._tokens, self._now_s, self._on_change = app, tokens, now_s, on_change
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,7 +64,7 @@ class Gate:
             return
         caller = Caller("", "")
         try:
-            if scope["path"] not in _OPEN:
+            if scope["path"] not in _OPEN and not scope["path"].startswith(_OPEN_FILES):
                 caller = await self._tokens.caller(_authorization(scope["headers"]))
                 caller.require_route(scope["path"])
                 scope.setdefault("state", {})["caller"] = caller
@@ -69,6 +80,8 @@ class Gate:
             if admitted is not None:
                 with acting(caller.name, self._now_s()):
                     await self._app(scope, admitted, send)
+                if scope["method"] not in _ONLY_READ:
+                    self._on_change()
 
 
 async def _admit(scope: Scope, receive: Receive) -> Receive | None:

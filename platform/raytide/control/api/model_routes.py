@@ -1,4 +1,4 @@
-"""The routes of registered models, and of the revisions of endpoints."""
+"""The routes of registered models and datasets, and of the revisions of endpoints."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,14 +9,15 @@ from fastapi import APIRouter
 
 from raytide.control.api import queries as q
 from raytide.control.api.services.endpoints import EndpointService
-from raytide.control.api.services.models import ModelService
+from raytide.control.api.services.registry.datasets import DatasetService
+from raytide.control.api.services.registry.models import ModelService
 from raytide.control.views import to_json
 
 T = TypeVar("T")
 _MOST = 1000
 
 
-def model_routes(models: ModelService, endpoints: EndpointService) -> APIRouter:
+def model_routes(models: ModelService, datasets: DatasetService, endpoints: EndpointService) -> APIRouter:
     router = APIRouter(prefix="/v1")
     submissions = CapacityLimiter(4)
 
@@ -53,6 +54,30 @@ def model_routes(models: ModelService, endpoints: EndpointService) -> APIRouter:
     ) -> Any:
         return [to_json(change) for change in models.history(name, caller, alias, until_s, min(limit, _MOST))]
 
+    @router.post("/datasets")
+    async def register_dataset(caller: q.CallerInput, body: q.Body) -> Any:
+        return to_json(await run(datasets.register, body, caller))
+
+    @router.get("/datasets")
+    def registered_datasets(caller: q.CallerInput, limit: q.Limit = 100, offset: q.Offset = 0) -> Any:
+        return [to_json(dataset) for dataset in datasets.all(caller, min(limit, _MOST), offset)]
+
+    @router.get("/datasets/{name}/versions")
+    def dataset_versions(caller: q.CallerInput, name: q.Name, limit: q.Limit = 100, offset: q.Offset = 0) -> Any:
+        return [to_json(version) for version in datasets.versions(name, caller, min(limit, _MOST), offset)]
+
+    @router.get("/datasets/{name}/versions/{number}")
+    def dataset_version(caller: q.CallerInput, name: q.Name, number: q.VersionNumber) -> Any:
+        return to_json(datasets.version(name, number, caller))
+
+    @router.get("/datasets/{name}")
+    def newest_dataset(caller: q.CallerInput, name: q.Name) -> Any:
+        return to_json(datasets.version(name, None, caller))
+
+    @router.get("/datasets/{name}/versions/{number}/uses")
+    def dataset_uses(caller: q.CallerInput, name: q.Name, number: q.VersionNumber) -> Any:
+        return to_json(datasets.uses(name, number, caller))
+
     @router.get("/endpoints/{name}/revisions")
     def revisions(caller: q.CallerInput, name: q.Name) -> Any:
         return [to_json(revision) for revision in endpoints.revisions(name, caller)]
@@ -86,6 +111,15 @@ def model_routes(models: ModelService, endpoints: EndpointService) -> APIRouter:
     @router.post("/gateway/rollouts")
     async def count_rollouts(body: q.Body) -> Any:
         await run(endpoints.count_rollouts, body)
+        return {}
+
+    @router.get("/endpoints/{name}/logs")
+    async def logs(caller: q.CallerInput, name: q.Name, after: q.LogPlaces = "", tail: q.Tail = None) -> Any:
+        return to_json(await run(endpoints.logs, name, after, tail, caller))
+
+    @router.post("/endpoints/{name}/signals")
+    def report(caller: q.CallerInput, name: q.Name, body: q.Body) -> Any:
+        endpoints.report(name, body, caller)
         return {}
 
     @router.post("/endpoints/{name}/adapters")

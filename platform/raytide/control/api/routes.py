@@ -18,11 +18,15 @@ from raytide.control.api import queries as q
 from raytide.control.api.auth import Tokens
 from raytide.control.api.gate import Gate
 from raytide.control.api.model_routes import model_routes
+from raytide.control.api.monitoring_routes import monitoring_routes
+from raytide.control.api.page_routes import page_routes
 from raytide.control.api.services.service import ApiService
 from raytide.control.api.tenancy_routes import tenancy_routes
 from raytide.control.views import to_json
 from raytide.core.errors import NotFoundError, RaytideError, UsageError
 from raytide.core.objects.job import BudgetPer
+from raytide.core.telemetry.metrics import CONTENT_TYPE
+from raytide.core.telemetry.targets import discovery
 from raytide.ledger.report import By
 
 _LONGEST_POLL_S = 120.0
@@ -48,7 +52,7 @@ async def _in(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwarg
 
 def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
     app = FastAPI(title="raytide", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Gate, tokens=tokens, now_s=service.now_s)
+    app.add_middleware(Gate, tokens=tokens, now_s=service.now_s, on_change=service.on_change)
     pools = Pools()
     uploads: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_UPLOADS))
     measured: dict[str, Any] = {"at_s": -_METRICS_S, "text": b""}
@@ -99,7 +103,11 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(await _in(pools.metrics, measure), media_type="text/plain; version=0.0.4")
+        return Response(await _in(pools.metrics, measure), media_type=CONTENT_TYPE)
+
+    @app.get("/v1/targets")
+    async def targets() -> Any:
+        return discovery(await _in(pools.metrics, service.targets))
 
     @app.get("/v1/status")
     def status(caller: q.CallerInput) -> Any:
@@ -153,6 +161,10 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
     async def logs(caller: q.CallerInput, job_id: q.Name, after: q.Place = "", tail: q.Tail = None) -> Any:
         return to_json(await _in(pools.slow, service.jobs.logs, job_id, caller, after, tail))
 
+    @app.get("/v1/jobs/{job_id}/metrics")
+    async def curves(caller: q.CallerInput, job_id: q.Name, points: q.Points = 500) -> Any:
+        return to_json(await _in(pools.slow, service.jobs.curves, job_id, caller, points))
+
     @app.post("/v1/jobs/{job_id}/report")
     def report(caller: q.CallerInput, job_id: q.Name, body: q.Body) -> Any:
         service.jobs.report(job_id, caller, body)
@@ -204,5 +216,7 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
         return to_json(service.accounts.change(name, body, caller))
 
     app.include_router(tenancy_routes(service.tenancy))
-    app.include_router(model_routes(service.models, service.endpoints))
+    app.include_router(monitoring_routes(service.monitoring, service.client_latencies))
+    app.include_router(model_routes(service.models, service.datasets, service.endpoints))
+    app.include_router(page_routes(service, tokens))
     return app

@@ -18,8 +18,10 @@ from raytide.core.errors import DeniedError
 from raytide.core.objects.api_key import UsageBy
 from raytide.core.state.tenancy.usage import UsageFilter
 
-POLL_S = 0.1
-"""The time between two looks for a change of the keys, each of which is one small read of the store."""
+POLL_S = 0.2
+"""The time between two looks for a change of the keys, each of one small read of the store for all gateways."""
+_LEAVING_S = 2.0
+"""The time between two looks whether a gateway that polls is still there."""
 _MOST, _LONGEST_POLL_S = 1000, 30.0
 
 T = TypeVar("T")
@@ -31,6 +33,15 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
 
     async def run(pool: CapacityLimiter, work: Callable[..., T], *args: Any) -> T:
         return await to_thread.run_sync(partial(work, *args), limiter=pool)
+
+    latest = {"read_s": -POLL_S, "revision": -1}
+
+    async def revision() -> int:
+        """Returns the revision of the key table, at most half as old as the time between two looks."""
+        if time.monotonic() - latest["read_s"] >= POLL_S / 2:
+            latest["read_s"] = time.monotonic()
+            latest["revision"] = await run(polls, service.revision)
+        return int(latest["revision"])
 
     @router.post("/keys")
     def create_key(caller: q.CallerInput, body: q.Body) -> Any:
@@ -95,10 +106,13 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
         if poll.gateway:
             await run(reports, service.seen, poll.gateway)
         until_s = time.monotonic() + min(poll.timeout_s, _LONGEST_POLL_S)
-        while poll.newer_than == await run(polls, service.revision) and time.monotonic() < until_s:
+        leaving_s = time.monotonic() + _LEAVING_S
+        while poll.newer_than == await revision() and time.monotonic() < until_s:
             await asyncio.sleep(POLL_S)
-            if await request.is_disconnected():
-                break
+            if time.monotonic() >= leaving_s:  # an expensive question
+                leaving_s += _LEAVING_S
+                if await request.is_disconnected():
+                    break
         found = to_json(await run(polls, service.key_table, poll.newer_than))
         return Response(json.dumps(found), media_type="application/json")
 

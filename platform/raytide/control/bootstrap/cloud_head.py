@@ -25,6 +25,7 @@ from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.ray_internals import dashboard_url, gcs_address_here, gcs_client
 from raytide.core.state import Store
+from raytide.dashboards.rules.overrides import adjusted_groups
 
 __all__ = ["down", "run_foreground", "start"]
 
@@ -32,12 +33,15 @@ API_PORT, SERVE_PORT = 7400, 8000
 _POLL_S = 0.5
 
 
-def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0) -> HeadCluster:
+def start(
+    config_path: Path, *, insecure: bool = False, monitoring: bool = False, timeout_s: float = 120.0
+) -> HeadCluster:
     """Starts the cluster of this file, or restarts it with the records, ledger and tokens of an earlier start.
 
     Raises ClusterError if Ray is open to other machines, unless `insecure`.
     """
     config = load_cluster(config_path)
+    adjusted_groups(config.settings.monitoring.alerts)
     gcs_address = gcs_address_here()
     if not gcs_address:
         raise ClusterError(
@@ -68,12 +72,15 @@ def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0
             config_path=run_dir / "cluster.yaml",
             created_at_s=before.created_at_s if before else time.time(),
             version=installed_version(),
+            monitoring=monitoring,
         )
         if not insecure:
             check_running(cluster.gcs_address, cluster.dashboard_url)
         provider(cluster).close()  # fail here rather than in the controller
         cluster.save()
-        if not (cluster.client_file.exists() and cluster.gateway_file.exists()):
+        granted = [cluster.client_file, cluster.gateway_file]
+        granted += [cluster.alertmanager_token_file] if monitoring else []
+        if not all(file.exists() for file in granted):
             grant_access(cluster)
         start_supervisor(cluster)
         wait_for_api(cluster, timeout_s=timeout_s)
@@ -96,6 +103,7 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
     with hold_lock(cluster.run_dir / "head.lock"):
         cluster.client_file.unlink(missing_ok=True)
         cluster.gateway_file.unlink(missing_ok=True)
+        cluster.alertmanager_token_file.unlink(missing_ok=True)
         end_children(cluster)
         machines = _end_nodes(provider(cluster, only_ends=True), time.monotonic() + timeout_s)
         store = Store.open(cluster.state_url)

@@ -33,6 +33,9 @@ MARK = "RAYTIDE_CLUSTER"
 """The environment variable that marks every process of a cluster; its value is the cluster's id."""
 
 
+PROMETHEUS_PORT, ALERTMANAGER_PORT = 7490, 7493
+"""They are not the programs' own ports, which those of the machine itself may have."""
+
 GCS_PORT_BASE, AGENT_PORT_BASE = 6379, 8266
 """Ports of cluster K are these + K, because the GCS listens on all addresses of the machine, and the head's agent,
 which starts the drivers of jobs, also on 127.0.0.1. An agent that cannot bind both never takes jobs."""
@@ -73,6 +76,8 @@ class RunningCluster(Config):
     owner_pid: int = 0
     owner_start_time: int = 0
     """The process whose end ends the cluster, if any; see `raytide.control.bootstrap.owner_watch`."""
+    monitoring: bool = False
+    """Prometheus and Alertmanager run beside the cluster."""
 
     @property
     def head_ip(self) -> str:
@@ -97,6 +102,29 @@ class RunningCluster(Config):
     def gateway_file(self) -> Path:
         """{address, token} of the API for gateways, whose token opens nothing else."""
         return self.run_dir / "gateway.json"
+
+    @property
+    def alertmanager_token_file(self) -> Path:
+        """A token of the API that opens the webhook for alerts and nothing else."""
+        return self.run_dir / "alertmanager.token"
+
+    @property
+    def monitoring_dir(self) -> Path:
+        """The configuration and data of Prometheus and Alertmanager."""
+        return self.run_dir / "monitoring"
+
+    @property
+    def loopback_ip(self) -> str:
+        """An address of the head that no other machine reaches."""
+        return "127.0.0.1"
+
+    @property
+    def prometheus_url(self) -> str:
+        return f"http://{self.loopback_ip}:{PROMETHEUS_PORT}"
+
+    @property
+    def alertmanager_url(self) -> str:
+        return f"http://{self.loopback_ip}:{ALERTMANAGER_PORT}"
 
     @property
     def ray_token_file(self) -> Path | None:
@@ -161,6 +189,10 @@ class LocalCluster(RunningCluster):
     k: int
     temp_dir: Path
     """Accessible only to raytide's user. Short, because paths of unix sockets have at most 107 characters."""
+
+    @property
+    def loopback_ip(self) -> str:
+        return self.head_ip
 
     @property
     def ray_temp_dir(self) -> Path:

@@ -11,22 +11,23 @@ import httpx
 
 from raytide.control.bootstrap.cluster_record import RunningCluster
 from raytide.control.supervision.daemon import spawn
-from raytide.control.supervision.supervisor import CHILDREN, arguments
+from raytide.control.supervision.supervisor import CHILDREN, MONITORING, arguments
 from raytide.core.errors import ClusterError, ConfigError
-from raytide.core.io.atomic_file import read_json, write_json
+from raytide.core.io.atomic_file import read_json, write_json, write_text
 from raytide.core.io.process import Process, running, terminate_all
 
 __all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
 
 _OPERATOR = {"user": "admin", "team": "*"}
 _GATEWAY = {"role": "gateway"}
+_ALERTMANAGER = {"role": "alertmanager"}
 _STOP_GRACE_S = 12.0
 """Longer than the supervisor's own grace period for its children."""
 
 
 def grant_access(cluster: RunningCluster) -> None:
-    """Writes a token for the cluster's operator to `client.json`, and one for its gateways to `gateway.json`. Existing
-    tokens of users and of earlier starts stay."""
+    """Writes a token for the cluster's operator to `client.json`, one for its gateways to `gateway.json`, and one for
+    its Alertmanager, if it has one, to a file of its own. Existing tokens of users and of earlier starts stay."""
     try:
         tokens = read_json(cluster.tokens_file) or {}
     except ValueError as error:
@@ -35,23 +36,29 @@ def grant_access(cluster: RunningCluster) -> None:
             hint="Fix it, or move it away: a new one without users is then created.",
         ) from None
     known = dict(tokens)
-    access = {}
-    for file, entry in ((cluster.client_file, _OPERATOR), (cluster.gateway_file, _GATEWAY)):
+
+    def token_of(entry: dict[str, str]) -> str:
         token = next((token for token, each in known.items() if each == entry), None) or secrets.token_urlsafe(24)
         known[token] = entry
-        access[file] = {"address": cluster.api_url, "token": token}
+        return token
+
+    access = {cluster.client_file: token_of(_OPERATOR), cluster.gateway_file: token_of(_GATEWAY)}
+    alertmanagers = token_of(_ALERTMANAGER) if cluster.monitoring else ""
     if known != tokens:
         write_json(cluster.tokens_file, known)
     cluster.tokens_file.chmod(0o600)  # an editor may have replaced it
-    for file, content in access.items():
-        write_json(file, content)
+    for file, token in access.items():
+        write_json(file, {"address": cluster.api_url, "token": token})
+    if alertmanagers:
+        write_text(cluster.alertmanager_token_file, alertmanagers)
 
 
 def start_supervisor(
     cluster: RunningCluster, children: Mapping[str, str] = CHILDREN, *, pass_fds: Sequence[int] = ()
 ) -> None:
     argv = [sys.executable, "-m", "raytide.control.supervision.supervisor", str(cluster.run_dir)]
-    argv += [f"{what}={module}" for what, module in children.items()]
+    more = MONITORING if cluster.monitoring else {}
+    argv += [f"{what}={module}" for what, module in (*children.items(), *more.items())]
     spawn("supervisor", argv, run_dir=cluster.run_dir, environment=cluster.environment(), pass_fds=pass_fds)
 
 
@@ -76,7 +83,7 @@ def wait_for_api(cluster: RunningCluster, *, timeout_s: float) -> None:
 
 def end_children(cluster: RunningCluster) -> None:
     """Ends the supervisor first, so that it restarts nothing, and then its children."""
-    for whats in (["supervisor"], list(CHILDREN)):
+    for whats in (["supervisor"], [*CHILDREN, *MONITORING]):
         recorded = [process for what in whats if (process := cluster.process(what))]
         terminate_all([*recorded, *_unrecorded(cluster, whats)], grace_s=_STOP_GRACE_S)
 

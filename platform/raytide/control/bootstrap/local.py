@@ -39,6 +39,7 @@ from raytide.core.io.process import Process, kill_marked
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.state import Store
+from raytide.dashboards.rules.overrides import adjusted_groups
 
 DEFAULT_CONFIG = Path(__file__).with_name("local.yaml")
 DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT = 8265, 7400, 8000, 10001
@@ -52,15 +53,18 @@ def up(
     children: Mapping[str, str] = CHILDREN,
     timeout_s: float = 120.0,
     owner: Process | None = None,
+    monitoring: bool = False,
 ) -> LocalCluster:
     """Starts a cluster, or adopts one whose supervisor was killed. On an error, everything is ended again.
 
-    A new cluster with an `owner` is ended when that process is gone.
+    A new cluster with an `owner` is ended when that process is gone. With `monitoring`, Prometheus and Alertmanager,
+    which must be installed, run beside it and keep what an earlier cluster of this name measured.
     """
     _check_name(name)
     config = load_cluster(config_path or DEFAULT_CONFIG)
     for user in config.settings.users():
         account_of(user)  # fail here rather than in the first script
+    adjusted_groups(config.settings.monitoring.alerts)  # fail here rather than in the monitor
     with _exclusive(name):
         cluster = _load(name)
         if cluster is not None and cluster.is_alive("head"):
@@ -72,14 +76,22 @@ def up(
             start_supervisor(cluster, children)
             wait_for_api(cluster, timeout_s=timeout_s)
             return cluster
+        earlier = None
         if cluster is not None:
             _end_everything(cluster)
             _close_books(cluster)
-            _set_aside(cluster)
+            earlier = _set_aside(cluster)
         with full_disk_is_an_error(str(run_dir_of(name))):
             cluster, claimed = _create(
-                name, Path(config_path or DEFAULT_CONFIG), k, state_url=config.settings.state_url, owner=owner
+                name,
+                Path(config_path or DEFAULT_CONFIG),
+                k,
+                state_url=config.settings.state_url,
+                owner=owner,
+                monitoring=monitoring,
             )
+            if monitoring and earlier is not None:
+                _keep_measurements(earlier, cluster)
         deadline = time.monotonic() + timeout_s
         try:
             ensure_owner_watched(cluster.run_dir, cluster.environment())
@@ -128,12 +140,13 @@ def temporary(
     name: str = "local",
     *,
     children: Mapping[str, str] = CHILDREN,
+    monitoring: bool = False,
 ) -> Iterator[LocalCluster]:
     """A context with a cluster in its own home, which is also RAYTIDE_HOME of this process meanwhile."""
     before = os.environ.get("RAYTIDE_HOME")
     os.environ["RAYTIDE_HOME"] = str(home_dir)
     try:
-        yield up(config_path, name, children=children, owner=Process.of(os.getpid()))
+        yield up(config_path, name, children=children, owner=Process.of(os.getpid()), monitoring=monitoring)
     finally:
         down(name)
         if before is None:
@@ -152,7 +165,7 @@ def _load(name: str) -> LocalCluster | None:
 
 
 def _create(
-    name: str, config_path: Path, k: int | None, *, state_url: str, owner: Process | None
+    name: str, config_path: Path, k: int | None, *, state_url: str, owner: Process | None, monitoring: bool
 ) -> tuple[LocalCluster, socket.socket]:
     """Creates the run folder and claims the addresses. Nothing runs yet, but `down` would clean it up."""
     choices = range(FIRST_K, LAST_K + 1) if k is None else [k]
@@ -178,6 +191,7 @@ def _create(
         version=installed_version(),
         owner_pid=0 if owner is None else owner.pid,
         owner_start_time=0 if owner is None else owner.start_time,
+        monitoring=monitoring,
     )
     cluster.save()
     cluster.temp_dir.mkdir(mode=0o700)
@@ -200,6 +214,7 @@ def _end_everything(cluster: LocalCluster) -> None:
     """
     cluster.client_file.unlink(missing_ok=True)
     cluster.gateway_file.unlink(missing_ok=True)
+    cluster.alertmanager_token_file.unlink(missing_ok=True)
     end_children(cluster)
     live = [folder for folder in node_folders(cluster.run_dir) if folder.end() is None]
     for folder in live:
@@ -229,10 +244,17 @@ def _close_books(cluster: LocalCluster) -> Closed:
         store.close()
 
 
-def _set_aside(cluster: LocalCluster) -> None:
-    """Renames the run folder of an earlier cluster, with its ledger and logs, to a name with its creation time."""
+def _set_aside(cluster: LocalCluster) -> Path:
+    """Renames the run folder of an earlier cluster, with its ledger and logs, to a name with its creation time, which
+    it returns."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(cluster.created_at_s))
-    cluster.run_dir.rename(cluster.run_dir.with_name(f"{cluster.name}@{stamp}-{cluster.cluster_id[-4:]}"))
+    return cluster.run_dir.rename(cluster.run_dir.with_name(f"{cluster.name}@{stamp}-{cluster.cluster_id[-4:]}"))
+
+
+def _keep_measurements(earlier: Path, cluster: LocalCluster) -> None:
+    """Moves the data of Prometheus and Alertmanager from the run folder of an earlier cluster into that of this one."""
+    with suppress(FileNotFoundError):
+        (earlier / cluster.monitoring_dir.name).rename(cluster.monitoring_dir)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from raytide.actors.gang.placement_groups import PlacementGroups
 from raytide.actors.serving.ray_serve.control import ServeControl
+from raytide.autoscaler.nodes.energy import EnergyMeter
 from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Bill, Provider
 from raytide.autoscaler.providers.cloud.provider import CloudProvider
@@ -38,7 +39,8 @@ def sources(cluster: RunningCluster) -> Sources:
     """Returns the controller's connections. Connects this process to Ray."""
     import ray
 
-    restrict_to(load_cluster(cluster.config_path).settings.data_roots)
+    settings = load_cluster(cluster.config_path).settings
+    restrict_to(settings.data_roots)
     ray.init(
         address=cluster.gcs_address,
         namespace=RAY_NAMESPACE,
@@ -53,7 +55,9 @@ def sources(cluster: RunningCluster) -> Sources:
         drivers=RayJobs(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
         serve=ServeControl(),
         api=ApiProbe(cluster.api_url),
-        meters=MeterReader(GcsReader(cluster.gcs_address), SystemClock()),
+        meters=MeterReader(
+            GcsReader(cluster.gcs_address), SystemClock(), energy=EnergyMeter(settings.energy.watts_per_core)
+        ),
     )
 
 

@@ -7,7 +7,7 @@ failed call left undone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from raytide.actors.gang.placement_groups import difference
@@ -19,6 +19,7 @@ from raytide.core.errors import ProviderError
 from raytide.core.logs import logger
 from raytide.core.objects.node import Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Plan
+from raytide.core.specs.order import Order
 from raytide.queue.lifecycle.jobs import wanted_drivers
 from raytide.queue.lifecycle.leases import wanted_groups
 
@@ -27,6 +28,9 @@ log = logger(__name__)
 MOST_GROUPS, MOST_DRIVERS = 512, 32
 """The most placement groups and drivers that one tick starts, because each is a call to Ray that the tick waits for."""
 
+_RESTART_S = 120.0
+"""The time for which the restart of a replica is tried."""
+
 
 @dataclass(slots=True)
 class ApplyResult:
@@ -34,6 +38,8 @@ class ApplyResult:
     """Nodes whose record changed during execution."""
     refusals: dict[tuple[str, str], str] = field(default_factory=dict)
     """Pools that refused a node, with the provider's message; this tick does not try them again."""
+    orders: list[Order] = field(default_factory=list)
+    """Orders that were carried out."""
     errors: list[str] = field(default_factory=list)
 
 
@@ -80,6 +86,9 @@ def apply(
         for key, status in observed.drivers.items():
             if status.state == "running" and key not in wanted:
                 attempt(f"stop the driver of {key.job_id}", partial(sources.drivers.stop, key))
+    for order in records.orders:
+        if order.kind == "restart_replica":
+            attempt(f"restart replica {order.replica}", partial(_restart, order, sources, result, now_s))
     if observed.ray_nodes is not None:
         attempt("report to Ray", partial(sources.gcs.report, tuple(records.nodes.values())))
     return result
@@ -99,6 +108,18 @@ def _launch(
     except ProviderError as error:
         result.nodes[node.id] = lifecycle.refused(node, str(error), now_s)
         result.refusals[(node.type, node.zone)] = str(error)
+
+
+def _restart(order: Order, sources: Sources, result: ApplyResult, now_s: float) -> None:
+    """Raises if Ray does not answer, so that the next tick tries again, for a while."""
+    try:
+        was_there = sources.serve.restart_replica(order.subject, order.replica)
+        outcome = "it was killed, and Serve starts another" if was_there else "there is no such replica"
+    except Exception as error:
+        if now_s - order.at_s < _RESTART_S:
+            raise
+        outcome = f"failed: {error}"
+    result.orders.append(replace(order, done_at_s=now_s, outcome=outcome))
 
 
 def _drain(records: ClusterRecords, action: Drain, sources: Sources, result: ApplyResult) -> None:

@@ -6,6 +6,7 @@ the queue admits, preempts and grows; then the autoscaler plans nodes and placem
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from raytide.autoscaler.deadlines.jobs import with_market_constraints
@@ -13,10 +14,13 @@ from raytide.autoscaler.disruption import consolidation
 from raytide.autoscaler.disruption.cost_limit import enforce_cost_limit, without
 from raytide.autoscaler.endpoints.targets import set_targets
 from raytide.autoscaler.planner import plan
-from raytide.core.objects.plan import Action, Admit, Grow, Plan, Preempt, Shrink, Wait
+from raytide.control.views import Waiting
+from raytide.core.objects.gang import LeaseState
+from raytide.core.objects.plan import UNMANAGED, Action, Admit, Grow, Plan, Preempt, Shrink, Wait
 from raytide.core.objects.snapshot import Snapshot
 from raytide.queue.admission.scheduler import schedule, within_member_cap
 from raytide.queue.lifecycle.leases import apply_action
+from raytide.queue.lifecycle.pending_reason import why_forming
 from raytide.scheduling.reservations import with_reservations
 from raytide.scheduling.state import SchedulingState
 
@@ -48,3 +52,24 @@ def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:
         if isinstance(action, Shrink | Preempt | Grow):
             leases[action.lease_id] = apply_action(leases[action.lease_id], action, snapshot.at_s)
     return replace(snapshot, leases=(*leases.values(), *new), next_lease=snapshot.next_lease + len(new))
+
+
+def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[str, Waiting]:
+    """Returns what each subject waits for: the plan's reason, and for an admitted job that of its lease."""
+    waiting = {
+        a.subject: Waiting(a.constraint, a.reason, a.remedy, starts.get(a.subject))
+        for a in plan.actions
+        if isinstance(a, Wait)
+    }
+    unmanaged = [a for a in plan.actions if isinstance(a, Wait) and a.subject == UNMANAGED]
+    if unmanaged:  # one Wait for each kind of work
+        reasons = " ".join(dict.fromkeys(f"{a.reason}." for a in unmanaged))
+        waiting[UNMANAGED] = Waiting(unmanaged[0].constraint, reasons, unmanaged[0].remedy)
+    leases = {lease.job_id: lease for lease in snapshot.leases if lease.state is not LeaseState.ACTIVE}
+    is_yielding = any(member.gives_way for lease in snapshot.leases for member in lease.members)
+    for job in snapshot.jobs:
+        if job.id in leases and not job.stop_requested and (is_yielding or job.id not in waiting):
+            found = why_forming(job, leases[job.id], snapshot)
+            if job.id not in waiting or found.wait_s is not None:
+                waiting[job.id] = Waiting(found.constraint, found.reason, found.remedy, found.wait_s)
+    return waiting

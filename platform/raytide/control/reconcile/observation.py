@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -16,9 +16,11 @@ from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.ray_gcs import GcsReader, RayNode
 from raytide.control.ray_jobs import RayJobs
 from raytide.core.logs import logger
-from raytide.core.objects.endpoint import EndpointLoad
-from raytide.core.objects.node import Use
+from raytide.core.objects.endpoint_load import EndpointLoad
+from raytide.core.objects.node import NodeMeasurement, Use
 from raytide.core.objects.snapshot import Demand
+from raytide.core.specs.rollout import endpoint_of
+from raytide.core.telemetry.targets import Target
 from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 
 T = TypeVar("T")
@@ -44,8 +46,11 @@ class ClusterObservation:
     """Current prices by node type and zone in micro-dollars an hour; the configured price applies to others."""
     use: Mapping[str, Use] = field(default_factory=dict)
     """The last measured utilization of each node."""
+    measured: Mapping[str, NodeMeasurement] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     """Node ids by Ray's name of the machine where the two differ, from the provider's last answer."""
+    targets: tuple[Target, ...] = ()
+    """The metrics pages of nodes and replicas."""
 
 
 class ApiProbe:
@@ -97,6 +102,7 @@ def observe(
 
     machines = query("provider", sources.provider.machines)
     ray_nodes, demand = query("ray", sources.gcs.nodes), query("ray demand", sources.gcs.demand)
+    loads = (query("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else None) or {}
     known = (names or {}) if machines is None else ray_names(machines)
     return ClusterObservation(
         machines=machines,
@@ -105,11 +111,13 @@ def observe(
         demand=demand or (),
         groups=query("placement groups", sources.groups.list),
         drivers=query("drivers", sources.drivers.statuses) if with_drivers else {},
-        loads=(query("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else None) or {},
+        loads=loads,
         api_answers=with_gangs and bool(query("API", sources.api.answers)),
         prices=query("provider prices", sources.provider.prices) or {},
         use=sources.meters.last_readings(),
+        measured=sources.meters.measured(),
         names=known,
+        targets=tuple(_targets(machines or (), sources.meters.agents(), known, loads)),
         errors=tuple(errors),
     )
 
@@ -128,6 +136,24 @@ def at_controller_time(observed: ClusterObservation, wall_ahead_s: float) -> Clu
     }
     notices = tuple(replace(notice, deadline_s=notice.deadline_s - wall_ahead_s) for notice in observed.notices)
     return replace(observed, loads=loads, notices=notices)
+
+
+def _targets(
+    machines: Iterable[Machine],
+    agents: Mapping[str, str],
+    names: Mapping[str, str],
+    loads: Mapping[str, EndpointLoad],
+) -> Iterator[Target]:
+    """Yields the pages of Ray's agents, of exporters, and of replicas."""
+    for ray_id, address in sorted(agents.items()):
+        yield Target("raytide-node", address, labels={"node": names.get(ray_id, ray_id)})
+    for machine in machines:
+        if machine.meter and machine.ended_at_s is None:
+            yield Target("raytide-gpu", machine.meter, labels={"node": machine.node_id})
+    for name, load in loads.items():
+        for replica, address in load.pages.items():
+            if address:
+                yield Target("raytide-replica", address, labels={"endpoint": endpoint_of(name), "replica": replica})
 
 
 def ray_names(machines: Iterable[Machine]) -> dict[str, str]:

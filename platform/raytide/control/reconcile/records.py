@@ -12,6 +12,7 @@ from raytide.autoscaler.nodes import launch_backoff as pools
 from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.nodes.lifecycle import by_node_id
+from raytide.autoscaler.nodes.orders import carry_out
 from raytide.control.accounting.billing_intervals import Booking
 from raytide.control.accounting.lost_work import lost_nodes, on_disruption
 from raytide.control.accounting.team_usage import recent_usage
@@ -21,9 +22,10 @@ from raytide.core.objects.endpoint import Endpoint, EndpointState
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import Job, JobKind
 from raytide.core.objects.ledger_entry import OpenInterval
-from raytide.core.objects.node import Node, NodeState, NodeType
+from raytide.core.objects.node import Node, NodeState, NodeType, Signal
 from raytide.core.objects.plan import Plan
 from raytide.core.objects.snapshot import EndpointView, NodeView, Pool, Snapshot
+from raytide.core.specs.order import Order
 from raytide.core.specs.rollout import Rollout
 from raytide.core.state.records import Changes, Records, StoredTeam
 from raytide.queue.lifecycle import jobs, leases
@@ -44,6 +46,8 @@ class ClusterRecords:
     intervals: dict[str, OpenInterval] = field(default_factory=dict)
     teams: tuple[StoredTeam, ...] = ()
     rollouts: dict[int, Rollout] = field(default_factory=dict)
+    orders: tuple[Order, ...] = ()
+    signals: Mapping[tuple[str, str], Signal] = field(default_factory=dict)
     next_node: int = 1
     next_lease: int = 1
 
@@ -58,6 +62,8 @@ class ClusterRecords:
             intervals=dict(records.intervals),
             teams=records.teams,
             rollouts={rollout.number: rollout for rollout in records.rollouts},
+            orders=records.orders,
+            signals=records.signals,
             next_node=records.next_node,
             next_lease=records.next_lease,
         )
@@ -78,7 +84,9 @@ def advance(records: ClusterRecords, observed: ClusterObservation, now_s: float,
     before = tuple(records.nodes.values())
     moved = lifecycle.observe(before, observed.machines, observed.ray_nodes, observed.notices, now_s)
     rested = pools.update_pools(tuple(records.pools.values()), before, moved, now_s)
-    records.nodes = {node.id: node for node in moved}
+    records.nodes, done = carry_out({node.id: node for node in moved}, records.orders, now_s)
+    ended = {order.id: order for order in done}
+    records.orders = tuple(ended.get(order.id, order) for order in records.orders)
     records.pools = {(pool.node_type, pool.zone): pool for pool in rested}
     for lease in tuple(records.leases.values()):
         _advance_lease(records, lease, observed, now_s, guard)
@@ -99,7 +107,7 @@ def take_snapshot(
     """Returns the immutable input of the decision."""
     return Snapshot(
         at_s=now_s,
-        node_types=config.node_types,
+        node_types=tuple(node_type.at(now_s + wall_ahead_s) for node_type in config.node_types),
         nodes=tuple(_views(records, observed, idle, config, now_s)),
         jobs=tuple(job for job in records.jobs.values() if not job.is_final),
         leases=tuple(lease for lease in records.leases.values() if lease.state is not LeaseState.RELEASED),
@@ -147,6 +155,7 @@ def changes(stored: Records, records: ClusterRecords, booking: Booking, plan: Pl
         intervals=booking.intervals,
         closed=booking.closed,
         teams=recent_usage(records.teams, records.jobs.values(), now_s),
+        orders=tuple(order for order in records.orders if order.done_at_s is not None),
         plan=plan.for_storage() if plan.actions else None,
     )
 

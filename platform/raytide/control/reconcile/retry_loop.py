@@ -1,4 +1,6 @@
-"""Retries the controller's tick while the store fails or another controller leads."""
+"""The pace of the controller: ticks are retried while the store fails or another controller leads, and rarer while
+nothing happens.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,12 @@ from raytide.core.clock import Clock
 from raytide.core.errors import StorageError
 from raytide.core.io.atomic_file import write_json
 from raytide.core.logs import logger
+from raytide.core.objects.node import NodeState
+from raytide.core.objects.plan import Plan
+from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Store
 
-__all__ = ["RetryLoop", "wait_for_lead"]
+__all__ = ["RetryLoop", "is_idle", "wait_for_lead"]
 
 _LAST_DELAY_S = 10.0
 _POLL_S = 1.0
@@ -52,6 +57,12 @@ class RetryLoop:
             log.info("resumed", extra={"failures": self._failures})
         self._failures, self._delay_s = 0, self._period_s
         return self._period_s
+
+
+def is_idle(snapshot: Snapshot, plan: Plan) -> bool:
+    """Returns whether only an event can bring anything to do: nobody wants or uses anything, and no node changes."""
+    is_wanted = snapshot.jobs or snapshot.leases or snapshot.endpoints or snapshot.demand or plan.actions
+    return not is_wanted and all(view.node.state is NodeState.READY for view in snapshot.nodes)
 
 
 def wait_for_lead(store: Store, holder: str, clock: Clock, live_path: Path) -> None:

@@ -11,7 +11,7 @@ from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.control.reconcile.observation import ClusterObservation
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import Endpoint, EndpointState
-from raytide.rollout.routes import EndpointRoute
+from raytide.registry.rollout.routes import EndpointRoute
 
 log = logger(__name__)
 
@@ -48,13 +48,14 @@ class ServeSync:
         """None before the first pass has finished."""
 
     def sync(self, endpoints: Iterable[Endpoint], routes: Mapping[str, EndpointRoute] = MappingProxyType({})) -> None:
-        """Starts a pass unless one runs, and takes over the result of the last one."""
+        """Starts a pass unless one runs, and takes over the result of the last one. Unreadable endpoints keep running
+        until they are deleted."""
         if self._pass is not None:
             if not self._pass.done():
                 return
             self.served = self._pass.result()
             self._pass = None
-        wanted = tuple(endpoints)
+        wanted = tuple(endpoint for endpoint in endpoints if _is_wanted(endpoint))
         if wanted:
             self._pass = self._pool.submit(self._run_pass, wanted, dict(routes))
 
@@ -133,3 +134,8 @@ def follow_serve(
     if load is None and endpoint.state is EndpointState.RUNNING:
         return endpoint  # no report says that its replicas are gone
     return replace(endpoint, state=EndpointState.DEPLOYING, reason=reason)
+
+
+def _is_wanted(endpoint: Endpoint) -> bool:
+    is_over = endpoint.state is EndpointState.DELETED
+    return not is_over and (not endpoint.unreadable or endpoint.state is EndpointState.DELETING)

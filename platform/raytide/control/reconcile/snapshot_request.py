@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from raytide.control.supervision.wake_pipe import wake_controller
 from raytide.control.views import to_json
 from raytide.core.errors import ClusterError
 from raytide.core.io.atomic_file import write_json
@@ -33,6 +34,7 @@ def request_snapshot(folder: Path, patience_s: float = 10.0) -> str:
     before = _written_ns(folder)
     with full_disk_is_an_error(str(folder / _ASKED)):
         (folder / _ASKED).touch()
+    wake_controller(folder)
     deadline_s = time.monotonic() + patience_s
     while _written_ns(folder) == before:
         if time.monotonic() >= deadline_s:

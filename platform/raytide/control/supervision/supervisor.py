@@ -32,9 +32,15 @@ CHILDREN = {
     "api": "raytide.control.api",
     "gateway-0": "raytide.gateway 0",
     "gateway-1": "raytide.gateway 1",
+    "monitor": "raytide.dashboards.monitor",
 }
 """The module of each child, which runs as `python -m MODULE RUN_DIR`, and its further arguments. Two gateways share a
 port: while one is restarted the other answers."""
+MONITORING = {
+    "prometheus": "raytide.dashboards.prometheus prometheus",
+    "alertmanager": "raytide.dashboards.prometheus alertmanager",
+}
+"""The further children of a cluster that was started with `--monitoring`."""
 
 _log = logging.getLogger(__name__)
 
@@ -138,8 +144,10 @@ def _step(child: Child, run_dir: Path) -> None:
 
 def _environment(child: Child, run_dir: Path) -> Mapping[str, str]:
     """Returns the environment of a child. A gateway, which strangers reach, gets none of the operator's secrets but the
-    keys of hosted APIs.
+    keys of hosted APIs; Prometheus and Alertmanager get none.
     """
+    if child.what in MONITORING:
+        return passed(os.environ, ON_NODES, ("RAYTIDE_CLUSTER", *all_passed(())))
     if not child.what.startswith("gateway"):
         return os.environ
     named = ("RAYTIDE_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", *_keys_of_hosted_apis(run_dir))

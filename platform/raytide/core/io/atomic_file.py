@@ -23,7 +23,12 @@ def write_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600, is_
     The new text survives a power loss once this returns, unless `is_kept` is false: then the machine may come back with
     the old text or an empty file. An OSError leaves the old text and no other file.
     """
-    staged = _staged(path, data, mode, is_kept=is_kept)
+    write_text(path, _json(data), mode=mode, is_kept=is_kept)
+
+
+def write_text(path: Path, text: str, *, mode: int = 0o600, is_kept: bool = True) -> None:
+    """Replaces the file with a text, as `write_json` does."""
+    staged = _staged(path, text, mode, is_kept=is_kept)
     try:
         os.replace(staged, path)
     except BaseException:
@@ -35,7 +40,7 @@ def write_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600, is_
 
 def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) -> bool:
     """Writes the file unless it exists. Exactly one of several writers gets True, and its text stays."""
-    staged = _staged(path, data, mode, is_kept=True)
+    staged = _staged(path, _json(data), mode, is_kept=True)
     try:
         os.link(staged, path)
     except FileExistsError:
@@ -87,10 +92,13 @@ def _is_left_behind(staged: Path, pid: int) -> bool:
         return False
 
 
-def _staged(path: Path, data: Mapping[str, object], mode: int, *, is_kept: bool) -> Path:
+def _json(data: Mapping[str, object]) -> str:
+    return json.dumps(data, indent=1, sort_keys=True)
+
+
+def _staged(path: Path, text: str, mode: int, *, is_kept: bool) -> Path:
     """Writes the text beside its final path; leaves no file on an error."""
     staged = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
-    text = json.dumps(data, indent=1, sort_keys=True)
     try:
         _write(staged, text.encode(), mode, is_kept=is_kept)
     except BaseException:

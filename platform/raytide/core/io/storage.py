@@ -47,8 +47,9 @@ def read_bytes(url: str) -> bytes:
         raise DataError(f"{url} does not exist.", hint="Check the path.") from None
 
 
-def write_bytes(url: str, data: bytes) -> None:
-    """Writes the file atomically: to a temporary name, which is then moved."""
+def write_bytes(url: str, data: bytes, *, is_durable: bool = True) -> None:
+    """Writes the file atomically: to a temporary name, which is then moved. A file that need not be durable may be
+    empty or torn after a power failure."""
     fs, path = open_url(url)
     parent = fs._parent(path)
     part = f"{path}.{uuid.uuid4().hex}.part"
@@ -57,7 +58,8 @@ def write_bytes(url: str, data: bytes) -> None:
         try:
             fs.pipe_file(part, data)
             if is_local(url):
-                _sync(part)
+                if is_durable:
+                    _sync(part)
                 os.replace(part, path)
             else:
                 fs.mv(part, path)

@@ -1,8 +1,8 @@
 """The token dataset format, which the pipeline writes and the trainer reads.
 
 A dataset is a directory (a path or an fsspec URL) with `manifest.json`, `tokenizer.json`, `tokenizer_config.json` and
-shards of raw little-endian token ids. Each document ends with `eos_id`; shards may split documents. The manifest is
-written last: a directory without one is incomplete.
+shards of raw little-endian token ids. Each document ends with `eos_id`; shards may split documents. Beside each shard
+an index holds the ends of its documents. The manifest is written last: a directory without one is incomplete.
 """
 
 from __future__ import annotations
@@ -10,18 +10,28 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.errors import DataError
+from raytide.core.io.html import framed, table
 from raytide.core.io.storage import exists, join, open_url, read_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MANIFEST = "manifest.json"
 CONFIG = "tokenizer_config.json"
-VERSION = 1
+VERSION: Final = 2
+"""Version 1 had no index of document ends. Both are read."""
+END_BYTES = 8
+"""An index holds unsigned little-endian integers of 64 bits."""
 
 TokenDtype = Literal["uint16", "uint32"]
 ShardFormat = Literal["bin", "parquet"]
@@ -30,7 +40,7 @@ ITEM_BYTES: dict[str, int] = {"uint16": 2, "uint32": 4}
 CHUNK_BYTES = 1 << 20
 
 MAX_MANIFEST_BYTES = 256 << 20
-"""A shard takes 0.15 KiB of it."""
+"""A shard takes 0.35 KiB of it."""
 
 _REBUILD = "Build the dataset again."
 _NAME = re.compile(r"[^\x00-\x1f\x7f\\/:]{1,255}")
@@ -44,11 +54,10 @@ def inside(value: str) -> str:
     return value
 
 
-class Shard(Config):
-    """A file of tokens; its path is relative to the dataset."""
+class DatasetFile(Config):
+    """A file that a manifest names; its path is relative to the dataset."""
 
     file: str
-    tokens: int = Field(ge=0, lt=1 << 60)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     @field_validator("file")
@@ -60,6 +69,26 @@ class Shard(Config):
             raise ValueError(f"a shard {error}, and {value[:100]!r} does not") from None
 
 
+class DocumentIndex(DatasetFile):
+    """The ends of the documents that end in one shard: global token positions, exclusive, in increasing order."""
+
+    documents: int = Field(ge=0, lt=1 << 60)
+
+
+class Shard(DatasetFile):
+    """A file of tokens."""
+
+    tokens: int = Field(ge=0, lt=1 << 60)
+    index: DocumentIndex | None = None
+    """None in datasets of version 1."""
+
+
+class TextFile(DatasetFile):
+    """A file of the kept documents' text, in dataset order."""
+
+    documents: int = Field(ge=0, lt=1 << 60)
+
+
 class Source(Config):
     """The origin of the tokens, which shows whether a build would give the same dataset again."""
 
@@ -69,6 +98,16 @@ class Source(Config):
     kept: int = Field(default=0, ge=0)
     dropped: dict[str, int] = Field(default_factory=dict)
     """The number of documents by the reason for dropping them."""
+    samples: DatasetFile | None = None
+    """A few dropped documents of each reason, as JSON Lines with `reason`, `file`, `row`, `detail` and `text`."""
+    cleaning: DatasetFile | None = None
+    """The report of cleaning, as JSON: counts of changes, languages and lengths."""
+    signatures: DatasetFile | None = None
+    """The MinHash signatures of the kept documents, for later builds to compare with."""
+    engine: str = ""
+    """The library that encoded: the first of `engines`, or the second where the first was not exact."""
+    engines: dict[str, str] = Field(default_factory=dict, max_length=8)
+    """The versions of both, which are part of the digest."""
 
 
 class TokenManifest(Config):
@@ -76,7 +115,7 @@ class TokenManifest(Config):
 
     most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
 
-    version: Literal[1] = 1
+    version: Literal[1, 2] = VERSION
     format: ShardFormat = "bin"
     tokenizer: str = "tokenizer.json"
     tokenizer_sha256: str | None = None
@@ -86,6 +125,7 @@ class TokenManifest(Config):
     documents: int = Field(ge=0, lt=1 << 60)
     tokens: int = Field(ge=0, lt=1 << 60)
     shards: tuple[Shard, ...]
+    texts: tuple[TextFile, ...] = ()
     source: Source = Source()
 
     @field_validator("tokenizer")
@@ -98,17 +138,36 @@ class TokenManifest(Config):
 
     @model_validator(mode="after")
     def _adds_up(self) -> TokenManifest:
-        names = [shard.file for shard in self.shards]
+        names = [file.file for file in self.files]
         taken = {MANIFEST, CONFIG, self.tokenizer}
         if len(set(names)) < len(names) or not taken.isdisjoint(names) or self.tokenizer in (MANIFEST, CONFIG):
             raise ValueError("two files have the same name")
         if sum(shard.tokens for shard in self.shards) != self.tokens:
             raise ValueError(f"the shards hold {sum(s.tokens for s in self.shards)} tokens, not {self.tokens}")
+        indices = [shard.index for shard in self.shards if shard.index is not None]
+        if indices and (len(indices) < len(self.shards) or sum(i.documents for i in indices) != self.documents):
+            raise ValueError(f"the indices do not hold the ends of {self.documents} documents")
         if self.eos_id >= self.vocab_size:
             raise ValueError(f"eos_id {self.eos_id} is outside the vocabulary of {self.vocab_size}")
         if self.dtype == "uint16" and self.vocab_size > 1 << 16:
             raise ValueError(f"uint16 cannot hold a vocabulary of {self.vocab_size}")
         return self
+
+    @property
+    def files(self) -> list[DatasetFile]:
+        """All files that have a hash here."""
+        beside = [self.source.samples, self.source.cleaning, self.source.signatures, *self.texts]
+        return [file for file in [*chain(*((s, s.index) for s in self.shards)), *beside] if file is not None]
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("tokens", f"{self.tokens:,}"),
+            ("documents", f"{self.documents:,} of {self.source.read:,} read"),
+            ("dropped", self.source.dropped),
+            ("vocabulary", f"{self.vocab_size:,}"),
+            ("shards", f"{len(self.shards):,} of {self.dtype}"),
+        ]
+        return framed(table("token dataset", ("", ""), rows))
 
     def to_bytes(self) -> bytes:
         """Serializes the manifest; equal manifests give equal bytes."""
@@ -131,6 +190,11 @@ def load_manifest(url: str) -> TokenManifest:
     return parse_manifest(read_bytes(where), where)
 
 
+def sha256_of(url: str) -> str:
+    """Returns the SHA-256 of the manifest at `url`, which covers that of each of the dataset's files."""
+    return hashlib.sha256(read_bytes(join(url, MANIFEST))).hexdigest()
+
+
 def parse_manifest(text: bytes, where: str) -> TokenManifest:
     """Returns the manifest in `text`. Raises DataError if it is malformed."""
     try:
@@ -140,9 +204,9 @@ def parse_manifest(text: bytes, where: str) -> TokenManifest:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}.", hint=_REBUILD) from None
     version = body.get("version", VERSION) if isinstance(body, dict) else None
-    if version != VERSION:
+    if version not in (1, VERSION) or isinstance(version, bool):
         raise DataError(
-            f"{where} has version {repr(version)[:100]}; this raytide reads {VERSION}.",
+            f"{where} has version {repr(version)[:100]}; this raytide reads 1 and {VERSION}.",
             hint="Build the dataset again, or use the raytide that wrote it.",
         )
     try:
@@ -153,14 +217,62 @@ def parse_manifest(text: bytes, where: str) -> TokenManifest:
         raise DataError(f"{where} is malformed: {what[:500]}.", hint=_REBUILD) from None
 
 
+def document_ends(url: str, manifest: TokenManifest) -> NDArray[np.int64]:
+    """Returns the end of each document, int64 [documents]: global token positions, exclusive, in increasing order.
+
+    A dataset of version 1 has no index; all its tokens are then read, and a document ends after each `eos_id`. Raises
+    DataError for an index that contradicts the manifest.
+    """
+    import numpy as np
+
+    if not all(shard.index is not None for shard in manifest.shards):
+        found = list(_scanned_ends(url, manifest))
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+    ends = np.empty(manifest.documents, np.int64)
+    done = 0
+    for shard in manifest.shards:
+        assert shard.index is not None
+        body = read_bytes(join(url, shard.index.file))
+        if len(body) != shard.index.documents * END_BYTES or hashlib.sha256(body).hexdigest() != shard.index.sha256:
+            raise DataError(f"{join(url, shard.index.file)} was changed: it differs from its manifest.", hint=_REBUILD)
+        ends[done : done + shard.index.documents] = np.frombuffer(body, "<u8")
+        done += shard.index.documents
+    if len(ends) and (ends[0] < 1 or ends[-1] > manifest.tokens or (np.diff(ends) < 1).any()):
+        raise DataError(f"the document index of {url} is not an increasing list of token positions.", hint=_REBUILD)
+    return ends
+
+
+def _scanned_ends(url: str, manifest: TokenManifest) -> Iterator[NDArray[np.int64]]:
+    """Yields the ends in each shard of a dataset without an index."""
+    import numpy as np
+
+    start = 0
+    for shard in manifest.shards:
+        where = join(url, shard.file)
+        if manifest.format == "parquet":
+            import pyarrow.parquet as pq
+
+            fs, path = open_url(where)
+            with fs.open(path, "rb") as stream:
+                rows = pq.read_table(stream, columns=["tokens"]).column("tokens")
+            lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in rows.chunks])
+            yield start + np.cumsum(lengths, dtype=np.int64)
+        else:
+            tokens = np.frombuffer(read_bytes(where), np.dtype(manifest.dtype).newbyteorder("<"))
+            yield start + 1 + np.flatnonzero(tokens == manifest.eos_id).astype(np.int64)
+        start += shard.tokens
+
+
 def verify(url: str) -> TokenManifest:
     """Reads all shards and the tokenizer. Raises DataError if the size or hash of one differs from the manifest."""
     manifest = load_manifest(url)
     if manifest.tokenizer_sha256 is not None:
         _check(join(url, manifest.tokenizer), None, manifest.tokenizer_sha256)
-    for shard in manifest.shards:
-        size = shard.tokens * ITEM_BYTES[manifest.dtype] if manifest.format == "bin" else None
-        _check(join(url, shard.file), size, shard.sha256)
+    for file in manifest.files:
+        size = None
+        if isinstance(file, Shard) and manifest.format == "bin":
+            size = file.tokens * ITEM_BYTES[manifest.dtype]
+        _check(join(url, file.file), size, file.sha256)
     return manifest
 
 

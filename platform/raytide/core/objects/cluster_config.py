@@ -17,9 +17,11 @@ from raytide.core.config import Config, load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.money import micro_usd
-from raytide.core.objects.node import CapacityType, Meter, NodeType
+from raytide.core.objects.node import CapacityType, Meter, NodeType, ScheduledMinimum
 from raytide.core.objects.snapshot import Unmanaged
 from raytide.core.objects.team import CLASSES, TeamSpec, check_tree
+from raytide.core.telemetry.settings import MonitoringSection
+from raytide.core.telemetry.tracing_settings import TracingSection
 
 GPU_BUSY_ABOVE = 0.05
 UserName = Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_-]*)?$")]
@@ -36,6 +38,8 @@ class NodeTypeSection(Config):
     """Prices of zones that differ."""
     warm_nodes: int = Field(default=0, ge=0)
     """Empty nodes kept ready ahead of demand."""
+    schedule: tuple[ScheduledMinimum, ...] = Field(default=(), max_length=100)
+    """Minimums by hour and weekday, in place of Ray's `min_workers`."""
     launch_timeout_s: float = Field(default=600.0, gt=0)
     busy_above: dict[Meter, float] | None = None
     """Physical use, 0 to 1, above which a node that is idle in Ray stays: by default `{gpu: 0.05}` for types with
@@ -44,6 +48,11 @@ class NodeTypeSection(Config):
     speed: float = Field(default=1.0, gt=0)
     """The speed of work on one of its GPUs (or on the node, without any) relative to types of speed 1, until it is
     measured. Nodes are bought by cost per work, not per hour."""
+    gpu_memory_gb: float | None = Field(default=None, gt=0, le=10_000)
+    """10^9 bytes of memory of each GPU, for shapes that ask for some and for plans; by default what is known of the
+    accelerator that its label names."""
+    network_gbps: float | None = Field(default=None, gt=0, le=100_000)
+    """10^9 bits a second of the node's network, for plans."""
 
 
 class LimitsSection(Config):
@@ -94,6 +103,19 @@ class GatewaySection(Config):
     audit_retention_days: int = Field(default=800, ge=1, le=36_500)
     """The time after which entries of the audit log, and keys that ended, are deleted; the rest stays verifiable."""
 
+    def demands_keys(self, *, is_loopback: bool) -> bool:
+        """Returns whether requests need an API key, for a gateway that listens on a loopback address or not."""
+        return not is_loopback if self.require_keys == "auto" else self.require_keys
+
+
+class EnergySection(Config):
+    """The figures by which energy is estimated where it is not measured, and turned into emissions."""
+
+    watts_per_core: float = Field(default=3.5, ge=0, le=1000)
+    """The power of a core that works all the time: the Cloud Carbon Footprint project's mean for AWS (2022)."""
+    grams_co2_per_kwh: float = Field(default=445.0, ge=0, le=5000)
+    """The emissions of electricity where the nodes are: the world's mean in 2024 (IEA, Electricity 2025)."""
+
 
 class RaytideSection(Config):
     """`metadata.raytide` of cluster.yaml."""
@@ -105,6 +127,9 @@ class RaytideSection(Config):
     limits: LimitsSection = LimitsSection()
     unmanaged: UnmanagedSection = UnmanagedSection()
     gateway: GatewaySection = GatewaySection()
+    monitoring: MonitoringSection = MonitoringSection()
+    tracing: TracingSection = TracingSection()
+    energy: EnergySection = EnergySection()
     teams: dict[str, TeamSpec] = Field(default_factory=lambda: {"default": TeamSpec()})
     priorities: dict[str, int] = Field(default_factory=lambda: dict(CLASSES))
     """Priority classes: a higher number goes first, and may preempt a lower one."""

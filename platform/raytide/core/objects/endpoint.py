@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2s
 from typing import Annotated
@@ -16,6 +16,7 @@ from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.objects.api_key import HostedBackend, TokenPrice
 from raytide.core.objects.gang import Needed
+from raytide.core.objects.node import ScheduledMinimum
 from raytide.core.objects.resources import RESOURCE_WORDS, expand
 
 _NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
@@ -42,8 +43,28 @@ class Speed(Config):
     """Milliseconds between tokens of a sequence while all slots are taken."""
 
 
+METERS = ("cpu", "gpu", "memory")
+"""The signals that raytide measures on nodes; users report all others."""
+
+
+class ScaleSignal(Config):
+    """A number that replicas follow beside their requests: a meter of their nodes, or one that users report."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
+    """`gpu`, `cpu` or `memory` for the mean use of the nodes with replicas, or the name of a value that
+    `POST /v1/endpoints/NAME/signals` reports, such as the length of a queue."""
+    target: float = Field(ge=1e-9, le=1e12)
+    """The use, 0 to 1, that nodes should have; of a reported value, the part that one replica should carry."""
+
+    @model_validator(mode="after")
+    def _share(self) -> ScaleSignal:
+        if self.name in METERS and self.target > 1:
+            raise ValueError(f"the target of {self.name} is a share of the nodes: 0 to 1, not {self.target:g}")
+        return self
+
+
 class Replicas(Config):
-    """The number of replicas: the largest that requests, KV caches or work need, within `min` and `max`."""
+    """The number of replicas: the largest that requests, KV caches, work or signals need, within `min` and `max`."""
 
     min: int = Field(default=1, ge=0, le=bounds.MOST_REPLICAS)
     """With 0 the last replica ends after `downscale_delay_s` without a request; the next request waits for a new
@@ -67,6 +88,22 @@ class Replicas(Config):
     upscale_delay_s: bounds.Seconds = 0.0
     downscale_delay_s: bounds.Seconds = 30.0
     """The time for which the load must have been lower before a replica is removed."""
+    schedule: tuple[ScheduledMinimum, ...] = Field(default=(), max_length=100)
+    """Minimums by hour and weekday, in place of `min` while one of them holds; of several the largest counts."""
+    scale_on: tuple[ScaleSignal, ...] = Field(default=(), max_length=16)
+    """Further signals. None is removed while one of them is missing."""
+
+    @model_validator(mode="after")
+    def _signals(self) -> Replicas:
+        if len({signal.name for signal in self.scale_on}) < len(self.scale_on):
+            raise ValueError("scale_on names a signal twice")
+        if self.scale_on and self.slo_target is not None:
+            raise ValueError("scale_on cannot be combined with slo_target, which sets the replicas alone")
+        if any(entry.min > self.max for entry in self.schedule):
+            raise ValueError(f"schedule has a min above max {self.max}")
+        if self.slo_target is not None and any(entry.min == 0 for entry in self.schedule):
+            raise ValueError("slo_target needs a min of at least 1 at all hours: a cold start is never in time")
+        return self
 
     @model_validator(mode="after")
     def _order(self) -> Replicas:
@@ -77,6 +114,16 @@ class Replicas(Config):
         if self.slo_target is not None and self.min == 0:
             raise ValueError("slo_target needs a min of at least 1: a cold start is never in time")
         return self
+
+    def at(self, at_s: float) -> Replicas:
+        """Returns them with the minimum of that time (seconds since the epoch)."""
+        minimums = [entry.min for entry in self.schedule if entry.holds(at_s)]
+        return self.model_copy(update={"min": max(minimums)}) if minimums else self
+
+    @property
+    def least(self) -> int:
+        """The smallest minimum at any time."""
+        return min(self.min, *(entry.min for entry in self.schedule)) if self.schedule else self.min
 
     @property
     def most(self) -> int:
@@ -236,6 +283,13 @@ class Endpoint:
     def name(self) -> str:
         return self.spec.name
 
+    def at(self, at_s: float) -> Endpoint:
+        """Returns the endpoint with the minimum of replicas at that time (seconds since the epoch)."""
+        if not self.spec.replicas.schedule:
+            return self
+        replicas = self.spec.replicas.at(at_s)
+        return replace(self, spec=self.spec.model_copy(update={"replicas": replicas}))
+
 
 @dataclass(frozen=True, slots=True)
 class EndpointRevision:
@@ -252,148 +306,3 @@ class EndpointRevision:
     """None if an earlier release stored it and this one rejects it."""
     unreadable: str = ""
     """The error of the stored spec."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Totals of one engine since its start."""
-
-    requests: float = 0.0
-    """Each prompt of an HTTP request counts as one."""
-    prompt_tokens: float = 0.0
-    """Without tokens found in the prefix cache."""
-    output_tokens: float = 0.0
-    first_tokens: float = 0.0
-    first_token_s: float = 0.0
-    """Sum of the times to first token."""
-    finished: float = 0.0
-    """Requests whose tokens are counted."""
-    late: float = 0.0
-    """Requests whose first token came later than `slo_ttft_s`, or that were refused."""
-
-    def plus(self, other: Counters) -> Counters:
-        return Counters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def since(self, before: Counters) -> Counters:
-        return Counters(*(max(0.0, a - b) for a, b in zip(astuple(self), astuple(before), strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """The last report of one replica's engine."""
-
-    id: str
-    at_s: float
-    running: float = 0.0
-    waiting: float = 0.0
-    kv_use: float = 0.0
-    """The share of its KV cache in use."""
-    counters: Counters = Counters()
-    node: str = ""
-    """Ray's id of its node."""
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """The demand on an endpoint, learned by observation (`autoscaler/endpoints/traffic.py`)."""
-
-    requests_rps: float = 0.0
-    """Rates are over the last half minute."""
-    prompt_tps: float = 0.0
-    output_tps: float = 0.0
-    ttft_s: float | None = None
-    """Mean time to first token; None without any."""
-    ahead_rps: float = 0.0
-    """The rate expected at the end of a cold start: the usual rate, at least the present one."""
-    request_s: float | None = None
-    """Replica-seconds per request; None while the replicas' speed is unknown."""
-    speed: Speed | None = None
-    """The speed of one replica, configured or learned: the mean over the serving node types; where `paces` differ,
-    that of the slowest."""
-    paces: Mapping[str, float] = field(default_factory=dict)
-    """A replica's throughput on each eligible node type, relative to the slowest; empty if all are equal, as far as
-    known."""
-    held: tuple[float, ...] = ()
-    """The relative throughput of each of the load's `replica_nodes`; empty if all are equal."""
-    next_pace: float = 1.0
-    """The relative throughput of a replica on the node type that is cheapest per work."""
-    too_slow: tuple[str, ...] = ()
-    """Node types on which even a prompt of mean length takes longer than `slo_ttft_s`, while others are faster."""
-    cold_start_s: float | None = None
-    """Learned seconds from the order of a node to the first answer; None while the spec's `cold_start_s` counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaStartup:
-    """The start of one replica."""
-
-    id: str
-    ordered_at_s: float
-    phases: tuple[tuple[str, float], ...]
-    """`node`, `process`, `stage`, `load` and `warm-up`, as far as it has come, with the seconds of each."""
-    is_ready: bool
-    detail: str = ""
-    """The copied bytes of the model, where it is in an object store."""
-
-
-LOADING = "loading"
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLive:
-    """The state of a running replica by its spec's live fields."""
-
-    id: str
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    """The state of each adapter by name: "" if it is loaded, LOADING, or the error."""
-    weights: str = ""
-    """The location of its weights; "" for those of the spec's model."""
-    asked: str = ""
-    """The location of the weights that it was asked for last."""
-    error: str = ""
-    """The error of that swap."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointLoad:
-    """The last reports of an endpoint's replicas and router, and when Serve reported."""
-
-    at_s: float
-    ongoing: float
-    """Requests in progress and waiting anywhere, by Serve's count or the engines', whichever is larger."""
-    ready: int
-    """Replicas that answer."""
-    replica_nodes: tuple[str, ...] = ()
-    """Ray's node id of each replica that has one, starting ones included; of every member of a replica with several."""
-    replicas: tuple[ReplicaLoad, ...] = ()
-    """The last report of each ready replica."""
-    traffic: Traffic | None = None
-    queued: float = 0.0
-    """Requests that no replica has accepted yet, so that none counts them."""
-    moving: tuple[str, ...] = ()
-    """The part of `replica_nodes` whose replicas, of several members, Serve is moving."""
-    startups: tuple[ReplicaStartup, ...] = ()
-    """The starts of all replicas that are there or start."""
-    live: tuple[ReplicaLive, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaValue:
-    """The numbers of replicas, of an endpoint with an SLO, that are worth their price; learned by observation
-    (`autoscaler/endpoints/replica_value.py`)."""
-
-    spot: int
-    """Replicas that are worth the price of spot."""
-    ondemand: int
-    """Replicas that are worth the price of on-demand."""
-    late_usd: float
-    """The value of preventing one late request."""
-    late_per_h: tuple[float, ...]
-    """Late requests per hour with 0, 1, 2... replicas."""
-    usual_rps: float
-    together: float
-    """The probability that another zone of the region is lost together with one."""
-    is_sure: bool = True
-    """False while it was observed for too short a time to remove replicas."""
-    least: int = 0
-    """The most replicas that the KV caches needed over the last `downscale_delay_s`."""

@@ -45,6 +45,8 @@ class Shape(Config):
     resources: Needed
     labels: bounds.Labels = Field(default_factory=dict)
     """A label selector for the nodes: {"ray.io/market-type": "spot"}."""
+    gpu_memory_gb: float | None = Field(default=None, gt=0, le=10_000)
+    """The least memory of each GPU, in 10^9 bytes. At submission it becomes a label of the node types that have it."""
     together: bounds.Word = ""
     """A node label (rack, NVLink domain, zone): all members are placed where it has one value."""
 
@@ -65,7 +67,12 @@ class Shape(Config):
         """Returns one member with computed or reported amounts. They are not validated, because users need not be
         allowed to ask for them."""
         return cls.model_construct(
-            members=1, min_members=None, resources=dict(resources), labels=dict(labels), together=together
+            members=1,
+            min_members=None,
+            resources=dict(resources),
+            labels=dict(labels),
+            gpu_memory_gb=None,
+            together=together,
         )
 
     @classmethod

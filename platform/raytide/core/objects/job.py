@@ -11,8 +11,8 @@ from typing import Literal
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from raytide.core import bounds
+from raytide.core.clock import Due, deadline_text, parse_deadline
 from raytide.core.config import Config
-from raytide.core.objects import deadline as due
 from raytide.core.objects.gang import GangSpec
 
 
@@ -77,12 +77,12 @@ class JobSpec(Config):
 
     @field_validator("deadline", mode="before")
     @classmethod
-    def _due(cls, said: object) -> due.Due | None:
-        return None if said is None else due.parse(said)
+    def _due(cls, said: object) -> Due | None:
+        return None if said is None else parse_deadline(said)
 
     @field_serializer("deadline", when_used="json-unless-none")
-    def _due_text(self, deadline: due.Due) -> str:
-        return due.text(deadline)
+    def _due_text(self, deadline: Due) -> str:
+        return deadline_text(deadline)
 
     @model_validator(mode="after")
     def _budget(self) -> JobSpec:

@@ -66,6 +66,9 @@ class Entry:
     cause: str = ""
     """The preemptor, or the lost node, in the two entries that move lost work from its job to waste. Both span the
     whole entry that bears the loss; the amount is the lost part."""
+    energy_mj: int = 0
+    """The share's part of the node's energy, as measured or estimated, in millijoules. It is never moved or reversed:
+    the energy was used."""
 
 
 DAY_US = 86_400_000_000
@@ -85,6 +88,7 @@ class Line:
     amount_micro_usd: int
     cause: str = ""
     """The cause of lost work, if grouped by."""
+    energy_mj: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, get_args
+from zoneinfo import ZoneInfo
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from raytide.core.config import Config
 
@@ -41,9 +43,84 @@ Use = Mapping[Meter, Signal]
 """Physical utilization of one node, 0 to 1: of all its CPUs together, and of its busiest GPU."""
 
 
+@dataclass(frozen=True, slots=True)
+class NodeReading:
+    """The last words of Ray's agent and an exporter on a machine; None for a value that neither gives."""
+
+    at_s: float
+    memory_use: float | None = None
+    """Shares of memory and disk in use."""
+    disk_use: float | None = None
+    network_in_bps: float | None = None
+    """Bytes a second."""
+    network_out_bps: float | None = None
+    disk_read_bps: float | None = None
+    disk_write_bps: float | None = None
+    cores_used: float | None = None
+    """CPU-seconds a second."""
+    gpu_power_w: float | None = None
+    """The power of all GPUs, as NVML measures it."""
+    gpu_energy_j: float | None = None
+    """NVML's counter of their energy, since the driver was loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMeasurement:
+    """A machine's last reading with its power, and its energy since the controller started, by how they are known."""
+
+    reading: NodeReading
+    power_w: Mapping[str, float]
+    joules: Mapping[str, float]
+
+
 class CapacityType(StrEnum):
     ON_DEMAND = "on-demand"
     SPOT = "spot"
+
+
+Weekday = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+WEEKDAYS: tuple[Weekday, ...] = get_args(Weekday)
+_DAY_MINUTES = 24 * 60
+
+
+class ScheduledMinimum(Config):
+    """The smallest number of nodes during some hours of some days, by the clocks of a time zone."""
+
+    min: int = Field(ge=0)
+    days: tuple[Weekday, ...] = Field(default=WEEKDAYS, min_length=1)
+    """The days on which the hours begin."""
+    begin: str = Field(default="00:00", pattern=r"^([01]\d|2[0-3]):[0-5]\d$")
+    end: str = Field(default="24:00", pattern=r"^(([01]\d|2[0-3]):[0-5]\d|24:00)$")
+    """An end before the begin is on the next day."""
+    time_zone: str = "UTC"
+    """A name of the IANA database, such as `Europe/Berlin`."""
+
+    @field_validator("begin", "end", mode="before")
+    @classmethod
+    def _minutes(cls, value: object) -> object:
+        """Takes what YAML makes of an unquoted 20:00: the number of minutes."""
+        is_minutes = isinstance(value, int) and 0 <= value <= _DAY_MINUTES
+        return f"{value // 60:02}:{value % 60:02}" if is_minutes else value  # type: ignore[operator]
+
+    @model_validator(mode="after")
+    def _zone(self) -> ScheduledMinimum:
+        try:
+            ZoneInfo(self.time_zone)
+        except (KeyError, ValueError, OSError):
+            raise ValueError(f"there is no time zone {self.time_zone!r}") from None
+        if self.begin == self.end:
+            raise ValueError("begin and end are the same: leave both out for the whole day")
+        return self
+
+    def holds(self, at_s: float) -> bool:
+        """Returns whether the local time at `at_s` (seconds since the epoch) lies in the hours of such a day."""
+        local = datetime.fromtimestamp(at_s, ZoneInfo(self.time_zone))
+        today, now = WEEKDAYS[local.weekday()], local.hour * 60 + local.minute
+        begin, end = (int(text[:2]) * 60 + int(text[3:]) for text in (self.begin, self.end))
+        if begin < end:
+            return today in self.days and begin <= now < end
+        yesterday = WEEKDAYS[local.weekday() - 1]
+        return (today in self.days and now >= begin) or (yesterday in self.days and now < end)
 
 
 class NodeType(Config):
@@ -59,6 +136,8 @@ class NodeType(Config):
     zones: tuple[str, ...] = ("local",)
     min_nodes: int = Field(default=0, ge=0)
     max_nodes: int = Field(default=8, ge=0)
+    schedule: tuple[ScheduledMinimum, ...] = ()
+    """Minimums that replace `min_nodes` in their hours; of several, the largest."""
     warm_nodes: int = Field(default=0, ge=0)
     """Empty nodes kept ready ahead of demand."""
     idle_timeout_s: float = Field(default=60.0, ge=0)
@@ -69,6 +148,10 @@ class NodeType(Config):
     speed: float = Field(default=1.0, gt=0)
     """The speed of work on one of its GPUs (on the node, without any) relative to types of speed 1. Measurements of
     a job or an endpoint take precedence."""
+    gpu_memory_gb: float | None = Field(default=None, gt=0, le=10_000)
+    """10^9 bytes of memory of each of its GPUs; by default what is known of its accelerator."""
+    network_gbps: float | None = Field(default=None, gt=0, le=100_000)
+    """10^9 bits a second of its network; by default what is usual for its accelerator. Only plans use it."""
 
     @model_validator(mode="after")
     def _bounds(self) -> NodeType:
@@ -79,6 +162,13 @@ class NodeType(Config):
         if any(amount < 0 for amount in self.resources.values()):
             raise ValueError("resources cannot be negative")
         return self
+
+    def at(self, at_s: float) -> NodeType:
+        """Returns the type with the minimum of that time, which is never above `max_nodes`."""
+        minimums = [entry.min for entry in self.schedule if entry.holds(at_s)]
+        if not minimums:
+            return self
+        return self.model_copy(update={"min_nodes": min(max(minimums), self.max_nodes)})
 
     def price_in(self, zone: str) -> int:
         return self.zone_prices_micro_usd_h.get(zone, self.price_micro_usd_h)
@@ -122,6 +212,8 @@ class Node:
     """The purpose it was bought for: a lease, an endpoint, `unmanaged` or `minimum`."""
     reason: str = ""
     """The reason for this state."""
+    quarantined: str = ""
+    """The reason why an operator, or an alert, keeps it out of use; empty if nobody does."""
 
 
 def round_up_gpu_share(need: Resources) -> Resources:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ReplicaValue
+from raytide.core.objects.endpoint import Endpoint
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaValue
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import CapacityType, Node, NodeType, Resources, Use

@@ -1,18 +1,33 @@
-"""The spec of a dataset build: the input text, filters, tokenizer and output."""
+"""The spec of a dataset build (input text, filters, tokenizer and output), and the registered versions of datasets."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from raytide.core import bounds
 from raytide.core.config import Config
-from raytide.core.io.token_dataset import ShardFormat
+from raytide.core.io.html import ShownAsHtml
+from raytide.core.io.token_dataset import ShardFormat, TokenManifest
 from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.specs.cleaning import CleaningSpec
 
+ReaderName = Literal["text", "jsonl", "parquet", "arrow", "tar", "html", "pdf"]
+RecordKind = Literal["text", "messages", "preference"]
+
+_NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 MIN_VOCAB_SIZE = 300
 """The smallest vocabulary: 256 bytes, the special tokens and some merges."""
+
+
+_ADDED = ("readers", "records", "damaged", "texts", "cleaning")
+"""Fields that enter the digest only where they are set, so that datasets of earlier releases are recognised."""
 
 
 class TextFilter(Config):
@@ -61,22 +76,33 @@ class DataSpec(Config):
     name: str = Field(default="dataset", min_length=1, max_length=100)
     team: str = "default"
     inputs: tuple[str, ...] = Field(min_length=1)
-    """Files, globs or directories, as paths or fsspec URLs, readable from every node. A `.parquet` file holds one
-    document in each row, any other file is one document."""
+    """Files, globs or directories, as paths or fsspec URLs, readable from every node. JSONL, Parquet, Arrow and tar
+    files hold many documents; any other file is one document."""
     include: tuple[str, ...] = ()
     """Suffixes of the files to read in directories, such as `.txt`; all files if empty."""
     exclude: tuple[str, ...] = ()
     """Names (with `*`) of files and directories to skip at any depth below an input directory."""
+    readers: dict[str, ReaderName] = Field(default_factory=dict, max_length=64)
+    """Readers by suffix, such as `{".log": "jsonl", ".html": "text"}`, in place of those that the suffix implies."""
     text_column: str = "text"
+    """The column, JSON key or tar suffix that holds the text."""
+    records: RecordKind = "text"
+    """A record holds a text, a conversation (`messages`), or a preference pair (`prompt`, `chosen`, `rejected`)."""
+    damaged: Literal["fail", "drop"] = "fail"
+    """A damaged file, such as a truncated archive, fails the build, or its unreadable rest is one dropped document."""
     filter: TextFilter = TextFilter()
+    cleaning: CleaningSpec | None = None
+    """Rules by document, near-duplicates, repeated substrings and decontamination; docs/cleaning.md."""
     tokenizer: TokenizerSpec = TokenizerSpec(train=TrainTokenizer())
     out: str = Field(min_length=1)
     """The dataset's directory, as a path or an fsspec URL."""
     format: ShardFormat = "bin"
+    texts: Literal["jsonl", "parquet"] | None = None
+    """Writes the kept documents' text too, beside the tokens."""
     shard_tokens: int = Field(default=1 << 24, ge=1)
     gang: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
     workers: int | None = Field(default=None, ge=1)
-    """The number of tokenizing processes; by default one for each whole CPU of the lease."""
+    """The number of processes in the whole gang; by default one for each whole CPU, fewer for a small corpus."""
     stall_timeout_s: float = Field(default=1800.0, gt=0)
     """The build fails after this time without progress. Training the tokenizer counts as one step."""
     seed: int = 0
@@ -84,19 +110,104 @@ class DataSpec(Config):
 
     @field_validator("gang")
     @classmethod
-    def _one_member(cls, gang: GangSpec) -> GangSpec:
-        for shape in gang.shapes:
-            if shape.members != 1:
-                raise ValueError(f"a build has one member, not {shape.members}: request more CPUs for it")
-            if shape.resources.get("CPU", 0.0) <= 0:
-                raise ValueError("a build needs CPUs")
+    def _has_cpus(cls, gang: GangSpec) -> GangSpec:
+        if any(shape.resources.get("CPU", 0.0) <= 0 for shape in gang.shapes):
+            raise ValueError("a build needs CPUs")
         return gang
 
-    def digest(self, inputs: list[tuple[str, int, str]]) -> str:
-        """Returns a hash of all that decides the dataset's bytes: the spec and the inputs' (url, size, version).
+    @model_validator(mode="after")
+    def _cut_texts(self) -> DataSpec:
+        if self.texts is not None and self.cleaning is not None and self.cleaning.substrings is not None:
+            raise ValueError("texts cannot be written with cleaning.substrings: they would hold what was cut out")
+        return self
 
-        Team, workers and output path do not change it.
+    def digest(self, inputs: Iterable[tuple[str, int, str]], engines: Mapping[str, str] = {}) -> str:
+        """Returns a hash of all that decides the dataset's bytes: the spec, the inputs' (url, size, version), and the
+        versions of the libraries that encode.
+
+        Team, workers and output path do not change it. Without `engines` it is the digest of pipeline 1, which named
+        none and had none of the fields in _ADDED.
         """
         body = self.model_dump(mode="json", exclude={"name", "team", "out", "gang", "workers", "stall_timeout_s"})
-        text = json.dumps({"spec": body, "inputs": inputs, "pipeline": 1}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        for field in _ADDED:
+            if body[field] == type(self).model_fields[field].get_default(call_default_factory=True):
+                del body[field]
+        whole: dict[str, object] = {"spec": body, "inputs": list(inputs), "pipeline": 2 if engines else 1}
+        if engines:
+            whole["engines"] = dict(engines)
+        digest = hashlib.sha256()
+        for text in json.JSONEncoder(sort_keys=True).iterencode(whole):
+            digest.update(text.encode())
+        return digest.hexdigest()
+
+
+class DatasetVersionSpec(Config):
+    """A finished dataset under a name, as its manifest describes it."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    team: bounds.Name = "default"
+    location: bounds.Location = Field(min_length=1)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """The SHA-256 of its manifest, which covers that of each of its files."""
+    digest: str = Field(default="", max_length=64)
+    """The hash of the spec and the inputs that it was built from."""
+    job: bounds.Word = ""
+    """The job that built it."""
+    documents: int = Field(ge=0, lt=1 << 60)
+    tokens: int = Field(ge=0, lt=1 << 60)
+    vocab_size: int = Field(ge=1, le=1 << 32)
+    read: int = Field(default=0, ge=0, lt=1 << 60)
+    """The documents that were read, dropped ones included."""
+    dropped: dict[bounds.Word, int] = Field(default_factory=dict, max_length=500)
+    """The number of documents by the reason for dropping them."""
+    config: dict[str, object] = Field(default_factory=dict)
+    """The spec of the build; the API takes it from the job."""
+
+    @classmethod
+    def of(cls, manifest: TokenManifest, sha256: str, *, name: str, location: str, job: str = "") -> DatasetVersionSpec:
+        """Returns the version of a manifest whose file has this hash. Characters that no name has become `-`."""
+        source = manifest.source
+        return cls(
+            name=_NOT_OF_NAMES.sub("-", name).strip("-._")[:100] or "dataset",
+            location=location,
+            sha256=sha256,
+            digest=source.digest,
+            job=job,
+            documents=manifest.documents,
+            tokens=manifest.tokens,
+            vocab_size=manifest.vocab_size,
+            read=source.read,
+            dropped={bounds.printable(reason, 256): count for reason, count in source.dropped.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetVersion(ShownAsHtml):
+    """A registered version of a dataset, which never changes."""
+
+    spec: DatasetVersionSpec
+    version: int
+    user: str
+    created_at_s: float
+
+    @property
+    def id(self) -> str:
+        return f"{self.spec.name}:{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredDataset(ShownAsHtml):
+    """A dataset's newest version."""
+
+    name: str
+    team: str
+    versions: int
+    newest: DatasetVersion
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetUse(ShownAsHtml):
+    """The training jobs that read a version, and the models that were made of it, as far as they are recorded."""
+
+    jobs: tuple[str, ...]
+    models: tuple[str, ...]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.errors import NotFoundError
-from raytide.core.objects.endpoint import MOST_ADAPTERS, AdapterName, ServeSpec
+from raytide.core.objects.endpoint import METERS, MOST_ADAPTERS, AdapterName, ServeSpec
 
 
 class AdapterChange(Config):
@@ -33,3 +35,19 @@ class WeightsChange(Config):
 
     location: bounds.Location
     """"" for the weights of the spec's model."""
+
+
+class SignalReport(Config):
+    """Values for an endpoint to scale on."""
+
+    values: dict[str, Annotated[float, Field(ge=0, le=1e12)]] = Field(min_length=1, max_length=16)
+
+    def check(self, spec: ServeSpec) -> None:
+        """Raises NotFoundError for a value that the endpoint does not scale on."""
+        known = [signal.name for signal in spec.replicas.scale_on if signal.name not in METERS]
+        for name in self.values:
+            if name not in known:
+                raise NotFoundError(
+                    f"endpoint {spec.name} does not scale on {name[:100]}.",
+                    hint=f"It scales on {', '.join(known)}." if known else "Name it in replicas.scale_on of its spec.",
+                )

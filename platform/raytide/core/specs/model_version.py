@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.errors import ConfigError
+from raytide.core.io.html import ShownAsHtml
 
 SCHEME = "registry:"
 _NAME = r"[a-z0-9][a-z0-9._-]{0,62}"
@@ -19,6 +20,31 @@ _REFERENCE = re.compile(rf"({_NAME})(?::([0-9]{{1,9}})|@({_ALIAS}))")
 
 ModelName = Annotated[str, StringConstraints(pattern=rf"^{_NAME}$")]
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+
+
+class MetricRule(Config):
+    """The condition on one metric of an evaluation. Limits that are left out do not exist."""
+
+    better: Literal["higher", "lower"]
+    limit: float | None = None
+    """The value that must be reached, whatever the champion's is."""
+    gain: float | None = None
+    """The least improvement over the champion, in the metric's units; a negative one allows that much regression."""
+
+    @model_validator(mode="after")
+    def _asks_something(self) -> MetricRule:
+        if self.limit is None and self.gain is None:
+            raise ValueError("give limit or gain")
+        return self
+
+
+class PromotionRule(Config):
+    """`raytide model promote --rule`: everything in it must hold."""
+
+    metrics: dict[bounds.Name, MetricRule] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
+    """Conditions on the metrics that both versions were registered with."""
+    online: Literal["ignored", "not_worse", "better"] = "not_worse"
+    """The result that the last A/B test of both versions must have: the champion did not win, or the challenger did."""
 
 
 class ModelReference(NamedTuple):
@@ -75,7 +101,7 @@ class ModelVersionSpec(Config):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelVersion:
+class ModelVersion(ShownAsHtml):
     """A registered version, which never changes."""
 
     spec: ModelVersionSpec
@@ -96,10 +122,12 @@ class AliasSpec(Config):
     why: bounds.Word = ""
     if_version: int | None = Field(default=None, ge=0, le=10**9)
     """The version that the alias must name now, 0 for none; otherwise nothing is changed. By default any."""
+    rule: PromotionRule | None = None
+    """It must hold of the version beside the one that the alias names now; otherwise nothing is changed."""
 
 
 @dataclass(frozen=True, slots=True)
-class AliasChange:
+class AliasChange(ShownAsHtml):
     """An entry of the history of aliases."""
 
     number: int
@@ -114,7 +142,7 @@ class AliasChange:
 
 
 @dataclass(frozen=True, slots=True)
-class RegisteredModel:
+class RegisteredModel(ShownAsHtml):
     """A model's newest version, and the version that each of its aliases names."""
 
     name: str

@@ -90,7 +90,7 @@ _Count = Annotated[int, Field(ge=0, le=2**53)]
 class CountedRevision(Config):
     """The counts of one revision by one gateway since the gateway started, so that a repeated report adds nothing.
 
-    `RevisionCounts` in `raytide.rollout.canary` says what the counts mean.
+    `RevisionCounts` in `raytide.registry.rollout.canary` says what the counts mean.
     """
 
     rollout: int = Field(ge=1, le=2**53)
@@ -171,6 +171,12 @@ def group_in_id(request_id: str) -> int:
 def application_of(endpoint: str, revision: int) -> str:
     """Returns the name of the application of a challenger."""
     return f"{endpoint}{REVISION_SEPARATOR}{revision}"
+
+
+def revision_of(application: str) -> str:
+    """Returns the revision in the name of a challenger's application; "" for the one that began as the endpoint's own,
+    which serves one revision after the other."""
+    return application.partition(REVISION_SEPARATOR)[2]
 
 
 def endpoint_of(application: str) -> str:

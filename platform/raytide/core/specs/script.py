@@ -20,6 +20,8 @@ class ScriptSpec(Config):
     """Processes on each member; `gpu` means one for each GPU."""
     retries: int = Field(default=0, ge=0, le=10_000)
     """The number of restarts after a process ended with an error; lost nodes do not count."""
+    final_exit_codes: tuple[Annotated[int, Field(ge=1, le=127)], ...] = Field(default=(), max_length=16)
+    """Exit codes after which it is not restarted, whatever `retries` allows: it would fail in the same way."""
     grace_s: float = Field(default=30.0, ge=0, le=3600)
     """The time between SIGTERM and SIGKILL when the script must leave its nodes."""
 

@@ -8,56 +8,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, get_args
 
 from pydantic import ConfigDict, Field, model_validator
 
 from raytide.core.config import Config
 from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.specs.mixture import AugmentSpec, HeldOutSpec, MixtureSpec, Packing, StreamSpec
 from raytide.core.specs.model import ChatSpec, FinetuneSpec, ModelSpec
+from raytide.core.specs.optim import OptimSpec
 from raytide.core.specs.parallelism import Parallelism, Sizes
 
 __all__ = ["ExportDtype", "ModelSpec", "OptimSpec", "Precision", "TrainSpec"]
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 ExportDtype = Literal["bf16", "fp16", "fp32"]
-OptimName = Literal["adamw", "adamw8bit", "adafactor", "lamb", "muon"]
-Schedule = Literal["cosine", "linear", "constant", "wsd"]
 Remat = Literal["none", "selective", "full"]
 Place = Literal["none", "cpu", "disk"]
 Compression = Literal["none", "bf16", "int8", "powersgd"]
-
-
-class OptimSpec(Config):
-    """The optimizer and its learning rate: a linear warm-up to `lr`, then the schedule."""
-
-    name: OptimName = "adamw"
-    """adamw8bit keeps both moments in 8 bits; adafactor keeps a row and a column of the second one; lamb is for very
-    large batches; muon orthogonalizes the updates of hidden matrices and leaves the rest to AdamW."""
-    lr: float = Field(default=3e-4, gt=0)
-    schedule: Schedule = "cosine"
-    """cosine and linear fall to `lr * min_lr_ratio` at the last step; wsd holds `lr`, then falls linearly to it over
-    the last `decay_ratio` of the steps; constant holds `lr`."""
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    warmup_steps: int = Field(default=10, ge=0)
-    decay_ratio: float = Field(default=0.2, gt=0, le=1)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    momentum: float = Field(default=0.95, ge=0, lt=1)
-    """muon's momentum."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Applies to matrices, not to norms and biases."""
-    clip: float = Field(default=1.0, gt=0)
-    """The largest global gradient norm."""
-    fused: bool = True
-    """Run AdamW as one fused kernel instead of multi-tensor (foreach) kernels."""
-
-    @model_validator(mode="after")
-    def _fused_is_of_adamw(self) -> OptimSpec:
-        if not self.fused and self.name != "adamw":
-            raise ValueError(f"fused is an option of adamw only, not of {self.name}")
-        return self
+Automatic = Literal["layout", "gang"]
 
 
 class MemorySpec(Config):
@@ -146,8 +116,8 @@ class TrainSpec(Config):
 
     name: str = Field(default="train", min_length=1, max_length=100)
     team: str = "default"
-    dataset: str | None = None
-    """A token dataset: a directory or an fsspec URL."""
+    dataset: str | MixtureSpec | None = None
+    """A token dataset (a directory or an fsspec URL), or a mixture of several."""
     chat: ChatSpec | None = None
     """Conversations to train on, in place of a dataset."""
     out: str
@@ -163,6 +133,9 @@ class TrainSpec(Config):
     """The part of init_from's model that is trained; all of it by default."""
     optim: OptimSpec = OptimSpec()
     layout: Parallelism = Parallelism()
+    """`auto` leaves the axes, the micro-batch and checkpointing to the planner, when the job is submitted."""
+    auto: tuple[Automatic, ...] = Field(default=(), max_length=2)
+    """The fields that the planner chooses: those that a file writes as `auto`. Empty once the job is submitted."""
     steps: int = Field(ge=1)
     global_batch: int = Field(default=32, ge=1)
     """Sequences in a step, summed over all ranks."""
@@ -170,6 +143,16 @@ class TrainSpec(Config):
     """Sequences that a rank computes at once; "auto" starts with the rank's whole share of a step. Either is halved
     when memory runs out; the global batch stays the same."""
     seq_len: int = Field(default=256, ge=2)
+    packing: Packing = "chop"
+    """chop cuts one stream of documents into sequences; best_fit puts whole documents into each and pads them."""
+    document_masks: bool | None = None
+    """Tokens attend to their own document only, and positions restart with it; by default with best_fit."""
+    augment: AugmentSpec | None = None
+    """Changes to the samples as they are read."""
+    stream: StreamSpec | None = None
+    """Read remote shards as they are needed, in place of a copy of the whole dataset on each machine."""
+    eval: HeldOutSpec | None = None
+    """Held-out evaluation during the run; none by default."""
     precision: Precision = "fp32"
     """The dtype of computation; weights, gradient sums and optimizer state are always fp32. fp8 is bf16 with the
     layers' matrix products in FP8."""
@@ -202,8 +185,19 @@ class TrainSpec(Config):
     stall_timeout_s: float = Field(default=1800.0, gt=0)
     """The run fails if a rank spends longer in one step, load or export."""
     gang: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
+    """`auto` leaves node types and numbers of nodes to the planner, when the job is submitted."""
     spares: int = Field(default=0, ge=0, le=1024)
     """Idle members started beyond those of the gang, which replace a lost member at once."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _automatic(cls, fields: object) -> object:
+        """Moves the names of fields that are written as `auto` to the field `auto`."""
+        if not isinstance(fields, Mapping):
+            return fields
+        named = [name for name in get_args(Automatic) if fields.get(name) == "auto"]
+        rest = {key: value for key, value in fields.items() if key not in named}
+        return {**rest, "auto": named} if named else rest
 
     @model_validator(mode="after")
     def _source(self) -> TrainSpec:
@@ -215,6 +209,24 @@ class TrainSpec(Config):
             raise ValueError("finetune needs init_from, the model that it adapts")
         if self.chat is not None and self.chat.tokenizer is None and self.init_from is None:
             raise ValueError("chat.tokenizer is required without init_from")
+        return self
+
+    @model_validator(mode="after")
+    def _data(self) -> TrainSpec:
+        held_out = self.eval is not None and self.eval.fraction is not None
+        for wrong, why in (
+            (self.chat is not None and self.packing != "chop", "packing best_fit needs a dataset, not chat"),
+            (self.chat is not None and self.document_masks, "document_masks needs a dataset, not chat"),
+            (self.chat is not None and self.augment is not None, "augment needs a dataset, not chat"),
+            (self.chat is not None and self.eval is not None, "eval needs a dataset, not chat"),
+            (self.chat is not None and self.stream is not None, "stream needs a dataset, not chat"),
+            (
+                held_out and self.packing != "best_fit",
+                "eval.fraction needs packing best_fit: chopped sequences share documents. Or give eval.dataset",
+            ),
+        ):
+            if wrong:
+                raise ValueError(why)
         return self
 
     @model_validator(mode="after")
@@ -256,6 +268,17 @@ class TrainSpec(Config):
         return self.gang.model_copy(update={"shapes": tuple(shapes)})
 
     @property
+    def datasets(self) -> tuple[str, ...]:
+        """The token datasets that the run trains on; none for conversations."""
+        if isinstance(self.dataset, MixtureSpec):
+            return tuple(source.dataset for source in self.dataset.sources)
+        return () if self.dataset is None else (self.dataset,)
+
+    @property
+    def masks_documents(self) -> bool:
+        return self.packing == "best_fit" if self.document_masks is None else self.document_masks
+
+    @property
     def checkpoint_url(self) -> str:
         return self.checkpoint_dir or f"{self.out.rstrip('/')}/checkpoints"
 
@@ -271,6 +294,16 @@ class TrainSpec(Config):
         return max(1, math.ceil(self.global_batch / sizes.data) // sizes.pipeline)
 
     def digest(self) -> str:
-        """Returns a hash of the fields that decide the data order; a checkpoint resumes only with the same digest."""
+        """Returns a hash of the fields that decide the samples; a checkpoint resumes only with the same digest.
+
+        Packing, mixtures and held-out documents are in the dataset's own digest.
+        """
         keys = {"seed", "global_batch", "seq_len"}
-        return hashlib.sha256(json.dumps(self.model_dump(include=keys), sort_keys=True).encode()).hexdigest()
+        body = self.model_dump(mode="json", include=keys)
+        if self.masks_documents:
+            body["document_masks"] = True
+        if self.augment is not None:
+            body["augment"] = self.augment.model_dump(mode="json")
+        if self.stream is not None and self.stream.block:
+            body["shuffle"] = [self.stream.block, self.stream.window]
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -204,6 +204,7 @@ def node_values(node: Node) -> Values:
         "address": node.address,
         "subject": node.subject,
         "reason": node.reason,
+        "quarantined": node.quarantined,
     }
 
 
@@ -225,6 +226,7 @@ def node(row: Row[Any]) -> Node:
         address=row.address,
         subject=row.subject,
         reason=row.reason,
+        quarantined=row.quarantined,
     )
 
 
@@ -327,6 +329,7 @@ def entry_values(entry: Entry) -> Values:
         "amount_micro_usd": entry.amount_micro_usd,
         "is_reversal": entry.is_reversal,
         "cause": entry.cause,
+        "energy_mj": entry.energy_mj,
     }
 
 
@@ -342,16 +345,19 @@ def entry(row: Row[Any]) -> Entry:
         amount_micro_usd=row.amount_micro_usd,
         is_reversal=row.is_reversal,
         cause=row.cause,
+        energy_mj=row.energy_mj,
     )
 
 
 def totals_of(entries: Iterable[Entry]) -> list[Values]:
     """Returns the sums of the entries by kind, subject, team and the month in which each began."""
-    sums: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
+    sums: defaultdict[tuple[str, str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for entry in entries:
-        sums[(entry.kind, entry.subject, entry.team, month_of(entry.from_us))] += entry.amount_micro_usd
-    names = ("kind", "subject", "team", "month")
-    return [{**dict(zip(names, key, strict=True)), "amount_micro_usd": amount} for key, amount in sums.items()]
+        total = sums[(entry.kind, entry.subject, entry.team, month_of(entry.from_us))]
+        total[0] += entry.amount_micro_usd
+        total[1] += entry.energy_mj
+    names = ("kind", "subject", "team", "month", "amount_micro_usd", "energy_mj")
+    return [dict(zip(names, (*key, *total), strict=True)) for key, total in sums.items()]
 
 
 def team(row: Row[Any]) -> StoredTeam:

@@ -101,6 +101,7 @@ class Database:
 
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+        config.set_main_option("recursive_version_locations", "true")
         known = ScriptDirectory.from_config(config)
         with self._exclusive() as connection:
             have = MigrationContext.configure(connection).get_current_revision()

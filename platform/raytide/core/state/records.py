@@ -10,9 +10,10 @@ from raytide.core.objects.endpoint import Endpoint
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job
 from raytide.core.objects.ledger_entry import Entry, OpenInterval
-from raytide.core.objects.node import Node
+from raytide.core.objects.node import Node, Signal
 from raytide.core.objects.plan import Plan
 from raytide.core.objects.snapshot import Pool
+from raytide.core.specs.order import Order
 from raytide.core.specs.rollout import Rollout, Serving
 
 
@@ -34,6 +35,10 @@ class Records:
     """Those of which anything still runs."""
     serving: Mapping[str, Serving] = field(default_factory=dict)
     """The application and revision that serve an endpoint, by its name; without an entry the first application does."""
+    orders: tuple[Order, ...] = ()
+    """Interventions that are not carried out yet, oldest first."""
+    signals: Mapping[tuple[str, str], Signal] = field(default_factory=dict)
+    """The last value that users reported, by endpoint and signal."""
     next_node: int = 1
     next_lease: int = 1
 
@@ -84,6 +89,8 @@ class Changes:
     """Only their recent usage is written."""
     plan: Plan | None = None
     rollouts: tuple[Rollout, ...] = ()
+    orders: tuple[Order, ...] = ()
+    """Interventions that are done."""
     events: tuple[Event, ...] = ()
 
 

@@ -24,13 +24,17 @@ from raytide.core.state.database import Database, WriteFailure
 from raytide.core.state.leader import Leader
 from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, leases_where, no_job
 from raytide.core.state.queries.ledger import LedgerQueries
+from raytide.core.state.queries.overview import OverviewQueries
 from raytide.core.state.queries.pages import paged
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
+from raytide.core.state.registry.datasets import DatasetRecords
 from raytide.core.state.registry.endpoints import request_delete, save_endpoint, served_endpoint
 from raytide.core.state.registry.feedback import FeedbackRecords
 from raytide.core.state.registry.models import ModelRecords
+from raytide.core.state.registry.orders import OrderRecords, end_orders, open_orders
 from raytide.core.state.registry.revisions import RevisionRecords
 from raytide.core.state.registry.rollouts import RolloutRecords, all_serving, commit_rollouts, unended
+from raytide.core.state.registry.signals import SignalRecords, reported
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.tenancy.keys import touch_key_table
 from raytide.core.state.tenancy.records import TenancyRecords
@@ -58,11 +62,16 @@ class Store:
         """Queries on the ledger: entries, open intervals, sums."""
         self.census = JobQueries(database)
         """Queries on jobs and leases."""
+        self.overview = OverviewQueries(database)
+        """Queries of the web page."""
         self.tenancy = TenancyRecords(database)
         self.models = ModelRecords(database)
+        self.datasets = DatasetRecords(database)
         self.revisions = RevisionRecords(database)
         self.rollouts = RolloutRecords(database)
         self.feedback = FeedbackRecords(database)
+        self.orders = OrderRecords(database)
+        self.signals = SignalRecords(database)
         self._leader: Leader | None = None
 
     @classmethod
@@ -203,6 +212,8 @@ class Store:
                 teams=_teams(c),
                 rollouts=unended(c),
                 serving=all_serving(c),
+                orders=open_orders(c),
+                signals=reported(c),
                 next_node=counters.get("node", 1),
                 next_lease=counters.get("lease", 1),
             )
@@ -243,7 +254,7 @@ class Store:
             number_reached(c, "lease", max((codec.number_of(lease.id) for lease in ch.leases), default=0))
             number_reached(c, "node", max((codec.number_of(node.id) for node in ch.nodes), default=0))
             append(c, t.entries, [codec.entry_values(entry) for entry in ch.entries])
-            add_up(c, t.totals, codec.totals_of(ch.entries), "amount_micro_usd")
+            add_up(c, t.totals, codec.totals_of(ch.entries), "amount_micro_usd", "energy_mj")
             for team in ch.teams:
                 write_team(c, team.name, recent_gpu_s=team.recent_gpu_s, recent_at_s=team.recent_at_s)
             upsert(c, t.open_intervals, [codec.interval_values(interval) for interval in ch.intervals])
@@ -252,6 +263,7 @@ class Store:
             note(c, events)
             if ch.plan is not None:
                 store_plan(c, ch.plan)
+            end_orders(c, ch.orders)
             commit_rollouts(c, ch.rollouts, ch.at_s)  # last: audit entries are ordered by a lock
 
     def remove_old_jobs(self, ended_before_s: float) -> int:

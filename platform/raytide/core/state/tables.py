@@ -178,6 +178,7 @@ nodes = Table(
     Column("address", String, nullable=False),
     Column("subject", String, nullable=False),
     Column("reason", SafeText, nullable=False),
+    Column("quarantined", SafeText, nullable=False, default=""),
     Index(None, "state"),
 )
 
@@ -197,6 +198,23 @@ endpoints = Table(
     Column("ended_at_s", Double),
     Column("reason", SafeText, nullable=False),
 )
+
+orders = Table(
+    "orders",
+    metadata,
+    Column("number", Row, primary_key=True),
+    Column("id", String, nullable=False, unique=True),
+    Column("kind", String, nullable=False),  # API
+    Column("subject", String, nullable=False),  # API
+    Column("replica", String, nullable=False),  # API
+    Column("reason", SafeText, nullable=False),  # API
+    Column("user", String, nullable=False),  # API
+    Column("at_s", Double, nullable=False),  # API
+    Column("done_at_s", Double),
+    Column("outcome", SafeText, nullable=False),
+    Index(None, "done_at_s"),
+)
+"""Interventions by operators, or by alerts on their behalf, which the controller carries out once."""
 
 pools = Table(
     "pools",
@@ -232,6 +250,7 @@ entries = Table(
     Column("amount_micro_usd", BigInteger, nullable=False),
     Column("is_reversal", Boolean, nullable=False),
     Column("cause", String, nullable=False, default=""),
+    Column("energy_mj", BigInteger, nullable=False, default=0),
     CheckConstraint("to_us > from_us", name="forward"),
     UniqueConstraint("node_id", "from_us", "kind", "subject", "is_reversal", "cause"),
     Index(None, "kind", "subject"),
@@ -246,6 +265,7 @@ totals = Table(
     Column("team", String, primary_key=True),
     Column("month", String, primary_key=True),
     Column("amount_micro_usd", BigInteger, nullable=False),
+    Column("energy_mj", BigInteger, nullable=False, default=0),
     Index(None, "month"),
 )
 """Sums of the entries by the month (`2026-11`, UTC) in which each began. Written together with the entries."""

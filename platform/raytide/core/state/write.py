@@ -53,14 +53,16 @@ def upsert(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
     c.execute(insert.on_conflict_do_update(index_elements=keys, set_=new), rows)
 
 
-def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], amount: str) -> None:
-    """Inserts rows, or adds `amount` to the rows with the same primary key."""
+def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], *amounts: str) -> None:
+    """Inserts rows, or adds the amounts to the rows with the same primary key."""
     if not rows:
         return
     insert = sqlite.insert(table) if c.dialect.name == "sqlite" else postgresql.insert(table)
     keys = [column.name for column in table.primary_key]
     c.execute(
-        insert.on_conflict_do_update(index_elements=keys, set_={amount: table.c[amount] + insert.excluded[amount]}),
+        insert.on_conflict_do_update(
+            index_elements=keys, set_={name: table.c[name] + insert.excluded[name] for name in amounts}
+        ),
         rows,
     )
 

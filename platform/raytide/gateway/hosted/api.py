@@ -14,6 +14,7 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from raytide.actors.serving.metrics import RequestTracker
 from raytide.actors.serving.openai_api.admission import HEADERS, Grant, caller_of
 from raytide.actors.serving.openai_api.errors import RETRY_AFTER_S, ApiError, invalid, overloaded, to_api_error
 from raytide.core.errors import EngineError, RaytideError
@@ -62,8 +63,9 @@ class HostedApis:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def answer(self, backend: HostedBackend, model: str, request: Request) -> Response:
-        """Returns the hosted answer to a request, whole or as a stream, with `model` as its model's name.
+    async def answer(self, backend: HostedBackend, model: str, request: Request, track: RequestTracker) -> Response:
+        """Returns the hosted answer to a request, whole or as a stream, with `model` as its model's name. `track`
+        counts it once it is answered.
 
         Raises ApiError: the API's own refusal of the request, 429 if it is full, 503 if it fails.
         """
@@ -81,15 +83,18 @@ class HostedApis:
             reader = UsageReader(model, prompt_tokens // 4, shows_usage=bool(options.get("include_usage")))
             request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
             if asked.get("stream"):
-                return _RelayedStream(found, reader, grant, version)
+                return _RelayedStream(found, reader, grant, version, track)
             content = reader.whole(await _read(found, _MOST_ANSWER_BYTES))
         except BaseException as error:
             status = to_api_error(error).status if isinstance(error, Exception) else 499
             grant.settle(None, status, version=version)
+            if not isinstance(error, Exception):
+                track.finish("aborted")
             if isinstance(error, httpx.HTTPError):
                 raise _failed(f"does not answer ({type(error).__name__})") from None
             raise
         grant.settle(reader.usage, 200, version=version)
+        track.finish("ok")
         request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
         return Response(content, media_type="application/json")
 
@@ -123,16 +128,19 @@ def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[
 class _RelayedStream(StreamingResponse):
     """The events of a hosted stream. It is billed and closed however it ends, also when the client has left before."""
 
-    def __init__(self, found: httpx.Response, reader: UsageReader, grant: Grant, version: str) -> None:
+    def __init__(
+        self, found: httpx.Response, reader: UsageReader, grant: Grant, version: str, track: RequestTracker
+    ) -> None:
         super().__init__(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._found, self._reader, self._grant, self._version = found, reader, grant, version
-        self._status = 499
+        self._status, self._track = 499, track
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._grant.settle(self._reader.usage, self._status, version=self._version)
+            self._track.finish("aborted")  # unless it was answered or has failed
             with suppress(httpx.HTTPError):
                 await asyncio.shield(self._found.aclose())
 
@@ -140,11 +148,14 @@ class _RelayedStream(StreamingResponse):
         try:
             async for piece in self._found.aiter_bytes():
                 for event in self._reader.events(piece):
+                    self._track.first_token()
                     yield event
             self._status = 200
+            self._track.finish("ok")
         except (httpx.HTTPError, RaytideError) as error:
             self._status = 503
             failure = _failed(f"broke off ({type(error).__name__})")
+            self._track.finish("error", failure.body.error.code or "")
             yield b"data: " + failure.body.model_dump_json().encode() + b"\n\n"
 
 

@@ -14,11 +14,13 @@ from raytide.core.errors import RaytideError
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.specs.rollout import REVISION_SEPARATOR
-from raytide.rollout.routes import EndpointRoute, RolloutRoute
+from raytide.registry.rollout.routes import EndpointRoute, RolloutRoute
 
 log = logger(__name__)
 
 PERIOD_S = 0.25
+_IDLE_PERIOD_S = 1.0
+"""The period while there are no endpoints."""
 _TIMEOUT_S = 4.0
 _RETRY_S = 1.0
 
@@ -68,7 +70,7 @@ class Directory:
     def _run(self) -> None:
         gcs: Any = None
         seen: dict[bytes, bytes] | None = None
-        while not self._stopping.wait(PERIOD_S):
+        while not self._stopping.wait(PERIOD_S if seen else max(PERIOD_S, _IDLE_PERIOD_S)):
             try:
                 gcs = gcs or ray_internals.gcs_client(self._address)
                 self._write_reports(gcs)
@@ -84,11 +86,16 @@ class Directory:
     def _write_reports(self, gcs: Any) -> None:
         with self._lock:
             reports, self._reports = self._reports, {}
-        for key, value in reports.items():
-            if value is None:
-                gcs.internal_kv_del(key, False, KV_NAMESPACE, timeout=_TIMEOUT_S)
-            else:
-                gcs.internal_kv_put(key, value, True, KV_NAMESPACE, timeout=_TIMEOUT_S)
+        try:
+            for key, value in list(reports.items()):
+                if value is None:
+                    gcs.internal_kv_del(key, False, KV_NAMESPACE, timeout=_TIMEOUT_S)
+                else:
+                    gcs.internal_kv_put(key, value, True, KV_NAMESPACE, timeout=_TIMEOUT_S)
+                del reports[key]
+        finally:  # what was not written is written later, unless there is a newer value
+            with self._lock:
+                self._reports = {**reports, **self._reports}
 
 
 def _read(gcs: Any) -> dict[bytes, bytes]:

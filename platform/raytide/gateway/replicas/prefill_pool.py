@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from raytide.actors.engine.types import GenRequest
 from raytide.gateway.replicas.replica_set import Replica, ReplicaSet
@@ -41,7 +41,7 @@ class PrefillPool:
     def address(self, route: Route) -> tuple[str, int, str, str] | None:
         """Returns the host, port, secret and name of the route's replica, unless it has gone."""
         address = self.replicas.address(route.replica)
-        return None if address is None else (*astuple(address), route.replica)
+        return None if address is None else (address.host, address.port, address.secret, route.replica)
 
 
 def _hands_over(sender: Replica, receiver: Replica) -> bool:

@@ -19,6 +19,7 @@ from raytide.actors.engine.types import (
     Message,
 )
 from raytide.core.errors import EngineDeadError, OverloadedError
+from raytide.gateway.answers.answer_quality import AnswerQuality
 from raytide.gateway.answers.shared_answers import Reuse, SharedAnswers
 from raytide.gateway.replicas.prefill_pool import PrefillPool
 from raytide.gateway.replicas.replica_set import Replica, ReplicaSet
@@ -45,14 +46,24 @@ class RoutedEngine(BasicEngine):
 
     backend = "routed"
 
-    def __init__(self, replicas: ReplicaSet, on_reuse: Callable[[Reuse], None] = lambda how: None) -> None:
-        self._replicas = replicas
-        self.answers = SharedAnswers(self._generate, self._version, on_reuse)
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        on_reuse: Callable[[Reuse], None] = lambda how: None,
+        on_resume: Callable[[], None] = lambda: None,
+        quality: AnswerQuality | None = None,
+    ) -> None:
+        self._replicas, self._on_resume = replicas, on_resume
+        generate = self._generate if quality is None else quality.measured(self._generate, self._gives_logprobs)
+        self.answers = SharedAnswers(generate, self._version, on_reuse)
         self._suspects = asyncio.Lock()
         self.prefill: PrefillPool | None = None
         """Replicas that compute long prompts for these."""
         self.patience_s = COLD_START_S
         """The time for which a request waits for a replica before its first token."""
+
+    def _gives_logprobs(self) -> bool:
+        return all("logprobs" in replica.info.features for replica in self._replicas.connected)
 
     async def start(self) -> EngineInfo:
         """Waits for the first replica and returns its description."""
@@ -94,6 +105,8 @@ class RoutedEngine(BasicEngine):
                 died_with = {*died_with, replica.name} if chunks == before else set()
                 if len(died_with) >= _MAX_DEATHS or (chunks and "resume" not in replica.info.features):
                     raise
+                if chunks:
+                    self._on_resume()
                 await asyncio.sleep(_PAUSE_S)
             finally:
                 route.end()

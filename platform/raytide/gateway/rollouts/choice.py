@@ -9,7 +9,7 @@ from raytide.actors.serving.openai_api.admission import CALLER
 from raytide.actors.serving.openai_api.errors import to_api_error
 from raytide.core.errors import EngineDeadError, OverloadedError, WaitTimeoutError
 from raytide.gateway.tenancy.tenancy import GatewayCaller
-from raytide.rollout.routes import RolloutRoute
+from raytide.registry.rollout.routes import RolloutRoute
 
 _ADMISSION = frozenset({401, 403, 429})
 """The statuses of what a caller may not do, whichever revision answers."""

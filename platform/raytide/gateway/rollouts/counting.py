@@ -36,16 +36,14 @@ class RevisionTally:
 class CountedMetrics(ServingMetrics):
     """The metrics of one revision's server. Its requests are also counted in `tally`, if there is one."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
         self.tally: RevisionTally | None = None
-        self.goal_s: float | None = None
-        """The time within which a first token should come; None without a goal."""
 
     def track(self, api: str) -> RequestTracker:
         if self.tally is None:
             return super().track(api)
-        return _CountedTracker(self, api, self.tally, self.goal_s)
+        return _CountedTracker(self, api, self.tally, self.slo_ttft_s)
 
 
 class _CountedTracker(RequestTracker):
@@ -64,7 +62,7 @@ class _CountedTracker(RequestTracker):
             self._count_start(self._goal_s is not None and waited_s > self._goal_s)
         super().tokens(choice, count)
 
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, outcome: Outcome, code: str = "") -> None:
         if not self._is_over:
             self._is_over = True
             if self._timer is not None:
@@ -76,7 +74,7 @@ class _CountedTracker(RequestTracker):
             ):  # the others are refusals, which are the client's fault or nobody's
                 self._tally.requests += 1
                 self._tally.errors += outcome == "error"
-        super().finish(outcome)
+        super().finish(outcome, code)
 
     def _count_start(self, is_late: bool) -> None:
         """Counts the first token, or that it is late: a request that still waits for it counts at once."""

@@ -12,9 +12,11 @@ from raytide.gateway.tenancy.tenancy import Tenancy
 
 __all__ = ["Authentication"]
 
+_CLOSED = ("/v1/", "/metrics")
+
 
 class Authentication:
-    """Authenticates requests for `/v1/...`, and refuses those without a valid key as OpenAI does.
+    """Authenticates requests for `/v1/...` and `/metrics`, and refuses those without a valid key as OpenAI does.
 
     It belongs inside the middleware that takes the endpoint's name from the path. Other paths, such as `/health`, stay
     open, and so do requests that come with a caller: rows of batches, which come from this process.
@@ -24,7 +26,7 @@ class Authentication:
         self._app, self._tenancy = app, tenancy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1/") and CALLER not in scope:
+        if scope["type"] == "http" and scope["path"].startswith(_CLOSED) and CALLER not in scope:
             try:
                 scope[CALLER] = self._tenancy.authenticate(Headers(scope=scope))
             except ApiError as error:

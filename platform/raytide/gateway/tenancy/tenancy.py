@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -26,7 +26,11 @@ from raytide.core.errors import ConfigError
 from raytide.core.io.atomic_file import read_json
 from raytide.core.objects.api_key import ApiKey, RequestUsage, TokenPrice
 from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.endpoint import ADAPTER_SEPARATOR
 from raytide.core.specs.rollout import id_in_group
+from raytide.core.telemetry.catalogue.application import RATE_LIMITED, TOKENS
+from raytide.core.telemetry.metrics import Sample
+from raytide.core.telemetry.recorder import ValueRecorder
 from raytide.gateway.tenancy.budgets import KeyBudgets
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.key_table import KeyTable, unauthorized, unavailable
@@ -37,6 +41,8 @@ from raytide.gateway.tenancy.usage_journal import UsageJournal
 __all__ = ["GatewayCaller", "GatewayGrant", "Tenancy"]
 
 _LIMITS_FILE = "gateway_limits.bin"
+_LIMITS = {"insufficient_quota": "budget"}
+"""The names of limits in metrics, by the type of their errors; others have that of the type."""
 _TEAM = "default"
 """The team of requests without a key, where none is demanded."""
 
@@ -60,6 +66,7 @@ class Tenancy:
         self.limits = RateLimits(None if shared is None else shared / _LIMITS_FILE)
         self.reporter = UsageReporter(api, None if shared is None else UsageJournal(shared, api.gateway))
         self.budgets = KeyBudgets(api, self.reporter)
+        self._tokens, self._limited = ValueRecorder(TOKENS), ValueRecorder(RATE_LIMITED)
         self._following: asyncio.Task[None] | None = None
 
     @classmethod
@@ -68,10 +75,9 @@ class Tenancy:
         access = read_json(cluster.gateway_file)
         if access is None:
             raise ConfigError(f"{cluster.gateway_file} does not exist.", hint="Run `raytide up` again.")
-        setting = load_cluster(cluster.config_path).settings.gateway.require_keys
-        is_open = is_loopback(urlsplit(cluster.serve_url).hostname or "")
+        gateway = load_cluster(cluster.config_path).settings.gateway
+        requires_keys = gateway.demands_keys(is_loopback=is_loopback(urlsplit(cluster.serve_url).hostname or ""))
         api = ControlApi(access["address"], access["token"], f"gateway-{name}-{uuid4().hex[:8]}")
-        requires_keys = not is_open if setting == "auto" else bool(setting)
         return cls(api, requires_keys=requires_keys, shared=cluster.run_dir)
 
     def start(self) -> list[asyncio.Task[None]]:
@@ -126,6 +132,24 @@ class Tenancy:
     def now_s(self) -> float:
         return self._now_s()
 
+    def count_tokens(self, caller: GatewayCaller, model: str, usage: TokenUsage) -> None:
+        endpoint, key = model.partition(ADAPTER_SEPARATOR)[0], "" if caller.key is None else caller.key.name
+        for kind, count in (
+            ("prompt", usage.prompt_tokens),
+            ("cached", usage.cached_tokens),
+            ("generated", usage.completion_tokens),
+        ):
+            self._tokens.add(endpoint, caller.team, key, kind, amount=count)
+
+    def count_limited(self, team: str, limit: str) -> None:
+        """Counts a refusal by a limit: requests, tokens or budget."""
+        self._limited.add(team, limit)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yields the metrics of this process's callers."""
+        yield from self._tokens.samples()
+        yield from self._limited.samples()
+
 
 class GatewayCaller:
     """The sender of a request: the holder of an API key, or anybody, where no keys are demanded."""
@@ -177,6 +201,9 @@ class GatewayCaller:
             await self._check(self.key, grant, prompt_tokens, most_completion_tokens)
         except ApiError as error:
             self._tenancy.reporter.report_refused(grant.row(None, error.status))
+            if error.status == 429:
+                limit = _LIMITS.get(error.body.error.type, error.body.error.type)
+                self._tenancy.count_limited(self.team, limit)
             raise
         return grant
 
@@ -218,6 +245,8 @@ class GatewayGrant:
     def settle(self, usage: TokenUsage | None, status: int, *, version: str = "") -> None:
         """Bills the request: its tokens so far, and the HTTP status of its response (499 if the client left)."""
         if self._end(0 if usage is None else usage.prompt_tokens + usage.completion_tokens):
+            if usage is not None:
+                self._tenancy.count_tokens(self.caller, self.model, usage)
             row = self.row(usage, status, version)
             self._cost_pico_usd = row.cost_pico_usd
             self._tenancy.reporter.report(row)

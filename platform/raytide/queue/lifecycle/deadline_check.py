@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
+from raytide.core.clock import moment
 from raytide.core.errors import CapacityError, UsageError
-from raytide.core.objects.deadline import moment
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.job import JobSpec
 from raytide.core.objects.node import CapacityType, NodeType

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ReplicaLoad
+from raytide.core.objects.endpoint import Endpoint
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.node import Node, Resources, fits, labels_match, minus, plus
 from raytide.core.objects.snapshot import Demand, Snapshot

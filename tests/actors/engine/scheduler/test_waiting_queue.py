@@ -59,6 +59,18 @@ def test_what_another_engine_began_goes_before_new_requests_of_its_priority() ->
     assert order_of_service(engine) == ["urgent", "first", "begun", "new"]
 
 
+def test_what_gave_way_to_another_request_goes_behind_it() -> None:
+    engine = life()
+    engine.add(endless("first", [1]))
+    engine.step()
+    engine.add(sequence("new", [2], 2))
+    begun = sequence("begun", [3], 2)
+    begun.tokens.append(4)
+    begun.gave_way = True
+    engine.add(begun)
+    assert order_of_service(engine) == ["first", "new", "begun"]
+
+
 def test_a_request_without_a_deadline_is_not_kept_waiting_for_ever() -> None:
     engine = life(policy="deadline")
     engine.add(endless("first", [1]))

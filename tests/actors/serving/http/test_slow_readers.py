@@ -115,10 +115,11 @@ def test_many_readers_that_stop_reading_free_their_places(
         reader.sendall(head + body)
         readers.append(reader)
     deadline = time.monotonic() + 60
-    given_up = f'raytide_requests_total{{api="completions",model="fake",outcome="aborted"}} {READERS}.0'
+    labels = 'api="completions",code="",endpoint="fake",outcome="aborted",revision=""'
+    given_up = f"raytide_requests_total{{{labels}}} {READERS}.0"
     while given_up not in (text := httpx.get(f"{url}/metrics", timeout=30).text):
         assert time.monotonic() < deadline, text[-3000:]
         time.sleep(0.1)
-    assert 'raytide_requests_running{model="fake"} 0.0' in text
+    assert 'raytide_requests_running{endpoint="fake",replica="",revision=""} 0.0' in text
     for reader in readers:
         reader.close()

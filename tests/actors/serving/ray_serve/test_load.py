@@ -25,7 +25,7 @@ from raytide.actors.serving.ray_serve import control, policy
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.actors.serving.ray_serve.control import _load
 from raytide.actors.serving.ray_serve.keys import load_key, queue_key, replica_key
-from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaLoad
+from raytide.core.objects.endpoint_load import Counters, EndpointLoad, ReplicaLoad
 
 HELLO = [{"role": "user", "content": "hello"}]
 STATS = EngineStats(running=1, generated_tokens=5, free_blocks=85, num_blocks=100)

@@ -20,7 +20,8 @@ from openai import OpenAI
 
 from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.core.errors import RaytideError
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad
 
 pytestmark = pytest.mark.cluster
 
@@ -314,7 +315,10 @@ def test_a_client_that_leaves_frees_its_place_behind_the_gateway(control: ServeC
     next(iter(stream))
     stream.close()
     metrics = f"{base_url(control, 'm').removesuffix('/v1')}/metrics"
-    until("the place to be free", lambda: 'raytide_requests_running{model="m"} 0.0' in httpx.get(metrics).text)
+    until(
+        "the place to be free",
+        lambda: 'raytide_requests_running{endpoint="m",replica="",revision=""} 0.0' in httpx.get(metrics).text,
+    )
 
 
 def test_an_endpoint_that_cannot_start_says_why(control: ServeControl) -> None:

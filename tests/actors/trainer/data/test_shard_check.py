@@ -18,8 +18,9 @@ from tests.actors.trainer.conftest import VOCAB, write_dataset
 
 from raytide.actors.trainer.data import local_copy, shard_check
 from raytide.actors.trainer.data.dataloader import DataLoader
+from raytide.actors.trainer.data.order.shuffle import BatchSampler
 from raytide.actors.trainer.data.shard_check import ShardCheck
-from raytide.actors.trainer.data.token_dataset import BatchSampler, TokenData
+from raytide.actors.trainer.data.token_dataset import TokenData
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import DataError, StorageError, WaitTimeoutError
 from raytide.core.io.private_folder import lock, private_folder

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.data.token_dataset import BatchSampler, TokenData, feistel_permutation, rank_slice
+from raytide.actors.trainer.data.order.shuffle import BatchSampler, feistel_permutation, rank_slice
+from raytide.actors.trainer.data.token_dataset import TokenData
 from raytide.core.errors import DataError
 
 sizes = st.integers(1, 300)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.stores import new_store
 
 from raytide.core.errors import ConflictError, NotFoundError, QuotaError
 from raytide.core.specs.model_version import AliasSpec, Lineage, ModelReference, ModelVersionSpec
 from raytide.core.state import Store
-from raytide.core.state.registry import models
+from raytide.core.state.registry import versions
 from raytide.core.state.tenancy.audit import acting
 
 
@@ -48,7 +49,7 @@ def test_a_name_belongs_to_the_team_that_used_it_first(store: Store) -> None:
 
 
 def test_a_team_has_a_bounded_number_of_versions(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MOST_VERSIONS", 2)
+    monkeypatch.setattr(versions, "MOST_VERSIONS", 2)
     for digit in "ab":
         store.models.register(spec(digit), "ana", 1.0)
     with pytest.raises(QuotaError, match="2 versions"):
@@ -162,7 +163,7 @@ def test_the_history_tells_what_an_alias_named_at_any_time(
     changes: list[tuple[str, int | None]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder: Path = tmp_path_factory.mktemp("state")
-    store = Store.open(f"sqlite:///{folder}/state.db")
+    store = new_store(folder)
     for digit in "abc":
         store.models.register(spec(digit), "ana", 0.0)
     named: dict[str, int | None] = {"x": None, "y": None}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.stores import new_store
 
 from raytide.core.objects.api_key import AskedReservation, KeyBudget, KeySpec, KeySpending, RequestUsage, TokenPrice
 from raytide.core.state import Store
@@ -152,7 +153,7 @@ STEPS = st.lists(
 def test_no_interleaving_spends_more_than_the_budget(tmp_path: Path) -> None:
     """Requests of two gateways are reserved, settled, released, reported late and again; gateways are given up."""
     budget = 100
-    with closing(Store.open(f"sqlite:///{tmp_path}/state.db")) as store:
+    with closing(new_store(tmp_path)) as store:
         tenancy = store.tenancy
 
         @settings(max_examples=80)

@@ -13,9 +13,11 @@ from raytide.autoscaler.endpoints.load_target import cold_start_s
 from raytide.control.api.auth import Caller
 from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.limits import LimitsService
-from raytide.control.api.services.models import ModelService
+from raytide.control.api.services.logs import endpoint_log
+from raytide.control.api.services.logs.endpoint_log import LogFiles
+from raytide.control.api.services.registry.models import ModelService
 from raytide.control.api.services.submission_rate import SubmissionRate
-from raytide.control.views import EndpointStatus, Live, RevisionOutcome, RolloutStatus
+from raytide.control.views import EndpointLogPart, EndpointStatus, Live, RevisionOutcome, RolloutStatus
 from raytide.core.clock import Clock
 from raytide.core.errors import ConfigError, ConflictError, DeniedError
 from raytide.core.money import to_us
@@ -23,7 +25,7 @@ from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.endpoint import Endpoint, EndpointRevision, EndpointState, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.resources import resolve_accelerator
-from raytide.core.specs.live_changes import AdapterChange, WeightsChange
+from raytide.core.specs.live_changes import AdapterChange, SignalReport, WeightsChange
 from raytide.core.specs.rollout import (
     REVISION_SEPARATOR,
     CountedRevision,
@@ -36,8 +38,8 @@ from raytide.core.specs.rollout import (
 )
 from raytide.core.state import Store
 from raytide.ledger.cost import accrued, costs
-from raytide.rollout.lifecycle import intervals
-from raytide.rollout.spec import NewRollout
+from raytide.registry.rollout.lifecycle import intervals
+from raytide.registry.rollout.spec import NewRollout
 from raytide.scheduling.diagnosis import check_possible
 
 
@@ -55,8 +57,9 @@ class EndpointService:
         models: ModelService,
         serve_url: str,
         rate: SubmissionRate,
+        files: LogFiles,
     ) -> None:
-        self._store, self._config, self._clock, self._live = store, config, clock, live
+        self._store, self._config, self._clock, self._live, self._files = store, config, clock, live, files
         self._inputs, self._accounts, self._serve_url = inputs, accounts, serve_url
         self._models, self._rate = models, rate
         self._changing = threading.Lock()
@@ -128,6 +131,7 @@ class EndpointService:
         spent = costs(booked, (entry for entry in pending if caller.sees(entry.team)), "endpoint")
         serving = self._store.rollouts.all_serving()
         found = {each.name: each for each in self._store.endpoints(ended=True) if caller.sees(each.spec.team)}
+        live = self._live()
         ended: Counter[str] = Counter()
         shown: dict[str, Serving] = {}
         for name, endpoint in found.items():
@@ -138,10 +142,9 @@ class EndpointService:
                 shown[name] = Serving(name, name, 0)
             else:
                 ended[now.application] += spent.get(name, 0)
-        return [self._endpoint(found[name], now, spent.get(name, 0) + ended[name]) for name, now in shown.items()]
+        return [self._endpoint(found[name], now, spent.get(name, 0) + ended[name], live) for name, now in shown.items()]
 
-    def _endpoint(self, endpoint: Endpoint, now: Serving, cost_micro_usd: int) -> EndpointStatus:
-        live = self._live()
+    def _endpoint(self, endpoint: Endpoint, now: Serving, cost_micro_usd: int, live: Live) -> EndpointStatus:
         load = live.loads.get(endpoint.name)
         return EndpointStatus(
             endpoint=replace(endpoint, spec=endpoint.spec.model_copy(update={"name": now.name})),
@@ -196,6 +199,20 @@ class EndpointService:
                 hint="Choose another revision.",
             )
         return self.serve(revision.spec.model_dump(mode="json"), caller, f"rollback to revision {revision.number}")
+
+    def logs(self, name: str, after: str, tail: int | None, caller: Caller) -> EndpointLogPart:
+        """Returns a part of the output of its replicas, of the newest ones that have ended too."""
+        caller.require_team(self._store.endpoint(name).spec.team)
+        loads = [load for each, load in self._live().loads.items() if endpoint_of(each) == name]
+        running = [start.id for load in loads for start in load.startups]
+        return endpoint_log.part(self._files, [log for load in loads for log in load.logs], after, tail, running)
+
+    def report(self, name: str, body: Mapping[str, object], caller: Caller) -> None:
+        """Keeps values that the endpoint scales on, which count for five minutes."""
+        caller.require_team((endpoint := self._store.endpoint(name)).spec.team)
+        report = SignalReport.parse({"values": body}, where="signals")
+        report.check(endpoint.spec)
+        self._store.signals.save(name, report.values, self._clock.now_s())
 
     def change_weights(self, name: str, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
         """Swaps the weights that the replicas serve, which needs no new ones."""

@@ -71,26 +71,52 @@ class Inputs:
         """Raises DataError if the dataset or chat file is missing or malformed, or if a URL is not allowed."""
         tokenizer, template = (spec.chat.tokenizer, spec.chat.template) if spec.chat else (None, None)
         config = spec.model.config if isinstance(spec.model.config, str) else None
-        for url in (spec.dataset, spec.out, spec.checkpoint_dir, spec.init_from, tokenizer, template, config):
+        held_out = spec.eval.dataset if spec.eval else None
+        datasets = (*spec.datasets, *([held_out] if held_out else []))
+        for url in (*datasets, spec.out, spec.checkpoint_dir, spec.init_from, tokenizer, template, config):
             if url is not None:
                 check_url(url)
-        if spec.dataset is not None:
-            found = self._look(where := join(spec.dataset, MANIFEST), caller)
+        for dataset in datasets:
+            found = self._look(where := join(dataset, MANIFEST), caller)
             if found.is_missing:
                 raise DataError(
-                    f"{spec.dataset} is not a token dataset: it has no {MANIFEST}.",
+                    f"{dataset} is not a token dataset: it has no {MANIFEST}.",
                     hint="Build it with `raytide data build`; an interrupted build leaves none.",
                 )
             if found.content is not None:
                 parse_manifest(found.content, where)
-        elif spec.chat is not None:
+        if spec.chat is not None:
             check_url(spec.chat.file)
             if self._look(spec.chat.file, caller, most=0).is_missing:
                 raise DataError(f"{spec.chat.file} does not exist.", hint="Check chat.file.")
 
+    def training_config(self, spec: TrainSpec, caller: Caller) -> dict[str, object] | None:
+        """Returns the `config.json` of the model that a spec trains; None if it cannot be read here."""
+        data: dict[str, object] = {}
+        first = next(iter(spec.datasets), None)
+        if first is not None and (content := self._look(join(first, MANIFEST), caller).content):
+            manifest = parse_manifest(content, first)
+            data = {"vocab_size": manifest.vocab_size, "eos_token_id": manifest.eos_id}
+        given = spec.model.config
+        if given is None and spec.init_from is None:
+            vocab = spec.model.vocab_size or data.get("vocab_size")
+            return spec.model.hf_config(vocab, 0) if isinstance(vocab, int) else None
+        if isinstance(given, dict) and spec.init_from is None:
+            return {**data, **given}
+        folder = spec.init_from if spec.init_from is not None else str(given)
+        for path in (join(folder, "config.json"), join(folder, "model/config.json"), folder):
+            try:
+                body = json.loads(self._look(path, caller).content or b"")
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(body, dict):
+                return {**data, **body, **(given if isinstance(given, dict) else {})}
+        return None
+
     def check_build(self, spec: DataSpec) -> None:
         """Raises DataError if a URL is not allowed. The driver lists the inputs, which may be many."""
-        for url in (*spec.inputs, spec.out, *([spec.tokenizer.file] if spec.tokenizer.file else [])):
+        beside = spec.cleaning.urls if spec.cleaning else ()
+        for url in (*spec.inputs, spec.out, *([spec.tokenizer.file] if spec.tokenizer.file else []), *beside):
             check_url(url)
 
     def check_model(self, model: str, caller: Caller, adapters: Iterable[str] = ()) -> None:

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from raytide.actors.trainer.run_log.curve import CurveReaders, RunCurves
 from raytide.control.api.auth import ANY_TEAM, Caller
-from raytide.control.api.services import logs
 from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.leases import LeasePolls
 from raytide.control.api.services.limits import LimitsService
+from raytide.control.api.services.logs import job_log
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.api.services.uploads import Packages
 from raytide.control.ray_jobs import RayJobs
@@ -30,10 +31,13 @@ from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
+from raytide.core.telemetry.job_trace import StepTraces
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.queue.lifecycle.deadline_check import resolve_deadline
 from raytide.queue.lifecycle.pending_reason import given_away_text
+from raytide.queue.lifecycle.training_plan import plan_training
 from raytide.scheduling.diagnosis import check_possible
+from raytide.sizing.search.gpu_memory import select_gpu_memory
 
 _ALL = 2**31 - 1
 
@@ -56,7 +60,9 @@ class JobService:
         self._store, self._config, self._drivers, self._clock, self._live = store, config, drivers, clock, live
         self._inputs, self._accounts, self._packages = inputs, accounts, packages
         self.leases = LeasePolls(store, clock)
+        self._curves = CurveReaders()
         self._rate = rate
+        self._steps = StepTraces(config.settings.tracing)
 
     def submit(self, body: Mapping[str, object], caller: Caller, key: str | None, digest: str | None = None) -> JobView:
         """Queues a job. `digest` identifies the request, if its body alone does not."""
@@ -64,11 +70,14 @@ class JobService:
         caller.require_team(spec.team)
         self._accounts.check_team(spec.team)
         self._accounts.check_priority(spec.priority)
-        spec = spec.model_copy(update={"gang": self._with_accelerator_labels(spec.gang)})
-        check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
-        self._check_config(spec, caller)
         now_s = self._clock.now_s()
         digest = digest or hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
+        spec = spec.model_copy(update={"gang": self._with_accelerator_labels(spec.gang)})
+        gang = select_gpu_memory(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
+        spec = spec.model_copy(update={"gang": gang})
+        spec = plan_training(spec, self._config.node_types, lambda train: self._inputs.training_config(train, caller))
+        check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
+        self._check_config(spec, caller)
         spec = resolve_deadline(spec, self._config.node_types, now_s)
         self._rate.take(spec)
         most = self._config.settings.max_live_jobs
@@ -136,7 +145,14 @@ class JobService:
                 f"{job_id} is a gang: its driver logs where it was started.",
                 hint="Use `ray job logs` for a driver under `ray job submit`.",
             )
-        return logs.part(self._drivers, job, after if tail is None else logs.tail(self._drivers, job, tail))
+        return job_log.part(self._drivers, job, after if tail is None else job_log.tail(self._drivers, job, tail))
+
+    def curves(self, job_id: str, caller: Caller, points: int) -> RunCurves:
+        """Returns the logged values of a training run; empty before its first step."""
+        job = self._owned(job_id, caller)
+        if job.spec.kind is not JobKind.TRAIN:
+            raise UsageError(f"{job_id} is a {job.spec.kind} job.", hint="Name a training job: only those log steps.")
+        return self._curves.read(str(job.spec.config["out"]), points)
 
     def package(self, digest: str, caller: Caller) -> Path:
         """Returns the file of a package, for drivers and for teams with an unfinished job that uses it."""
@@ -157,7 +173,7 @@ class JobService:
         return {str(job.spec.config["package"]) for job in jobs if job.spec.config.get("package")}
 
     def report(self, job_id: str, caller: Caller, progress: Mapping[str, object]) -> None:
-        caller.acting_on(self._store.job(job_id))
+        job = caller.acting_on(self._store.job(job_id))
         known = {name: value for name, value in progress.items() if isinstance(value, int | float | str)}
         if invalid := sorted(progress.keys() - known.keys()):
             raise UsageError(
@@ -166,6 +182,7 @@ class JobService:
         if huge := [name for name, value in known.items() if isinstance(value, int) and value.bit_length() > 63]:
             raise UsageError(f"progress {huge[0]!r} of {job_id} needs more than 64 bits.", hint="Report less.")
         self._store.report(job_id, known, self._clock.now_s())
+        self._steps.on_report(job, known, self._clock.now_s())
 
     def release(self, job_id: str, caller: Caller, error: str) -> None:
         caller.acting_on(self._store.job(job_id))

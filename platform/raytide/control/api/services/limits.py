@@ -41,6 +41,7 @@ class LimitsService:
             rows=rows,
             total_micro_usd=sum(row.amount_micro_usd for row in rows),
             forecast_micro_usd=sum(row.forecast_micro_usd for row in rows),
+            grams_co2_per_kwh=self._config.settings.energy.grams_co2_per_kwh,
         )
 
     def teams(self, caller: Caller, live: Live, now_us: int) -> list[TeamView]:

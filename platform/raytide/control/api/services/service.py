@@ -13,19 +13,25 @@ from raytide.control.api.services.endpoints import EndpointService
 from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.jobs import JobService
 from raytide.control.api.services.limits import LimitsService
-from raytide.control.api.services.metrics import samples
-from raytide.control.api.services.models import ModelService
+from raytide.control.api.services.metrics.page import ApiMetrics
+from raytide.control.api.services.registry.datasets import DatasetService
+from raytide.control.api.services.registry.models import ModelService
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.api.services.tenancy import TenancyService
 from raytide.control.api.services.uploads import Packages
 from raytide.control.ray_jobs import RayJobs
 from raytide.control.reconcile.snapshot_request import request_snapshot
+from raytide.control.supervision.wake_pipe import wake_controller
 from raytide.control.views import ClusterStatus, CostReport, CostTable, Live, TeamView
 from raytide.core.clock import Clock
-from raytide.core.metrics import render
 from raytide.core.money import to_us
 from raytide.core.objects.cluster_config import ClusterConfig
+from raytide.core.objects.ledger_entry import Entry
 from raytide.core.state import Store
+from raytide.core.telemetry.targets import Target, announced
+from raytide.dashboards.alerts.service import MonitoringService
+from raytide.dashboards.web.picture import Pictures
+from raytide.dashboards.web.tide import Tide
 from raytide.ledger.cost import accrued
 from raytide.ledger.report import By, rates
 
@@ -44,22 +50,33 @@ class ApiService:
         serve_url: str,
         ray_url: str,
         ray_environment: Mapping[str, str],
+        prometheus_url: str = "",
+        alertmanager_url: str = "",
     ) -> None:
         self._store, self._config, self._bill = store, config, bill
         self._clock, self._live_path = clock, live
         self._serve_url, self._ray_url = serve_url, ray_url
         self._ray_environment = ray_environment
+        self._prometheus_url, self._alertmanager_url = prometheus_url, alertmanager_url
         self.accounts = LimitsService(store, config)
         self.watch = HealthMonitor(live, store, clock)
+        self._metrics = ApiMetrics(store, config, self.accounts, self.watch)
+        self.client_latencies = self._metrics.client_latencies
         self.packages = Packages(live.parent / "packages")
         inputs = Inputs()
         rate = SubmissionRate()
         self.jobs = JobService(store, config, drivers, clock, self.live, inputs, self.accounts, self.packages, rate)
         self.models = ModelService(store, clock, inputs, self.accounts, rate)
+        self.datasets = DatasetService(store, clock, self.accounts, rate)
         self.endpoints = EndpointService(
-            store, config, clock, self.live, inputs, self.accounts, self.models, serve_url, rate
+            store, config, clock, self.live, inputs, self.accounts, self.models, serve_url, rate, drivers
         )
         self.tenancy = TenancyService(store, clock, self.accounts, rate)
+        self.monitoring = MonitoringService(live.parent, store, clock)
+        self.pictures = Pictures(
+            store, config, clock, self.live, self.endpoints.all, self.teams, self.monitoring.alerts
+        )
+        self.tide = Tide(store, config, clock)
 
     def now_s(self) -> float:
         return self._clock.now_s()
@@ -85,6 +102,8 @@ class ApiService:
             ray=self._ray_url,
             ray_environment=self._ray_environment,
             serve=self._serve_url,
+            prometheus=self._prometheus_url,
+            alertmanager=self._alertmanager_url,
             errors=(*(trouble.text for trouble in self.watch.troubles()), *live.errors),
         )
 
@@ -111,9 +130,35 @@ class ApiService:
     def teams(self, caller: Caller) -> list[TeamView]:
         return self.accounts.teams(caller, self.live(), to_us(self._clock.now_s()))
 
+    def fleet(self, caller: Caller, at_s: float) -> dict[str, object]:
+        """Returns the nodes of an earlier time, and who held them, as the page shows them."""
+        nodes = self._store.overview.nodes_at(at_s)
+        return {
+            "at_s": at_s,
+            "nodes": self.pictures.earlier(nodes, self._store.overview.entries_at(to_us(at_s)), caller),
+        }
+
+    def ledger(
+        self, caller: Caller, *, subject: str | None, node_id: str | None, until_s: float | None, limit: int
+    ) -> tuple[Entry, ...]:
+        """Returns a page of the ledger's entries, newest first. A team sees its own."""
+        until_us = None if until_s is None else to_us(until_s)
+        which = {"subject": subject, "node_id": node_id, "team": caller.only_team, "until_us": until_us}
+        return self._store.overview.entries(**which, limit=limit)  # type: ignore[arg-type]
+
     def metrics(self) -> bytes:
         """Returns the metrics in Prometheus' text format."""
-        return render(samples(self._store, self.live(), self.watch))
+        return self._metrics.page(self.live(), self._clock.now_s())
+
+    def targets(self) -> list[Target]:
+        """Returns the pages that Prometheus and the monitor scrape: those that processes of the head have announced,
+        and those of nodes and replicas as the controller last saw them.
+        """
+        return [*announced(self._live_path.parent), *self.live().targets]
+
+    def on_change(self) -> None:
+        """Lets an idle controller look at once at what a request has changed."""
+        wake_controller(self._live_path.parent)
 
     def health(self) -> dict[str, object]:
         """Returns `troubles` as codes only; their texts contain paths, which only `status` shows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,11 +11,14 @@ import sqlalchemy as sa
 from raytide.core.errors import NotFoundError
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, JobState
+from raytide.core.objects.node import NodeState
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
 
 T = TypeVar("T")
+
+_HELD = (JobState.ADMITTED, JobState.RUNNING, JobState.STOPPING)
 
 MOST_NAMED = 1000
 """The most values in one statement's IN, because databases limit them (SQLite 32,766 or 250,000, PostgreSQL 65,535)."""
@@ -34,6 +37,36 @@ class LeaseKey(NamedTuple):
     lease_id: str = ""
     lease_state: str = ""
     epoch: int = -1
+
+
+class HeldJob(NamedTuple):
+    """A job that holds a gang, and what it has reported."""
+
+    id: str
+    team: str
+    kind: str
+    restarts: int
+    progress: Mapping[str, object]
+
+
+class WaitingJob(NamedTuple):
+    id: str
+    team: str
+    since_s: float
+
+
+class NodeEnds(NamedTuple):
+    """The nodes of a type in a zone that raytide did not mean to end."""
+
+    type: str
+    zone: str
+    market: str
+    lost: int
+    """They had joined Ray."""
+    taken_back: int
+    """The provider has announced it, or will end them still."""
+    failed: int
+    """They never joined."""
 
 
 class JobQueries:
@@ -61,6 +94,38 @@ class JobQueries:
         query = sa.select(m.state, sa.func.count()).where(m.lease_id.in_(held)).group_by(m.state)
         with self._db.read() as c:
             return {str(row[0]): int(row[1]) for row in c.execute(query)}
+
+    def held_jobs(self, most: int = 1000) -> list[HeldJob]:
+        """Returns the newest jobs that hold a gang."""
+        j = t.jobs.c
+        query = sa.select(j.id, j.team, j.kind, j.restarts, j.progress).order_by(j.number.desc()).limit(most)
+        with self._db.read() as c:
+            return [HeldJob(*row) for row in c.execute(query.where(j.state.in_(_HELD)))]
+
+    def longest_waiting(self, most: int = 5) -> list[WaitingJob]:
+        """Returns the jobs that have waited longest since they were submitted or last preempted."""
+        j = t.jobs.c
+        since_s = sa.func.coalesce(j.preempted_at_s, j.submitted_at_s)
+        query = sa.select(j.id, j.team, since_s).where(j.state == JobState.QUEUED).order_by(since_s).limit(most)
+        with self._db.read() as c:
+            return [WaitingJob(*row) for row in c.execute(query)]
+
+    def node_ends(self, taken_back: str, by_provider: str, cancelled: str) -> list[NodeEnds]:
+        """Returns the nodes that ended unasked; the arguments are the reasons of such nodes, the last one's of nodes
+        that raytide gave up.
+        """
+        n = t.nodes.c
+        was_taken, is_gone = n.reason.contains(taken_back), n.state == NodeState.GONE
+        was_lost = sa.or_(was_taken, n.reason.contains(by_provider), n.lost_at_s.is_not(None))
+        conditions = (
+            sa.and_(is_gone, n.ready_at_s.is_not(None), was_lost),
+            was_taken,
+            sa.and_(is_gone, n.ready_at_s.is_(None), sa.not_(n.reason.startswith(cancelled))),
+        )
+        sums = (sa.func.sum(sa.case((condition, 1), else_=0)) for condition in conditions)
+        query = sa.select(n.type, n.zone, n.market, *sums).group_by(n.type, n.zone, n.market)
+        with self._db.read() as c:
+            return [NodeEnds(*row[:3], *map(int, row[3:])) for row in c.execute(query)]
 
     def oldest_s(self, share: float, now_s: float) -> float:
         """Returns the age in seconds that only this share of all jobs exceeded (at their end, or now)."""

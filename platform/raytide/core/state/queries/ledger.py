@@ -75,12 +75,13 @@ class LedgerQueries:
         keys: list[sa.ColumnElement[Any]] = [e.kind, e.subject, e.team]
         keys.append(e.node_id if with_node else sa.literal("").label("node"))
         keys.append((e.from_us // DAY_US).label("day") if with_day else sa.literal(0).label("day"))
-        query = sa.select(*keys, sa.func.sum(e.amount_micro_usd)).group_by(*keys)
+        query = sa.select(*keys, sa.func.sum(e.amount_micro_usd), sa.func.sum(e.energy_mj)).group_by(*keys)
         if since_us:
             query = query.where(e.from_us >= since_us)
         with self._db.read() as c:
             return tuple(
-                Line(EntryKind(row[0]), row[1], row[2], row[3], int(row[4]), int(row[5])) for row in c.execute(query)
+                Line(EntryKind(row[0]), row[1], row[2], row[3], int(row[4]), int(row[5]), energy_mj=int(row[6]))
+                for row in c.execute(query)
             )
 
     def losses(self, *, since_us: int = 0) -> tuple[Line, ...]:

@@ -44,6 +44,14 @@ class FeedbackRecords:
             rows = c.execute(query.order_by(f.revision.desc())).all()
         return tuple(RevisionFeedback(row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows)
 
+    def totals(self) -> list[tuple[str, int, int, int]]:
+        """Returns (endpoint, revision, thumbs up, thumbs down) of all endpoints."""
+        f = t.feedback.c
+        query = sa.select(f.model, f.revision, *thumbs()).group_by(f.model, f.revision).order_by(f.model, f.revision)
+        with self._db.read() as c:
+            rows = c.execute(query).all()
+        return [(row.model, row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows]
+
     def groups(self, name: str, since_s: float) -> dict[int, dict[int, tuple[int, int]]]:
         """Returns the judged and the liked answers since a time, by revision and by group of users."""
         f = t.feedback.c

@@ -7,7 +7,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from raytide.core.errors import ConflictError, NotFoundError, QuotaError
+from raytide.core.errors import ConflictError, NotFoundError
 from raytide.core.specs.model_version import (
     AliasChange,
     AliasSpec,
@@ -17,14 +17,17 @@ from raytide.core.specs.model_version import (
     RegisteredModel,
 )
 from raytide.core.state.database import Database
-from raytide.core.state.queries.pages import paged
 from raytide.core.state.registry import tables as t
+from raytide.core.state.registry.versions import (
+    COUNTER,
+    add_version,
+    newest_of,
+    newest_rows,
+    owner_of,
+    version_rows,
+)
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.write import next_number
-
-MOST_VERSIONS = 10_000
-"""The most versions of all models of a team."""
-_COUNTER = "registry"
 
 
 class ModelRecords:
@@ -37,28 +40,12 @@ class ModelRecords:
         Raises ConflictError if the name belongs to another team, and QuotaError if the team has too many versions.
         """
         digest = hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
-        m = t.models.c
         with self._db.write() as c:
-            next_number(c, _COUNTER)  # its row's lock orders all registrations and promotions
-            if (first := c.execute(sa.select(m.team).where(m.name == spec.name).limit(1)).scalar()) is not None:
-                if first != spec.team:
-                    raise ConflictError(f"model {spec.name} belongs to team {first}.", hint="Choose another name.")
-                same = t.models.select().where(m.name == spec.name, m.digest == digest)
-                if (row := c.execute(same.order_by(m.version)).first()) is not None:
-                    return _version(row)
-            count = c.execute(sa.select(sa.func.count()).where(m.team == spec.team)).scalar_one()
-            if count >= MOST_VERSIONS:
-                raise QuotaError(
-                    f"team {spec.team} has {count} versions of models; {MOST_VERSIONS} are allowed.",
-                    hint="Ask the cluster's operator.",
-                )
-            newest = c.execute(sa.select(sa.func.max(m.version)).where(m.name == spec.name)).scalar()
-            version = ModelVersion(spec, (newest or 0) + 1, user, now_s)
-            values = {"name": spec.name, "version": version.version, "team": spec.team, "user": user}
-            kept = {"created_at_s": now_s, "digest": digest, "spec": spec.model_dump(mode="json")}
-            c.execute(t.models.insert(), {**values, **kept})
-            shown = {"team": spec.team, "location": spec.location, "sha256": spec.sha256, "job": spec.lineage.job}
-            record(c, "model.register", version.id, shown)
+            row, is_new = add_version(c, t.models, spec, digest, user, now_s)
+            version = _version(row)
+            if is_new:
+                shown = {"team": spec.team, "location": spec.location, "sha256": spec.sha256, "job": spec.lineage.job}
+                record(c, "model.register", version.id, shown)
             return version
 
     def promote(self, name: str, alias: str, change: AliasSpec, user: str, now_s: float) -> AliasChange:
@@ -68,7 +55,7 @@ class ModelRecords:
         """
         a = t.alias_changes.c
         with self._db.write() as c:
-            number = next_number(c, _COUNTER)
+            number = next_number(c, COUNTER)
             if change.version is not None:
                 _find(c, ModelReference(name, change.version))
             of_alias = t.alias_changes.select().where(a.name == name, a.alias == alias)
@@ -96,35 +83,25 @@ class ModelRecords:
     def owner(self, name: str) -> str:
         """Returns the team of a model."""
         with self._db.read() as c:
-            team = c.execute(sa.select(t.models.c.team).where(t.models.c.name == name).limit(1)).scalar()
+            team = owner_of(c, t.models, name)
         if team is None:
             raise _no_model(name)
-        return str(team)
+        return team
 
     def versions(self, name: str, *, limit: int = 100, offset: int = 0) -> tuple[ModelVersion, ...]:
         """Returns versions of a model, newest first."""
-        m = t.models.c
-        query = t.models.select().where(m.name == name).order_by(m.version.desc()).offset(offset)
         with self._db.read() as c:
-            return tuple(_version(row) for row in paged(c, query, m.spec, limit))
+            return tuple(_version(row) for row in version_rows(c, t.models, name, limit, offset))
 
     def models(
         self, *, team: str | None = None, name: str | None = None, limit: int = 100, offset: int = 0
     ) -> tuple[RegisteredModel, ...]:
         """Returns models by name, each with its newest version."""
-        m, a = t.models.c, t.alias_changes.c
-        newest = sa.select(m.name, sa.func.max(m.version).label("newest"), sa.func.count().label("versions"))
-        if team is not None:
-            newest = newest.where(m.team == team)
-        if name is not None:
-            newest = newest.where(m.name == name)
-        page = newest.group_by(m.name).order_by(m.name).limit(limit).offset(offset).subquery()
-        query = sa.select(t.models, page.c.versions).join(
-            page, sa.and_(m.name == page.c.name, m.version == page.c.newest)
-        )
+        a = t.alias_changes.c
+        page = newest_of(t.models, team=team, name=name, limit=limit, offset=offset)
         last = sa.select(sa.func.max(a.number)).where(a.name.in_(sa.select(page.c.name))).group_by(a.name, a.alias)
         with self._db.read() as c:
-            rows = paged(c, query.order_by(m.name), m.spec, limit)
+            rows = newest_rows(c, t.models, page, limit)
             aliases: dict[str, dict[str, int]] = {row.name: {} for row in rows}
             for row in c.execute(t.alias_changes.select().where(a.number.in_(last)).order_by(a.alias)):
                 if row.after is not None and row.name in aliases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import sqlalchemy as sa
@@ -62,6 +63,13 @@ class RevisionRecords:
                 f"endpoint {name} has no revision {number}.", hint=f"`raytide endpoint history {name}` lists revisions."
             )
         return _revision(row)
+
+
+def revisions(c: sa.Connection, name: str, numbers: Collection[int]) -> list[EndpointRevision]:
+    """Returns those of an endpoint's revisions that are kept."""
+    r = t.revisions.c
+    query = t.revisions.select().where(r.name == name, r.number.in_(numbers))
+    return [_revision(row) for row in c.execute(query)]
 
 
 def _revision(row: sa.Row[Any]) -> EndpointRevision:

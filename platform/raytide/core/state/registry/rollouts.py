@@ -27,7 +27,7 @@ from raytide.core.state.queries.jobs import no_endpoint
 from raytide.core.state.records import Event
 from raytide.core.state.registry import tables as t
 from raytide.core.state.registry.feedback import thumbs
-from raytide.core.state.registry.revisions import add_revision
+from raytide.core.state.registry.revisions import add_revision, revisions
 from raytide.core.state.tenancy.audit import add_entry, record
 from raytide.core.state.write import next_number, note, update, upsert
 
@@ -112,6 +112,19 @@ class RolloutRecords:
         query = t.rollouts.select().where(r.name == name, r.team == team).order_by(r.number.desc()).limit(limit)
         with self._db.read() as c:
             return tuple(_rollout(row) for row in c.execute(query))
+
+    def last_test(self, *, team: str, champion: str, challenger: str) -> Rollout | None:
+        """Returns the newest A/B test of two registered versions in the team's endpoints; None if there is none."""
+        r = t.rollouts.c
+        query = t.rollouts.select().where(r.team == team, r.kind == "ab").order_by(r.number.desc())
+        with self._db.read() as c:
+            for found in (_rollout(row) for row in c.execute(query.limit(KEPT_ROLLOUTS))):
+                numbers = (found.champion, found.challenger)
+                kept = revisions(c, found.name, numbers)
+                versions = {each.number: each.spec.version for each in kept if each.spec is not None}
+                if [versions.get(number) for number in numbers] == [champion, challenger]:
+                    return found
+        return None
 
     def serving(self, name: str) -> Serving:
         """Returns what serves an endpoint."""

@@ -9,20 +9,29 @@ from sqlalchemy import JSON, BigInteger, Column, Double, Index, Integer, String,
 
 from raytide.core.state.tables import SafeText, metadata
 
-models = Table(
-    "models",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("version", Integer, primary_key=True, autoincrement=False),
-    Column("team", String, nullable=False),
-    Column("user", String, nullable=False),
-    Column("created_at_s", Double, nullable=False),
-    Column("digest", String, nullable=False),
-    Column("spec", JSON, nullable=False),
-    Index(None, "team", "name"),
-    Index(None, "name", "digest"),
-)
+
+def _versions(name: str) -> Table:
+    """Returns the table of versions of named things (see `versions.py`)."""
+    return Table(
+        name,
+        metadata,
+        Column("name", String, primary_key=True),
+        Column("version", Integer, primary_key=True, autoincrement=False),
+        Column("team", String, nullable=False),
+        Column("user", String, nullable=False),
+        Column("created_at_s", Double, nullable=False),
+        Column("digest", String, nullable=False),
+        Column("spec", JSON, nullable=False),
+        Index(None, "team", "name"),
+        Index(None, "name", "digest"),
+    )
+
+
+models = _versions("models")
 """Versions of models, which are never changed. `digest` is a hash of `spec`."""
+
+datasets = _versions("datasets")
+"""Versions of datasets, which are never changed. `digest` is the SHA-256 of the manifest."""
 
 alias_changes = Table(
     "alias_changes",
@@ -62,6 +71,16 @@ serving = Table(
 )
 """The application and revision that serve an endpoint. The controller changes a row when it promotes a revision, and
 the API when an endpoint gets a new spec, which it refuses during a rollout."""
+
+signals = Table(
+    "endpoint_signals",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("signal", String, primary_key=True),
+    Column("value", Double, nullable=False),
+    Column("at_s", Double, nullable=False),
+)
+"""The last value that was reported for each signal of an endpoint's `scale_on`."""
 
 rollouts = Table(
     "rollouts",

@@ -326,6 +326,34 @@ def test_the_cached_tokens_of_a_request_that_was_taken_out_are_those_of_its_firs
     run_virtually(body())
 
 
+def test_what_gave_way_comes_back_to_the_engine_as_one_that_did() -> None:
+    """The engine's own queue would serve it before the request for which it left."""
+
+    class RecordingEngine:
+        def __init__(self, engine: FakeEngine) -> None:
+            self.abort, self.generate_alone, self.asked = engine.abort, engine.generate, list[GenRequest]()
+
+        def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+            self.asked.append(request)
+            return self.generate_alone(request)
+
+    async def body() -> None:
+        async with admission(max_running=1) as (_, engine):
+            recording = RecordingEngine(engine)
+            fair = FairAdmission(recording, await engine.start(), DirectOutput())
+            low = asyncio.create_task(answer(fair, request("a-low", 10, priority=1)))
+            await asyncio.sleep(3)
+            await answer(fair, request("b-high", 2, priority=-1))
+            await low
+            assert [(each.request_id, each.gave_way) for each in recording.asked] == [
+                ("a-low", False),
+                ("b-high", False),
+                ("a-low", True),
+            ]
+
+    run_virtually(body())
+
+
 def test_an_engine_that_does_not_tell_its_places_gets_all_at_once() -> None:
     async def body() -> None:
         engine = FakeEngine(max_running=2, tokens_per_s=1.0)

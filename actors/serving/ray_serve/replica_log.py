@@ -1,0 +1,38 @@
+"""The files with a replica's output: the replica publishes their names in the GCS, and the controller reads them.
+
+They are those of Ray's worker process, which the engine's process inherits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from raytide.actors.serving.ray_serve.keys import log_prefix
+from raytide.core import ray_internals
+from raytide.core.objects.endpoint_load import ReplicaLog
+
+MOST_LOGS = 16
+"""The number of replicas of an endpoint whose logs are remembered."""
+
+
+def own_log(began_at_s: float) -> bytes:
+    """Returns the record of this process's log."""
+    agent, files = ray_internals.agent_address(), ray_internals.output_files()
+    return json.dumps({"began_at_s": began_at_s, "agent": agent, "files": files}).encode()
+
+
+def logs_of(endpoint: str, published: Mapping[bytes, bytes]) -> tuple[ReplicaLog, ...]:
+    """Returns the logs of an endpoint's replicas, newest first, of the values by their keys."""
+    prefix, found = log_prefix(endpoint), []
+    for key, value in published.items():
+        if key.startswith(prefix):
+            fields = json.loads(value)
+            name = key.removeprefix(prefix).decode()
+            found.append(ReplicaLog(name, fields["began_at_s"], fields["agent"], tuple(fields["files"])))
+    return tuple(sorted(found, key=lambda log: (-log.began_at_s, log.replica)))
+
+
+def forgotten(endpoint: str, logs: Iterable[ReplicaLog]) -> list[bytes]:
+    """Returns the keys of the logs, newest first, that are too many."""
+    return [log_prefix(endpoint) + log.replica.encode() for log in tuple(logs)[MOST_LOGS:]]

@@ -1,0 +1,1 @@
+"""The order of sequences: a function of (seed, step) for shuffling, mixing and curricula."""

@@ -1,0 +1,135 @@
+"""Divides one stream of samples among weighted sources, in closed form: no state, any sample by its index.
+
+The sources are the leaves of a binary tree. Of the first k samples that reach a node, round(k * left / total) go left,
+in integers, so each sample has one leaf and one position there. A leaf's count is within `error_bound` of its exact
+share: an error e at a node becomes p * e + 1/2 at a child with share p. grain's walk (`_counts_per_dataset`,
+github.com/google/grain) is this tree as a chain, where the errors of many sources add up; here the tree is shaped to
+keep them low.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+
+import numpy as np
+
+from raytide.actors.trainer.data.order.shuffle import Ids
+
+_GRID = 20
+"""Steps to an error of one sample, when a tree is shaped."""
+PRECISION = 1 << 40
+"""Weights are rounded to this total: a drift of one sample in 1e12."""
+MOST_AT_ONCE = 1 << 20
+"""Samples of one pass of `draw`; with PRECISION it keeps products below 2**63."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    left: _Node | int
+    right: _Node | int
+    left_weight: int
+    weight: int
+
+    def lefts(self, first: int, count: int) -> Ids:
+        """Returns how many of the first k samples went left, for k from `first` to `first` + `count`."""
+        whole, rest = divmod(2 * first * self.left_weight + self.weight, 2 * self.weight)
+        steps = np.arange(count + 1, dtype=np.int64) * (2 * self.left_weight)
+        return whole + (rest + steps) // (2 * self.weight)
+
+
+class Interleaving:
+    """The order in which sources of the given shares are drawn from. A source with share 0 is never drawn."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self.weights = integer_weights(shares)
+        order = sorted((i for i, weight in enumerate(self.weights) if weight), key=lambda i: -self.weights[i])
+        self._tree = _tree(order, self.weights)
+        self.error_bound = _error_bound(self._tree, self.weights, 0.0)
+        """No count differs from its exact share by more than this many samples."""
+
+    def draw(self, first: int, count: int) -> tuple[Ids, Ids]:
+        """Returns the source of each of `count` samples from index `first` on, and its position in that source."""
+        sources, positions = np.empty(count, np.int64), np.empty(count, np.int64)
+        for begin in range(0, count, MOST_AT_ONCE):
+            part = slice(begin, min(begin + MOST_AT_ONCE, count))
+            places = np.arange(part.start, part.stop, dtype=np.int64)
+            self._draw(self._tree, first + begin, places, sources, positions)
+        return sources, positions
+
+    def counts(self, index: int) -> tuple[int, ...]:
+        """Returns how many of the first `index` samples each source gives."""
+        counts = [0] * len(self.weights)
+        todo = [(self._tree, index)]
+        while todo:
+            node, samples = todo.pop()
+            if isinstance(node, int):
+                counts[node] = samples
+            else:
+                left = int(node.lefts(samples, 0)[0])
+                todo += [(node.left, left), (node.right, samples - left)]
+        return tuple(counts)
+
+    def _draw(self, node: _Node | int, first: int, places: Ids, sources: Ids, positions: Ids) -> None:
+        """Fills in the samples at `places`, which are consecutive at this node from index `first` on."""
+        if isinstance(node, int):
+            sources[places] = node
+            positions[places] = np.arange(first, first + len(places))
+        elif len(places):
+            lefts = node.lefts(first, len(places))
+            goes_left, before = np.diff(lefts) > 0, int(lefts[0])
+            self._draw(node.left, before, places[goes_left], sources, positions)
+            self._draw(node.right, first - before, places[~goes_left], sources, positions)
+
+
+def integer_weights(shares: Sequence[float]) -> tuple[int, ...]:
+    """Returns integers in proportion to `shares`, at least 1 for each share above 0."""
+    total = sum(shares)
+    return tuple(max(1, round(share / total * PRECISION)) if share > 0 else 0 for share in shares)
+
+
+def _tree(order: Sequence[int], weights: Sequence[int]) -> _Node | int:
+    """Returns the tree over sources in descending order of weight whose largest error is least.
+
+    Dynamic programming over ranges of `order` and the error at their node, rounded up to 1 / _GRID.
+    """
+    sums = [0, *accumulate(weights[i] for i in order)]
+
+    @cache
+    def best(begin: int, end: int, grid: int) -> tuple[float, int]:
+        """Returns the least error bound of a range whose node has an error of grid / _GRID, and where to cut it."""
+        if end - begin == 1:
+            return grid / _GRID, begin
+        total, least, at = sums[end] - sums[begin], math.inf, begin
+        for cut in range(begin + 1, end):
+            left = (sums[cut] - sums[begin]) / total
+            below = math.ceil(left * grid + _GRID / 2), math.ceil((1 - left) * grid + _GRID / 2)
+            if max(below) / _GRID >= least:
+                continue
+            bound = best(begin, cut, below[0])[0]
+            if bound < least and (bound := max(bound, best(cut, end, below[1])[0])) < least:
+                least, at = bound, cut
+        return least, at
+
+    def build(begin: int, end: int, grid: int) -> _Node | int:
+        if end - begin == 1:
+            return order[begin]
+        cut, total = best(begin, end, grid)[1], sums[end] - sums[begin]
+        left = sums[cut] - sums[begin]
+        grids = (math.ceil(each / total * grid + _GRID / 2) for each in (left, total - left))
+        return _Node(build(begin, cut, next(grids)), build(cut, end, next(grids)), left, total)
+
+    return build(0, len(order), 0)
+
+
+def _error_bound(node: _Node | int, weights: Sequence[int], error: float) -> float:
+    if isinstance(node, int):
+        return error
+    left = node.left_weight / node.weight
+    return max(
+        _error_bound(node.left, weights, left * error + 0.5),
+        _error_bound(node.right, weights, (1 - left) * error + 0.5),
+    )

@@ -1,0 +1,59 @@
+"""The loss of held-out sequences: the same ones each time and on any number of ranks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from raytide.actors.trainer.data.dataloader import DataLoader
+from raytide.actors.trainer.data.mixture_dataset import open_evaluation
+from raytide.actors.trainer.data.order.shuffle import Ids, feistel_permutation
+from raytide.actors.trainer.data.token_dataset import TokenDataset
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
+from raytide.actors.trainer.parallel.forward_backward import ForwardBackward
+from raytide.core.errors import DataError
+from raytide.core.specs.mixture import HeldOutSpec
+from raytide.core.specs.train import TrainSpec
+
+
+class FixedSampler:
+    """The batches of an evaluation: up to `batches` of them, each sequence once, the last one possibly smaller."""
+
+    def __init__(self, n_sequences: int, global_batch: int, batches: int) -> None:
+        count = min(n_sequences, global_batch * batches)
+        self._ids = feistel_permutation(np.arange(count, dtype=np.int64), n_sequences, "evaluation")
+        self._global_batch, self.batches = global_batch, math.ceil(count / global_batch)
+
+    def ids(self, step: int) -> Ids:
+        return self._ids[step * self._global_batch : (step + 1) * self._global_batch]
+
+
+class Evaluator:
+    """Evaluates one run on one group. All ranks call it together."""
+
+    def __init__(self, spec: TrainSpec, config: HeldOutSpec, group: ProcessGroup, training: TokenDataset) -> None:
+        self._spec, self._config, self._group = spec, config, group
+        data = group.run_on_all(lambda: open_evaluation(spec, training))
+        sampler = FixedSampler(data.n_sequences, spec.global_batch, config.batches)
+        self._batches = sampler.batches
+        plain = spec.model_copy(update={"augment": None, "steps": sampler.batches})
+        self._loader = DataLoader(data, sampler, group, plain)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the evaluation follows step `step`, counted from 1."""
+        return step % self._config.every == 0 or step == self._spec.steps
+
+    def loss(self, compute: ForwardBackward, micro_batch: int) -> float:
+        """Returns the mean loss over the held-out tokens. DataError if there are none."""
+        total = counted = 0.0
+        for batch in range(self._batches):
+            part = self._loader.next_batch(batch, micro_batch)
+            total += compute.evaluate(part.micros)
+            counted += part.counted if self._group.is_data_first else 0
+        total, counted = self._group.sum([total, counted])
+        if not counted:
+            raise DataError(
+                f"the held-out data of {self._spec.name} has no token to predict.", hint="Use a larger eval.dataset."
+            )
+        return total / counted

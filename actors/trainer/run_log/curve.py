@@ -1,0 +1,162 @@
+"""Reads the curves of a run while it grows: each byte once, and never more points than a screen shows."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raytide.actors.trainer.types import scalar_metrics
+from raytide.core.io.storage import join, open_url
+
+MOST_POINTS = 2000
+"""The most points that are kept of a run; beyond it, every second one is dropped."""
+MOST_EVENTS = 500
+MOST_RUNS = 64
+_PART_BYTES = 2**22
+_MOST_LINE = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class RunCurves:
+    """The logged values of a run as columns of equal length. A step that was repeated counts as it went last."""
+
+    steps: tuple[int, ...]
+    at_s: tuple[float | None, ...]
+    values: Mapping[str, tuple[float | None, ...]]
+    """By name: `loss`, `lr`, `tokens_per_s`..., and `times/PHASE` for the seconds of each phase."""
+    events: tuple[Mapping[str, Any], ...]
+    """Restarts, resizes and other events, oldest first; at most the last 500."""
+    every: int
+    """One of this many logged steps is shown; the last one always is."""
+
+
+class CurveReader:
+    """The curves of one run; `read` continues where it ended before."""
+
+    def __init__(self, out: str, most_points: int = MOST_POINTS) -> None:
+        self._steps, self._events = _Lines(join(out, "metrics.jsonl")), _Lines(join(out, "events.jsonl"))
+        self._most_points = most_points
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._points: list[dict[str, Any]] = []
+        self._last: dict[str, Any] | None = None
+        self._every, self._seen = 1, 0
+        self._kept_events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+
+    def read(self, points: int = MOST_POINTS) -> RunCurves:
+        """Returns all curves with about this many points."""
+        with self._lock:
+            if self._steps.is_new():
+                self._clear()
+                self._events.forget()
+            for line in self._steps.read():
+                self._add(line)
+            self._kept_events.extend(self._events.read())
+            return self._columns(max(2, points))
+
+    def _add(self, line: dict[str, Any]) -> None:
+        step = line.get("step")
+        if not isinstance(step, int) or not isinstance(line.get("times", {}), dict):
+            return
+        if self._last is not None and step <= self._last["step"]:  # it went back to a checkpoint
+            self._points = [point for point in self._points if point["step"] < step]
+        self._last = {"step": step, "at_s": line.get("at_s"), **scalar_metrics({"times": {}, **line})}
+        if self._seen % self._every == 0:
+            self._points.append(self._last)
+        self._seen += 1
+        if len(self._points) > self._most_points:
+            self._points, self._every = self._points[::2], self._every * 2
+
+    def _columns(self, points: int) -> RunCurves:
+        stride = max(1, -(-len(self._points) // points))
+        shown = self._points[::stride]
+        if self._last is not None and (not shown or shown[-1] is not self._last):
+            shown = [*shown, self._last]
+        names = dict.fromkeys(name for point in shown for name in point if name not in ("step", "at_s"))
+        return RunCurves(
+            steps=tuple(point["step"] for point in shown),
+            at_s=tuple(_number(point["at_s"]) for point in shown),
+            values={name: tuple(_number(point.get(name)) for point in shown) for name in names},
+            events=tuple(self._kept_events),
+            every=self._every * stride,
+        )
+
+
+class CurveReaders:
+    """The readers of the runs that were asked for last."""
+
+    def __init__(self, most: int = MOST_RUNS) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._readers: OrderedDict[str, CurveReader] = OrderedDict()
+
+    def read(self, out: str, points: int) -> RunCurves:
+        """Returns the curves of the run in `out`, a directory or an fsspec URL; empty ones before its first step."""
+        with self._lock:
+            reader = self._readers.setdefault(out, CurveReader(out))
+            self._readers.move_to_end(out)
+            while len(self._readers) > self._most:
+                self._readers.popitem(last=False)
+        return reader.read(points)
+
+
+class _Lines:
+    """The complete lines of a file of JSON objects, each returned once."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._offset = 0
+
+    def forget(self) -> None:
+        self._offset = 0
+
+    def is_new(self) -> bool:
+        """Returns True if the file is shorter than what was read of it: it was written anew. It is read anew then."""
+        if self._offset and self._size() < self._offset:
+            self._offset = 0
+            return True
+        return False
+
+    def read(self) -> Sequence[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if self._size() <= self._offset:
+            return found
+        fs, path = open_url(self._url)
+        with fs.open(path, "rb") as file:
+            file.seek(self._offset)
+            rest = b""
+            while part := file.read(_PART_BYTES):
+                *lines, rest = (rest + part).split(b"\n")
+                self._offset += sum(len(line) + 1 for line in lines)
+                found.extend(parsed for line in lines if (parsed := _parsed(line)) is not None)
+                if len(rest) > _MOST_LINE:  # no line of a run is as long
+                    break
+        return found
+
+    def _size(self) -> int:
+        fs, path = open_url(self._url)
+        try:
+            return int(fs.size(path) or 0)
+        except FileNotFoundError:
+            return 0
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _number(value: object) -> float | None:
+    """Returns a finite number; None for others, which JSON cannot hold."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != value or abs(value) == float("inf"):
+        return None
+    return float(value)

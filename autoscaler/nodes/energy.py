@@ -1,0 +1,76 @@
+"""The energy that nodes have used, from the readings of their machines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+
+from raytide.core.objects.node import NodeReading
+
+NVML, ESTIMATE = "nvml", "estimate"
+"""Sources of energy: the GPUs, as their driver measures them, and the CPUs, by the CPU-seconds that they worked."""
+
+_LONGEST_GAP_S = 60.0
+"""The time for which a power counts that nothing has confirmed since."""
+
+
+class EnergyMeter:
+    """Joules since the start of this process, by node and source. Between two readings the power of the first one
+    counts, unless a counter tells the energy itself. Threads may share it.
+    """
+
+    def __init__(self, watts_per_core: float = 0.0) -> None:
+        self._watts_per_core = watts_per_core
+        self._lock = threading.Lock()
+        self._last: dict[str, NodeReading] = {}
+        self._joules: dict[str, dict[str, float]] = {}
+        self._booked_mj: dict[str, int] = {}
+
+    def add(self, node_id: str, reading: NodeReading) -> None:
+        """Adds the energy since the node's last reading."""
+        with self._lock:
+            before = self._last.get(node_id)
+            self._last[node_id] = reading
+            if before is None or reading.at_s <= before.at_s:
+                return
+            seconds = min(reading.at_s - before.at_s, _LONGEST_GAP_S)
+            joules = self._joules.setdefault(node_id, {})
+            if (gpus := _gpu_joules(before, reading, seconds)) is not None:
+                joules[NVML] = joules.get(NVML, 0.0) + gpus
+            if before.cores_used is not None:
+                joules[ESTIMATE] = joules.get(ESTIMATE, 0.0) + self._watts_per_core * before.cores_used * seconds
+
+    def joules(self) -> Mapping[str, Mapping[str, float]]:
+        with self._lock:
+            return {node_id: dict(sources) for node_id, sources in self._joules.items()}
+
+    def power_w(self, reading: NodeReading) -> Mapping[str, float]:
+        """Returns the power of a machine in this reading."""
+        cores = reading.cores_used
+        found: dict[str, float | None] = {
+            NVML: reading.gpu_power_w,
+            ESTIMATE: None if cores is None else self._watts_per_core * cores,
+        }
+        return {source: watts for source, watts in found.items() if watts is not None}
+
+    def pending_mj(self) -> dict[str, int]:
+        """Returns the millijoules of each node that are not booked yet."""
+        return {
+            node_id: int(1000.0 * sum(joules.values())) - self._booked_mj.get(node_id, 0)
+            for node_id, joules in self.joules().items()
+        }
+
+    def settle(self, booked_mj: Mapping[str, int], closed: Iterable[str] = ()) -> None:
+        """Takes what was booked off what is pending, and forgets the nodes whose books are closed."""
+        with self._lock:
+            for node_id, amount in booked_mj.items():
+                self._booked_mj[node_id] = self._booked_mj.get(node_id, 0) + amount
+            for node_id in closed:
+                for kept in (self._last, self._joules, self._booked_mj):
+                    kept.pop(node_id, None)
+
+
+def _gpu_joules(before: NodeReading, now: NodeReading, seconds: float) -> float | None:
+    if before.gpu_energy_j is not None and now.gpu_energy_j is not None and now.gpu_energy_j >= before.gpu_energy_j:
+        return now.gpu_energy_j - before.gpu_energy_j
+    return None if before.gpu_power_w is None else before.gpu_power_w * seconds

@@ -1,0 +1,91 @@
+"""Reads the pages of Ray's agent and of exporters, in Prometheus' text format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from raytide.core.objects.node import Meter, NodeReading, Signal
+from raytide.core.telemetry.catalogue.gpu import POWER_USAGE, TOTAL_ENERGY
+
+_METERS: Mapping[str, Meter] = {"ray_node_cpu_utilization": "cpu", "ray_node_gpus_utilization": "gpu"}
+"""Keyed by the metric names of Ray's agent; values in percent."""
+_READ = (
+    *_METERS,
+    "ray_node_cpu_count",
+    "ray_node_mem_used",
+    "ray_node_mem_total",
+    "ray_node_disk_usage",
+    "ray_node_disk_free",
+    "ray_node_disk_io_read_speed",
+    "ray_node_disk_io_write_speed",
+    "ray_node_network_receive_speed",
+    "ray_node_network_send_speed",
+    "ray_node_gpu_power_milliwatts",
+    POWER_USAGE.name,
+    TOTAL_ENERGY.name,
+)
+PageSamples = Mapping[str, list[tuple[float, float]]]
+"""(value, time) of each series by its metric."""
+
+
+def read_page(page: str, now_s: float) -> PageSamples:
+    """Returns the samples that this module uses; raises ValueError for what is no page of Prometheus'."""
+    lines = [line for line in page.splitlines() if line.startswith(_READ)]  # a page has hundreds of others
+    found: dict[str, list[tuple[float, float]]] = {}
+    for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+        for sample in family.samples:
+            at_s = now_s if sample.timestamp is None else float(sample.timestamp)
+            found.setdefault(sample.name, []).append((sample.value, at_s))
+    return found
+
+
+def meters_of(samples: PageSamples) -> dict[Meter, Signal]:
+    """Returns the meters on a page; of several GPUs, the busiest.
+
+    A NaN for any GPU (a failing driver) makes the meter unknown: that GPU may be in use.
+    """
+    found = {}
+    for name, meter in _METERS.items():
+        values = samples.get(name, ())
+        if values and all(math.isfinite(value) for value, _ in values):
+            value, at_s = max(values, key=lambda sample: sample[0])
+            found[meter] = Signal(value / 100.0, at_s)
+    return found
+
+
+def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
+    """Returns what a page says of the machine beside its meters."""
+
+    def total(name: str) -> float | None:
+        values = [value for value, _ in samples.get(name, ())]
+        return sum(values) if values and all(map(math.isfinite, values)) else None
+
+    cpu_percent, cores = total("ray_node_cpu_utilization"), total("ray_node_cpu_count")
+    used, free = total("ray_node_disk_usage"), total("ray_node_disk_free")
+    millijoules = total(TOTAL_ENERGY.name)
+    milliwatts = total("ray_node_gpu_power_milliwatts")
+    return NodeReading(
+        at_s=now_s,
+        memory_use=_share(total("ray_node_mem_used"), total("ray_node_mem_total")),
+        disk_use=None if used is None or free is None else _share(used, used + free),
+        network_in_bps=total("ray_node_network_receive_speed"),
+        network_out_bps=total("ray_node_network_send_speed"),
+        disk_read_bps=total("ray_node_disk_io_read_speed"),
+        disk_write_bps=total("ray_node_disk_io_write_speed"),
+        cores_used=None if cpu_percent is None or cores is None else cpu_percent / 100.0 * cores,
+        gpu_power_w=total(POWER_USAGE.name) if milliwatts is None else milliwatts / 1000.0,
+        gpu_energy_j=None if millijoules is None else millijoules / 1000.0,
+    )
+
+
+def with_gpus_of(exporter: NodeReading, reading: NodeReading) -> NodeReading:
+    """Returns the agent's reading of a machine with what an exporter measures of its GPUs, at the exporter's time."""
+    return replace(reading, at_s=exporter.at_s, gpu_power_w=exporter.gpu_power_w, gpu_energy_j=exporter.gpu_energy_j)
+
+
+def _share(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None

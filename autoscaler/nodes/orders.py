@@ -1,0 +1,58 @@
+"""Orders about nodes: an operator, or an alert, replaces a node or keeps it out of use. Pure.
+
+A quarantined node is drained as one that the provider takes back: gangs get a notice, Ray places nothing new on it, and
+its demand finds other nodes. Then its machine is kept, without work, until the quarantine is lifted: Ray takes no
+drained node back, so the machine then ends. If the machine ends earlier, so does the quarantine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from raytide.autoscaler.nodes.lifecycle import CANCELLED
+from raytide.core.objects.node import Node, NodeState
+from raytide.core.specs.order import Order
+
+__all__ = ["DRAIN_S", "carry_out"]
+
+DRAIN_S = 60.0
+"""The time that work on the node has to end or to move."""
+
+
+def carry_out(
+    nodes: Mapping[str, Node], orders: Iterable[Order], now_s: float
+) -> tuple[dict[str, Node], tuple[Order, ...]]:
+    """Returns the nodes with the orders about them carried out, and those orders with their outcomes."""
+    after, done = dict(nodes), []
+    for order in orders:
+        if order.kind == "restart_replica":
+            continue
+        node = after.get(order.subject)
+        if node is None or node.state is NodeState.GONE:
+            outcome = f"{order.subject} is gone"
+        else:
+            after[node.id], outcome = _carry_out(node, order, now_s)
+        done.append(replace(order, done_at_s=now_s, outcome=outcome))
+    return after, tuple(done)
+
+
+def _carry_out(node: Node, order: Order, now_s: float) -> tuple[Node, str]:
+    why = order.reason or f"asked for by {order.user}"
+    if order.kind == "release_node":
+        if not node.quarantined:
+            return node, f"{node.id} was not in quarantine"
+        lifted = replace(node, quarantined="", state=NodeState.TERMINATING, reason=f"quarantine lifted: {why}")
+        return lifted, "its machine ends: Ray takes no drained node back"
+    if node.state is NodeState.TERMINATING:
+        return node, f"{node.id} is ending already"
+    if node.state in (NodeState.REQUESTED, NodeState.LAUNCHING):
+        return replace(node, state=NodeState.TERMINATING, reason=f"{CANCELLED}: {why}"), "it had not joined yet"
+    is_quarantine = order.kind == "quarantine_node"
+    quarantined = why if is_quarantine else ""
+    deadline_s = min(now_s + DRAIN_S, node.drain_deadline_s or now_s + DRAIN_S)
+    reason = f"{'quarantined' if is_quarantine else 'replaced'}: {why}"
+    drained = replace(
+        node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason=reason, quarantined=quarantined
+    )
+    return drained, f"it drains for at most {DRAIN_S:.0f} s"

@@ -1,0 +1,132 @@
+"""Measures what metrics and traces cost a real engine: tokens a second with both, and with neither.
+
+    python benchmarks/gateway/observed.py [--streams 1 8 32] [--rounds 30] [--threads 1] [--scrape-s 5]
+
+Both sides have the native engine with 28M random weights behind two gateway processes, as `raytide up` starts them.
+`on` records all metrics, has its three pages scraped every `--scrape-s` seconds (raytide's default is 15), and sends
+1 % of the requests as traces to a collector on this machine; `off` records, serves and sends nothing. The sides take
+turns, the first of them by turns too; printed are the medians of tokens a second and of the ratios of the pairs, with
+the interval that holds the median of pairs with 95 % confidence (order statistics of the binomial distribution).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+
+from engine_cpu import save_model
+from overhead import HOST, free_port, gateways, process
+from real_engine import MAX_LEN, NEW_TOKENS, SHAPE, served_side
+from scipy.stats import binom
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes traces and forgets them."""
+
+    received = 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        Collector.received += 1
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    server = ThreadingHTTPServer((HOST, 0), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://{HOST}:{server.server_port}"
+    server.shutdown()
+
+
+@contextmanager
+def scraped(pages: Path, every_s: float) -> Iterator[list[int]]:
+    """Reads all pages again and again; the list gets the size of each."""
+    stopped, sizes = threading.Event(), list[int]()
+
+    def run() -> None:
+        while not stopped.wait(every_s):
+            for page in pages.read_text().split():
+                with suppress(OSError):
+                    sizes.append(len(urllib.request.urlopen(f"http://{page}/metrics", timeout=5).read()))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield sizes
+    stopped.set()
+    thread.join(10)
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the median."""
+    ordered, count = sorted(ratios), len(ratios)
+    below = int(binom.ppf(0.025, count, 0.5))
+    return ordered[max(0, below - 1)], ordered[min(count - 1, count - below)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--scrape-s", type=float, default=5.0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model, pages = Path(folder) / "model", Path(folder) / "pages"
+        save_model(model, SHAPE, "float32")
+        pages.touch()
+        engine = {"dtype": "float32", "prefix_cache": False, "max_model_len": MAX_LEN, "kv_memory_gb": 1.0}
+        spec = json.dumps({"name": "m", "model": str(model), "engine": engine, "resources": {"CPU": args.threads}})
+        threads = {name: str(args.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        ports = {"off": free_port(), "on": free_port()}
+        more = {
+            "off": {"WITHOUT_METRICS": "1"},
+            "on": {"OTLP": stack.enter_context(collector()), "METRICS_PAGES": str(pages)},
+        }
+        for name, port in ports.items():
+            command = gateways(spec, [port, port])
+            stack.enter_context(process(command, port, more_env=threads | more[name]))
+        sizes = stack.enter_context(scraped(pages, args.scrape_s))
+        sides = {name: served_side(port, "m") for name, port in ports.items()}
+        rng = random.Random(0)
+        print(f"{'streams':>8} {'off tok/s':>10} {'on tok/s':>10} {'on / off':>9} {'95 % interval':>16}")
+        for streams in args.streams:
+            rates: dict[str, list[float]] = {name: [] for name in sides}
+            for turn in range(args.rounds + 1):
+                prompts = [[rng.randrange(1, 256) for _ in range(rng.randint(16, 64))] for _ in range(streams)]
+                for name in sorted(sides, reverse=bool(turn % 2)):
+                    seconds, _ = sides[name](prompts)
+                    if turn:  # the first round warms up
+                        rates[name].append(streams * NEW_TOKENS / seconds)
+            ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
+            low, high = interval(ratios)
+            medians = [statistics.median(rates[name]) for name in ("off", "on")]
+            print(
+                f"{streams:>8} {medians[0]:>10.0f} {medians[1]:>10.0f} {statistics.median(ratios):>9.3f} "
+                f"{low:>8.3f} to {high:.3f}",
+                flush=True,
+            )
+        print(f"{len(sizes)} pages were scraped, {Collector.received} exports of traces received")
+        print(f"load of the machine over the last minute: {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

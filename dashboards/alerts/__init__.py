@@ -1,0 +1,1 @@
+"""Alerts: their states, what they do, and whom they tell."""

@@ -1,0 +1,92 @@
+"""Which actions are due, as a pure function of alerts, configuration and log.
+
+An entry of cluster.yaml acts at most once in an episode of an alert. Cool-down and rate limit hold an action back;
+it is done later, if the alert still fires then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from raytide.core.telemetry.settings import AlertAction
+from raytide.dashboards.alerts.records import ActionRecord
+from raytide.dashboards.alerts.states import Alert, AlertState
+
+__all__ = ["DueAction", "due_actions", "entry_of", "object_of"]
+
+_HOUR_S = 3600.0
+_LABELS = {
+    "restart_replica": ("replica",),
+    "replace_node": ("node", "Hostname"),
+    "quarantine_node": ("node", "Hostname"),
+    "rollback": ("endpoint",),
+    "pause_budget": ("team",),
+}
+"""The labels of an alert that name what an action is done to."""
+
+
+@dataclass(frozen=True, slots=True)
+class DueAction:
+    """An action with the alert that causes it."""
+
+    key: str
+    entry: str
+    action: AlertAction
+    alert: Alert
+    object: str
+    """What it is done to; for commands and webhooks, the alert. Empty if the alert does not name one."""
+    held: str = ""
+    """The reason why it is not done yet; empty if it is due."""
+
+
+def entry_of(action: AlertAction) -> str:
+    """Returns the identity of an entry, which a change of its limits does not change."""
+    text = action.model_dump_json(include={"alert", "do", "command", "url"})
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def object_of(action: AlertAction, alert: Alert) -> str:
+    names = _LABELS.get(action.do)
+    return alert.id if names is None else alert.label(*names)
+
+
+def due_actions(
+    alerts: Iterable[Alert],
+    actions: Sequence[AlertAction],
+    log: Collection[ActionRecord],
+    silenced: Collection[str],
+    now_s: float,
+) -> list[DueAction]:
+    """Returns the actions of alerts that fire and are not silenced, but those that were begun already."""
+    begun = {record.key for record in log if record.state != "held"}
+    done = [record for record in log if record.state != "held"]
+    due: list[DueAction] = []
+    for alert in alerts:
+        if alert.state is not AlertState.FIRING or alert.name in silenced:
+            continue
+        for action in actions:
+            if action.alert != alert.name:
+                continue
+            entry, subject = entry_of(action), object_of(action, alert)
+            key = f"{alert.episode}-{entry}"
+            if key in begun:
+                continue
+            begun.add(key)
+            mine = [(record.object, record.at_s) for record in done if record.entry == entry]
+            mine += [(each.object, now_s) for each in due if each.entry == entry and not each.held]
+            due.append(DueAction(key, entry, action, alert, subject, _held(action, subject, mine, now_s)))
+    return due
+
+
+def _held(action: AlertAction, subject: str, mine: Collection[tuple[str, float]], now_s: float) -> str:
+    """Returns why an action has to wait. `mine`: (object, time) of each action of its entry."""
+    last_s = max((at_s for object, at_s in mine if object == subject), default=None)
+    if last_s is not None and now_s - last_s < action.cooldown_s:
+        left_s = last_s + action.cooldown_s - now_s
+        return f"cool-down: {subject} had one {now_s - last_s:.0f} s ago; another may follow in {left_s:.0f} s"
+    recent = sum(now_s - at_s < _HOUR_S for _, at_s in mine)
+    if recent >= action.most_per_h:
+        return f"rate limit: {recent} in the last hour, and at most {action.most_per_h} may be"
+    return ""

@@ -1,0 +1,69 @@
+"""The operator's calls to the API that actions make, so that each is authenticated and in the audit log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raytide.control.client.api_client import ApiClient
+from raytide.core.errors import ConflictError
+from raytide.dashboards.alerts.records import ActionRecord, ActionState
+
+__all__ = ["OperatorClient"]
+
+_ROLLBACK = "rollback to revision"
+
+
+class OperatorClient:
+    """Calls that can be repeated: each changes something once."""
+
+    def __init__(self, api: ApiClient) -> None:
+        self._api = api
+
+    def order(self, key: str, kind: str, subject: str, plan: Mapping[str, Any]) -> str:
+        """Orders something of the controller, which carries it out at its next tick."""
+        body = {"id": key, "kind": kind, "subject": subject, "reason": plan["why"]}
+        if kind == "restart_replica":
+            if not plan["endpoint"]:
+                raise ConflictError("the alert does not say of which endpoint the replica is.")
+            body |= {"subject": plan["endpoint"], "replica": subject}
+        found = self._api.call("POST", "/v1/orders", body)
+        return str(found["outcome"] or f"ordered as {found['id']}")
+
+    def rollback_target(self, endpoint: str) -> dict[str, Any]:
+        """Returns what a rollback would end or go back to: a running rollout, or else the revision before the last.
+
+        Raises ConflictError if there is neither.
+        """
+        rollouts = self._api.call("GET", f"/v1/endpoints/{endpoint}/rollouts")
+        live = [each["rollout"] for each in rollouts if each["rollout"]["ended_at_s"] is None]
+        if live:
+            return {"rollout": live[0]["number"]}
+        revisions = self._api.call("GET", f"/v1/endpoints/{endpoint}/revisions")
+        if len(revisions) < 2:
+            raise ConflictError(f"{endpoint} has no earlier revision.", hint="Nothing was changed.")
+        return {"revision": revisions[1]["number"], "from": revisions[0]["number"]}
+
+    def roll_back(self, endpoint: str, plan: Mapping[str, Any]) -> str:
+        """Ends the rollout of the plan, or goes back to its revision, unless that was done already."""
+        if number := plan.get("rollout"):
+            rollouts = self._api.call("GET", f"/v1/endpoints/{endpoint}/rollouts")
+            if any(e["rollout"]["number"] == number and e["rollout"]["ended_at_s"] is None for e in rollouts):
+                self._api.call("POST", f"/v1/endpoints/{endpoint}/rollout/stop", None, {"why": plan["why"]})
+            return f"rollout {number} is stopped"
+        revisions = self._api.call("GET", f"/v1/endpoints/{endpoint}/revisions")
+        if revisions[0]["number"] == plan["from"]:
+            self._api.call("POST", f"/v1/endpoints/{endpoint}/rollback", None, {"revision": plan["revision"]})
+        elif not str(revisions[0].get("why", "")).startswith(f"{_ROLLBACK} {plan['revision']}"):
+            return f"{endpoint} has a newer revision already; it stays"
+        return f"{endpoint} went back to revision {plan['revision']}"
+
+    def pause_budget(self, team: str) -> str:
+        """Sets the team's budget of this month to nothing, until `raytide budget reset`."""
+        self._api.call("PATCH", f"/v1/teams/{team}", {"budget": {"soft_usd": 0.0, "hard_usd": 0.0}})
+        return f"the budget of {team} is 0: nothing of it starts until `raytide budget reset {team}`"
+
+    def note_action(self, record: ActionRecord, state: ActionState, outcome: str) -> None:
+        """Writes the action's end into the audit log."""
+        body = {"alert": record.alert, "kind": record.kind, "object": record.object, "key": record.key}
+        self._api.call("POST", "/v1/alerts/actions", {**body, "state": state, "outcome": outcome[:1000]})

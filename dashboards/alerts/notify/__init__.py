@@ -1,0 +1,1 @@
+"""Messages about alerts: when one is due, and how each kind of receiver gets it."""

@@ -1,0 +1,322 @@
+"""Alerts, actions, silences and messages in a SQLite file of the run folder, which the monitor and the API share.
+
+A restarted monitor goes on from it. It is bounded: old episodes, actions and messages are deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from raytide.core.errors import OverloadedError, QuotaError, StorageError
+from raytide.core.io.atomic_file import read_json
+from raytide.core.logs import logger
+from raytide.core.telemetry.settings import ActionKind
+from raytide.dashboards.alerts.states import Alert, AlertSource, AlertState
+
+__all__ = [
+    "FILE",
+    "MOST_ALERTS",
+    "ActionRecord",
+    "ActionState",
+    "AlertRecords",
+    "Episode",
+    "Silence",
+    "acting_source",
+]
+
+FILE = "alerts.sqlite"
+"""Its name in the run folder."""
+MOST_ALERTS = 5000
+"""The most alerts of one source that are not over."""
+
+log = logger(__name__)
+
+_KEPT_S = 30 * 86_400.0
+_MOST_ROWS = 20_000
+_BUSY_S = 10.0
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS alerts (
+    source TEXT NOT NULL, id TEXT NOT NULL, name TEXT NOT NULL, labels TEXT NOT NULL, severity TEXT NOT NULL,
+    state TEXT NOT NULL, since_s REAL NOT NULL, fired_at_s REAL, value REAL, summary TEXT NOT NULL, page TEXT NOT NULL,
+    PRIMARY KEY (source, id)
+);
+CREATE TABLE IF NOT EXISTS episodes (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, at_s REAL NOT NULL, source TEXT NOT NULL, name TEXT NOT NULL,
+    labels TEXT NOT NULL, state TEXT NOT NULL, value REAL, summary TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS actions (
+    key TEXT PRIMARY KEY, at_s REAL NOT NULL, ended_at_s REAL, alert TEXT NOT NULL, kind TEXT NOT NULL,
+    entry TEXT NOT NULL, object TEXT NOT NULL, state TEXT NOT NULL, plan TEXT NOT NULL, outcome TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS silences (
+    name TEXT PRIMARY KEY, until_s REAL NOT NULL, user TEXT NOT NULL, at_s REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS messages (
+    receiver TEXT NOT NULL, source TEXT NOT NULL, id TEXT NOT NULL, episode TEXT NOT NULL, state TEXT NOT NULL,
+    at_s REAL NOT NULL, PRIMARY KEY (receiver, source, id)
+);
+CREATE TABLE IF NOT EXISTS sent (receiver TEXT NOT NULL, at_s REAL NOT NULL);
+"""
+
+ActionState = Literal["held", "started", "done", "failed", "interrupted", "dry_run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A change of an alert's state."""
+
+    at_s: float
+    name: str
+    labels: Mapping[str, str]
+    state: AlertState
+    value: float | None
+    summary: str
+    source: AlertSource
+
+
+@dataclass(frozen=True, slots=True)
+class ActionRecord:
+    """An action in the log. Its key is that of the alert's episode and the entry: there is one for each."""
+
+    key: str
+    at_s: float
+    alert: str
+    kind: ActionKind
+    entry: str
+    """The identity of its entry in cluster.yaml, by which cool-down and rate limit count."""
+    object: str
+    state: ActionState
+    plan: Mapping[str, Any]
+    """The decisions that were made before it started, by which an interrupted one goes on."""
+    outcome: str = ""
+    ended_at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """Alerts of this name neither act nor tell anybody until then."""
+
+    name: str
+    until_s: float
+    user: str
+    at_s: float
+
+
+def acting_source(run_dir: Path) -> AlertSource:
+    """Returns the source of the alerts that act and tell: Alertmanager where there is one, so that nothing acts
+    twice."""
+    try:
+        record = read_json(run_dir / "cluster.json") or {}
+    except ValueError:
+        record = {}
+    return "alertmanager" if record.get("monitoring") else "raytide"
+
+
+class AlertRecords:
+    """Each call opens the file: any thread and process may call it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._create()
+        except StorageError as error:
+            if isinstance(error.__cause__, sqlite3.OperationalError):
+                raise
+            for end in ("", "-wal", "-shm", "-journal"):
+                path.with_name(path.name + end).unlink(missing_ok=True)
+            self._create()
+            log.warning("the alerts could not be read and begin again", extra={"error": str(error)})
+
+    def _create(self) -> None:
+        self._path.touch(mode=0o600)
+        with self._opened() as c:
+            c.executescript(_SCHEMA)
+
+    def alerts(self, source: AlertSource | None = None) -> list[Alert]:
+        """Returns all alerts, the newest change first."""
+        with self._opened() as c:
+            rows = c.execute("SELECT * FROM alerts ORDER BY since_s DESC, id").fetchall()
+        return [_alert(row) for row in rows if source in (None, row["source"])]
+
+    def save(self, changed: Iterable[Alert], now_s: float) -> None:
+        """Writes alerts and notes their changes of state. Those that were only pending are forgotten when they end."""
+        with self._write() as c:
+            for alert in changed:
+                key = (alert.source, alert.id)
+                before = c.execute("SELECT state, fired_at_s FROM alerts WHERE source = ? AND id = ?", key).fetchone()
+                if alert.state is AlertState.RESOLVED:
+                    if before is None:
+                        continue
+                    if before["fired_at_s"] is None:
+                        c.execute("DELETE FROM alerts WHERE source = ? AND id = ?", key)
+                        continue
+                    alert = replace(alert, fired_at_s=before["fired_at_s"])
+                elif before is None and self._count(c, alert.source) >= MOST_ALERTS:
+                    continue
+                named = (*key, alert.name, json.dumps(alert.labels), alert.severity, alert.state)
+                rest = (alert.since_s, alert.fired_at_s, alert.value, alert.summary, alert.page)
+                c.execute("INSERT OR REPLACE INTO alerts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*named, *rest))
+                if before is None or before["state"] != alert.state or before["fired_at_s"] != alert.fired_at_s:
+                    noted = (now_s, alert.source, alert.name, json.dumps(dict(alert.labels)), alert.state)
+                    insert = "INSERT INTO episodes (at_s, source, name, labels, state, value, summary)"
+                    c.execute(f"{insert} VALUES (?, ?, ?, ?, ?, ?, ?)", (*noted, alert.value, alert.summary))
+
+    def _count(self, c: sqlite3.Connection, source: AlertSource) -> int:
+        """Returns the alerts of a source, after it has deleted those that are over if there are too many."""
+        count = "SELECT count(*) FROM alerts WHERE source = ?"
+        if (found := int(c.execute(count, (source,)).fetchone()[0])) >= MOST_ALERTS:
+            c.execute("DELETE FROM alerts WHERE source = ? AND state = 'resolved'", (source,))
+            found = int(c.execute(count, (source,)).fetchone()[0])
+        return found
+
+    def episodes(self, limit: int = 100, name: str | None = None) -> list[Episode]:
+        """Returns the last changes of state, newest first."""
+        with self._opened() as c:
+            query = "SELECT * FROM episodes WHERE name = coalesce(?, name) ORDER BY seq DESC LIMIT ?"
+            return [
+                Episode(
+                    row["at_s"],
+                    row["name"],
+                    json.loads(row["labels"]),
+                    AlertState(row["state"]),
+                    row["value"],
+                    row["summary"],
+                    row["source"],
+                )
+                for row in c.execute(query, (name, limit))
+            ]
+
+    def actions(self, limit: int = 1000) -> list[ActionRecord]:
+        """Returns the log of actions, newest first."""
+        with self._opened() as c:
+            return [_action(row) for row in c.execute("SELECT * FROM actions ORDER BY at_s DESC LIMIT ?", (limit,))]
+
+    def begin(self, action: ActionRecord) -> bool:
+        """Notes an action before it is done; returns False if it was begun before, in which case it must not be done.
+
+        One that was held takes its place in the log.
+        """
+        with self._write() as c:
+            row = c.execute("SELECT state FROM actions WHERE key = ?", (action.key,)).fetchone()
+            if row is not None and row["state"] != "held":
+                return False
+            named = (action.key, action.at_s, action.ended_at_s, action.alert, action.kind, action.entry)
+            rest = (action.object, action.state, json.dumps(action.plan), action.outcome)
+            c.execute("INSERT OR REPLACE INTO actions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*named, *rest))
+            return True
+
+    def end(self, key: str, state: ActionState, outcome: str, now_s: float) -> None:
+        with self._write() as c:
+            change = "UPDATE actions SET state = ?, outcome = ?, ended_at_s = ? WHERE key = ?"
+            c.execute(change, (state, outcome[:2000], now_s, key))
+
+    def silences(self, now_s: float) -> list[Silence]:
+        with self._opened() as c:
+            found = c.execute("SELECT * FROM silences WHERE until_s > ? ORDER BY name", (now_s,))
+            return [Silence(row["name"], row["until_s"], row["user"], row["at_s"]) for row in found]
+
+    def silence(self, silence: Silence) -> None:
+        """Silences a name until then; one that is over lifts it."""
+        with self._write() as c:
+            c.execute("DELETE FROM silences WHERE until_s <= ? OR name = ?", (silence.at_s, silence.name))
+            if silence.until_s > silence.at_s:
+                if int(c.execute("SELECT count(*) FROM silences").fetchone()[0]) >= MOST_ALERTS:
+                    raise QuotaError(
+                        "there are too many silences.", hint="Lift some: `raytide alerts silence NAME --lift`."
+                    )
+                values = (silence.name, silence.until_s, silence.user, silence.at_s)
+                c.execute("INSERT INTO silences VALUES (?, ?, ?, ?)", values)
+
+    def told(self, receiver: str) -> dict[tuple[str, str], tuple[str, str, float]]:
+        """Returns what a receiver was last told of each alert: (source, id) to (episode, state, time)."""
+        with self._opened() as c:
+            rows = c.execute("SELECT * FROM messages WHERE receiver = ?", (receiver,)).fetchall()
+        return {(row["source"], row["id"]): (row["episode"], row["state"], row["at_s"]) for row in rows}
+
+    def sent_since(self, receiver: str, since_s: float) -> int:
+        with self._opened() as c:
+            query = "SELECT count(*) FROM sent WHERE receiver = ? AND at_s >= ?"
+            return int(c.execute(query, (receiver, since_s)).fetchone()[0])
+
+    def note_sent(self, receiver: str, alerts: Iterable[Alert], now_s: float) -> None:
+        with self._write() as c:
+            c.execute("INSERT INTO sent VALUES (?, ?)", (receiver, now_s))
+            rows = [(receiver, a.source, a.id, a.episode, a.state, now_s) for a in alerts]
+            c.executemany("INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def prune(self, now_s: float) -> None:
+        """Deletes what is old or too much."""
+        old_s = now_s - _KEPT_S
+        with self._write() as c:
+            c.execute("DELETE FROM alerts WHERE state = 'resolved' AND since_s < ?", (old_s,))
+            c.execute("DELETE FROM messages WHERE at_s < ?", (old_s,))
+            c.execute("DELETE FROM sent WHERE at_s < ?", (now_s - 7200.0,))
+            last = c.execute("SELECT max(seq) FROM episodes").fetchone()[0] or 0
+            c.execute("DELETE FROM episodes WHERE at_s < ? OR seq <= ?", (old_s, last - _MOST_ROWS))
+            c.execute("DELETE FROM actions WHERE at_s < ?", (old_s,))
+            newest = "DELETE FROM actions WHERE key NOT IN (SELECT key FROM actions ORDER BY at_s DESC LIMIT ?)"
+            c.execute(newest, (_MOST_ROWS,))
+
+    @contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        with self._opened() as c:
+            c.execute("BEGIN IMMEDIATE")
+            try:
+                yield c
+                c.execute("COMMIT")
+            except BaseException:
+                if c.in_transaction:
+                    c.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with closing(sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)) as connection:
+                connection.row_factory = sqlite3.Row
+                yield connection
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
+                raise OverloadedError("the alerts are locked by other requests.", hint="Retry later.") from error
+            raise StorageError(f"the alerts cannot be written: {error}.", hint="Free space on the head.") from error
+        except sqlite3.DatabaseError as error:
+            raise StorageError(
+                f"the file of alerts is broken: {error}.", hint="The monitor replaces it when it starts."
+            ) from error
+
+
+def _alert(row: sqlite3.Row) -> Alert:
+    return Alert(
+        name=row["name"],
+        labels=tuple((key, value) for key, value in json.loads(row["labels"])),
+        severity=row["severity"],
+        state=AlertState(row["state"]),
+        since_s=row["since_s"],
+        fired_at_s=row["fired_at_s"],
+        value=row["value"],
+        summary=row["summary"],
+        page=row["page"],
+        source=row["source"],
+    )
+
+
+def _action(row: sqlite3.Row) -> ActionRecord:
+    return ActionRecord(
+        key=row["key"],
+        at_s=row["at_s"],
+        alert=row["alert"],
+        kind=row["kind"],
+        entry=row["entry"],
+        object=row["object"],
+        state=row["state"],
+        plan=json.loads(row["plan"]),
+        outcome=row["outcome"],
+        ended_at_s=row["ended_at_s"],
+    )

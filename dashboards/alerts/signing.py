@@ -1,0 +1,46 @@
+"""Sends JSON to a URL, signed with a shared key so that the receiver can tell who sent it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from raytide.core.errors import ClusterError
+
+__all__ = ["SIGNATURE", "post_signed", "signature_of"]
+
+SIGNATURE = "X-Raytide-Signature"
+
+
+def signature_of(body: bytes, secret: str) -> str:
+    """Returns `sha256=` and the HMAC-SHA256 of the body in hex, as GitHub's webhooks are signed."""
+    return "sha256=" + hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
+
+
+def post_signed(url: str, message: Mapping[str, Any], secret: str, key: str, timeout_s: float) -> str:
+    """Posts the message and returns the response's status in words. Raises ClusterError if it is not 2xx.
+
+    Redirects are not followed. `key` is sent as `Idempotency-Key`, so that a receiver can drop a repetition.
+    """
+    import httpx
+
+    body = json.dumps(message).encode()
+    headers = {"Content-Type": "application/json", **({"Idempotency-Key": key} if key else {})}
+    if secret:
+        headers[SIGNATURE] = signature_of(body, secret)
+    try:
+        response = httpx.post(url, content=body, headers=headers, timeout=timeout_s, follow_redirects=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:  # the address may be a secret: its host is enough
+        raise ClusterError(f"{_host(url)} did not answer: {type(error).__name__}.") from None
+    if not response.is_success:
+        raise ClusterError(f"{_host(url)} answered {response.status_code}.")
+    return f"{_host(url)} answered {response.status_code}"
+
+
+def _host(url: str) -> str:
+    from urllib.parse import urlsplit
+
+    return urlsplit(url).hostname or "the receiver"

@@ -1,0 +1,119 @@
+"""The states of alerts, as pure functions.
+
+inactive -> PENDING (its condition holds) -> FIRING (it has held for the rule's time) -> RESOLVED (it holds no more).
+A pending alert whose condition ends is forgotten. A resolved one that fires again begins a new episode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal
+
+from raytide.core.telemetry.settings import Severity
+from raytide.dashboards.history.points import Labels
+
+__all__ = ["TEST_LABEL", "Alert", "AlertSource", "AlertState", "Observed", "advance", "fingerprint"]
+
+TEST_LABEL = "raytide_test"
+AlertSource = Literal["raytide", "alertmanager"]
+
+
+class AlertState(StrEnum):
+    PENDING = "pending"
+    FIRING = "firing"
+    RESOLVED = "resolved"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One alert: a rule with the labels for which its condition holds, or held."""
+
+    name: str
+    labels: Labels
+    """Without its name and severity."""
+    severity: Severity
+    state: AlertState
+    since_s: float
+    """The begin of the state."""
+    fired_at_s: float | None = None
+    """The begin of the episode, which names it in the log of actions; None while it is pending."""
+    value: float | None = None
+    summary: str = ""
+    page: str = ""
+    """The runbook: what it means, and what to do."""
+    source: AlertSource = "raytide"
+
+    @property
+    def id(self) -> str:
+        return fingerprint(self.name, self.labels)
+
+    @property
+    def episode(self) -> str:
+        """Names this firing of the alert, and no other."""
+        return f"{self.id}-{int((self.fired_at_s or self.since_s) * 1000)}"
+
+    @property
+    def is_test(self) -> bool:
+        """Returns whether `raytide alerts test` made it: its actions are dry runs."""
+        return self.label(TEST_LABEL) == "true"
+
+    def label(self, *names: str) -> str:
+        """Returns the first of these labels that it has; empty if it has none."""
+        have = dict(self.labels)
+        return next((have[name] for name in names if have.get(name)), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A rule with the values for which its condition holds now, by labels."""
+
+    name: str
+    severity: Severity
+    for_s: float
+    found: Mapping[Labels, float]
+    summary: str = ""
+    page: str = ""
+
+
+def fingerprint(name: str, labels: Labels) -> str:
+    return hashlib.sha256(json.dumps([name, sorted(labels)]).encode()).hexdigest()[:16]
+
+
+def advance(known: Mapping[str, Alert], observed: Iterable[Observed], now_s: float) -> list[Alert]:
+    """Returns the alerts that changed, by what the rules found now; `known` are those of the same rules by id.
+
+    A pending alert that ended is returned as resolved without having fired: forget it.
+    """
+    changed: list[Alert] = []
+    for rule in observed:
+        held = {fingerprint(rule.name, labels): (labels, value) for labels, value in rule.found.items()}
+        for id, (labels, value) in held.items():
+            alert = _holding(known.get(id), rule, labels, value, now_s)
+            if alert != known.get(id):
+                changed.append(alert)
+        for id, alert in known.items():
+            if alert.name == rule.name and id not in held and alert.state is not AlertState.RESOLVED:
+                changed.append(replace(alert, state=AlertState.RESOLVED, since_s=now_s))
+    return changed
+
+
+def _holding(known: Alert | None, rule: Observed, labels: Labels, value: float, now_s: float) -> Alert:
+    """Returns the alert of a condition that holds now."""
+    if known is None or known.state is AlertState.RESOLVED:
+        known = Alert(rule.name, labels, rule.severity, AlertState.PENDING, now_s)
+    known = replace(known, value=value, severity=rule.severity, summary=_filled(rule.summary, labels), page=rule.page)
+    if known.state is AlertState.PENDING and now_s - known.since_s >= rule.for_s:
+        return replace(known, state=AlertState.FIRING, since_s=now_s, fired_at_s=now_s)
+    return known
+
+
+def _filled(summary: str, labels: Labels) -> str:
+    """Returns a rule's summary with the labels in place of `{{ $labels.NAME }}`, as Prometheus writes it."""
+    for name, value in labels:
+        for mark in (f"{{{{ $labels.{name} }}}}", f"{{{{$labels.{name}}}}}"):
+            summary = summary.replace(mark, value)
+    return summary

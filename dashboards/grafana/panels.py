@@ -1,0 +1,134 @@
+"""Dashboards and panels as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from raytide.core.telemetry.catalogue import METRICS
+from raytide.core.telemetry.metrics import Metric
+from raytide.dashboards.rules.expressions import (
+    Expression,
+    Matcher,
+    Quantile,
+    Rate,
+    Selector,
+    map_series,
+    max_by,
+    select,
+    sum_by,
+    to_promql,
+)
+
+__all__ = ["Board", "Panel", "Query", "by_labels", "events", "gauge", "quantiles", "rare", "rates", "stat", "values"]
+
+Kind = Literal["timeseries", "stat", "heatmap"]
+Unit = Literal[
+    "short",
+    "reqps",
+    "s",
+    "percentunit",
+    "percent",
+    "currencyUSD",
+    "bytes",
+    "Bps",
+    "watt",
+    "celsius",
+    "rotmhz",
+    "mbytes",
+    "ops",
+    "suffix: tok/s",
+]
+"""Grafana's ids of units."""
+
+VARIABLES = ("endpoint", "job", "node", "team")
+"""The labels that a dashboard may be narrowed by."""
+_LABELS = {metric.exposed_name: metric.labels for metric in METRICS.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    expression: Expression
+    legend: str
+    """With labels as `{{endpoint}}`."""
+    is_promise: bool = False
+    """Drawn as a dashed line."""
+    is_rare: bool = False
+    """Zero, not nothing, before the first event."""
+
+    def promql(self, variables: tuple[str, ...] = VARIABLES) -> str:
+        """Returns the query, narrowed by those of the dashboard's variables that its metrics have as labels."""
+
+        def narrowed(selected: Selector) -> Selector:
+            labels = _LABELS.get(selected.metric, ("endpoint",) if selected.metric.startswith("endpoint:") else ())
+            chosen = {each.label for each in selected.where}
+            more = [Matcher(name, "=~", f"${name}") for name in variables if name in labels and name not in chosen]
+            return replace(selected, where=(*selected.where, *more))
+
+        query = to_promql(map_series(self.expression, narrowed), window="$__rate_interval")
+        return f"{query} or on() vector(0)" if self.is_rare else query
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    unit: Unit
+    queries: tuple[Query, ...]
+    kind: Kind = "timeseries"
+    bound: float | None = None
+    """The value from which it is coloured red, usually that of its alert."""
+    is_stacked: bool = False
+    description: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    uid: str
+    title: str
+    variables: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Panel, ...]], ...]
+
+    @property
+    def panels(self) -> tuple[Panel, ...]:
+        return tuple(panel for _, panels in self.rows for panel in panels)
+
+
+def by_labels(*labels: str) -> str:
+    return " ".join(f"{{{{{label}}}}}" for label in labels)
+
+
+def values(metric: Metric, *by: str, **where: str) -> Query:
+    """Returns a gauge, summed by labels."""
+    return Query(sum_by(select(metric, **where), *by), by_labels(*by))
+
+
+def rates(metric: Metric, *by: str, **where: str | tuple[str, ...]) -> Query:
+    """Returns a counter's rate per second, by labels."""
+    return Query(sum_by(Rate(select(metric, **where), 300), *by), by_labels(*by))
+
+
+def events(metric: Metric, *by: str, **where: str) -> Query:
+    """Returns the rate of something that may never have happened."""
+    return replace(rates(metric, *by, **where), is_rare=True)
+
+
+def gauge(metric: Metric, *by: str) -> Query:
+    """Returns the largest value by labels, so that a value that two processes report is not counted twice."""
+    return Query(max_by(select(metric), *by), by_labels(*by))
+
+
+def rare(query: Query) -> Query:
+    """Returns the query with zero where nothing reports it yet."""
+    return replace(query, is_rare=True)
+
+
+def stat(title: str, unit: Unit, expression: Expression, *, bound: float | None = None) -> Panel:
+    """Returns one number; zero if nothing reports it yet."""
+    return Panel(title, unit, (Query(expression, "", is_rare=True),), "stat", bound)
+
+
+def quantiles(histogram: Metric, *by: str, q: tuple[float, ...] = (0.5, 0.9, 0.99)) -> tuple[Query, ...]:
+    return tuple(
+        Query(Quantile(each, select(histogram), 300, by), f"p{round(100 * each)} {by_labels(*by)}".strip())
+        for each in q
+    )

@@ -1,0 +1,137 @@
+"""Pure functions of points: rows of a downsampled step, counters that restart, rates and quantiles.
+
+A point is `(at_s, value)`. Labels are sorted pairs, so that equal sets of labels are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+__all__ = [
+    "Labels",
+    "Point",
+    "Row",
+    "bucket_quantile",
+    "downsampled",
+    "increase",
+    "label_set",
+    "rates",
+    "stepped",
+    "without_resets",
+]
+
+Labels = tuple[tuple[str, str], ...]
+Point = tuple[float, float]
+
+
+def label_set(labels: Mapping[str, str]) -> Labels:
+    return tuple(sorted(labels.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The points of one series within a step."""
+
+    count: int
+    sum: float
+    """For a counter, its increase since the last point before the step."""
+    last: float
+    max: float
+
+
+def downsampled(rows: Sequence[Row], is_counter: bool, before: float | None) -> Row:
+    """Returns one row for consecutive rows. `before` is the last value of a counter ahead of them, if it is known."""
+    count, last = sum(row.count for row in rows), rows[-1].last
+    highest = max(row.max for row in rows)
+    if not is_counter:
+        return Row(count, sum(row.sum for row in rows), last, highest)
+    return Row(count, sum(increase_of(rows, before)), last, highest)
+
+
+def increase_of(rows: Iterable[Row], before: float | None) -> Iterable[float]:
+    """Yields the increase of a counter up to each row. Single points know none of their own: they follow from the
+    value before them, and one that fell began again at 0."""
+    for row in rows:
+        if row.count > 1:
+            yield row.sum
+        elif before is not None:
+            yield row.last - before if row.last >= before else row.last
+        else:
+            yield 0.0
+        before = row.last
+
+
+def without_resets(points: Iterable[tuple[float, Row]]) -> list[Point]:
+    """Returns the points of a counter as if it had never begun again: each step adds its increase."""
+    found: list[Point] = []
+    total, before = 0.0, None
+    for at_s, row in points:
+        if before is None:
+            total = row.last
+        else:
+            total += next(iter(increase_of((row,), before)))
+        before = row.last
+        found.append((at_s, total))
+    return found
+
+
+def increase(points: Sequence[Point]) -> float:
+    """Returns how much a counter rose over the points; one that fell began again at 0."""
+    return sum(b - a if b >= a else b for (_, a), (_, b) in pairwise(points))
+
+
+def rates(points: Sequence[Point], starts_s: Iterable[float], step_s: float, reach_s: float) -> list[Point]:
+    """Returns the rate per second of a counter over each step that ends at one of `starts_s`.
+
+    A step takes the point before it too, if it is at most `reach_s` older. Steps with fewer than two points are left
+    out.
+    """
+    times = [at_s for at_s, _ in points]
+    found = []
+    for end_s in starts_s:
+        first, last = bisect_right(times, end_s - step_s), bisect_right(times, end_s)
+        if first > 0 and times[first - 1] >= end_s - step_s - reach_s:
+            first -= 1
+        if last - first >= 2:
+            span_s = times[last - 1] - times[first]
+            found.append((end_s, increase(points[first:last]) / span_s))
+    return found
+
+
+def stepped(points: Sequence[Point], ends_s: Iterable[float], reach_s: float) -> list[Point]:
+    """Returns the last value at each time, where one is at most `reach_s` old."""
+    times = [at_s for at_s, _ in points]
+    found = []
+    for end_s in ends_s:
+        index = bisect_right(times, end_s) - 1
+        if index >= 0 and times[index] > end_s - reach_s:
+            found.append((end_s, points[index][1]))
+    return found
+
+
+def bucket_quantile(q: float, buckets: Mapping[float, float]) -> float:
+    """Returns the quantile of cumulative buckets (upper bound to count) as Prometheus' `histogram_quantile` does.
+
+    Interpolates within a bucket; NaN without observations, or without a bucket up to infinity.
+    """
+    bounds = sorted(buckets)
+    if not bounds or not math.isinf(bounds[-1]) or len(bounds) < 2 or not 0 <= q <= 1:
+        return math.nan
+    counts: list[float] = []
+    for bound in bounds:  # scrapes are not atomic: a bucket may be behind the one before it
+        counts.append(max(buckets[bound], counts[-1] if counts else 0.0))
+    if counts[-1] <= 0:
+        return math.nan
+    rank = q * counts[-1]
+    index = next(i for i, count in enumerate(counts) if count >= rank)
+    if index == len(bounds) - 1:
+        return bounds[-2]
+    if index == 0 and bounds[0] <= 0:
+        return bounds[0]
+    low, below = (bounds[index - 1], counts[index - 1]) if index else (0.0, 0.0)
+    within = counts[index] - below
+    return bounds[index] if within <= 0 else low + (bounds[index] - low) * (rank - below) / within

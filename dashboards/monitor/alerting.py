@@ -1,0 +1,113 @@
+"""Evaluates the alert rules over the history, and lets alerts act and tell.
+
+Where a real Alertmanager sends its alerts to the API, the own evaluator only records, so that nothing acts twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from raytide.core.errors import RaytideError
+from raytide.core.logs import logger
+from raytide.dashboards.alerts.notify.dispatch import Dispatcher
+from raytide.dashboards.alerts.records import AlertRecords, acting_source
+from raytide.dashboards.alerts.runner import ActionRunner
+from raytide.dashboards.alerts.states import Alert, AlertState, Observed, advance
+from raytide.dashboards.history.points import Labels
+from raytide.dashboards.history.reader import HistoryReader
+from raytide.dashboards.monitor.stored_series import StoredSeries
+from raytide.dashboards.rules.alert_rule import AlertRule
+from raytide.dashboards.rules.evaluation import evaluate
+
+__all__ = ["Alerting"]
+
+log = logger(__name__)
+
+_TEST_S = 60.0
+"""The time for which a test alert fires."""
+_PRUNE_S = 3600.0
+_STALE_SCRAPES, _LEAST_STALE_S = 2.5, 15.0
+"""A page may be missed that often, or for that long, before its series count as ended."""
+
+
+class Alerting:
+    """The alerts of one cluster. Its calls block; one thread calls them."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rules: Iterable[AlertRule],
+        records: AlertRecords,
+        runner: ActionRunner,
+        dispatcher: Dispatcher,
+        history: HistoryReader,
+        scrape_s: float,
+    ) -> None:
+        self._run_dir, self._rules, self._records = run_dir, list(rules), records
+        self._runner, self._dispatcher, self._history = runner, dispatcher, history
+        self._stale_s, self._pruned_s = max(_LEAST_STALE_S, _STALE_SCRAPES * scrape_s), 0.0
+        self.firing: Counter[tuple[str, str]] = Counter()
+        """The alerts that fire now, by name and severity."""
+
+    def resume(self, now_s: float) -> None:
+        """Ends what an earlier process began."""
+        self._guarded("interrupted actions", lambda: self._runner.resume(now_s))
+
+    def evaluate(self, now_s: float) -> None:
+        """Evaluates all rules. One that fails leaves its alerts as they are."""
+        try:
+            source = StoredSeries(self._history, self._stale_s)
+            stored = self._records.alerts()
+        except RaytideError as error:
+            log.warning("the rules cannot be evaluated", extra={"error": str(error)})
+            return
+        known = {alert.id: alert for alert in stored if alert.source == "raytide"}
+        changed: list[Alert] = []
+        for rule in self._rules:
+            try:
+                found = evaluate(rule.expr, source, now_s)
+                changed += _changes(rule, found, known, now_s)
+            except (RaytideError, ArithmeticError, ValueError, KeyError) as error:
+                log.warning("a rule cannot be evaluated", extra={"alert": rule.name, "error": repr(error)})
+        ended = [replace(alert, state=AlertState.RESOLVED, since_s=now_s) for alert in self._over(stored, now_s)]
+        if changed or ended:
+            self._guarded("alerts", lambda: self._records.save([*changed, *ended], now_s))
+        if now_s - self._pruned_s >= _PRUNE_S:
+            self._pruned_s = now_s
+            self._guarded("old alerts", lambda: self._records.prune(now_s))
+
+    def act(self, now_s: float) -> None:
+        """Does what is due, and tells whom it concerns."""
+        source = acting_source(self._run_dir)
+        self._guarded("actions", lambda: self._runner.run_due(source, now_s))
+        self._guarded("messages", lambda: self._dispatcher.send_due(source, now_s))
+        self._guarded("alerts", lambda: self._count(self._records.alerts(source)))
+
+    def _over(self, stored: Iterable[Alert], now_s: float) -> list[Alert]:
+        """Returns the alerts of rules that there are no more, and the tests that have lasted long enough."""
+        names = {rule.name for rule in self._rules}
+        live = [alert for alert in stored if alert.state is not AlertState.RESOLVED]
+        tests = [alert for alert in live if alert.is_test and now_s - alert.since_s >= _TEST_S]
+        own = [alert for alert in live if alert.source == "raytide" and not alert.is_test]
+        return [*tests, *(alert for alert in own if alert.name not in names)]
+
+    def _count(self, alerts: Iterable[Alert]) -> None:
+        self.firing = Counter((alert.name, alert.severity) for alert in alerts if alert.state is AlertState.FIRING)
+
+    def _guarded(self, what: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except (RaytideError, OSError) as error:  # a full disk, a locked file: the next pass tries again
+            log.warning("alerting failed", extra={"what": what, "error": str(error)})
+
+
+def _changes(rule: AlertRule, found: Mapping[Labels, float], known: Mapping[str, Alert], now_s: float) -> list[Alert]:
+    observed = Observed(rule.name, rule.severity, rule.for_s, found, page=rule.runbook)
+    mine = {id: alert for id, alert in known.items() if alert.name == rule.name and not alert.is_test}
+    return [
+        replace(alert, summary=rule.summarize(dict(alert.labels), 0.0 if alert.value is None else alert.value))
+        for alert in advance(mine, [observed], now_s)
+    ]

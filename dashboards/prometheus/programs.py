@@ -1,0 +1,22 @@
+"""Finds the programs of Prometheus on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Literal
+
+Program = Literal["prometheus", "promtool", "alertmanager", "amtool"]
+
+HOW_TO_INSTALL = (
+    "Debian and Ubuntu: apt-get install prometheus prometheus-alertmanager; elsewhere put prometheus and alertmanager "
+    "on the PATH. In a checkout, ./dev setup fetches both."
+)
+_OTHER_NAMES = {"alertmanager": "prometheus-alertmanager"}  # Debian's
+
+
+def find_program(name: Program) -> str | None:
+    """Returns the path of a program on the PATH, or where a checkout's `./dev setup` unpacked it; None without one."""
+    unpacked = str(Path(sys.prefix) / "tools" / "bin")
+    return shutil.which(name) or shutil.which(_OTHER_NAMES.get(name, name)) or shutil.which(name, path=unpacked)

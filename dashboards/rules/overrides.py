@@ -1,0 +1,41 @@
+"""Applies a cluster's own bounds and durations to the alert rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from raytide.core.errors import ConfigError
+from raytide.core.telemetry.settings import AlertOverride
+from raytide.dashboards.rules.alert_rule import AlertRule
+from raytide.dashboards.rules.alerts import ALERTS, GROUPS
+
+__all__ = ["adjusted_groups"]
+
+
+def adjusted_groups(overrides: Mapping[str, AlertOverride]) -> dict[str, tuple[AlertRule, ...]]:
+    """Returns the rules by group, without those that are off. Raises ConfigError for a name that no alert has."""
+    names = [rule.name for rule in ALERTS]
+    for name in overrides:
+        if name not in names:
+            near = get_close_matches(name, names, n=1)
+            raise ConfigError(
+                f"metadata.raytide.monitoring.alerts: there is no alert {name}"
+                + (f" (did you mean {near[0]}?)." if near else "."),
+                hint="docs/monitoring.md lists the alerts.",
+            )
+    return {
+        group: tuple(_adjusted(rule, overrides.get(rule.name)) for rule in rules if not _is_off(overrides, rule))
+        for group, rules in GROUPS.items()
+    }
+
+
+def _is_off(overrides: Mapping[str, AlertOverride], rule: AlertRule) -> bool:
+    return rule.name in overrides and overrides[rule.name].off
+
+
+def _adjusted(rule: AlertRule, override: AlertOverride | None) -> AlertRule:
+    if override is None:
+        return rule
+    for_s = None if override.for_s is None else round(override.for_s)
+    return rule.adjusted(bound=override.bound, for_s=for_s)

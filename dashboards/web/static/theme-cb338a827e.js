@@ -1,0 +1,1 @@
+"use strict";(()=>{var t=matchMedia("(prefers-color-scheme: dark)");function a(){let e=localStorage.getItem("raytide.theme"),n=e==="dark"||e==="light";document.documentElement.dataset.theme=n?e:t.matches?"dark":"light"}a();t.addEventListener("change",a);})();

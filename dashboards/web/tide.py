@@ -1,0 +1,133 @@
+"""The tide: node time of the last hours by use, out of the ledger, so that it adds up to the bill."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raytide.control.api.auth import Caller
+from raytide.core.clock import Clock
+from raytide.core.money import to_us
+from raytide.core.objects.cluster_config import ClusterConfig
+from raytide.core.state import Store
+from raytide.core.state.queries.overview import NodeHours
+from raytide.dashboards.web.picture import use_of
+from raytide.ledger.cost import accrued
+
+FRESH_S = 15.0
+"""The age up to which a reading of the unfinished steps is reused."""
+OPEN_S = 1200.0
+"""Entries are booked about a minute after they began: steps younger than this are read again."""
+MOST_STEPS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class UseSeries:
+    """One use in one market: an amount for each step."""
+
+    use: str
+    market: str
+    gpu_h: tuple[float, ...]
+    cpu_h: tuple[float, ...]
+    micro_usd: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TideView:
+    at_s: float
+    from_s: float
+    """The begin of the first step; steps are aligned to whole multiples of their length."""
+    step_s: float
+    series: tuple[UseSeries, ...]
+
+
+class Tide:
+    """Sums of the ledger by time and use. Steps that are long over are read once."""
+
+    def __init__(self, store: Store, config: ClusterConfig, clock: Clock) -> None:
+        self._store, self._clock = store, clock
+        self._resources = {each.name: each.resources for each in config.node_types}
+        self._lock = threading.Lock()
+        self._kept: dict[int, dict[int, list[NodeHours]]] = {}
+        """Finished steps by length and begin, in microseconds."""
+        self._read_at_s: dict[int, float] = {}
+
+    def view(self, caller: Caller, since_s: float, step_s: float) -> TideView:
+        """Returns the last `since_s` seconds. A team sees its own share."""
+        step_us = max(to_us(max(step_s, since_s / MOST_STEPS)), 60_000_000)
+        now_s = self._clock.now_s()
+        last_us = to_us(now_s) // step_us * step_us
+        steps = max(1, min(MOST_STEPS, math.ceil(since_s * 1e6 / step_us)))
+        begin_us = last_us - (steps - 1) * step_us
+        with self._lock:
+            kept = self._read(begin_us, last_us + step_us, step_us, now_s)
+            found = [(begin, hours) for begin, part in kept.items() if begin >= begin_us for hours in part]
+        sums: defaultdict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[0.0] * steps for _ in range(3)])
+        for begin, hours in found:
+            if caller.sees(hours.team):
+                self._add(
+                    sums[(use_of(hours.kind, hours.job_kind), hours.market)], (begin - begin_us) // step_us, hours
+                )
+        for hours in self._open_hours(to_us(now_s)):
+            if caller.sees(hours.team):
+                self._add(sums[(use_of(hours.kind, hours.job_kind), hours.market)], steps - 1, hours)
+        series = tuple(_series(use, market, *rows) for (use, market), rows in sorted(sums.items()))
+        return TideView(now_s, begin_us / 1e6, step_us / 1e6, series)
+
+    def _read(self, begin_us: int, end_us: int, step_us: int, now_s: float) -> Mapping[int, list[NodeHours]]:
+        """Returns the entries of each step, after reading those that are missing or may still grow."""
+        kept = self._kept.setdefault(step_us, {})
+        if now_s - self._read_at_s.get(step_us, float("-inf")) < FRESH_S and begin_us in kept:
+            return kept
+        grows_us = (to_us(now_s - OPEN_S)) // step_us * step_us
+        missing = [begin for begin in range(begin_us, end_us, step_us) if begin not in kept or begin >= grows_us]
+        if missing:
+            first = missing[0]
+            for begin in range(first, end_us, step_us):
+                kept[begin] = []
+            for hours in self._store.overview.node_hours(first, end_us, step_us):
+                kept[first + hours.step * step_us].append(hours)
+        for begin in [begin for begin in kept if begin < begin_us]:
+            del kept[begin]
+        self._read_at_s[step_us] = now_s
+        if len(self._kept) > 8:  # a page asks for few lengths; anyone may ask for any
+            self._kept = {step_us: kept}
+        return kept
+
+    def _open_hours(self, now_us: int) -> list[NodeHours]:
+        """Returns what is not booked yet: at most the last minute of each node."""
+        nodes = {node.id: node for node in self._store.nodes(live=True)}
+        kinds = {job.id: job.kind for job in self._store.overview.jobs(ended_after_s=now_us / 1e6, limit=10_000)}
+        return [
+            NodeHours(
+                0,
+                entry.kind,
+                kinds.get(entry.subject, ""),
+                entry.team,
+                nodes[entry.node_id].type,
+                str(nodes[entry.node_id].market),
+                entry.amount_micro_usd / entry.price_micro_usd_h,
+                entry.amount_micro_usd,
+            )
+            for entry in accrued(self._store.books.intervals(), now_us)
+            if entry.node_id in nodes and entry.price_micro_usd_h
+        ]
+
+    def _add(self, rows: list[list[float]], step: int, hours: NodeHours) -> None:
+        resources = self._resources.get(hours.node_type, {})
+        rows[0][step] += hours.node_h * resources.get("GPU", 0.0)
+        rows[1][step] += hours.node_h * resources.get("CPU", 0.0)
+        rows[2][step] += hours.amount_micro_usd
+
+
+def _series(use: str, market: str, gpu_h: list[float], cpu_h: list[float], micro_usd: list[float]) -> UseSeries:
+    return UseSeries(
+        use,
+        market,
+        tuple(round(each, 4) for each in gpu_h),
+        tuple(round(each, 4) for each in cpu_h),
+        tuple(round(each) for each in micro_usd),
+    )

@@ -1,0 +1,132 @@
+"""Finished chunks of a build, kept beside its output so that a killed build goes on from them.
+
+A chunk's name is a hash of everything that decides its bytes, so any gang may go on, and so may a build of a changed
+spec where the change does not concern the chunk. A worker that sees the folder writes its results itself; the driver
+writes those of the others. `out` is claimed by one build, so one driver at a time uses the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from raytide.core.errors import ClusterError, DataError
+from raytide.core.io.storage import exists, join, open_url, read_bytes, write_bytes
+from raytide.pipelines.readers.base import InputPart
+
+PARTIAL = ".partial"
+MARK = "mark"
+
+
+class AlteredError(ClusterError):
+    """A stored result is not what was stored: after a power failure, or by another's hand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """The results of a task, by the name under which they are stored; the large ones only if they are not yet."""
+
+    blobs: dict[str, bytes]
+    is_stored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStore:
+    """The folder of a build's finished chunks."""
+
+    folder: str
+    token: str
+    """The content of the mark, by which a worker knows that it sees this folder and not another of its name."""
+
+    @classmethod
+    def create(cls, out: str, token: str) -> ChunkStore:
+        store = cls(join(out, PARTIAL), token)
+        write_bytes(join(store.folder, MARK), token.encode(), is_durable=False)
+        return store
+
+    def is_visible(self) -> bool:
+        """Returns whether this process sees the folder that the driver made."""
+        return _is_visible(self)
+
+    def names(self) -> set[str]:
+        """Returns the names of all stored results."""
+        fs, path = open_url(self.folder)
+        fs.invalidate_cache()
+        found = (name.rsplit("/", 1)[-1] for name in fs.ls(path, detail=False))
+        return {name for name in found if name != MARK and not name.endswith(".part")}
+
+    def put(self, blobs: Mapping[str, bytes]) -> None:
+        """Writes results in the order given, so that the last one says that all are there."""
+        for name, body in blobs.items():
+            write_bytes(join(self.folder, name), body, is_durable=False)
+
+    def get(self, name: str) -> bytes:
+        return read_bytes(join(self.folder, name))
+
+    def remove(self, names: Iterable[str]) -> None:
+        fs, path = open_url(self.folder)
+        for name in names:
+            if fs.exists(join(path, name)):
+                fs.rm_file(join(path, name))
+
+    def hand_over(self, blobs: Mapping[str, bytes], small: frozenset[str]) -> Delivery:
+        """Returns what a worker sends to the driver: the `small` kinds, and all that it could not store itself."""
+        if not self.is_visible():
+            return Delivery(dict(blobs), is_stored=False)
+        self.put(blobs)
+        return Delivery({name: body for name, body in blobs.items() if name.partition("-")[0] in small}, is_stored=True)
+
+
+@lru_cache(maxsize=8)
+def _is_visible(store: ChunkStore) -> bool:
+    try:
+        return read_bytes(join(store.folder, MARK)) == store.token.encode()
+    except (DataError, OSError):
+        return False
+
+
+def remove_partial(out: str) -> None:
+    """Removes all finished chunks."""
+    if exists(join(out, PARTIAL)):
+        fs, path = open_url(join(out, PARTIAL))
+        fs.rm(path, recursive=True)
+
+
+def chunk_key(identity: object, parts: Iterable[InputPart], extra: bytes = b"") -> str:
+    """Returns the hash of a chunk: its parts, and the `identity` and `extra` of what is done to them."""
+    listed = [(part.url, part.size, part.version, part.reader, part.span) for part in parts]
+    body = json.dumps([identity, listed], sort_keys=True).encode()
+    return hashlib.sha256(body + b"\0" + extra).hexdigest()[:40]
+
+
+def has_versions(parts: Iterable[InputPart]) -> bool:
+    """Returns whether a change of any of these files would be noticed."""
+    return all(part.version for part in parts)
+
+
+def pack_blob(arrays: Mapping[str, np.ndarray], about: Mapping[str, object]) -> bytes:
+    """Returns arrays and a JSON object as bytes, with a checksum."""
+    bodies = [np.ascontiguousarray(array).tobytes() for array in arrays.values()]
+    columns = [[name, array.dtype.str, len(body)] for (name, array), body in zip(arrays.items(), bodies, strict=True)]
+    head = json.dumps({"arrays": columns, "about": about}).encode()
+    body = b"".join([len(head).to_bytes(8, "little"), head, *bodies])
+    return hashlib.sha256(body).digest()[:16] + body
+
+
+def unpack_blob(blob: bytes, name: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    """Returns what `pack_blob` packed. Raises AlteredError if it was altered."""
+    view = memoryview(blob)
+    if len(blob) < 24 or hashlib.sha256(view[16:]).digest()[:16] != bytes(view[:16]):
+        raise AlteredError(f"the partial result {name} was altered.", hint="Build again: it will be made anew.")
+    start = 24 + int.from_bytes(view[16:24], "little")
+    head = json.loads(bytes(view[24:start]))
+    arrays = {}
+    for column, dtype, size in head["arrays"]:
+        arrays[column] = np.frombuffer(view[start : start + size], np.dtype(dtype))
+        start += size
+    return arrays, head["about"]

@@ -1,0 +1,92 @@
+"""What cleaning did to a corpus, in numbers: counted where documents are read, added up, and kept in the dataset."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pydantic import Field, ValidationError
+
+from raytide.core.config import Config
+from raytide.core.errors import DataError
+
+REPORT = "cleaning.json"
+"""The report's name in a dataset."""
+SIGNATURES = "signatures.bin"
+"""The name of the kept documents' signatures."""
+SIZES = 40
+"""Buckets of lengths: bucket i counts texts of 2^(i-1) to 2^i - 1 characters, bucket 0 the empty ones."""
+
+
+class CleaningReport(Config):
+    """The content of `cleaning.json`. Reasons of drops are counted in the manifest."""
+
+    kept_lengths: tuple[int, ...] = Field(default=(0,) * SIZES, min_length=SIZES, max_length=SIZES)
+    dropped_lengths: tuple[int, ...] = Field(default=(0,) * SIZES, min_length=SIZES, max_length=SIZES)
+    languages: dict[str, int] = Field(default_factory=dict, max_length=500)
+    """Documents by language, where the rules tell it."""
+    changes: dict[str, int] = Field(default_factory=dict, max_length=500)
+    """Replaced matches and removed headers, by kind."""
+    near_duplicate_clusters: int = Field(default=0, ge=0)
+    largest_cluster: int = Field(default=0, ge=0)
+    """The documents of the largest cluster of near-duplicates, the kept one included."""
+
+    def to_bytes(self) -> bytes:
+        return (json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n").encode()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, where: str) -> CleaningReport:
+        """Returns the report in a file. Raises DataError if it is malformed."""
+        try:
+            return cls.model_validate(json.loads(content))
+        except (ValueError, ValidationError, RecursionError) as error:
+            raise DataError(f"{where} is malformed: {str(error)[:500]}.", hint="Build the dataset again.") from None
+
+
+@dataclass(slots=True)
+class CleaningCounts:
+    """Counts of some documents, which add up to those of a corpus."""
+
+    kept: Counter[int] = field(default_factory=Counter)
+    """Documents by bucket of length."""
+    dropped: Counter[int] = field(default_factory=Counter)
+    languages: Counter[str] = field(default_factory=Counter)
+    changes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, chars: int, *, is_kept: bool, language: str | None, changes: Mapping[str, int]) -> None:
+        (self.kept if is_kept else self.dropped)[min(chars.bit_length(), SIZES - 1)] += 1
+        if language is not None:
+            self.languages[language] += 1
+        self.changes.update(changes)
+
+    def to_json(self) -> list[list[tuple[str, int]]]:
+        return [
+            sorted((str(key), count) for key, count in counter.items())
+            for counter in (self.kept, self.dropped, self.languages, self.changes)
+        ]
+
+    @classmethod
+    def from_json(cls, body: Iterable[Iterable[tuple[str, int]]]) -> CleaningCounts:
+        kept, dropped, languages, changes = (dict(each) for each in body)
+        by_size = [Counter({int(size): count for size, count in each.items()}) for each in (kept, dropped)]
+        return cls(by_size[0], by_size[1], Counter(languages), Counter(changes))
+
+    @classmethod
+    def total(cls, counts: Iterable[CleaningCounts]) -> CleaningCounts:
+        result = cls()
+        for each in counts:
+            result.kept.update(each.kept)
+            result.dropped.update(each.dropped)
+            result.languages.update(each.languages)
+            result.changes.update(each.changes)
+        return result
+
+    def report(self) -> CleaningReport:
+        return CleaningReport(
+            kept_lengths=tuple(self.kept[size] for size in range(SIZES)),
+            dropped_lengths=tuple(self.dropped[size] for size in range(SIZES)),
+            languages=dict(sorted(self.languages.items())),
+            changes=dict(sorted(self.changes.items())),
+        )

@@ -1,0 +1,1 @@
+"""Steps that change a document: personal data, secrets and licence headers."""

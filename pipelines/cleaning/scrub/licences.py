@@ -1,0 +1,40 @@
+"""Removes the licence header of a source file: its first comment, if it speaks of copyright or a licence."""
+
+from __future__ import annotations
+
+import re
+
+_LICENCE = re.compile(
+    r"copyright|\(c\)\s*\d{4}|©|licen[cs]ed?\b|spdx-|all rights reserved|redistribution and use", re.IGNORECASE
+)
+_BLOCKS = (("/*", "*/"), ("<!--", "-->"), ('"""', '"""'), ("'''", "'''"), ("{-", "-}"), ("(*", "*)"))
+_LINE_MARKS = ("#", "//", "--", ";", "%", "REM ", '"')
+_FIRST_LINES = re.compile(r"(?:#![^\n]*\n|#[^\n]*coding[:=][^\n]*\n|<\?(?:php|xml)[^\n]*\n|\s*\n)*")
+
+
+def strip_licence_header(text: str) -> str:
+    """Returns the text without its first comment if that is a licence header. A line for the interpreter stays."""
+    start = match.end() if (match := _FIRST_LINES.match(text)) else 0
+    end = _comment_end(text, start)
+    if end is None or not _LICENCE.search(text[start:end]):
+        return text
+    return text[:start] + text[end:].lstrip("\n")
+
+
+def _comment_end(text: str, start: int) -> int | None:
+    """Returns where the comment at `start` ends; None if there is none, or one that is never closed."""
+    rest = text[start:]
+    indent = len(rest) - len(rest.lstrip(" \t"))
+    for opening, closing in _BLOCKS:
+        if rest.startswith(opening, indent):
+            end = rest.find(closing, indent + len(opening))
+            return None if end < 0 else start + end + len(closing)
+    mark = next((mark for mark in _LINE_MARKS if rest.startswith(mark, indent)), None)
+    if mark is None:
+        return None
+    length = 0
+    for line in rest.splitlines(keepends=True):
+        if not line.lstrip().startswith(mark.strip()):
+            break
+        length += len(line)
+    return start + length

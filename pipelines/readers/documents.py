@@ -1,0 +1,68 @@
+"""Files that are one document: text, HTML (its main content) and PDF (the text of its pages)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raytide.pipelines.readers.base import Drop, InputFile, InputPart, ReadOptions, Record, open_input
+from raytide.pipelines.readers.conversation import text_of
+
+
+@dataclass(frozen=True, slots=True)
+class TextReader:
+    """A file of text."""
+
+    def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
+        return [InputPart(file.url, file.size, file.version, "text")]
+
+    def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
+        with open_input(part.url) as stream:
+            yield stream.read()
+
+
+@dataclass(frozen=True, slots=True)
+class HtmlReader:
+    """A web page: the text of its main content, without navigation and boilerplate."""
+
+    def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
+        return [InputPart(file.url, file.size, file.version, "html")]
+
+    def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
+        with open_input(part.url) as stream:
+            yield html_record(stream.read())
+
+
+@dataclass(frozen=True, slots=True)
+class PdfReader:
+    """A PDF document: the text of its pages, one after the other."""
+
+    def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
+        return [InputPart(file.url, file.size, file.version, "pdf")]
+
+    def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
+        with open_input(part.url) as stream:
+            yield pdf_record(stream.read())
+
+
+def html_record(page: bytes) -> Record:
+    """Returns the main content of a page, in whatever encoding the page declares or seems to have."""
+    from resiliparse.extract.html2text import extract_plain_text
+    from resiliparse.parse.encoding import bytes_to_str, detect_encoding
+
+    return text_of(extract_plain_text(bytes_to_str(page, detect_encoding(page) or "utf-8"), main_content=True))
+
+
+def pdf_record(body: bytes) -> Record:
+    """Returns the text of a PDF. One that cannot be read is dropped: the library guesses at many broken ones."""
+    import logging
+
+    from pypdf import PdfReader as Pdf
+
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of every oddity of a file
+    try:
+        text = "\n".join(page.extract_text() for page in Pdf(io.BytesIO(body)).pages)
+    except Exception as error:  # the library raises errors of every kind for a broken file
+        return Drop("not_pdf", f"{type(error).__name__}: {error}")
+    return text_of(text.encode("utf-8", "replace"))

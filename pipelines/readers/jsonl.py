@@ -1,0 +1,73 @@
+"""JSON Lines: an object in each line. Uncompressed files are split by bytes, so that many workers read one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+
+from raytide.pipelines.readers.base import (
+    COMPRESSED,
+    UNREADABLE,
+    Drop,
+    InputFile,
+    InputPart,
+    ReadOptions,
+    Record,
+    damaged,
+    open_input,
+)
+from raytide.pipelines.readers.conversation import record_of
+
+SPLIT_BYTES = 8 << 20
+MOST_LINE_BYTES = 1 << 28
+"""A longer line is no record but a damaged file."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonlReader:
+    def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
+        if file.url.endswith(COMPRESSED) or file.size <= SPLIT_BYTES:
+            return [InputPart(file.url, file.size, file.version, "jsonl")]
+        starts = range(0, file.size, SPLIT_BYTES)
+        spans = [(start, min(start + SPLIT_BYTES, file.size)) for start in starts]
+        return [InputPart(file.url, end - start, file.version, "jsonl", (start, end)) for start, end in spans]
+
+    def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
+        with open_input(part.url) as stream:
+            row = 0
+            try:
+                for line in _lines(stream, part.span):
+                    if len(line) >= MOST_LINE_BYTES:
+                        raise damaged(part.url, f"a line has over {MOST_LINE_BYTES >> 20} MiB", row)
+                    if line.strip():
+                        yield json_record(line, options)
+                        row += 1
+            except (*UNREADABLE, OSError) as error:
+                raise damaged(part.url, error, row) from error
+
+
+def _lines(stream: IO[bytes], span: tuple[int, int] | None) -> Iterator[bytes]:
+    """Yields the lines that begin inside `span`; all without one."""
+    start, end = span or (0, 1 << 62)
+    at = start
+    if start:  # the line that holds the byte before the span belongs to the span before
+        stream.seek(start - 1)
+        at += len(stream.readline(MOST_LINE_BYTES)) - 1
+    while at < end and (line := stream.readline(MOST_LINE_BYTES)):
+        at += len(line)
+        yield line
+
+
+def json_record(line: bytes, options: ReadOptions) -> Record:
+    """Returns the record in a line."""
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        return Drop("not_utf8", str(error))
+    except (ValueError, RecursionError) as error:
+        return Drop("not_json", str(error))
+    if not isinstance(row, dict):
+        return Drop("not_json", f"a {type(row).__name__} where an object belongs")
+    return record_of(row, options.text_column, options.records)

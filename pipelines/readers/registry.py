@@ -1,0 +1,129 @@
+"""Chooses a reader by a file's suffix, and reads parts with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from raytide.core.errors import DataError
+from raytide.core.io.storage import is_local, open_url
+from raytide.core.specs.data import ReaderName
+from raytide.pipelines.readers.base import (
+    COMPRESSED,
+    DamagedError,
+    Drop,
+    InputFile,
+    InputPart,
+    Reader,
+    ReadOptions,
+    Record,
+    missing,
+    without_compression,
+)
+from raytide.pipelines.readers.columns import ArrowReader, ParquetReader
+from raytide.pipelines.readers.documents import HtmlReader, PdfReader, TextReader
+from raytide.pipelines.readers.jsonl import JsonlReader
+from raytide.pipelines.readers.tar import TarReader
+
+READERS: Mapping[ReaderName, Reader] = {
+    "text": TextReader(),
+    "jsonl": JsonlReader(),
+    "parquet": ParquetReader(),
+    "arrow": ArrowReader(),
+    "tar": TarReader(),
+    "html": HtmlReader(),
+    "pdf": PdfReader(),
+}
+BY_SUFFIX: Mapping[str, ReaderName] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".tar": "tar",
+    ".tgz": "tar",
+    ".html": "html",
+    ".htm": "html",
+    ".pdf": "pdf",
+}
+FETCHED_AT_ONCE = 64
+
+
+def reader_of(url: str, chosen: Mapping[str, ReaderName]) -> ReaderName:
+    """Returns the reader that `chosen` or the table names for a file's suffix; text for any other."""
+    name = url.rsplit("/", 1)[-1]
+    for candidate in (name, without_compression(name)):
+        for suffix, reader in (*chosen.items(), *BY_SUFFIX.items()):
+            if candidate.endswith(suffix):
+                return reader
+    return "text"
+
+
+def split_file(file: InputFile, reader: ReaderName, options: ReadOptions) -> list[InputPart]:
+    """Returns a file's parts. A damaged file that is to be dropped is one part, whose record says why."""
+    try:
+        return READERS[reader].split(file, options)
+    except DamagedError:
+        if not options.drops_damaged:
+            raise
+        return [InputPart(file.url, file.size, file.version, reader)]
+
+
+def read_parts(parts: Sequence[InputPart], options: ReadOptions) -> Iterator[tuple[int, Record]]:
+    """Yields each record with the index of its part. Remote text files are fetched concurrently."""
+    for start in range(0, len(parts), FETCHED_AT_ONCE):
+        group = parts[start : start + FETCHED_AT_ONCE]
+        fetched = _fetch([part.url for part in group if part.reader == "text" and _is_plain(part.url)])
+        for i, part in enumerate(group, start):
+            if part.url in fetched:
+                yield i, fetched[part.url]
+            else:
+                for record in _read(part, options):
+                    yield i, record
+
+
+def read_documents(parts: Sequence[InputPart], options: ReadOptions) -> list[list[Record]]:
+    """Returns the records of each part, in order."""
+    records: list[list[Record]] = [[] for _ in parts]
+    for part, record in read_parts(parts, options):
+        records[part].append(record)
+    return records
+
+
+def _read(part: InputPart, options: ReadOptions) -> Iterator[Record]:
+    try:
+        yield from READERS[part.reader].read(part, options)
+    except DamagedError as error:
+        if not options.drops_damaged:
+            raise
+        yield Drop("damaged", error.message)
+
+
+def _is_plain(url: str) -> bool:
+    return not url.endswith(COMPRESSED)
+
+
+def _fetch(urls: list[str]) -> dict[str, bytes]:
+    """Returns the content of each file."""
+    texts: dict[str, bytes] = {}
+    for _, group in groupby(urls, key=lambda url: url.partition("://")[0] if not is_local(url) else ""):
+        for url, content in _contents(list(group)):
+            if isinstance(content, FileNotFoundError):
+                raise missing(url) from None
+            if isinstance(content, Exception):
+                raise DataError(f"cannot read {url}: {content}.", hint="Check its permissions.") from content
+            texts[url] = content
+    return texts
+
+
+def _contents(urls: list[str]) -> Iterator[tuple[str, bytes | Exception]]:
+    if is_local(urls[0]):
+        for url in urls:
+            fs, path = open_url(url)
+            try:
+                yield url, bytes(fs.cat_file(path))
+            except OSError as error:
+                yield url, error
+        return
+    paths = {url: open_url(url)[1] for url in urls}
+    found = open_url(urls[0])[0].cat(list(paths.values()), on_error="return")
+    yield from ((url, found[path]) for url, path in paths.items())

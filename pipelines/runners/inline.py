@@ -1,0 +1,82 @@
+"""Runs a build's stages: in this process, or on a gang (`gang`)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+AHEAD = 2
+"""Tasks given to a worker at a time, so that it never waits for the next."""
+
+
+class Runner(Protocol):
+    @property
+    def threads(self) -> int:
+        """Number of threads that a function of `run` may use."""
+
+    def run(self, function: Callable[[T], R], argument: T) -> R:
+        """Run `function(argument)` once, in one worker."""
+
+    def map(self, stage: Callable[[T], R], tasks: Iterable[T]) -> Iterator[tuple[int, R]]:
+        """Yields the position and the result of each task, as they become ready.
+
+        A stage is sent to each worker once. A task whose worker is lost runs again, so it must not depend on what it
+        did before.
+        """
+
+    def close(self) -> None:
+        """Ends the workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class InlineRunner:
+    """Runs everything in this process. The libraries that encode hold no lock, so threads help."""
+
+    threads: int = 1
+
+    def run(self, function: Callable[[T], R], argument: T) -> R:
+        return function(_copy(argument))
+
+    def map(self, stage: Callable[[T], R], tasks: Iterable[T]) -> Iterator[tuple[int, R]]:
+        stage = _copy(stage)
+        if self.threads == 1:
+            for position, task in enumerate(tasks):
+                yield position, stage(_copy(task))
+            return
+        with ThreadPoolExecutor(self.threads) as pool:
+            running: dict[Future[R], int] = {}
+            try:
+                for position, task in enumerate(tasks):
+                    running[pool.submit(stage, task)] = position
+                    if len(running) >= AHEAD * self.threads:
+                        yield from _finished(running)
+                while running:
+                    yield from _finished(running)
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def close(self) -> None:
+        pass
+
+
+def local_runner(workers: int | None) -> InlineRunner:
+    """Returns a runner with a thread for each CPU that this process may use, or `workers` threads."""
+    return InlineRunner(workers or len(os.sched_getaffinity(0)))
+
+
+def _finished(running: dict[Future[R], int]) -> Iterator[tuple[int, R]]:
+    done, _ = wait(running, return_when=FIRST_COMPLETED)
+    for future in done:
+        yield running.pop(future), future.result()
+
+
+def _copy(value: T) -> T:
+    """Returns a copy as a worker of a gang gets it."""
+    return cast(T, pickle.loads(pickle.dumps(value)))  # of this process  # nosec B301

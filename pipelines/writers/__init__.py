@@ -1,0 +1,1 @@
+"""Writers of a dataset's files: token shards with their indices, and the kept text."""

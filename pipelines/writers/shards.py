@@ -1,0 +1,140 @@
+"""Cuts a dataset's tokens into shards, and writes one. Which tokens a shard has depends on the documents alone, so
+shards are written in any order, by any worker."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raytide.core.io.storage import join, open_url, sha256, write_bytes
+from raytide.core.io.token_dataset import END_BYTES, MANIFEST, DocumentIndex, Shard, ShardFormat, TokenDtype
+from raytide.pipelines.chunk_store import ChunkStore, unpack_blob
+from raytide.pipelines.cleaning.report import REPORT, SIGNATURES
+from raytide.pipelines.writers.texts import SAMPLES, TEXT_NAME, TEXTS
+
+SHARDS = "shards"
+SHARD_NAME = re.compile(r"\d{5,}\.(bin|parquet|idx)(\.[0-9a-f]{32}\.part)?")
+"""A shard or its index, or the unfinished copy of one that a killed `write_bytes` leaves."""
+UNFINISHED_NAME = re.compile(r"(manifest|tokenizer|tokenizer_config|dropped)\.jsonl?\.[0-9a-f]{32}\.part")
+
+Tokens = NDArray[np.unsignedinteger]
+Lengths = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTokens:
+    """The documents of one stored chunk that a dataset keeps."""
+
+    tokens: str
+    """The name of its tokens in the store."""
+    lengths: Lengths
+    """Of all its documents."""
+    keep: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """A shard: tokens `start` to `end` of the dataset, and the ends of the documents that end in it."""
+
+    number: int
+    start: int
+    end: int
+    ends: NDArray[np.int64]
+    chunks: tuple[ChunkTokens, ...]
+    """The chunks that hold these tokens."""
+    skipped: int
+    """Kept tokens of the first chunk that belong to shards before this one."""
+
+
+def plan_shards(chunks: Sequence[ChunkTokens], shard_tokens: int, form: ShardFormat) -> Iterator[ShardPlan]:
+    """Yields the shards of a dataset, in order. A bin shard has exactly `shard_tokens`, except the last; a Parquet
+    shard ends with the document that reaches `shard_tokens`."""
+    kept = [chunk.lengths[chunk.keep] for chunk in chunks]
+    ends = np.cumsum(np.concatenate([np.zeros(0, np.int64), *kept]))
+    chunk_ends = np.cumsum([int(lengths.sum()) for lengths in kept], dtype=np.int64)
+    start, number, total = 0, 0, int(ends[-1]) if len(ends) else 0
+    while start < total:
+        end = min(start + shard_tokens, total)
+        if form == "parquet":
+            end = int(ends[np.searchsorted(ends, end)])
+        first, last = (int(np.searchsorted(chunk_ends, at, side="right")) for at in (start, end - 1))
+        first_start = int(chunk_ends[first - 1]) if first else 0
+        inside = ends[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, end, side="right")]
+        yield ShardPlan(number, start, end, inside, tuple(chunks[first : last + 1]), start - first_start)
+        start, number = end, number + 1
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStage:
+    """Writes shards from stored chunks, where both can be reached."""
+
+    store: ChunkStore
+    out: str
+    form: ShardFormat
+    dtype: TokenDtype
+
+    def __call__(self, plan: ShardPlan) -> Shard | None:
+        """Returns the written shard; None in a process that does not see `out`: the driver writes it then."""
+        return self.write(plan) if self.store.is_visible() else None
+
+    def write(self, plan: ShardPlan) -> Shard:
+        tokens = np.empty(plan.end - plan.start, np.dtype(self.dtype).newbyteorder("<"))
+        done, skipped = 0, plan.skipped
+        for chunk in plan.chunks:
+            taken = self._kept(chunk)[skipped : skipped + len(tokens) - done]
+            tokens[done : done + len(taken)] = taken
+            done, skipped = done + len(taken), 0
+        return write_shard(self.out, plan, tokens, self.form)
+
+    def _kept(self, chunk: ChunkTokens) -> Tokens:
+        arrays, _ = unpack_blob(self.store.get(chunk.tokens), chunk.tokens)
+        return arrays["tokens"] if chunk.keep.all() else arrays["tokens"][np.repeat(chunk.keep, chunk.lengths)]
+
+
+def write_shard(out: str, plan: ShardPlan, tokens: Tokens, form: ShardFormat) -> Shard:
+    """Writes a shard and its index, each atomically."""
+    name = f"{SHARDS}/{plan.number:05d}"
+    data = tokens.tobytes() if form == "bin" else _parquet(tokens, plan)
+    index = plan.ends.astype("<u8").tobytes()
+    write_bytes(join(out, f"{name}.{form}"), data)
+    write_bytes(join(out, f"{name}.idx"), index)
+    documents = DocumentIndex(file=f"{name}.idx", documents=len(index) // END_BYTES, sha256=sha256(index))
+    return Shard(file=f"{name}.{form}", tokens=len(tokens), sha256=sha256(data), index=documents)
+
+
+def _parquet(tokens: Tokens, plan: ShardPlan) -> bytes:
+    """Returns a table with a row for each document, in a column `tokens`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    ends = np.concatenate([np.zeros(1, np.int64), plan.ends - plan.start])
+    rows = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(tokens))
+    stream = io.BytesIO()
+    pq.write_table(pa.table({"tokens": rows}), stream, compression="zstd")
+    return stream.getvalue()
+
+
+def clear(out: str) -> None:
+    """Remove a build's output from `out`, the manifest first, so that no reader opens shards being removed.
+
+    Only files with names that a build uses are removed.
+    """
+    fs, path = open_url(out)
+    for name in (MANIFEST, SAMPLES, REPORT, SIGNATURES):
+        if fs.exists(f"{path}/{name}"):
+            fs.rm_file(f"{path}/{name}")
+    for folder, pattern in ((SHARDS, SHARD_NAME), (TEXTS, TEXT_NAME), ("", UNFINISHED_NAME)):
+        inside = f"{path}/{folder}".rstrip("/")
+        if not fs.exists(inside):
+            continue
+        fs.invalidate_cache()
+        for file in fs.ls(inside, detail=False):
+            if pattern.fullmatch(file.rsplit("/", 1)[-1]):
+                fs.rm_file(file)
+        if folder and not fs.ls(inside, detail=False):
+            fs.rmdir(inside)

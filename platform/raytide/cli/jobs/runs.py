@@ -1,0 +1,127 @@
+"""metrics, plot, profile, checkpoint verify: they read training runs, by job or by directory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.control.client import ApiClient
+from raytide.core.errors import CheckpointError, UsageError
+from raytide.core.objects.job import JobKind
+from raytide.sdk.client import Client
+from raytide.sdk.jobs.train_run import TrainRun
+
+if TYPE_CHECKING:
+    from raytide.actors.trainer.run_log.history import RunHistory
+
+Which = Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="A training job, or a run's `out` directory.")]
+Target = Annotated[str, typer.Argument(help="The path or fsspec URL of a run, of its checkpoints, or of one of them.")]
+checkpoints = typer.Typer(rich_markup_mode=None, help="Check checkpoints.", no_args_is_help=True)
+_NO_RUN = "Name a training job, or a run's directory."
+COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "data_s", "world")
+
+
+def metrics(
+    which: Which,
+    last: Annotated[int, typer.Option(min=1, help="The number of latest steps.")] = 20,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Print the latest steps of a training run."""
+    steps = _history(which, cluster).steps[-last:]
+    if json:
+        as_json(steps)
+    else:
+        as_table([name.upper() for name in COLUMNS], [[_short(line.get(name)) for name in COLUMNS] for line in steps])
+
+
+def plot(
+    which: Which,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A .svg, .png or .html file.")] = Path("run.svg"),
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Plot the metrics of a training run over its steps, with its interruptions."""
+    from raytide.dashboards.figures.style import check_format
+    from raytide.dashboards.figures.training import picture
+
+    check_format(output)
+    run = _history(which, cluster)
+    picture(run, which).save(output)
+    if json:
+        as_json({"file": str(output), "steps": len(run.steps)})
+    else:
+        print(f"{output} shows {len(run.steps)} steps")
+
+
+def profile(
+    which: Which,
+    steps: Annotated[int, typer.Option(min=1, help="The number of steps.")] = 3,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Profile the next steps of a running job without restarting it."""
+    from raytide.actors.trainer.run_log import profiler
+
+    out = _out(which, cluster)
+    profiler.request(out, steps)
+    if json:
+        as_json({"out": f"{out}/profile", "steps": steps})
+    else:
+        print(f"the next {steps} steps are profiled; traces and tables appear in {out}/profile")
+
+
+@checkpoints.callback()
+def checkpoint() -> None:
+    """Check checkpoints."""
+
+
+@checkpoints.command()
+def verify(target: Target, json: Json = False) -> None:
+    """Read every byte and compare it with the manifests. Exit code 1 if any is bad or none is whole."""
+    from raytide.actors.trainer.checkpoint.verify import verify as read_all
+
+    verdicts = read_all(target)
+    if json:
+        as_json([asdict(verdict) for verdict in verdicts])
+    else:
+        rows = [(v.step, v.state, v.size, v.world or "-", v.url, "; ".join(v.problems) or "-") for v in verdicts]
+        as_table(("STEP", "STATE", "BYTES", "RANKS", "WHERE", "WHY"), rows)
+    bad = [verdict for verdict in verdicts if verdict.state == "bad"]
+    if bad:
+        raise CheckpointError(
+            f"{len(bad)} of {len(verdicts)} checkpoints at {target} are bad.",
+            hint="Delete them. A run ignores them.",
+        )
+    if not any(verdict.state == "whole" for verdict in verdicts):
+        raise CheckpointError(f"no checkpoint at {target} is whole.", hint="The run has not finished its first save.")
+
+
+def _history(which: str, cluster: str | None) -> RunHistory:
+    """Returns the steps and events of a run's directory, or of a job, which the API has where no file is here."""
+    from raytide.actors.trainer.run_log import history
+
+    if "://" in which or Path(which).is_dir():
+        return history.read(which)
+    run = Client(ApiClient.find(cluster)).job(which)
+    if not isinstance(run, TrainRun):
+        raise UsageError(f"{which} is a {run.view.job.spec.kind} job.", hint=_NO_RUN)
+    return run.history()
+
+
+def _out(which: str, cluster: str | None) -> str:
+    """Returns the run's directory or URL, looked up if a job is given."""
+    if "://" in which or Path(which).is_dir():
+        return which
+    job = ApiClient.find(cluster).job(which).job
+    if job.spec.kind is not JobKind.TRAIN:
+        raise UsageError(f"{which} is a {job.spec.kind} job.", hint=_NO_RUN)
+    return str(job.spec.config["out"])
+
+
+def _short(value: object) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

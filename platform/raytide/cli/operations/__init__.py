@@ -1,0 +1,1 @@
+"""Commands of a cluster's operator: decisions, alerts and nodes."""

@@ -1,0 +1,168 @@
+"""alerts, nodes: what fires and what it did; nodes that are replaced or kept out of use."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated, Any
+
+import typer
+
+from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.tenancy.money import seconds
+from raytide.control.client import ApiClient
+from raytide.control.views import to_json
+from raytide.sdk.jobs.script import pairs_of
+
+alerts = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=True, help="Show alerts and what they did, test and silence them."
+)
+nodes = typer.Typer(
+    rich_markup_mode=None, no_args_is_help=True, help="Show nodes, replace them, and keep bad ones out of use."
+)
+Limit = Annotated[int, typer.Option(min=1, max=1000, help="The number of lines, newest first.")]
+NodeId = Annotated[str, typer.Argument(metavar="NODE")]
+Reason = Annotated[str, typer.Option(help="Shown with the node, and in the audit log.")]
+
+
+@alerts.command("list")
+def list_alerts(
+    ended: Annotated[bool, typer.Option("--ended", help="Alerts that are over, too.")] = False,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """List the alerts that fire or are about to."""
+    found = ApiClient.find(cluster).call("GET", "/v1/alerts")
+    shown = [alert for alert in found if ended or alert["state"] != "resolved"]
+    if json:
+        as_json(shown)
+        return
+    rows = [
+        (
+            alert["state"] + (" (silenced)" if alert["silenced"] else ""),
+            alert["severity"],
+            alert["name"],
+            _labels(alert["labels"]),
+            _at(alert["since_s"]),
+            _action(alert["action"]),
+            alert["summary"],
+        )
+        for alert in shown
+    ]
+    as_table(("STATE", "SEVERITY", "ALERT", "LABELS", "SINCE", "ACTION", "SUMMARY"), rows)
+
+
+@alerts.command()
+def history(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]")] = None,
+    actions: Annotated[bool, typer.Option("--actions", help="The log of actions instead.")] = False,
+    limit: Limit = 50,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Show when alerts fired and ended, or what was done about them."""
+    client = ApiClient.find(cluster)
+    if actions:
+        done = client.call("GET", "/v1/alerts/actions", query={"limit": limit})
+        done = [each for each in done if name in (None, each["alert"])]
+        if json:
+            as_json(done)
+            return
+        columns = ("AT", "ALERT", "ACTION", "OBJECT", "STATE", "OUTCOME")
+        fields = ("alert", "kind", "object", "state", "outcome")
+        as_table(columns, [(_at(each["at_s"]), *(each[field] for field in fields)) for each in done])
+        return
+    found = client.call("GET", "/v1/alerts/history", query={"limit": limit, **({"name": name} if name else {})})
+    if json:
+        as_json(found)
+        return
+    rows = [
+        (_at(each["at_s"]), each["state"], each["name"], _labels(each["labels"]), each["summary"]) for each in found
+    ]
+    as_table(("AT", "STATE", "ALERT", "LABELS", "SUMMARY"), rows)
+
+
+@alerts.command("test")
+def fire_test(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of an alert.")],
+    label: Annotated[list[str] | None, typer.Option(help="A label of the alert, NAME=VALUE.")] = None,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Fire an alert for a minute: receivers are told of it, and actions are dry runs."""
+    body = {"name": name, "labels": pairs_of(label or (), "--label")}
+    fired = ApiClient.find(cluster).call("POST", "/v1/alerts/test", body)
+    if json:
+        as_json(fired)
+    else:
+        print(f"{name} fires for a minute; `raytide alerts history {name} --actions` shows what it would do")
+
+
+@alerts.command()
+def silence(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of an alert.")],
+    duration: Annotated[str, typer.Option("--for", help="How long: 30m, 2h, 7d.")] = "2h",
+    lift: Annotated[bool, typer.Option("--lift", help="Ends a silence.")] = False,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Quiet an alert: it goes on being recorded, but does nothing and tells nobody."""
+    body = {"name": name, "for_s": 0.0 if lift else seconds(duration)}
+    made = ApiClient.find(cluster).call("POST", "/v1/alerts/silences", body)
+    if json:
+        as_json(made)
+    else:
+        print(f"{name} is not silenced any more" if lift else f"{name} is silent until {_at(made['until_s'])}")
+
+
+@nodes.command("list")
+def list_nodes(cluster: ClusterName = None, json: Json = False) -> None:
+    """List the nodes, with those that are kept out of use."""
+    found = ApiClient.find(cluster).status().nodes
+    if json:
+        as_json([to_json(node) for node in found])
+        return
+    rows = [
+        (node.id, node.type, node.zone, str(node.market), str(node.state), node.quarantined or "-", node.reason)
+        for node in found
+    ]
+    as_table(("NODE", "TYPE", "ZONE", "MARKET", "STATE", "QUARANTINED", "REASON"), rows)
+
+
+@nodes.command()
+def quarantine(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
+    """Drain a node and keep its machine out of use, until `nodes release`."""
+    _order("quarantine_node", node, reason, cluster, json)
+
+
+@nodes.command()
+def release(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
+    """Lift a quarantine. The machine ends, because Ray takes no drained node back."""
+    _order("release_node", node, reason, cluster, json)
+
+
+@nodes.command()
+def replace(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
+    """Drain a node and end it. Its work goes on elsewhere, on a new node if none has room."""
+    _order("replace_node", node, reason, cluster, json)
+
+
+def _order(kind: str, node: str, reason: str, cluster: str | None, json: bool) -> None:
+    body = {"id": f"cli-{secrets.token_hex(8)}", "kind": kind, "subject": node, "reason": reason}
+    made = ApiClient.find(cluster).call("POST", "/v1/orders", body)
+    if json:
+        as_json(made)
+    else:
+        print(f"{kind} {node} is ordered; `raytide nodes list` shows the node")
+
+
+def _labels(labels: dict[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in labels.items())
+
+
+def _action(action: dict[str, Any] | None) -> str:
+    return "-" if action is None else f"{action['do']}: {action['state']}"
+
+
+def _at(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

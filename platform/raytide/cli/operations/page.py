@@ -1,0 +1,68 @@
+"""page, token: the way from the terminal to the web page."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from raytide.cli.show import ClusterName, Json, as_json
+from raytide.control.client import ApiClient
+from raytide.core.config import home
+
+SIGN_IN = "page.html"
+"""A file for the browser, which only its owner can read: in a browser's arguments everybody could read the token."""
+
+
+def page(
+    open_it: Annotated[bool, typer.Option("--open/--no-open", help="Open it in a browser, signed in.")] = True,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Show the address of the web page, and open it.
+
+    Where there is no screen, it prints the address; `raytide token` prints the token that the page asks for.
+    """
+    access = ApiClient.find(cluster).access
+    address = access["RAYTIDE_API"].rstrip("/") + "/"
+    if json:
+        as_json({"page": address})
+        return
+    is_open = open_it and _has_screen() and _open(address, access["RAYTIDE_TOKEN"])
+    print(f"the page is {'open: ' if is_open else ''}{address}")
+    if not is_open:
+        print("it asks for a token: `raytide token` prints yours")
+
+
+def token(cluster: ClusterName = None, json: Json = False) -> None:
+    """Print the API token, which the web page asks for."""
+    access = ApiClient.find(cluster).access
+    if json:
+        as_json({"address": access["RAYTIDE_API"], "token": access["RAYTIDE_TOKEN"]})
+    else:
+        print(access["RAYTIDE_TOKEN"])
+
+
+def _has_screen() -> bool:
+    """Returns False where a browser would be one in the terminal, or none."""
+    return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def _open(address: str, token: str) -> bool:
+    target = f"{address}#token={quote(token, safe='')}"
+    file = home() / SIGN_IN
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _write_private(file, f'<!doctype html><meta charset="utf-8"><script>location.replace("{target}")</script>')
+    return webbrowser.open(file.as_uri())
+
+
+def _write_private(file: Path, text: str) -> None:
+    file.unlink(missing_ok=True)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as out:
+        out.write(text)

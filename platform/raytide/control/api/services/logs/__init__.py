@@ -1,0 +1,1 @@
+"""Logs of jobs and of endpoints, read from the nodes that wrote them."""

@@ -1,0 +1,111 @@
+"""Serves the output of an endpoint's replicas in parts, line by line: several processes, on several nodes.
+
+A position names a byte of each file, `REPLICA.FILE:BYTE`, joined by commas; files that it does not name are read from
+their beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from raytide.control.views import EndpointLogPart, LogLine
+from raytide.core.errors import ClusterError, UsageError
+from raytide.core.logs import scrubbed
+from raytide.core.objects.endpoint_load import ReplicaLog
+
+PART_BYTES = 2**18
+"""The most bytes that are read from each file for one part."""
+_PLACE = re.compile(r"([\w~-]{1,100})\.(\d{1,2}):(\d{1,18})")
+_MOST_PLACES = 64
+_AGENT, _NAME = re.compile(r"[\w.:\[\]-]{3,300}"), re.compile(r"[\w.-]{1,255}")
+"""The address and file names that replicas have published, which are parts of a URL."""
+
+
+class LogFiles(Protocol):
+    def file(self, agent: str, name: str, start: int, most: int) -> tuple[bytes, int]:
+        """Returns up to `most` bytes of a file from `start` on, and the file's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    lines: list[LogLine]
+    end: int
+    has_more: bool
+
+
+def part(
+    files: LogFiles, logs: Sequence[ReplicaLog], after: str, tail: int | None, running: Iterable[str]
+) -> EndpointLogPart:
+    """Returns the lines after a position, or the last `tail` ones of each file, in the order of their times.
+
+    A node that does not answer is named in `missing`; its lines come with a later part. `running` are the replicas that
+    may still write: the last line of another may lack its end.
+    """
+    places, alive = _parsed(after), set(running)
+    lines: list[LogLine] = []
+    missing, has_more = set[str](), False
+    for log in sorted(logs, key=lambda each: each.began_at_s):
+        for number, name in enumerate(log.files):
+            key = f"{log.replica}.{number}"
+            try:
+                piece = _piece(files, log, name, places.get(key, 0), tail, is_over=log.replica not in alive)
+            except ClusterError:
+                missing.add(log.replica)
+                continue
+            lines += piece.lines
+            places[key], has_more = piece.end, has_more or piece.has_more
+    known = {f"{log.replica}.{number}" for log in logs for number in range(len(log.files))}
+    position = ",".join(f"{key}:{byte}" for key, byte in places.items() if key in known)
+    return EndpointLogPart(sorted(lines, key=lambda line: line.at), position, has_more, tuple(sorted(missing)))
+
+
+def _piece(files: LogFiles, log: ReplicaLog, name: str, start: int, tail: int | None, *, is_over: bool) -> _Piece:
+    if not (_AGENT.fullmatch(log.agent) and _NAME.fullmatch(name)):
+        raise ClusterError(f"replica {log.replica} has published no place of its log.")
+    agent = f"http://{log.agent}"
+    data, size = files.file(agent, name, start, PART_BYTES)
+    if size < start:  # Ray began a new file, because the old one was too large
+        start, (data, size) = 0, files.file(agent, name, 0, PART_BYTES)
+    if tail is not None and size - start > len(data):  # only the end is wanted, and this was the beginning
+        start = max(0, size - PART_BYTES)
+        data, size = files.file(agent, name, start, PART_BYTES)
+    is_last = start + len(data) >= size
+    if not (is_last and is_over) and (end := data.rfind(b"\n")) >= 0:
+        data = data[: end + 1]
+    elif not (is_last and is_over) and len(data) < PART_BYTES:
+        data = b""  # the line is not complete
+    texts = data.decode(errors="replace").splitlines()
+    if tail is not None:
+        texts = texts[-tail:] if tail else []
+    return _Piece(_timed(log, texts), start + len(data), not is_last)
+
+
+def _timed(log: ReplicaLog, texts: Iterable[str]) -> list[LogLine]:
+    """Returns the lines with their times: a line without one has that of the line before it."""
+    at, lines = "", []
+    for text in texts:
+        at = _time_of(text) or at
+        lines.append(LogLine(log.replica, at, scrubbed(text)))
+    return lines
+
+
+def _time_of(text: str) -> str:
+    if not text.startswith('{"at": "'):
+        return ""
+    try:
+        return str(json.loads(text)["at"])
+    except (ValueError, KeyError, RecursionError):
+        return ""
+
+
+def _parsed(after: str) -> dict[str, int]:
+    places = dict[str, int]()
+    for place in after.split(",") if after else ():
+        if (found := _PLACE.fullmatch(place)) is None or len(places) >= _MOST_PLACES:
+            raise UsageError(f"{place[:100]!r} is not a position in a log.", hint="Use the `after` of the last answer.")
+        places[f"{found[1]}.{found[2]}"] = int(found[3])
+    return places

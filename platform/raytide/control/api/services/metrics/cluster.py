@@ -1,0 +1,123 @@
+"""Metrics of nodes, GPUs, the queue and the controller."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from raytide.autoscaler.nodes.lifecycle import CANCELLED, ENDED_BY_PROVIDER, TAKEN_BACK
+from raytide.control.api.health import HealthMonitor
+from raytide.control.views import Live
+from raytide.core.money import MICRO
+from raytide.core.objects.cluster_config import ClusterConfig
+from raytide.core.objects.job import JobKind
+from raytide.core.objects.ledger_entry import EntryKind, OpenInterval, Share
+from raytide.core.objects.node import Node, NodeMeasurement
+from raytide.core.state import Store
+from raytide.core.state.queries.jobs import HeldJob
+from raytide.core.telemetry.catalogue import control, cost, infrastructure, queue
+from raytide.core.telemetry.metrics import MetricSample
+
+_USES = {
+    EntryKind.ENDPOINT: "serving",
+    EntryKind.UNMANAGED: "unmanaged",
+    EntryKind.IDLE: "idle",
+    EntryKind.WASTE: "idle",
+    EntryKind.STARTUP: "starting",
+}
+
+
+def cluster_samples(
+    store: Store,
+    live: Live,
+    watch: HealthMonitor,
+    config: ClusterConfig,
+    intervals: Sequence[OpenInterval],
+    held: Sequence[HeldJob],
+) -> Iterator[MetricSample]:
+    yield MetricSample(infrastructure.DISK_FREE, watch.free_bytes())
+    troubles = {trouble.code for trouble in watch.troubles()}
+    yield from (MetricSample(control.TROUBLE, code in troubles, (code,)) for code in ("disk", "store", "controller"))
+    nodes = store.nodes(live=True)
+    yield from _node_samples(store, nodes)
+    yield from _gpu_samples(nodes, config, intervals, {job.id for job in held if job.kind == JobKind.TRAIN})
+    yield from (MetricSample(queue.JOBS, count, labels) for labels, count in sorted(store.census.live_jobs().items()))
+    members = store.census.live_members()
+    yield from (MetricSample(queue.LEASE_MEMBERS, count, (state,)) for state, count in sorted(members.items()))
+    for node_id, use in live.use.items():
+        for meter, signal in use.items():
+            yield MetricSample(infrastructure.NODE_USE, signal.value, (node_id, meter))
+    for node_id, measured in live.measured.items():
+        yield from _machine_samples(node_id, measured)
+    for pool in store.pools():
+        yield MetricSample(infrastructure.POOL_FAILURES, pool.failures, (pool.node_type, pool.zone))
+    yield MetricSample(control.TICKS, live.ticks)
+    yield MetricSample(control.TICK_SECONDS, live.tick_s)
+    kinds = Counter({"job": 0, "endpoint": 0})
+    kinds.update(live.quarantined.values())
+    yield from (MetricSample(control.QUARANTINED, count, (kind,)) for kind, count in sorted(kinds.items()))
+    yield MetricSample(control.ERRORS, live.errors_total)
+
+
+def _node_samples(store: Store, nodes: Sequence[Node]) -> Iterator[MetricSample]:
+    counts = Counter((node.type, str(node.market), str(node.state)) for node in nodes)
+    yield from (MetricSample(infrastructure.NODES, count, labels) for labels, count in sorted(counts.items()))
+    prices: Counter[tuple[str, str]] = Counter()
+    for node in nodes:
+        if node.started_at_s is not None:
+            prices[(node.type, str(node.market))] += node.price_micro_usd_h
+    yield from (MetricSample(cost.NODE_PRICE, price / MICRO, labels) for labels, price in sorted(prices.items()))
+    lost: Counter[tuple[str, str]] = Counter()
+    noticed: Counter[tuple[str, ...]] = Counter()
+    failed: Counter[tuple[str, str]] = Counter()
+    for each in store.census.node_ends(TAKEN_BACK, ENDED_BY_PROVIDER, CANCELLED):
+        lost[(each.type, each.market)] += each.lost
+        noticed[(each.type,)] += each.taken_back
+        failed[(each.type, each.zone)] += each.failed
+    for metric, found in (
+        (infrastructure.NODES_LOST, lost),
+        (infrastructure.SPOT_NOTICES, noticed),
+        (infrastructure.LAUNCH_FAILURES, failed),
+    ):
+        yield from (MetricSample(metric, count, labels) for labels, count in sorted(found.items()))
+
+
+def _gpu_samples(
+    nodes: Sequence[Node], config: ClusterConfig, intervals: Sequence[OpenInterval], training: set[str]
+) -> Iterator[MetricSample]:
+    """Yields the GPUs of the billed nodes by use, in the shares that the ledger books."""
+    gpus_of = {node_type.name: node_type.resources.get("GPU", 0.0) for node_type in config.node_types}
+    occupancies = {interval.node_id: interval.occupancy for interval in intervals}
+    gpus: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for node in nodes:
+        count = gpus_of.get(node.type, 0.0)
+        shares = occupancies.get(node.id, ())
+        whole = sum(share.weight for share in shares)
+        if count and whole:
+            for share in shares:
+                gpus[_use(share, training), str(node.market)] += count * share.weight / whole
+    yield from (MetricSample(infrastructure.GPUS, count, labels) for labels, count in sorted(gpus.items()))
+
+
+def _use(share: Share, training: set[str]) -> str:
+    if share.kind is EntryKind.JOB:
+        return "training" if share.subject in training else "batch"
+    return _USES[share.kind]
+
+
+def _machine_samples(node_id: str, measured: NodeMeasurement) -> Iterator[MetricSample]:
+    reading = measured.reading
+    for metric, label, value in (
+        (infrastructure.NODE_USE, "memory", reading.memory_use),
+        (infrastructure.NODE_USE, "disk", reading.disk_use),
+        (infrastructure.NODE_NETWORK, "in", reading.network_in_bps),
+        (infrastructure.NODE_NETWORK, "out", reading.network_out_bps),
+        (infrastructure.NODE_DISK, "read", reading.disk_read_bps),
+        (infrastructure.NODE_DISK, "write", reading.disk_write_bps),
+    ):
+        if value is not None:
+            yield MetricSample(metric, value, (node_id, label))
+    for source, watts in measured.power_w.items():
+        yield MetricSample(infrastructure.NODE_POWER, watts, (node_id, source))
+    for source, joules in measured.joules.items():
+        yield MetricSample(infrastructure.NODE_ENERGY, joules, (node_id, source))

@@ -1,0 +1,109 @@
+"""Metrics of endpoints, each of which may have several applications during a rollout."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from statistics import fmean
+
+from raytide.control.views import Live
+from raytide.core.money import MICRO
+from raytide.core.objects.endpoint import Replicas
+from raytide.core.objects.endpoint_load import EndpointLoad, Traffic
+from raytide.core.objects.ledger_entry import EntryKind, OpenInterval
+from raytide.core.specs.rollout import endpoint_of
+from raytide.core.state import Store
+from raytide.core.telemetry.catalogue import application, client, cost, model
+from raytide.core.telemetry.metrics import MetricSample
+from raytide.core.telemetry.recorder import ValueRecorder
+from raytide.ledger.cost import rate_micro_usd_h
+
+_ERROR_BUDGET = 0.01
+"""The share of requests that may miss the promised first token, where the endpoint does not say it."""
+
+
+def endpoint_samples(store: Store, live: Live, intervals: Sequence[OpenInterval]) -> Iterator[MetricSample]:
+    """Yields targets and what replicas and routers report, and what users think of the answers."""
+    targets: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    promises: dict[str, Replicas] = {}
+    for endpoint in store.endpoints():
+        targets[endpoint_of(endpoint.name)][endpoint.name] = endpoint.target_replicas
+        promises.setdefault(endpoint_of(endpoint.name), endpoint.spec.replicas)  # the champion's comes first
+    for name, applications in sorted(targets.items()):
+        loads = [load for each in applications if (load := live.loads.get(each)) is not None]
+        yield MetricSample(application.REPLICAS_TARGET, sum(applications.values()), (name,))
+        yield MetricSample(application.REPLICAS_READY, sum(load.ready for load in loads), (name,))
+        yield from _promise_samples(name, promises[name])
+        if loads:
+            yield from _load_samples(name, loads)
+        tokens_per_h = 3600.0 * sum(load.traffic.output_tps for load in loads if load.traffic is not None)
+        if tokens_per_h > 0:
+            micro_usd_h = sum(rate_micro_usd_h(intervals, EntryKind.ENDPOINT, each) for each in applications)
+            yield MetricSample(cost.USD_PER_MTOKEN, micro_usd_h / MICRO / tokens_per_h * 1e6, (name,))
+            if (watts := _watts(live, intervals, applications)) > 0:
+                yield MetricSample(cost.TOKENS_PER_JOULE, tokens_per_h / 3600.0 / watts, (name,))
+    for endpoint_name, revision, up, down in store.feedback.totals():
+        for thumb, count in (("up", up), ("down", down)):
+            yield MetricSample(client.FEEDBACK, count, (endpoint_name, str(revision or ""), thumb))
+
+
+def _watts(live: Live, intervals: Sequence[OpenInterval], applications: Container[str]) -> float:
+    """Returns the power of the applications' share of nodes, as far as it is known."""
+    watts = 0.0
+    for interval in intervals:
+        measured = live.measured.get(interval.node_id)
+        if measured is not None:
+            shares = interval.occupancy
+            own = sum(s.weight for s in shares if s.kind is EntryKind.ENDPOINT and s.subject in applications)
+            watts += sum(measured.power_w.values()) * own / sum(share.weight for share in shares)
+    return watts
+
+
+def _promise_samples(endpoint: str, replicas: Replicas) -> Iterator[MetricSample]:
+    """Yields the promised first token, and the share of requests that may miss it."""
+    if replicas.slo_ttft_s is not None:
+        yield MetricSample(application.SLO_FIRST_TOKEN, replicas.slo_ttft_s, (endpoint,))
+        budget = _ERROR_BUDGET if replicas.slo_target is None else round(1.0 - replicas.slo_target, 6)
+        yield MetricSample(application.SLO_ERROR_BUDGET, budget, (endpoint,))
+
+
+def _load_samples(endpoint: str, loads: Sequence[EndpointLoad]) -> Iterator[MetricSample]:
+    yield MetricSample(application.ONGOING, sum(load.ongoing for load in loads), (endpoint,))
+    if kv_use := [replica.kv_use for load in loads for replica in load.replicas]:
+        yield MetricSample(model.KV_USE, fmean(kv_use), (endpoint,))
+    if traffic := [load.traffic for load in loads if load.traffic is not None]:
+        yield MetricSample(application.REQUEST_RATE, sum(each.requests_rps for each in traffic), (endpoint,))
+        yield MetricSample(application.REQUEST_FORECAST, sum(each.ahead_rps for each in traffic), (endpoint,))
+        yield MetricSample(application.OUTPUT_RATE, sum(each.output_tps for each in traffic), (endpoint,))
+        if (first_token_s := _first_token_s(traffic)) is not None:
+            yield MetricSample(application.FIRST_TOKEN, first_token_s, (endpoint,))
+
+
+def _first_token_s(traffic: Sequence[Traffic]) -> float | None:
+    """Returns the mean time to a first token over all requests."""
+    known = [(each.ttft_s, each.requests_rps) for each in traffic if each.ttft_s is not None]
+    if not known:
+        return None
+    requests = sum(weight for _, weight in known)
+    return sum(s * weight for s, weight in known) / requests if requests else fmean(s for s, _ in known)
+
+
+class ReplicaRestarts:
+    """Counts replicas whose place another one took, since this process started."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, frozenset[str]] = {}
+        self._restarts = ValueRecorder(application.REPLICA_RESTARTS)
+
+    def observe(self, loads: Mapping[str, EndpointLoad]) -> None:
+        """Compares the replicas of each application with those of the last call."""
+        for name, load in loads.items():
+            now = frozenset(startup.id for startup in load.startups)
+            before = self._known.get(name, now)
+            replaced = min(len(before - now), len(now - before))
+            self._restarts.add(endpoint_of(name), amount=replaced)
+            self._known[name] = now
+        self._known = {name: known for name, known in self._known.items() if name in loads}
+
+    def samples(self) -> Iterator[MetricSample]:
+        return self._restarts.samples()

@@ -1,0 +1,168 @@
+"""The load of an endpoint: the reports of its replicas, what was learned from them, and the worth of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
+
+from raytide.core.objects.endpoint import Speed
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Totals of one engine since its start."""
+
+    requests: float = 0.0
+    """Each prompt of an HTTP request counts as one."""
+    prompt_tokens: float = 0.0
+    """Without tokens found in the prefix cache."""
+    output_tokens: float = 0.0
+    first_tokens: float = 0.0
+    first_token_s: float = 0.0
+    """Sum of the times to first token."""
+    finished: float = 0.0
+    """Requests whose tokens are counted."""
+    late: float = 0.0
+    """Requests whose first token came later than `slo_ttft_s`, or that were refused."""
+
+    def plus(self, other: Counters) -> Counters:
+        return Counters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def since(self, before: Counters) -> Counters:
+        return Counters(*(max(0.0, a - b) for a, b in zip(astuple(self), astuple(before), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """The last report of one replica's engine."""
+
+    id: str
+    at_s: float
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_use: float = 0.0
+    """The share of its KV cache in use."""
+    counters: Counters = Counters()
+    node: str = ""
+    """Ray's id of its node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The demand on an endpoint, learned by observation (`autoscaler/endpoints/traffic.py`)."""
+
+    requests_rps: float = 0.0
+    """Rates are over the last half minute."""
+    prompt_tps: float = 0.0
+    output_tps: float = 0.0
+    ttft_s: float | None = None
+    """Mean time to first token; None without any."""
+    ahead_rps: float = 0.0
+    """The rate expected at the end of a cold start: the usual rate, at least the present one."""
+    request_s: float | None = None
+    """Replica-seconds per request; None while the replicas' speed is unknown."""
+    speed: Speed | None = None
+    """The speed of one replica, configured or learned: the mean over node types; where `paces` differ, the slowest."""
+    paces: Mapping[str, float] = field(default_factory=dict)
+    """A replica's throughput on each eligible node type, relative to the slowest; empty if all are equal, as far as
+    known."""
+    held: tuple[float, ...] = ()
+    """The relative throughput of each of the load's `replica_nodes`; empty if all are equal."""
+    next_pace: float = 1.0
+    """The relative throughput of a replica on the node type that is cheapest per work."""
+    too_slow: tuple[str, ...] = ()
+    """Node types on which even a prompt of mean length takes longer than `slo_ttft_s`, while others are faster."""
+    cold_start_s: float | None = None
+    """Learned seconds from the order of a node to the first answer; None while the spec's `cold_start_s` counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStartup:
+    """The start of one replica."""
+
+    id: str
+    ordered_at_s: float
+    phases: tuple[tuple[str, float], ...]
+    """`node`, `process`, `stage`, `load` and `warm-up`, as far as it has come, with the seconds of each."""
+    is_ready: bool
+    detail: str = ""
+    """The copied bytes of the model, where it is in an object store."""
+
+
+LOADING = "loading"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLive:
+    """The state of a running replica by its spec's live fields."""
+
+    id: str
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """The state of each adapter by name: "" if it is loaded, LOADING, or the error."""
+    weights: str = ""
+    """The location of its weights; "" for those of the spec's model."""
+    asked: str = ""
+    """The location of the weights that it was asked for last."""
+    error: str = ""
+    """The error of that swap."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLog:
+    """The files with a replica's output, which the agent of its node serves while the node lives."""
+
+    replica: str
+    began_at_s: float
+    agent: str
+    """`host:port` of the agent."""
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointLoad:
+    """The last reports of an endpoint's replicas and router, and when Serve reported."""
+
+    at_s: float
+    ongoing: float
+    """Requests in progress and waiting anywhere, by Serve's count or the engines', whichever is larger."""
+    ready: int
+    """Replicas that answer."""
+    replica_nodes: tuple[str, ...] = ()
+    """Ray's node id of each replica that has one, starting ones included; of every member of a replica with several."""
+    replicas: tuple[ReplicaLoad, ...] = ()
+    """The last report of each ready replica."""
+    traffic: Traffic | None = None
+    queued: float = 0.0
+    """Requests that no replica has accepted yet, so that none counts them."""
+    moving: tuple[str, ...] = ()
+    """The part of `replica_nodes` whose replicas, of several members, Serve is moving."""
+    startups: tuple[ReplicaStartup, ...] = ()
+    """The starts of all replicas that are there or start."""
+    live: tuple[ReplicaLive, ...] = ()
+    signals: Mapping[str, float] = field(default_factory=dict)
+    """The present value of each signal of `scale_on`; one without a fresh value is missing."""
+    logs: tuple[ReplicaLog, ...] = ()
+    """The logs of the newest replicas, those that have ended included."""
+    pages: Mapping[str, str] = field(default_factory=dict)
+    """`host:port` of the metrics page of each replica that answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaValue:
+    """The replicas of an endpoint with an SLO that are worth their price (`autoscaler/endpoints/replica_value.py`)."""
+
+    spot: int
+    """Replicas that are worth the price of spot."""
+    ondemand: int
+    """Replicas that are worth the price of on-demand."""
+    late_usd: float
+    """The value of preventing one late request."""
+    late_per_h: tuple[float, ...]
+    """Late requests per hour with 0, 1, 2... replicas."""
+    usual_rps: float
+    together: float
+    """The probability that another zone of the region is lost together with one."""
+    is_sure: bool = True
+    """False while it was observed for too short a time to remove replicas."""
+    least: int = 0
+    """The most replicas that the KV caches needed over the last `downscale_delay_s`."""

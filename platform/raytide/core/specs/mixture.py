@@ -1,0 +1,179 @@
+"""The specs of training data beyond one dataset: mixtures, augmentation, streaming and held-out evaluation.
+
+All that they say is a function of (seed, step), so a resume or a resize changes no sample.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from raytide.core.config import Config
+
+Packing = Literal["chop", "best_fit"]
+MOST_SOURCES = 64
+MOST_PHASES = 256
+MOST_WEIGHT = 1e15
+
+Weights = dict[str, float]
+"""The weight of each source, by its name."""
+
+
+class MixtureSource(Config):
+    """One token dataset of a mixture."""
+
+    dataset: str = Field(min_length=1)
+    """A token dataset: a directory or an fsspec URL."""
+    name: str = Field(default="", max_length=200)
+    """The name that phases use; the last part of the dataset's path by default."""
+    weight: float | None = Field(default=None, ge=0, le=MOST_WEIGHT)
+    """The share of the trained tokens, relative to the other sources; the source's own tokens by default."""
+    epochs: float | None = Field(default=None, gt=0, le=1e6)
+    """In place of a weight: `epochs` times the source's own tokens."""
+    max_epochs: float | None = Field(default=None, gt=0, le=1e6)
+    """The most passes over this source in the whole run. The share above it goes to the other sources."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.dataset.rstrip("/").rpartition("/")[2]
+
+    @model_validator(mode="after")
+    def _one_share(self) -> MixtureSource:
+        if self.weight is not None and self.epochs is not None:
+            raise ValueError(f"source {self.label}: give weight or epochs, not both")
+        return self
+
+
+class MixturePhase(Config):
+    """Other weights from a step on, until the next phase. A source that is left out has weight 0."""
+
+    from_step: int = Field(ge=1)
+    """The first step, counted from 0, that draws by these weights."""
+    weights: Weights = Field(min_length=1, max_length=MOST_SOURCES)
+
+    @model_validator(mode="after")
+    def _positive(self) -> MixturePhase:
+        _check_weights(self.weights, f"the phase from step {self.from_step}")
+        return self
+
+
+class MixtureSpec(Config):
+    """Weighted sources. Weights are shares of trained tokens; each step draws by them as evenly as whole rows allow."""
+
+    sources: tuple[MixtureSource, ...] = Field(min_length=1, max_length=MOST_SOURCES)
+    temperature: float = Field(default=1.0, gt=0, le=1e6)
+    """Weights are raised to 1 / temperature: above 1 small sources count for more, as for many languages."""
+    max_epochs: float | None = Field(default=None, gt=0, le=1e6)
+    """The most passes over any source that has no limit of its own (UniMax, Chung et al. 2023)."""
+    phases: tuple[MixturePhase, ...] = Field(default=(), max_length=MOST_PHASES)
+    """A curriculum: weights that replace the sources' own at later steps."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> MixtureSpec:
+        names = [source.label for source in self.sources]
+        if len(set(names)) < len(names):
+            raise ValueError("two sources have the same name: give each a name of its own")
+        given = [source.weight for source in self.sources if source.weight is not None]
+        if 0 < len(given) < len(self.sources):
+            raise ValueError("give all sources a weight, or none: a source without one counts by its number of tokens")
+        if given and not any(given):
+            raise ValueError("all weights are zero")
+        starts = [phase.from_step for phase in self.phases]
+        if sorted(set(starts)) != starts:
+            raise ValueError("phases must be in the order of from_step, each once")
+        for phase in self.phases:
+            if unknown := sorted(set(phase.weights) - set(names)):
+                raise ValueError(
+                    f"the phase from step {phase.from_step} names the source {unknown[0]!r}, which is none of "
+                    f"{', '.join(names[:10])}"
+                )
+        return self
+
+
+class FillInTheMiddle(Config):
+    """Moves a document's middle behind its end (Bavarian et al. 2022), with three sentinel tokens of the tokenizer."""
+
+    rate: float = Field(default=0.5, gt=0, le=1)
+    """The share of documents that are rearranged."""
+    spm_rate: float = Field(default=0.5, ge=0, le=1)
+    """The share, among these, in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+    prefix: int = Field(ge=0, lt=1 << 32)
+    middle: int = Field(ge=0, lt=1 << 32)
+    suffix: int = Field(ge=0, lt=1 << 32)
+    """Token ids of the sentinels."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> FillInTheMiddle:
+        if len({self.prefix, self.middle, self.suffix}) < 3:
+            raise ValueError("the sentinels prefix, middle and suffix must be three different tokens")
+        return self
+
+
+class MaskedInputs(Config):
+    """Replaces input tokens by `token`; the targets stay. Ends of documents are never replaced."""
+
+    rate: float = Field(gt=0, lt=1)
+    """The expected share of the inputs that are replaced."""
+    token: int = Field(ge=0, lt=1 << 32)
+    span: int = Field(default=1, ge=1, le=1 << 16)
+    """The number of tokens replaced together: 1 masks single tokens, more drops spans."""
+
+    @property
+    def start_rate(self) -> float:
+        """Returns the share of positions that start a span: 1 - (1 - s) ** span = rate, since spans may overlap."""
+        return 1.0 - float((1.0 - self.rate) ** (1.0 / self.span))
+
+
+class AugmentSpec(Config):
+    """Changes samples as they are read, by (seed, step, sample id) alone."""
+
+    fill_in_the_middle: FillInTheMiddle | None = None
+    masked_inputs: MaskedInputs | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Returns the ids that augmentation puts into samples."""
+        fim, masked = self.fill_in_the_middle, self.masked_inputs
+        sentinels = () if fim is None else (fim.prefix, fim.middle, fim.suffix)
+        return sentinels if masked is None else (*sentinels, masked.token)
+
+
+class HeldOutSpec(Config):
+    """Held-out evaluation: the loss and perplexity of sequences that are never trained on."""
+
+    dataset: str | None = None
+    """A token dataset of its own, made with the same tokenizer."""
+    fraction: float | None = Field(default=None, gt=0, le=0.5)
+    """In place of a dataset: this share of the training documents, chosen by a hash of their tokens, so that copies
+    and later builds fall on the same side."""
+    every: int = Field(default=100, ge=1)
+    """Steps between evaluations. The last step is always evaluated."""
+    batches: int = Field(default=8, ge=1, le=1 << 20)
+    """The number of evaluation batches, of `global_batch` sequences each; all there are if there are fewer."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> HeldOutSpec:
+        if (self.dataset is None) == (self.fraction is None):
+            raise ValueError("give eval.dataset or eval.fraction")
+        return self
+
+
+class StreamSpec(Config):
+    """Reads remote shards as steps need them, in place of a copy of the whole dataset before the first step."""
+
+    cache_gb: float = Field(default=50.0, gt=0)
+    """The most local disk, for all runs of this user on a machine; the shards used longest ago go first."""
+    ahead: int = Field(default=4, ge=1, le=64)
+    """The number of steps whose shards are fetched ahead."""
+    block: int = Field(default=0, ge=0, le=1 << 40)
+    """Shuffle whole blocks of this many sequences, and sequences only among `window` blocks at a time, so that a step
+    touches few shards. 0 shuffles all sequences among each other."""
+    window: int = Field(default=16, ge=1, le=1 << 20)
+
+
+def _check_weights(weights: Weights, what: str) -> None:
+    if any(not 0 <= weight <= MOST_WEIGHT for weight in weights.values()):
+        raise ValueError(f"{what}: a weight lies between 0 and {MOST_WEIGHT:g}")
+    if not any(weights.values()):
+        raise ValueError(f"all weights of {what} are zero")

@@ -1,0 +1,15 @@
+"""The energy of each entry of the ledger, and of the sums."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0015"
+down_revision = "0014"
+
+
+def upgrade() -> None:
+    for name in ("entries", "totals"):
+        with op.batch_alter_table(name) as table:
+            table.add_column(sa.Column("energy_mj", sa.BigInteger(), nullable=False, server_default="0"))

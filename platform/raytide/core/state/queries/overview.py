@@ -1,0 +1,121 @@
+"""Queries of the web page, which looks at everything once a second: light rows without specs, and sums over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from raytide.core.objects.job import FINAL_STATES
+from raytide.core.objects.ledger_entry import Entry, EntryKind
+from raytide.core.objects.node import Node
+from raytide.core.state import codec
+from raytide.core.state import tables as t
+from raytide.core.state.database import Database
+
+_LONGEST_ENTRY_US = 600_000_000
+"""Intervals are booked every minute; only a controller that was away books longer ones."""
+
+
+class JobRow(NamedTuple):
+    """The columns of a job that change while it lives, and those that name it."""
+
+    id: str
+    name: str
+    kind: str
+    team: str
+    user: str
+    state: str
+    submitted_at_s: float
+    admitted_at_s: float | None
+    started_at_s: float | None
+    ended_at_s: float | None
+    reason: str
+    restarts: int
+    preemptions: int
+    stop_requested: bool
+    progress: Mapping[str, float | int | str]
+
+
+class NodeHours(NamedTuple):
+    """Node time within one step, by what it was used for."""
+
+    step: int
+    """The number of the step from the begin."""
+    kind: EntryKind
+    job_kind: str
+    """The kind of the job; empty for other entries, and for a job that was removed."""
+    team: str
+    node_type: str
+    market: str
+    node_h: float
+    amount_micro_usd: int
+
+
+class OverviewQueries:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def jobs(self, *, ended_after_s: float, limit: int) -> list[JobRow]:
+        """Returns unfinished jobs and those that ended after this time, newest first."""
+        j = t.jobs.c
+        shown = sa.or_(j.state.not_in(FINAL_STATES), j.ended_at_s > ended_after_s)
+        query = sa.select(*(j[name] for name in JobRow._fields)).where(shown)
+        with self._db.read() as c:
+            return [JobRow(*row) for row in c.execute(query.order_by(j.number.desc()).limit(limit))]
+
+    def plan_number(self) -> int:
+        """Returns the number of the newest stored plan; 0 without any."""
+        with self._db.read() as c:
+            return int(c.execute(sa.select(sa.func.max(t.plans.c.number))).scalar() or 0)
+
+    def node_hours(self, from_us: int, until_us: int, step_us: int) -> list[NodeHours]:
+        """Returns the sums of entries that began in [from_us, until_us), by steps. Entries without a price are left
+        out, because only the amount says which share of a node they are."""
+        e, n, j = t.entries.c, t.nodes.c, t.jobs.c
+        step = ((e.from_us - from_us) // step_us).label("step")
+        job_kind = sa.func.coalesce(j.kind, "").label("job_kind")
+        keys = (step, e.kind, job_kind, e.team, n.type, n.market)
+        hours = sa.func.sum(sa.cast(e.amount_micro_usd, sa.Double) / e.price_micro_usd_h)
+        joined = t.entries.join(t.nodes, e.node_id == n.id).outerjoin(t.jobs, sa.and_(e.subject == j.id))
+        query = sa.select(*keys, hours, sa.func.sum(e.amount_micro_usd)).select_from(joined).group_by(*keys)
+        query = query.where(e.from_us >= from_us, e.from_us < until_us, e.price_micro_usd_h > 0)
+        with self._db.read() as c:
+            return [
+                NodeHours(int(row[0]), EntryKind(row[1]), row[2], row[3], row[4], row[5], float(row[6]), int(row[7]))
+                for row in c.execute(query)
+            ]
+
+    def nodes_at(self, at_s: float) -> tuple[Node, ...]:
+        """Returns the nodes that existed at this time, oldest first, with their records of today."""
+        n = t.nodes.c
+        query = t.nodes.select().where(n.requested_at_s <= at_s).order_by(n.number)
+        query = query.where(sa.or_(n.ended_at_s.is_(None), n.ended_at_s > at_s))
+        with self._db.read() as c:
+            return tuple(codec.node(row) for row in c.execute(query))
+
+    def entries_at(self, at_us: int) -> tuple[Entry, ...]:
+        """Returns the entries that cover this moment: who held which node."""
+        e = t.entries.c
+        query = t.entries.select().where(e.from_us <= at_us, e.to_us > at_us, e.from_us > at_us - _LONGEST_ENTRY_US)
+        with self._db.read() as c:
+            return tuple(codec.entry(row) for row in c.execute(query.order_by(e.number)))
+
+    def entries(
+        self,
+        *,
+        subject: str | None = None,
+        node_id: str | None = None,
+        team: str | None = None,
+        until_us: int | None = None,
+        limit: int,
+    ) -> tuple[Entry, ...]:
+        """Returns a page of the ledger, newest first."""
+        e = t.entries.c
+        given = {e.subject: subject, e.node_id: node_id, e.team: team}
+        query = t.entries.select().where(*(column == value for column, value in given.items() if value is not None))
+        if until_us is not None:
+            query = query.where(e.from_us < until_us)
+        with self._db.read() as c:
+            return tuple(codec.entry(row) for row in c.execute(query.order_by(e.from_us.desc(), e.number).limit(limit)))

@@ -1,0 +1,78 @@
+"""Registered datasets in the store: versions, which are only added, and what was made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+
+from raytide.core.errors import NotFoundError
+from raytide.core.objects.job import JobKind
+from raytide.core.specs.data import DatasetUse, DatasetVersion, DatasetVersionSpec, RegisteredDataset
+from raytide.core.state import tables as core
+from raytide.core.state.database import Database
+from raytide.core.state.registry import tables as t
+from raytide.core.state.registry.versions import add_version, newest_of, newest_rows, version_rows
+from raytide.core.state.tenancy.audit import record
+
+_MOST_USES = 100
+
+
+class DatasetRecords:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def register(self, spec: DatasetVersionSpec, user: str, now_s: float) -> DatasetVersion:
+        """Adds a version; returns the existing one with the same manifest, if there is one.
+
+        Raises ConflictError if the name belongs to another team, and QuotaError if the team has too many versions.
+        """
+        with self._db.write() as c:
+            row, is_new = add_version(c, t.datasets, spec, spec.sha256, user, now_s)
+            version = _version(row)
+            if is_new:
+                shown = {"team": spec.team, "location": spec.location, "sha256": spec.sha256, "job": spec.job}
+                record(c, "dataset.register", version.id, shown)
+            return version
+
+    def find(self, name: str, version: int | None = None) -> DatasetVersion:
+        """Returns a version, or the newest one. Raises NotFoundError without it."""
+        d = t.datasets.c
+        query = t.datasets.select().where(d.name == name).order_by(d.version.desc()).limit(1)
+        if version is not None:
+            query = query.where(d.version == version)
+        with self._db.read() as c:
+            row = c.execute(query).first()
+        if row is None:
+            what = name if version is None else f"{name}:{version}"
+            raise NotFoundError(f"dataset {what} is not registered.", hint="`raytide data list` lists datasets.")
+        return _version(row)
+
+    def versions(self, name: str, *, limit: int = 100, offset: int = 0) -> tuple[DatasetVersion, ...]:
+        """Returns versions of a dataset, newest first."""
+        with self._db.read() as c:
+            return tuple(_version(row) for row in version_rows(c, t.datasets, name, limit, offset))
+
+    def datasets(self, *, team: str | None = None, limit: int = 100, offset: int = 0) -> tuple[RegisteredDataset, ...]:
+        """Returns datasets by name, each with its newest version."""
+        page = newest_of(t.datasets, team=team, name=None, limit=limit, offset=offset)
+        with self._db.read() as c:
+            rows = newest_rows(c, t.datasets, page, limit)
+            return tuple(RegisteredDataset(row.name, row.team, row.versions, _version(row)) for row in rows)
+
+    def uses(self, spec: DatasetVersionSpec) -> DatasetUse:
+        """Returns the newest jobs of the team that read the location, and models whose lineage has the manifest."""
+        j, m = core.jobs.c, t.models.c
+        read = j.spec["config"]["dataset"].as_string() == spec.location
+        jobs = sa.select(j.id).where(j.kind == JobKind.TRAIN, j.team == spec.team, read).order_by(j.number.desc())
+        made = m.spec["lineage"]["dataset_sha256"].as_string() == spec.sha256
+        models = sa.select(m.name, m.version).where(m.team == spec.team, made).order_by(m.created_at_s.desc())
+        with self._db.read() as c:
+            return DatasetUse(
+                jobs=tuple(c.execute(jobs.limit(_MOST_USES)).scalars()),
+                models=tuple(f"{row.name}:{row.version}" for row in c.execute(models.limit(_MOST_USES))),
+            )
+
+
+def _version(row: sa.Row[Any]) -> DatasetVersion:
+    return DatasetVersion(DatasetVersionSpec.model_validate(row.spec), row.version, row.user, row.created_at_s)

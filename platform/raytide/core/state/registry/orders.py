@@ -1,0 +1,75 @@
+"""Interventions in the store: the API adds them, the controller ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import sqlalchemy as sa
+
+from raytide.core.errors import ConflictError, NotFoundError, QuotaError
+from raytide.core.specs.order import Order, OrderSpec
+from raytide.core.state.database import Database
+from raytide.core.state.tables import orders
+from raytide.core.state.tenancy.audit import record
+from raytide.core.state.write import update
+
+__all__ = ["MOST_OPEN", "OrderRecords", "end_orders", "open_orders"]
+
+MOST_OPEN = 1000
+_KEPT_S = 30 * 86_400.0
+_FIELDS = tuple(field.name for field in fields(Order))
+
+
+class OrderRecords:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def add(self, spec: OrderSpec, user: str, now_s: float) -> Order:
+        """Adds an intervention, or returns the one of this id.
+
+        Raises ConflictError if that is another one, and QuotaError if too many are not carried out yet.
+        """
+        with self._db.write() as c:
+            known = c.execute(orders.select().where(orders.c.id == spec.id)).first()
+            if known is not None:
+                if (known.kind, known.subject, known.replica) != (spec.kind, spec.subject, spec.replica):
+                    raise ConflictError(f"the id {spec.id} was used for another order.", hint="Use a new id.")
+                return _order(known)
+            is_open = orders.c.done_at_s.is_(None)
+            if (c.execute(sa.select(sa.func.count()).where(is_open)).scalar() or 0) >= MOST_OPEN:
+                raise QuotaError(f"{MOST_OPEN} orders are not carried out yet.", hint="Does the controller run?")
+            c.execute(orders.delete().where(orders.c.done_at_s < now_s - _KEPT_S))
+            made = Order(**spec.model_dump(), user=user, at_s=now_s)
+            c.execute(orders.insert(), {name: getattr(made, name) for name in _FIELDS})
+            detail = {"order": spec.id, "replica": spec.replica, "reason": spec.reason}
+            record(c, f"order.{spec.kind}", spec.subject, {name: value for name, value in detail.items() if value})
+            return made
+
+    def note(self, action: str, object: str, detail: Mapping[str, Any]) -> None:
+        """Writes an entry of the caller into the audit log."""
+        with self._db.write() as c:
+            record(c, action, object, detail)
+
+    def get(self, id: str) -> Order:
+        with self._db.read() as c:
+            row = c.execute(orders.select().where(orders.c.id == id)).first()
+        if row is None:
+            raise NotFoundError(f"there is no order {id}.", hint="Orders are kept for 30 days.")
+        return _order(row)
+
+
+def open_orders(c: sa.Connection) -> tuple[Order, ...]:
+    """Returns the interventions that are not carried out yet, oldest first."""
+    query = orders.select().where(orders.c.done_at_s.is_(None)).order_by(orders.c.number)
+    return tuple(_order(row) for row in c.execute(query))
+
+
+def end_orders(c: sa.Connection, done: Iterable[Order]) -> None:
+    for order in done:
+        update(c, orders, {"id": order.id}, {"done_at_s": order.done_at_s, "outcome": order.outcome})
+
+
+def _order(row: sa.Row[tuple[object, ...]]) -> Order:
+    return Order(**{name: row._mapping[name] for name in _FIELDS})

@@ -1,0 +1,98 @@
+"""Bounds the number of series on a page, whatever names users give to things."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from raytide.core.telemetry.metrics import HistogramSample, Metric, MetricSample, Sample
+
+OTHER = "other"
+"""The value of a label beyond its limit."""
+MOST_SERIES = 5000
+"""The series of one metric on one page; a histogram counts as one."""
+MOST_CHARS = 200
+"""The length of a label's value."""
+MOST_VALUES: Mapping[str, int] = {
+    "endpoint": 500,
+    "revision": 1000,
+    "replica": 1000,
+    "team": 200,
+    "key": 200,
+    "job": 1000,
+    "name": 200,
+    "node": 1000,
+    "Hostname": 1000,
+    "UUID": 5000,
+    "subject": 500,
+    "instance": 2000,
+    "alert": 200,
+    "probe": 200,
+    "type": 200,
+    "zone": 200,
+}
+"""The values of a label on one page. Revisions are counted over all endpoints, since each has its number."""
+MOST_OTHER_VALUES = 100
+"""The same for labels that are not named: code and not users makes their values."""
+
+
+class SeriesLimits:
+    """Limits the values of labels on one page. The first values stay; the counters and histograms of later ones are
+    added up under `other`, and their gauges are left out, since ratios and prices do not add up.
+
+    A value keeps its place, in the page or in `other`, while it is on the page: else the counters would jump.
+    """
+
+    def __init__(self, most_values: Mapping[str, int] = MOST_VALUES, most_series: int = MOST_SERIES) -> None:
+        self._most_values, self._most_series = most_values, most_series
+        self._names: dict[str, dict[str, str | None]] = {}
+        """For each label its values, and their names on the page; None for those beyond the limit."""
+
+    def apply(self, samples: Iterable[Sample]) -> list[Sample]:
+        """Returns the samples of one page within the limits."""
+        found = list(samples)
+        self._names = self._named(found)
+        kept: dict[tuple[Metric, tuple[str, ...]], Sample] = {}
+        series: Counter[Metric] = Counter()
+        for sample in found:
+            metric = sample.metric
+            names = [self._names[label][value] for label, value in zip(metric.labels, sample.labels, strict=True)]
+            labels = tuple(OTHER if name is None else name for name in names)
+            is_beyond = None in names
+            if series[metric] >= self._most_series and (metric, labels) not in kept:
+                labels, is_beyond = (OTHER,) * len(labels), True
+            if is_beyond and metric.type == "gauge":
+                continue
+            before = kept.get((metric, labels))
+            series[metric] += before is None
+            kept[metric, labels] = replace(sample, labels=labels) if before is None else _sum(before, sample)
+        return list(kept.values())
+
+    def _named(self, samples: Iterable[Sample]) -> dict[str, dict[str, str | None]]:
+        """Returns the names of all values on this page, those that were on the last one unchanged."""
+        values: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        for sample in samples:
+            for label, value in zip(sample.metric.labels, sample.labels, strict=True):
+                values[label][value] = None
+        found = {}
+        for label, new in values.items():
+            before = self._names.get(label, {})
+            names = {value: before[value] for value in new if value in before}
+            room = self._most_values.get(label, MOST_OTHER_VALUES) - sum(name is not None for name in names.values())
+            for value in new:
+                if value not in names:
+                    names[value] = value[:MOST_CHARS] if room > 0 else None
+                    room -= 1
+            found[label] = names
+        return found
+
+
+def _sum(one: Sample, other: Sample) -> Sample:
+    """Returns the sum of two samples of a counter or histogram; of a gauge the first."""
+    if isinstance(one, HistogramSample) and isinstance(other, HistogramSample):
+        counts = [a + b for a, b in zip(one.counts, other.counts, strict=True)]
+        return replace(one, counts=counts, sum=one.sum + other.sum)
+    if isinstance(one, MetricSample) and isinstance(other, MetricSample) and one.metric.type == "counter":
+        return replace(one, value=one.value + other.value)
+    return one

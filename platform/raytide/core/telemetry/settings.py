@@ -1,0 +1,179 @@
+"""`metadata.raytide.monitoring` of cluster.yaml: history, alerts, what alerts do, whom they tell, and probes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from raytide.core.config import Config
+
+AlertName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,99}$")]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,199}$")]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+[^\s@#]*$", max_length=2048)]
+Address = Annotated[str, Field(pattern=r"^[^\s@<>,;\"]+@[^\s@<>,;\"]+$", max_length=254)]
+Severity = Literal["info", "warning", "critical"]
+ActionKind = Literal[
+    "restart_replica", "replace_node", "quarantine_node", "rollback", "pause_budget", "command", "webhook"
+]
+
+
+class AlertOverride(Config):
+    """Changes of one alert rule."""
+
+    bound: float | None = None
+    """The value from which it fires, in place of the rule's own."""
+    for_s: float | None = Field(default=None, ge=0, le=7 * 86_400)
+    """The time for which the condition must hold."""
+    off: bool = False
+
+
+class AlertAction(Config):
+    """Something that is done when an alert fires."""
+
+    alert: AlertName
+    """The name of the alert. (`on`, as a key of YAML, would be the value true.)"""
+    do: ActionKind
+    cooldown_s: float = Field(default=600.0, ge=0, le=7 * 86_400)
+    """The time after an action of this entry on the same object in which it does nothing more to it."""
+    most_per_h: int = Field(default=4, ge=1, le=1000)
+    """The most actions of this entry in an hour, on all objects."""
+    dry_run: bool = False
+    """Records what it would do, and does nothing."""
+    command: tuple[Annotated[str, Field(min_length=1, max_length=4096)], ...] = Field(default=(), max_length=64)
+    """For `command`: the program and its arguments, run without a shell. It reads the alert as JSON from its input."""
+    timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """For `command` and `webhook`."""
+    url: Url | None = None
+    """For `webhook`: it is sent the alert as JSON."""
+    secret_env: VariableName | None = None
+    """For `webhook`: the variable with the key that signs the body (HMAC-SHA256, header `X-Raytide-Signature`)."""
+
+    @model_validator(mode="after")
+    def _fields_of_kind(self) -> AlertAction:
+        if bool(self.command) != (self.do == "command"):
+            raise ValueError("`command` belongs to `do: command`, and only to that")
+        if (self.url is not None) != (self.do == "webhook"):
+            raise ValueError("`url` belongs to `do: webhook`, and only to that")
+        return self
+
+
+class EmailSection(Config):
+    """Mail over SMTP."""
+
+    host: Annotated[str, Field(pattern=r"^[A-Za-z0-9.:_-]+$", max_length=253)]
+    port: int = Field(default=587, ge=1, le=65_535)
+    tls: Literal["starttls", "implicit", "off"] = "starttls"
+    """`implicit` is TLS from the first byte, usually on port 465. With `off` nothing is encrypted, and no password is
+    sent."""
+    sender: Address
+    to: tuple[Address, ...] = Field(min_length=1, max_length=50)
+    user: str = ""
+    password_env: VariableName | None = None
+    """The variable with the password, where the cluster is started."""
+    password_file: str = ""
+    """In place of it: a file that only raytide's user can read."""
+
+    @model_validator(mode="after")
+    def _password(self) -> EmailSection:
+        if self.user and not (self.password_env or self.password_file):
+            raise ValueError("`user` needs `password_env` or `password_file`")
+        if self.user and self.tls == "off":
+            raise ValueError("a password is not sent without TLS")
+        return self
+
+
+class UrlFromEnvironment(Config):
+    """A receiver whose address or key is a secret, so that cluster.yaml names only a variable."""
+
+    url_env: VariableName
+    """The variable with its URL."""
+
+
+class PagerDutySection(Config):
+    routing_key_env: VariableName
+    """The variable with the integration's key (Events API v2)."""
+    url: Url = "https://events.pagerduty.com/v2/enqueue"
+
+
+class WebhookSection(Config):
+    """Alerts as JSON in Alertmanager's format (version 4)."""
+
+    url: Url
+    secret_env: VariableName | None = None
+    """The variable with the key that signs the body (HMAC-SHA256, header `X-Raytide-Signature`)."""
+
+
+class NotifySection(Config):
+    """The receivers of alerts. Alerts that fire within `group_wait_s` of each other are one message."""
+
+    email: EmailSection | None = None
+    slack: UrlFromEnvironment | None = None
+    """Slack's incoming webhook, or one that takes the same JSON."""
+    pagerduty: PagerDutySection | None = None
+    webhook: WebhookSection | None = None
+    least_severity: Severity = "warning"
+    group_wait_s: float = Field(default=30.0, ge=0, le=3600)
+    repeat_s: float = Field(default=4 * 3600.0, ge=60, le=7 * 86_400)
+    """The time after which an alert that still fires is sent again."""
+    most_per_h: int = Field(default=30, ge=1, le=1000)
+    """The most messages in an hour to each receiver. What is held back goes into the next one."""
+
+
+class ProbeSection(Config):
+    """A request with a known answer that is sent to an endpoint again and again, as a user's would be."""
+
+    endpoint: Annotated[str, Field(min_length=1, max_length=63)]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,63}$")] = "probe"
+    prompt: Annotated[str, Field(min_length=1, max_length=10_000)]
+    expect: str = ""
+    """A regular expression that the answer must contain; any answer will do if it is empty."""
+    api: Literal["chat", "completions"] = "chat"
+    max_tokens: int = Field(default=16, ge=1, le=4096)
+    every_s: float = Field(default=60.0, ge=5, le=86_400)
+    timeout_s: float = Field(default=30.0, gt=0, le=600)
+
+    @model_validator(mode="after")
+    def _expression(self) -> ProbeSection:
+        try:
+            re.compile(self.expect)
+        except re.error as error:
+            raise ValueError(f"`expect` is no regular expression: {error}") from None
+        return self
+
+
+class MonitoringSection(Config):
+    """The measurements that are kept, and the effects of alerts."""
+
+    history_days: float = Field(default=7.0, ge=0.1, le=400)
+    history_mb: int = Field(default=256, ge=16, le=100_000)
+    """The largest size of the history; the oldest values go first."""
+    scrape_s: float = Field(default=15.0, ge=1, le=300)
+    alerts: dict[AlertName, AlertOverride] = Field(default_factory=dict)
+    actions: tuple[AlertAction, ...] = Field(default=(), max_length=100)
+    notify: NotifySection = NotifySection()
+    probes: tuple[ProbeSection, ...] = Field(default=(), max_length=200)
+    probe_team: str = "default"
+    """The team that pays for probes where the gateway demands keys."""
+
+    @model_validator(mode="after")
+    def _probes(self) -> MonitoringSection:
+        names = [(probe.endpoint, probe.name) for probe in self.probes]
+        if twice := sorted({f"{e}/{n}" for e, n in names if names.count((e, n)) > 1}):
+            raise ValueError(f"two probes have the name {', '.join(twice)}: give each a `name` of its own")
+        return self
+
+    def secrets(self) -> frozenset[str]:
+        """Returns the variables that hold secrets of receivers, which the monitor needs and nothing else."""
+        notify = self.notify
+        named = {action.secret_env for action in self.actions}
+        if notify.email is not None:
+            named.add(notify.email.password_env)
+        if notify.slack is not None:
+            named.add(notify.slack.url_env)
+        if notify.pagerduty is not None:
+            named.add(notify.pagerduty.routing_key_env)
+        if notify.webhook is not None:
+            named.add(notify.webhook.secret_env)
+        return frozenset(name for name in named if name)

@@ -1,0 +1,126 @@
+"""A canary: the challenger gets more traffic in steps, and none at once when it is worse than the champion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.registry.rollout.share_test import BadShare, ShareTest
+
+Criterion = Literal["errors", "late", "disliked"]
+CRITERIA: tuple[Criterion, ...] = ("errors", "late", "disliked")
+Action = Literal["hold", "advance", "complete", "roll_back"]
+_NAMES = {"errors": "failed requests", "late": "late first tokens", "disliked": "disliked answers"}
+
+
+class CanaryStep(Config):
+    percent: float = Field(gt=0, le=100)
+    """The challenger's share of traffic."""
+    for_s: bounds.Seconds = 60.0
+    """The least time that it lasts."""
+    requests: int = Field(default=100, ge=1)
+    """The least number of the challenger's requests in it."""
+
+
+class CanarySpec(Config):
+    """The steps of a canary, and what ends it."""
+
+    steps: tuple[CanaryStep, ...] = Field(
+        default=tuple(CanaryStep(percent=percent) for percent in (5, 25, 50, 100)), min_length=1, max_length=100
+    )
+    alpha: float = Field(default=0.001, gt=0, lt=0.5)
+    """The probability of rolling back a challenger that is no worse than the champion, however long it takes. A step of
+    100 % may add as much again."""
+    tolerance: float = Field(default=0.005, ge=0, lt=1)
+    """The excess over the champion's share of failed, late or disliked requests that is accepted even if it is real."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> CanarySpec:
+        percents = [step.percent for step in self.steps]
+        if percents != sorted(set(percents)):
+            raise ValueError("the steps' percents must rise")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionCounts:
+    """The outcomes of one revision's requests since the last report."""
+
+    requests: int = 0
+    errors: int = 0
+    """Requests that failed by the server's fault; refusals and clients that left are none."""
+    started: int = 0
+    """Requests with a first token, or that waited for it longer than the goal."""
+    late: int = 0
+    """Those of `started` whose first token came after the goal."""
+    judged: int = 0
+    """Answers with a quality score: a thumb, or a judge's verdict."""
+    disliked: int = 0
+
+    def share(self, criterion: Criterion) -> BadShare:
+        if criterion == "errors":
+            return BadShare(self.requests, self.errors)
+        return BadShare(self.started, self.late) if criterion == "late" else BadShare(self.judged, self.disliked)
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryState:
+    step: int
+    since_s: float
+    """The begin of the step."""
+    requests: int = 0
+    """The challenger's requests in this step."""
+    tests: Mapping[Criterion, ShareTest] = field(default_factory=lambda: dict.fromkeys(CRITERIA, ShareTest()))
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryDecision:
+    action: Action
+    percent: float
+    """The challenger's share of traffic from now on."""
+    reason: str
+
+
+def begin(spec: CanarySpec, now_s: float) -> tuple[CanaryState, CanaryDecision]:
+    percent = spec.steps[0].percent
+    return CanaryState(0, now_s), CanaryDecision("advance", percent, f"begins with {percent:g} %")
+
+
+def decide(
+    spec: CanarySpec, state: CanaryState, champion: RevisionCounts, challenger: RevisionCounts, now_s: float
+) -> tuple[CanaryState, CanaryDecision]:
+    """Returns the next state and what to do, given what was counted since the last call.
+
+    The end of the last step completes the rollout. In a step of 100 % the challenger is compared with the upper
+    limit of what the champion did before.
+    """
+    step = spec.steps[state.step]
+    tests = {
+        criterion: _updated(test, champion.share(criterion), challenger.share(criterion), spec)
+        for criterion, test in state.tests.items()
+    }
+    state = replace(state, tests=tests, requests=state.requests + challenger.requests)
+    for criterion, test in tests.items():
+        if test.e_value >= len(CRITERIA) / spec.alpha and test.excess > spec.tolerance:
+            why = f"{test.b.mean:.1%} {_NAMES[criterion]} in {test.b.total}, against {test.a.mean:.1%} of the champion"
+            return state, CanaryDecision("roll_back", 0.0, why)
+    left_s, left = state.since_s + step.for_s - now_s, step.requests - state.requests
+    if left_s > 0 or left > 0:
+        missing = [f"{left_s:.0f} s"] * (left_s > 0) + [f"{left} requests"] * (left > 0)
+        return state, CanaryDecision("hold", step.percent, f"{step.percent:g} % for another {' and '.join(missing)}")
+    if state.step + 1 == len(spec.steps):
+        return state, CanaryDecision("complete", 100.0, "all steps passed")
+    following = spec.steps[state.step + 1].percent
+    state = replace(state, step=state.step + 1, since_s=now_s, requests=0)
+    return state, CanaryDecision("advance", following, f"{step.percent:g} % passed")
+
+
+def _updated(test: ShareTest, champion: BadShare, challenger: BadShare, spec: CanarySpec) -> ShareTest:
+    if champion.total or not test.a.total:
+        return test.updated(champion, challenger)
+    return test.against(test.a.upper(spec.alpha) + spec.tolerance, challenger)

@@ -1,0 +1,208 @@
+"""The states of a rollout: what was observed of both revisions, and what is decided next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from raytide.core.bounds import printable
+from raytide.core.objects.endpoint import Endpoint, EndpointState
+from raytide.core.objects.endpoint_load import EndpointLoad
+from raytide.core.specs.rollout import CountedRevision, Rollout, RolloutState
+from raytide.registry.rollout.ab_test import Arm, last_look, look
+from raytide.registry.rollout.canary import CRITERIA, CanaryState, RevisionCounts, begin, decide
+from raytide.registry.rollout.spec import AbTestSpec, RolloutSpec
+
+GRACE_S = 3.0
+"""The time from an outcome until the application that lost begins to drain: by then gateways send it nothing."""
+_STATE = TypeAdapter(CanaryState)
+_GONE = frozenset({EndpointState.DELETING, EndpointState.DELETED})
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView:
+    """The observations of one rollout."""
+
+    champion: Endpoint | None
+    """None once it is deleted."""
+    challenger: Endpoint | None
+    ready: int = 0
+    """The challenger's replicas that answer."""
+    counts: Mapping[int, CountedRevision] = field(default_factory=dict)
+    """The totals since the begin, by revision."""
+    liked: Mapping[int, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
+    """In an A/B test: the judged and the liked answers by revision and group of users."""
+
+    @property
+    def needed(self) -> int:
+        """The replicas that the challenger must have before it serves alone."""
+        return max(1, self.challenger.spec.replicas.min) if self.challenger is not None else 1
+
+
+def advance_all(
+    rollouts: Iterable[Rollout],
+    endpoints: Mapping[str, Endpoint],
+    loads: Mapping[str, EndpointLoad],
+    counts: Mapping[int, Mapping[int, CountedRevision]],
+    now_s: float,
+    liked: Mapping[int, Mapping[int, Mapping[int, tuple[int, int]]]] = MappingProxyType({}),
+) -> dict[int, Rollout]:
+    """Returns the rollouts by number, each a step further. `endpoints` are those not deleted, by application."""
+    moved = {}
+    for rollout in rollouts:
+        load = loads.get(rollout.challenger_application)
+        view = RolloutView(
+            endpoints.get(rollout.champion_application),
+            endpoints.get(rollout.challenger_application),
+            0 if load is None else load.ready,
+            counts.get(rollout.number, {}),
+            liked.get(rollout.number, {}),
+        )
+        moved[rollout.number] = advance(rollout, view, now_s)
+    return moved
+
+
+def advance(rollout: Rollout, view: RolloutView, now_s: float) -> Rollout:
+    """Returns the rollout after one look at its revisions."""
+    if not rollout.state.is_live:
+        loser = view.champion if rollout.loser == rollout.champion_application else view.challenger
+        is_gone = rollout.ended_at_s is None and loser is None
+        return replace(rollout, ended_at_s=now_s) if is_gone else rollout
+    if view.champion is None or view.champion.state in _GONE:
+        return _decided(rollout, RolloutState.STOPPED, "the endpoint was deleted", now_s)
+    if rollout.asked == "stop":
+        return _decided(rollout, RolloutState.STOPPED, _asked(rollout), now_s)
+    if view.challenger is None or view.challenger.state in _GONE:
+        return _decided(rollout, RolloutState.ROLLED_BACK, "the challenger was deleted", now_s)
+    if view.challenger.state is EndpointState.FAILED:
+        why = f"the challenger failed: {view.challenger.reason}"
+        return _decided(rollout, RolloutState.ROLLED_BACK, why, now_s)
+    try:
+        spec = RolloutSpec.model_validate(rollout.plan)
+    except ValueError as error:
+        why = f"its plan cannot be read any more: {printable(str(error), 200)}"
+        return _decided(rollout, RolloutState.ROLLED_BACK, why, now_s)
+    if rollout.state is RolloutState.STARTING:
+        return _started(rollout, spec, view, now_s)
+    if rollout.asked == "promote":
+        return _promoted(rollout, view, _asked(rollout), now_s)
+    return _measured(rollout, spec, view, now_s)
+
+
+def losing_endpoints(
+    rollouts: Iterable[Rollout], endpoints: Mapping[str, Endpoint], now_s: float
+) -> dict[str, Endpoint]:
+    """Returns the endpoints that must drain and end now, because their rollout is decided."""
+    found = {}
+    for rollout in rollouts:
+        loser = endpoints.get(rollout.loser)
+        is_due = rollout.decided_at_s is not None and now_s - rollout.decided_at_s >= GRACE_S
+        if not rollout.state.is_live and is_due and loser is not None and loser.state not in _GONE:
+            why = f"the rollout of revision {rollout.challenger} is over: {rollout.state.replace('_', ' ')}"
+            found[loser.name] = replace(loser, state=EndpointState.DELETING, reason=why)
+    return found
+
+
+def _started(rollout: Rollout, spec: RolloutSpec, view: RolloutView, now_s: float) -> Rollout:
+    if view.ready > 0:
+        if spec.canary is not None:
+            state, decision = begin(spec.canary, now_s)
+            percent, reason, progress = decision.percent, decision.reason, _dumped(state)
+        else:
+            percent, reason, progress = (0.0 if spec.ab is None else spec.ab.percent), "both revisions are ready", {}
+        return replace(rollout, state=RolloutState.RUNNING, percent=percent, reason=reason, progress=progress)
+    if now_s - rollout.created_at_s > spec.ready_within_s:
+        why = f"no replica of the challenger answered within {spec.ready_within_s:g} s"
+        return _decided(rollout, RolloutState.ROLLED_BACK, why, now_s)
+    return rollout
+
+
+def _measured(rollout: Rollout, spec: RolloutSpec, view: RolloutView, now_s: float) -> Rollout:
+    """Compares the revisions by what was counted since the last look."""
+    before = rollout.progress.get("seen", {})
+    sides = {"champion": rollout.champion, "challenger": rollout.challenger}
+    seen = {side: _total(view.counts.get(revision)) for side, revision in sides.items()}
+    champion, challenger = (_since(seen[side], before.get(side, {})) for side in sides)
+    if spec.ab is not None:
+        return _compared(replace(rollout, progress={**rollout.progress, "seen": seen}), spec.ab, view)
+    if spec.canary is None:
+        return replace(rollout, progress={**rollout.progress, "seen": seen})
+    state = _STATE.validate_python(rollout.progress["canary"])
+    state, decision = decide(spec.canary, state, champion, challenger, now_s)
+    rollout = replace(rollout, progress={**_dumped(state), "seen": seen})
+    if decision.action == "roll_back":
+        return _decided(rollout, RolloutState.ROLLED_BACK, decision.reason, now_s)
+    if decision.action == "complete":
+        return _promoted(rollout, view, decision.reason, now_s)
+    return replace(rollout, percent=decision.percent, reason=decision.reason)
+
+
+def _compared(rollout: Rollout, spec: AbTestSpec, view: RolloutView) -> Rollout:
+    """Looks at the test of the share of liked answers. It never ends a rollout: a user does."""
+    champion, challenger = (_arm(view.liked.get(each, {})) for each in (rollout.champion, rollout.challenger))
+    found = look(spec.test, champion, challenger, last_look(rollout.progress))
+    dumped = {name: None if value in (math.inf, -math.inf) else value for name, value in asdict(found).items()}
+    sides = {"a": "the champion is liked better", "b": "the challenger is liked better"}
+    reason = sides.get(
+        found.winner, found.reason.replace("a has", "the champion has").replace("b has", "the challenger has")
+    )
+    if found.low > -math.inf:
+        reason += (
+            f": {found.difference:+.1%} liked answers ({found.low:+.1%} to {found.high:+.1%}, p {found.p_value:.3g})"
+        )
+    return replace(rollout, progress={**rollout.progress, "test": dumped}, reason=reason)
+
+
+def _arm(liked: Mapping[int, tuple[int, int]]) -> Arm:
+    arm = Arm()
+    for group, (judged, good) in liked.items():
+        arm.add(group, float(good), judged)
+    return arm
+
+
+def _promoted(rollout: Rollout, view: RolloutView, why: str, now_s: float) -> Rollout:
+    """Lets the challenger serve alone once it has the replicas for it."""
+    if view.ready < view.needed:
+        waits = f"{why}; {view.ready} of {view.needed} replicas of the challenger are ready"
+        return replace(rollout, percent=100.0, reason=waits)
+    return replace(_decided(rollout, RolloutState.PROMOTED, why, now_s), percent=100.0)
+
+
+def _decided(rollout: Rollout, state: RolloutState, why: str, now_s: float) -> Rollout:
+    return replace(rollout, state=state, percent=0.0, reason=why, decided_at_s=now_s)
+
+
+def _asked(rollout: Rollout) -> str:
+    return f"asked for by {rollout.asked_by}" + (f": {rollout.asked_why}" if rollout.asked_why else "")
+
+
+def _dumped(state: CanaryState) -> dict[str, Any]:
+    return {"canary": _STATE.dump_python(state, mode="json")}
+
+
+_NAMES = tuple(RevisionCounts.__dataclass_fields__)
+
+
+def _total(counted: CountedRevision | None) -> dict[str, int]:
+    values = {} if counted is None else counted.model_dump(exclude={"rollout", "revision"})
+    return {**asdict(RevisionCounts()), **values}
+
+
+def _since(total: Mapping[str, int], before: Mapping[str, int]) -> RevisionCounts:
+    """Returns the difference of two totals."""
+    gained = {name: max(0, total[name] - before.get(name, 0)) for name in _NAMES}
+    for whole, part in (("requests", "errors"), ("started", "late"), ("judged", "disliked")):
+        gained[part] = min(gained[part], gained[whole])  # a thumb that was changed counts once
+    return RevisionCounts(**gained)
+
+
+def intervals(counted: CountedRevision) -> dict[str, tuple[float, float, float]]:
+    """Returns the share of bad requests by criterion, with the limits of its 95 % interval."""
+    counts = RevisionCounts(**{name: value for name, value in _total(counted).items() if name in _NAMES})
+    shares = {criterion: counts.share(criterion) for criterion in CRITERIA}
+    return {name: (each.mean, each.lower(0.025), each.upper(0.025)) for name, each in shares.items() if each.total}

@@ -1,0 +1,64 @@
+"""Decides the promotion of a challenger, by a rule on the metrics of both versions and on their results under load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from raytide.core.specs.model_version import MetricRule, PromotionRule
+from raytide.registry.rollout.ab_test import Comparison
+
+
+@dataclass(frozen=True, slots=True)
+class PromotionDecision:
+    promotes: bool
+    reasons: tuple[str, ...]
+    """The conditions that hold if it promotes, else those that do not."""
+
+
+def decide_promotion(
+    rule: PromotionRule,
+    champion: Mapping[str, float] | None,
+    challenger: Mapping[str, float],
+    online: Comparison | None = None,
+) -> PromotionDecision:
+    """Returns whether the challenger (arm b of `online`) replaces the champion, and why.
+
+    `champion` is None if there is none yet: then improvements count as given, and limits still hold.
+    """
+    held: list[str] = []
+    broken: list[str] = []
+    for name, metric in rule.metrics.items():
+        for text, holds in _checks(name, metric, champion, challenger):
+            (held if holds else broken).append(text)
+    if rule.online != "ignored" and champion is not None:
+        winner = online.winner if online is not None else ""
+        holds = winner == "b" if rule.online == "better" else online is not None and winner != "a"
+        shown = {"a": "the champion won", "b": "the challenger won"}.get(winner, "no difference was proven")
+        text = f"A/B test: {shown if online is not None else 'there is none'}"
+        (held if holds else broken).append(text)
+    return PromotionDecision(not broken, tuple(broken or held))
+
+
+def _checks(
+    name: str, rule: MetricRule, champion: Mapping[str, float] | None, challenger: Mapping[str, float]
+) -> list[tuple[str, bool]]:
+    if name not in challenger:
+        return [(f"{name}: the challenger was not evaluated", False)]
+    sign, value = (1.0 if rule.better == "higher" else -1.0), challenger[name]
+    checks = []
+    if rule.limit is not None:
+        word = "at least" if rule.better == "higher" else "at most"
+        checks.append((f"{name}: {value:g}, wanted {word} {rule.limit:g}", _reaches(sign * value, sign * rule.limit)))
+    if rule.gain is not None and champion is not None:
+        if name not in champion:
+            return [*checks, (f"{name}: the champion was not evaluated", False)]
+        gain = sign * (value - champion[name])
+        checks.append((f"{name}: {gain:+g} over the champion's {champion[name]:g}", _reaches(gain, rule.gain)))
+    return checks
+
+
+def _reaches(value: float, wanted: float) -> bool:
+    """Allows for rounding: 12.0 - 11.9 is a gain of 0.1."""
+    return value >= wanted or math.isclose(value, wanted, rel_tol=1e-9, abs_tol=1e-12)

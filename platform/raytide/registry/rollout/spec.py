@@ -1,0 +1,61 @@
+"""A rollout as a user asks for it."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.specs.rollout import RolloutKind
+from raytide.registry.rollout.ab_test import AbSpec
+from raytide.registry.rollout.canary import CanarySpec
+
+
+class ShadowSpec(Config):
+    """Copies of requests go to the challenger, whose answers no user gets."""
+
+    percent: float = Field(default=10.0, gt=0, le=100)
+    """The share of the champion's requests that are copied."""
+
+
+class AbTestSpec(Config):
+    """A fixed split between two revisions, until a user ends it."""
+
+    percent: float = Field(default=50.0, gt=0, lt=100)
+    """The challenger's share of users."""
+    test: AbSpec = AbSpec(effect=0.05)
+    """The test of the share of answers with a thumb up."""
+
+
+class RolloutSpec(Config):
+    """`raytide serve --canary`, `--shadow` or `--ab`: exactly one of the three."""
+
+    canary: CanarySpec | None = None
+    shadow: ShadowSpec | None = None
+    ab: AbTestSpec | None = None
+    ready_within_s: bounds.Seconds = 900.0
+    """The time within which a replica of the challenger must answer."""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if sum(each is not None for each in (self.canary, self.shadow, self.ab)) != 1:
+            raise ValueError("give one of canary, shadow and ab")
+        return self
+
+    @property
+    def kind(self) -> RolloutKind:
+        return "canary" if self.canary is not None else "shadow" if self.shadow is not None else "ab"
+
+
+class NewRollout(Config):
+    """A request for a rollout: the challenger's spec, how its traffic grows, and why."""
+
+    spec: dict[str, Any]
+    rollout: RolloutSpec
+    why: bounds.Word = ""
+
+    def serve_spec(self, team: str) -> ServeSpec:
+        return ServeSpec.parse({"team": team, **self.spec}, where="serve")

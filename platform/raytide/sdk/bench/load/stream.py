@@ -1,0 +1,145 @@
+"""One streamed request: it is sent, its tokens are timed as they arrive, and what went wrong has a code."""
+
+from __future__ import annotations
+
+import json
+import time
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+_MOST_ERROR_BYTES = 10_000
+
+
+@dataclass(slots=True)
+class BenchRecord:
+    """One request: times are in seconds, from the start of the measurement, or since it was sent."""
+
+    due_s: float
+    """The time at which it should have been sent."""
+    sent_s: float = 0.0
+    ttft_s: float | None = None
+    """The time to its first token; None before it arrives."""
+    e2e_s: float | None = None
+    """The time to its end, or to its failure; None while it runs."""
+    gaps_s: array[float] = field(default_factory=lambda: array("d"))
+    """The times between events that carry tokens."""
+    prompt_tokens: int = 0
+    """The prompt tokens, as the server counts them once it has answered."""
+    wanted_tokens: int = 0
+    """The number of tokens that the request asked for."""
+    cached_tokens: int = 0
+    usage_tokens: int | None = None
+    """Generated tokens as the server counts them; None if it did not tell."""
+    error: str = ""
+    """The code of the failure: HTTP's status and the server's own code, `timeout`, `connection`,
+    `malformed`, or `incomplete`."""
+
+    @property
+    def is_answered(self) -> bool:
+        return self.e2e_s is not None and not self.error
+
+    @property
+    def output_tokens(self) -> int:
+        """The generated tokens; for a server that does not count them, the events that carried some."""
+        if self.usage_tokens is not None:
+            return self.usage_tokens
+        return 0 if self.ttft_s is None else 1 + len(self.gaps_s)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """The mean time of each token after the first; None for fewer than two."""
+        if self.ttft_s is None or self.e2e_s is None or self.output_tokens < 2:
+            return None
+        return sum(self.gaps_s) / (self.output_tokens - 1)
+
+
+async def send(session: aiohttp.ClientSession, url: str, body: bytes, record: BenchRecord, start_s: float) -> None:
+    """Sends one request and fills its record. `start_s` is the start of the measurement by `time.perf_counter`."""
+    sent_s = time.perf_counter()
+    record.sent_s = sent_s - start_s
+    answer = _Answer(record, sent_s)
+    try:
+        async with session.post(url, data=body) as response:
+            if response.status != 200:
+                record.error = f"{response.status} {_code_of(await response.content.read(_MOST_ERROR_BYTES))}".strip()
+            else:
+                async for piece in response.content.iter_any():
+                    answer.feed(piece)
+                if not record.error and not answer.has_ended:
+                    record.error = "incomplete"
+    except TimeoutError:
+        record.error = "timeout"
+    except aiohttp.ClientError:
+        record.error = "connection"
+    except ValueError:  # an event that is no JSON
+        record.error = "malformed"
+    record.e2e_s = (time.perf_counter() if record.error else answer.last_s) - sent_s
+
+
+class _Answer:
+    """Reads the events of one stream into its record."""
+
+    def __init__(self, record: BenchRecord, sent_s: float) -> None:
+        self._record, self._sent_s = record, sent_s
+        self._rest = b""
+        self.last_s = sent_s
+        """The time of the last token."""
+        self.has_ended = False
+
+    def feed(self, piece: bytes) -> None:
+        now_s = time.perf_counter()
+        *events, self._rest = (self._rest + piece).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            for data in _data_of(event):
+                if data == b"[DONE]":
+                    self.has_ended = True
+                else:
+                    self._take(json.loads(data), now_s)
+
+    def _take(self, event: Mapping[str, Any], now_s: float) -> None:
+        record = self._record
+        if "error" in event:
+            record.error = f"stream {_error_code(event['error'])}".strip()
+        if any(map(_has_token, event.get("choices") or ())):
+            if record.ttft_s is None:
+                record.ttft_s = now_s - self._sent_s
+            else:
+                record.gaps_s.append(now_s - self.last_s)
+            self.last_s = now_s
+        if usage := event.get("usage"):
+            record.usage_tokens = int(usage.get("completion_tokens") or 0)
+            record.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+            record.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def _has_token(choice: Mapping[str, Any]) -> bool:
+    """Returns False for the events of a chat that have only the role, or the reason why it ended."""
+    if "delta" not in choice:
+        return True
+    delta = choice["delta"] or {}
+    return any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls", "refusal"))
+
+
+def _data_of(event: bytes) -> Iterator[bytes]:
+    """Yields what follows `data:`; comments and other fields of the event are left out."""
+    for line in event.split(b"\n"):
+        if line.startswith(b"data:"):
+            yield line[5:].strip()
+
+
+def _code_of(body: bytes) -> str:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return ""
+    return _error_code(found.get("error", found)) if isinstance(found, dict) else ""
+
+
+def _error_code(error: object) -> str:
+    if not isinstance(error, dict):
+        return ""
+    return str(error.get("code") or error.get("type") or "")[:100]

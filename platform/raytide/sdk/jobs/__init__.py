@@ -1,0 +1,1 @@
+"""Handles of jobs, training runs, scripts and tasks."""

@@ -1,0 +1,19 @@
+"""Progress of a job from inside it."""
+
+from __future__ import annotations
+
+from raytide.control.client import ApiClient
+from raytide.core.config import environment
+from raytide.core.errors import UsageError
+
+
+def report(**values: float | int | str) -> None:
+    """Reports numbers of the job that this process runs in: `rt.report(step=3, loss=2.1)`.
+
+    They are shown by `raytide ps`, judged by the sweeps of workflows, and the metrics of script stages. Call it on one
+    rank, about once a second. Raises UsageError outside of a job.
+    """
+    job = environment("JOB")
+    if job is None:
+        raise UsageError("this process runs in no job.", hint="`raytide run` and script stages of flows start one.")
+    ApiClient.find().report(job, values)

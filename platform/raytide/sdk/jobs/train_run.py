@@ -1,0 +1,124 @@
+"""A training run in the SDK: metrics and their picture, also while it runs, a profile on request, and the result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytide.actors.trainer.run_log import history
+from raytide.actors.trainer.run_log.history import RunHistory
+from raytide.actors.trainer.types import RunResult
+from raytide.control.client import ApiClient
+from raytide.control.views import JobView, from_json
+from raytide.core.objects.job import JobKind
+from raytide.dashboards.figures.style import Picture
+from raytide.dashboards.figures.training import picture
+from raytide.sdk.display import Glance
+from raytide.sdk.jobs.flow_run import FlowRun, is_flow
+from raytide.sdk.jobs.job_run import Run
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from raytide.actors.trainer.run_log.curve import RunCurves
+
+_POINTS = 2000
+_PHASES = "times/"
+_WATCHED = ("loss", "tokens_per_s")
+
+
+class TrainRun(Run):
+    """A training job. Its metrics come from its files where this machine has them, else from the API."""
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Returns one mapping for each step so far; steps that were repeated after a failure appear once.
+
+        Where only the API can read the run's files, a long run has at most 2,000 of its steps.
+        """
+        return self.history().steps
+
+    def table(self) -> pa.Table:
+        """Returns `metrics()` as an Arrow table."""
+        import pyarrow as pa
+
+        return pa.Table.from_pylist(self.metrics())
+
+    def events(self) -> list[dict[str, Any]]:
+        """Returns the events of the gang and of single batches, in order."""
+        return self.history().events
+
+    def plot(self) -> Picture:
+        """Returns the run's curves. A notebook displays them; `save` writes a .svg, .png or .html file."""
+        return self._picture(self.history())
+
+    def profile(self, steps: int = 3) -> None:
+        """Requests a profile of the next steps: traces and tables appear in `out`/profile. The run is not restarted.
+
+        It needs a machine that can write the spec's `out`.
+        """
+        from raytide.actors.trainer.run_log import profiler as profile
+
+        profile.request(self.out, steps)
+
+    def result(self, timeout_s: float = 86_400.0) -> RunResult:
+        """Waits for the end and returns the result. Raises RaytideError if the run failed.
+
+        It needs a machine that can read the spec's `out`.
+        """
+        self.wait(timeout_s)
+        return history.result(self.out)
+
+    def history(self) -> RunHistory:
+        """Returns the steps and events so far; none before the first step."""
+        if "step" not in self.refresh().progress:
+            return RunHistory([], [])
+        if Path(self.out).is_dir():
+            return history.read(self.out)
+        from raytide.actors.trainer.run_log.curve import RunCurves
+
+        found = self._client.call("GET", f"/v1/jobs/{self.id}/metrics", query={"points": _POINTS})
+        return from_curves(from_json(RunCurves, found))
+
+    def glance(self, *, is_whole: bool = False) -> Glance:
+        now = super().glance(is_whole=is_whole)
+        if not is_whole or "step" not in self.progress:
+            return now
+        found = self.history()
+        curves = {name: _finite([step.get(name) for step in found.steps]) for name in _WATCHED}
+        return replace(now, curves=curves, picture=lambda: str(self._picture(found)))
+
+    def _picture(self, found: RunHistory) -> Picture:
+        return picture(found, f"{self.view.job.spec.name} ({self.id})")
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + (str(self.plot()) if "step" in self.progress else "")
+
+
+def from_curves(curves: RunCurves) -> RunHistory:
+    """Returns the steps that the API's columns hold, one mapping for each, as a run's files have them."""
+    steps = []
+    for place, step in enumerate(curves.steps):
+        line: dict[str, Any] = {"step": step, "at_s": curves.at_s[place], "times": {}}
+        for name, values in curves.values.items():
+            if (value := values[place]) is None:
+                continue
+            if name.startswith(_PHASES):
+                line["times"][name.removeprefix(_PHASES)] = value
+            else:
+                line[name] = value
+        steps.append(line)
+    return RunHistory(steps, [dict(event) for event in curves.events])
+
+
+def run_of(client: ApiClient, view: JobView) -> Run:
+    """Returns the handle for a job of this kind."""
+    if view.job.spec.kind is JobKind.TRAIN:
+        return TrainRun(client, view)
+    return FlowRun(client, view) if is_flow(view) else Run(client, view)
+
+
+def _finite(values: Sequence[object]) -> list[float]:
+    return [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]

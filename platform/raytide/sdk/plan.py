@@ -1,0 +1,268 @@
+"""Plans without a cluster: what a training or an endpoint needs on the node types of a cluster.yaml."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from raytide.core.config import load_yaml
+from raytide.core.errors import CapacityError, ConfigError, NotFoundError
+from raytide.core.io import html
+from raytide.core.io.token_dataset import MANIFEST, parse_manifest
+from raytide.core.money import MICRO
+from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
+from raytide.core.objects.node import NodeType
+from raytide.core.specs.train import MemorySpec, Precision, TrainSpec
+from raytide.sizing.catalogue import MODELS
+from raytide.sizing.devices import device_of
+from raytide.sizing.model_shape import ModelShape
+from raytide.sizing.scaling.laws import BESIROGLU
+from raytide.sizing.search.fixes import misfit
+from raytide.sizing.search.plans import Objective, PlanSearch, SearchOptions, TrainingPlan, search_plans
+from raytide.sizing.serving import ReplicaPlan, ServingLoad, plan_replicas
+from raytide.sizing.workload import TrainWorkload
+
+COLUMNS = ("nodes", "layout", "step", "MFU", "time", "cost", "energy", "memory", "limited by")
+SERVING_COLUMNS = ("replicas", "each", "slots", "first token", "next token", "requests/s", "cost/h", "limited by")
+_TOKENS_PER_STEP = 1 << 20
+"""The global batch of a model that is planned by its name alone."""
+_SEQ_LEN = 4096
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plans of a training, best first. A notebook shows them as a table."""
+
+    workload: TrainWorkload
+    search: PlanSearch
+    node_types: tuple[NodeType, ...]
+
+    @property
+    def best(self) -> TrainingPlan:
+        """The first plan. Raises CapacityError, with the cheapest fix of the nearest miss, if none fits."""
+        if self.search.plans:
+            return self.search.plans[0]
+        raise CapacityError(f"no plan fits {self.workload.model.name}: {self.miss}", hint=self.fix)
+
+    @property
+    def miss(self) -> str:
+        """The reason why nothing fits, for the nearest miss; empty if a plan fits."""
+        if self.search.plans or not self.search.misses:
+            return "" if self.search.plans else "no node type has GPUs that the planner knows."
+        found = self._misfit()
+        return "its memory is a little short." if found is None else f"it needs {found.reason}."
+
+    @property
+    def fix(self) -> str:
+        """The cheapest change with which the nearest miss would fit."""
+        found = self._misfit() if self.search.misses else None
+        if found is not None and found.fixes:
+            return f"{found.fixes[0].describe()}."
+        return "Use a smaller model, or add a node type with more GPU memory."
+
+    def rows(self, most: int = 5) -> list[tuple[str, ...]]:
+        return [_row(plan) for plan in self.search.plans[:most]]
+
+    def json(self) -> dict[str, Any]:
+        model = self.workload.model
+        return {
+            "model": {"name": model.name, "parameters": model.parameters, "layers": model.layers},
+            "tokens": self.workload.tokens_per_step * self.workload.steps,
+            "steps": self.workload.steps,
+            "plans": [plan.json() for plan in self.search.plans],
+            "unknown_node_types": list(self.search.unknown),
+            "miss": self.miss,
+            "fix": "" if self.search.plans else self.fix,
+        }
+
+    def _misfit(self) -> Any:
+        nearest = min(self.search.misses, key=lambda each: each.memory_share)
+        small = replace(nearest.strategy, micro_batch=1)
+        return misfit(self.workload, small, nearest.node_type, nearest.device, nearest.devices, self.node_types)
+
+    def _repr_html_(self) -> str:
+        title = f"{self.workload.model.name}: {self.workload.tokens_per_step * self.workload.steps:.3g} tokens"
+        return html.framed(html.table(title, COLUMNS, self.rows()))
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """The replicas that a load needs on each node type, cheapest first."""
+
+    model: ModelShape
+    plans: tuple[ReplicaPlan, ...]
+
+    def rows(self, most: int = 5) -> list[tuple[str, ...]]:
+        return [
+            (
+                str(plan.replicas),
+                f"{plan.gpus} x {plan.device.name}",
+                str(plan.slots),
+                f"{plan.ttft_s * 1e3:.0f} ms",
+                f"{plan.tpot_s * 1e3:.1f} ms",
+                f"{plan.requests_per_s:.2f}",
+                f"${plan.usd_per_h:,.2f}",
+                plan.binding,
+            )
+            for plan in self.plans[:most]
+        ]
+
+    def json(self) -> dict[str, Any]:
+        return {"model": self.model.name, "plans": [plan.json() for plan in self.plans]}
+
+    def _repr_html_(self) -> str:
+        return html.framed(html.table(self.model.name, SERVING_COLUMNS, self.rows()))
+
+
+def plan(
+    source: str | Path | TrainSpec,
+    *,
+    cluster_file: str | Path = "cluster.yaml",
+    by: Objective = "cost",
+    hours: float | None = None,
+    tokens: float | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    precision: Precision | None = None,
+) -> PlanReport:
+    """Returns ranked plans of a training over the node types of a cluster.yaml. No cluster is needed, and no torch.
+
+    `source` is a TrainSpec or its YAML file, a model directory or its `config.json`, or the name of a known model, such
+    as `llama-3-8b`. Of a model alone, `tokens` are trained: by default as many as its size makes optimal.
+    """
+    config = load_cluster(cluster_file)
+    workload, memory = _workload(source, tokens, seq_len, global_batch, precision)
+    watts = config.settings.energy.watts_per_core
+    options = SearchOptions(objective=by, base=memory, hours=hours, watts_per_core=watts)
+    return PlanReport(workload, search_plans(workload, config.node_types, options), config.node_types)
+
+
+def plan_workload(spec: TrainSpec) -> tuple[TrainWorkload, MemorySpec]:
+    """Returns the work of a spec's steps, with its model's sizes, and the spec's memory options."""
+    return TrainWorkload.from_spec(spec, _model_of(spec)), spec.memory
+
+
+def plan_serving(model: str | Path, load: ServingLoad, *, cluster_file: str | Path = "cluster.yaml") -> ServingReport:
+    """Returns the replicas that a load needs on each node type of a cluster.yaml that can hold one, cheapest first."""
+    shape, config = model_named(model), load_cluster(cluster_file)
+    found: list[ReplicaPlan] = []
+    for node_type in _cheapest_of_each(config):
+        device = device_of(node_type)
+        gpus = int(node_type.resources.get("GPU", 0.0))
+        for size in (1, 2, 4, 8):
+            if device is None or size > gpus:
+                continue
+            price = node_type.price_micro_usd_h / MICRO / gpus
+            if (able := plan_replicas(shape, load, device, size, price)) is not None:
+                found.append(able)
+    if not found:
+        raise CapacityError(
+            f"no node type serves {shape.name} within its SLO on one node.",
+            hint="Allow more time, a smaller model, or add a node type with more GPU memory.",
+        )
+    return ServingReport(shape, tuple(sorted(found, key=lambda each: (each.usd_per_h, each.gpus * each.replicas))))
+
+
+def model_named(source: str | Path) -> ModelShape:
+    """Returns the sizes of a known model or of a Hugging Face `config.json`, given by its path or its folder's.
+    NotFoundError if it is neither."""
+    if str(source) in MODELS:
+        return MODELS[str(source)]
+    path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+    if not path.is_file():
+        raise NotFoundError(
+            f"{source} is neither a file nor a known model.", hint=f"Known models: {', '.join(sorted(MODELS))}."
+        )
+    try:
+        body = json.loads(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise ConfigError(f"{path} is not a model's config.json: {error}.", hint="Check the path.") from None
+    return _shape(body, str(path), Path(source).name if Path(source).is_dir() else path.parent.name or path.stem)
+
+
+def _workload(
+    source: str | Path | TrainSpec,
+    tokens: float | None,
+    seq_len: int | None,
+    global_batch: int | None,
+    precision: Precision | None,
+) -> tuple[TrainWorkload, MemorySpec]:
+    if isinstance(source, TrainSpec) or Path(source).suffix in (".yaml", ".yml"):
+        spec = source if isinstance(source, TrainSpec) else TrainSpec.parse(load_yaml(source), where=str(source))
+        changes = {"seq_len": seq_len, "global_batch": global_batch, "precision": precision}
+        spec = spec.model_copy(update={name: value for name, value in changes.items() if value is not None})
+        return plan_workload(spec)
+    model = model_named(source)
+    length = seq_len or _SEQ_LEN
+    batch = global_batch or max(1, _TOKENS_PER_STEP // length)
+    wanted = tokens or _optimal_tokens(model.parameters)
+    steps = max(1, round(wanted / (batch * length)))
+    return TrainWorkload(model, length, batch, steps, precision or "bf16"), MemorySpec()
+
+
+def _optimal_tokens(parameters: int) -> float:
+    """Returns the tokens for which this size is compute-optimal, by Besiroglu's fit: L's partial derivatives agree."""
+    law = BESIROGLU
+    slope = law.parameter_exponent * law.parameter_factor / parameters**law.parameter_exponent
+    return float((law.data_exponent * law.data_factor / slope) ** (1.0 / law.data_exponent))
+
+
+def _model_of(spec: TrainSpec) -> ModelShape:
+    """Returns the sizes of a spec's model, with the dataset's vocabulary if that can be read here."""
+    given, vocab = spec.model.config, spec.model.vocab_size
+    data = next(iter(spec.datasets), "")
+    manifest = Path(data) / MANIFEST
+    if vocab is None and data and manifest.is_file():
+        vocab = parse_manifest(manifest.read_bytes(), str(manifest)).vocab_size
+    if spec.init_from is not None:
+        folders = [Path(spec.init_from), Path(spec.init_from) / "model"]
+        found = next((folder for folder in folders if (folder / "config.json").is_file()), folders[0])
+        return replace(model_named(found), name=spec.name)
+    if isinstance(given, str):
+        return replace(model_named(given), name=spec.name)
+    if isinstance(given, dict):
+        body = {**({} if vocab is None else {"vocab_size": vocab}), **given}
+        return _shape(body, f"{spec.name}: model.config", spec.name)
+    if vocab is None:
+        raise ConfigError(
+            f"{spec.name}: the vocabulary is that of {data or 'its tokenizer'}, which is not here.",
+            hint="Set model.vocab_size.",
+        )
+    return _shape(spec.model.hf_config(vocab, 0), spec.name, spec.name)
+
+
+def _shape(config: dict[str, Any], where: str, name: str) -> ModelShape:
+    from raytide.actors.models.families import architecture_of
+    from raytide.actors.models.shape_of import model_shape
+
+    body = dict(config)
+    body.setdefault("eos_token_id", 0)
+    return model_shape(architecture_of(body, where), name)
+
+
+def _cheapest_of_each(config: ClusterConfig) -> Sequence[NodeType]:
+    """Returns the cheapest node type of each kind and number of GPUs."""
+    found: dict[tuple[str, float], NodeType] = {}
+    for node_type in sorted(config.node_types, key=lambda each: each.price_micro_usd_h):
+        device = device_of(node_type)
+        if device is not None and not device.is_cpu and node_type.max_nodes:
+            found.setdefault((device.name, node_type.resources["GPU"]), node_type)
+    return list(found.values())
+
+
+def _row(plan: TrainingPlan) -> tuple[str, ...]:
+    devices: Literal[""] | str = f" x {plan.devices} GPU" if not plan.device.is_cpu else ""
+    return (
+        f"{plan.nodes} x {plan.node_type.name}{devices}",
+        plan.layout_text,
+        f"{plan.step.total:.3g} s",
+        f"{plan.step.mfu:.1%}",
+        f"{plan.hours:,.1f} h",
+        f"${plan.usd:,.0f}" if plan.usd >= 100 else f"${plan.usd:,.2f}",
+        f"{plan.kwh:,.0f} kWh" if plan.kwh >= 10 else f"{plan.kwh:,.2f} kWh",
+        f"{plan.memory_share:.0%}" if plan.memory_share else "-",
+        plan.binding,
+    )

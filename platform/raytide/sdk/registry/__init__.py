@@ -1,0 +1,1 @@
+"""Handles of registered models and of rollouts."""

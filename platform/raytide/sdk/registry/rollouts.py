@@ -1,0 +1,34 @@
+"""The rollouts of endpoints in the SDK: what `serve` asks for, and how one goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raytide.core.errors import UsageError
+from raytide.registry.rollout.canary import CanarySpec
+
+
+def rollout_of(
+    canary: bool | Mapping[str, Any] | CanarySpec = False, shadow: float | None = None, ab: float | None = None
+) -> dict[str, Any] | None:
+    """Returns a RolloutSpec as JSON; None without any of the three. Raises UsageError for more than one.
+
+    `canary` is True for the default steps, a CanarySpec or its fields, which may include the rollout's
+    `ready_within_s`; `shadow` and `ab` are percents.
+    """
+    asked: dict[str, Any] = {}
+    common: dict[str, Any] = {}
+    if canary is not False:
+        fields = canary.model_dump(mode="json") if isinstance(canary, CanarySpec) else canary
+        fields = {} if fields is True else dict(fields)
+        if "ready_within_s" in fields:
+            common["ready_within_s"] = fields.pop("ready_within_s")
+        asked["canary"] = fields
+    if shadow is not None:
+        asked["shadow"] = {"percent": shadow}
+    if ab is not None:
+        asked["ab"] = {"percent": ab}
+    if len(asked) > 1:
+        raise UsageError(f"{' and '.join(asked)} cannot be combined.", hint="Choose one.")
+    return {**asked, **common} if asked else None

@@ -1,0 +1,1 @@
+"""Handles of endpoints, and the command of a batch of requests."""

@@ -1,0 +1,286 @@
+"""A served model in the SDK: wait for it, and talk to it with the official client."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from raytide.control.client import ApiClient
+from raytide.control.views import EndpointLogPart, EndpointStatus, RolloutStatus, from_json, to_json
+from raytide.core.errors import ConflictError, DataError, EngineError, NotFoundError, UsageError, WaitTimeoutError
+from raytide.core.io.html import framed, table
+from raytide.core.money import format_usd
+from raytide.core.objects.endpoint import EndpointState
+from raytide.core.objects.endpoint_load import LOADING
+from raytide.core.specs.live_changes import AdapterChange, WeightsChange
+from raytide.core.specs.rollout import Score
+from raytide.dashboards.figures.over_time import over_time
+from raytide.sdk.display import Glance, LiveView
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+    from raytide.sdk.bench import BenchProgress, BenchReport
+
+_POLL_S = 0.3
+_WATCH_S = 1.0
+_MOST_SHOWN = 600
+_FEEDBACK_S = 30.0
+
+
+class EndpointHandle:
+    """An endpoint in its last known state; `refresh`, `wait`, `watch` and `updates` renew it."""
+
+    def __init__(self, client: ApiClient, status: EndpointStatus) -> None:
+        self._client = client
+        self.status = status
+
+    @property
+    def name(self) -> str:
+        return self.status.endpoint.name
+
+    @property
+    def base_url(self) -> str:
+        """The `base_url` for OpenAI clients."""
+        return self.status.base_url
+
+    def refresh(self) -> EndpointHandle:
+        self.status = self._client.endpoint(self.name)
+        return self
+
+    def wait(self, *, replicas: int = 1, timeout_s: float = 600.0) -> EndpointHandle:
+        """Blocks until this many replicas answer and returns the endpoint. Raises EngineError or WaitTimeoutError.
+
+        A notebook or a terminal shows its progress meanwhile.
+        """
+        with LiveView(is_shown=self.status.ready_replicas < replicas) as live:
+            for _ in self.updates(replicas=replicas, timeout_s=timeout_s):
+                live.show(partial(self.glance, replicas))
+        return self
+
+    def watch(self, *, for_s: float = 86_400.0) -> EndpointHandle:
+        """Shows the endpoint for so long, live, in a notebook or on a terminal: its replicas, requests and cost.
+
+        An interrupt ends it.
+        """
+        until_s, ongoing, ready = time.monotonic() + for_s, list[float](), list[float]()
+        with LiveView() as live, suppress(KeyboardInterrupt):
+            while (left_s := until_s - time.monotonic()) > 0:
+                status = self.refresh().status
+                ongoing.append(status.ongoing)
+                ready.append(status.ready_replicas)
+                live.show(partial(self._glance_back, ongoing[-_MOST_SHOWN:], ready[-_MOST_SHOWN:]))
+                time.sleep(min(_WATCH_S, left_s))
+        return self
+
+    def _glance_back(self, ongoing: list[float], ready: list[float]) -> Glance:
+        curves = {"in flight": ongoing, "replicas": ready}
+        title = f"endpoint {self.name}"
+        now = self.glance(self.status.endpoint.target_replicas)
+        return replace(now, curves=curves, picture=lambda: str(over_time(curves, title, every_s=_WATCH_S)))
+
+    def glance(self, replicas: int = 1) -> Glance:
+        """Returns what `wait` shows of the endpoint now."""
+        status = self.status
+        facts = {
+            "state": str(status.endpoint.state),
+            "replicas": f"{status.ready_replicas} of {status.endpoint.target_replicas}",
+            "in flight": f"{status.ongoing:g}",
+            "cost": format_usd(status.cost_micro_usd),
+        }
+        if status.waiting is not None:
+            facts["why"] = status.waiting.reason
+        for start in status.startups:
+            if not start.is_ready and start.phases:
+                phase, seconds = start.phases[-1]
+                facts[start.id] = f"{phase} for {seconds:.0f} s"
+        return Glance(f"endpoint {self.name}", float(status.ready_replicas), float(replicas), facts)
+
+    def updates(self, *, replicas: int = 1, timeout_s: float = 600.0) -> Iterator[EndpointStatus]:
+        """Yields the endpoint's status at each poll, until this many replicas answer."""
+        deadline = time.monotonic() + timeout_s
+        while self.refresh().status.ready_replicas < replicas and self.status.endpoint.spec.backend is None:
+            if self.status.endpoint.state is EndpointState.FAILED:
+                raise EngineError(f"endpoint {self.name} failed: {self.status.endpoint.reason}")
+            if time.monotonic() > deadline:
+                waiting = self.status.waiting
+                raise WaitTimeoutError(
+                    f"endpoint {self.name}: {self.status.ready_replicas} of {replicas} replicas after {timeout_s:g} s.",
+                    hint=waiting.reason if waiting else "`raytide status` shows the nodes.",
+                )
+            yield self.status
+            time.sleep(_POLL_S)
+
+    def openai(self, **options: Any) -> OpenAI:
+        """Returns the official OpenAI client with this endpoint's address.
+
+        The latencies that it sees are reported to the cluster's metrics, unless the options have an `http_client`.
+        """
+        from openai import OpenAI
+
+        from raytide.sdk.serving.client_latency import LatencyReporter
+
+        if "http_client" not in options:
+            send = partial(self._client.call, "POST", f"/v1/endpoints/{self.name}/latency")
+            options["http_client"] = LatencyReporter(send).http_client()
+        return OpenAI(base_url=self.base_url, api_key=options.pop("api_key", "none"), **options)
+
+    def logs(self, *, follow: bool = False, tail: int | None = None, grep: str = "") -> Iterator[str]:
+        """Yields the lines that its replicas print, each after the replica's name, those of ended replicas included.
+
+        `tail`: only so many last lines of each replica's output. `grep`: a regular expression that a line must contain.
+        `follow` goes on until it is interrupted. Raises UsageError for a malformed expression.
+        """
+        try:
+            wanted = re.compile(grep)
+        except re.error as error:
+            raise UsageError(f"{grep!r} is not a regular expression: {error}.") from None
+        query: dict[str, object] = {} if tail is None else {"tail": tail}
+        while True:
+            found = from_json(EndpointLogPart, self._client.call("GET", f"/v1/endpoints/{self.name}/logs", None, query))
+            yield from (f"{line.replica} {line.text}" for line in found.lines if wanted.search(line.text))
+            query = {"after": found.after}
+            if not found.has_more:
+                if not follow:
+                    return
+                time.sleep(_WATCH_S)
+
+    def report(self, **signals: float) -> None:
+        """Reports values of `replicas.scale_on`, such as `report(queue=120)`; each counts for five minutes.
+
+        Raises NotFoundError for one that the endpoint does not scale on.
+        """
+        self._client.call("POST", f"/v1/endpoints/{self.name}/signals", signals)
+
+    def feedback(self, request_id: str, score: Score, comment: str = "", *, api_key: str = "none") -> int:
+        """Judges an answer by its id, up or down; returns the revision that gave it.
+
+        Raises NotFoundError for a request that is not of the key's team.
+        """
+        import httpx
+
+        body = {"request_id": request_id, "score": score, "comment": comment}
+        headers = {"Authorization": f"Bearer {api_key}"}
+        answer = httpx.post(f"{self.base_url}/feedback", json=body, headers=headers, timeout=_FEEDBACK_S)
+        if answer.status_code == NotFoundError.http_status:
+            raise NotFoundError(answer.json()["error"]["message"], hint="Send the id of an answer that has ended.")
+        if not answer.is_success:
+            raise EngineError(f"the judgement was refused: {answer.text[:500]}")
+        return int(answer.json()["revision"])
+
+    def bench(
+        self, *, api_key: str = "", on_progress: Callable[[BenchProgress], None] | None = None, **options: Any
+    ) -> BenchReport:
+        """Loads the endpoint and returns what it answered: first token, inter-token, throughput, goodput.
+
+        The options are the fields of `raytide.sdk.bench.BenchSpec`: `concurrency=16`, or `rate=4.0, poisson=True`, with
+        `requests`, `prompt_tokens`, `output_tokens`, `slo="ttft=300ms"` and others. The SLO is the endpoint's own if
+        none is given. An interrupt ends the load; the report has what there is by then.
+        """
+        from raytide.sdk.bench import BenchSpec, LoadGenerator
+
+        slo = {"ttft_s": self.status.endpoint.spec.replicas.slo_ttft_s}
+        fields = {"base_url": self.base_url, "model": self.name, "slo": slo, **options}
+        return LoadGenerator(BenchSpec.parse(fields, where="bench"), api_key=api_key).run(on_progress)
+
+    def rollout(self) -> RolloutStatus | None:
+        """Returns the endpoint's last rollout; None if it never had one."""
+        found = self._client.rollouts(self.name, limit=1)
+        return found[0] if found else None
+
+    def promote(self, why: str = "") -> RolloutStatus:
+        """Lets the challenger of the rollout that runs serve alone, once it has the replicas for it."""
+        return self._client.end_rollout(self.name, "promote", why)
+
+    def stop_rollout(self, why: str = "") -> RolloutStatus:
+        """Ends the rollout that runs: the champion serves alone again."""
+        return self._client.end_rollout(self.name, "stop", why)
+
+    def load_adapter(self, name: str, location: str, *, timeout_s: float = 600.0) -> EndpointHandle:
+        """Loads an adapter on all replicas, addressed as the model `ENDPOINT:NAME`, and blocks until they have it.
+
+        `location` is a directory, a URL or a registered model. Raises DataError if a replica cannot load it.
+        """
+        self.status = self._client.change_adapters(self.name, AdapterChange(load={name: location}))
+        return self.wait_for_adapters(timeout_s=timeout_s)
+
+    def unload_adapter(self, name: str) -> EndpointHandle:
+        """Unloads an adapter; requests that use it finish."""
+        self.status = self._client.change_adapters(self.name, AdapterChange(unload=(name,)))
+        return self
+
+    def swap_weights(self, location: str, *, timeout_s: float = 1800.0) -> EndpointHandle:
+        """Serves other weights of the same architecture, and blocks until all replicas do, one after the other.
+
+        No request fails meanwhile; those that run continue with the new weights. `location` is a directory, a URL or a
+        registered model, "" for the weights that the endpoint was created with. If a replica refuses them, those before
+        come back, and ConflictError is raised.
+        """
+        before = self.refresh().status.endpoint.spec.weights
+        self.status = self._client.change_weights(self.name, WeightsChange(location=location))
+        deadline, wanted = time.monotonic() + timeout_s, self.status.endpoint.spec.weights
+        while True:
+            live = self.refresh().status.live
+            if error := next((each.error for each in live if each.error and each.asked == wanted), ""):
+                self.status = self._client.change_weights(self.name, WeightsChange(location=before))
+                raise ConflictError(f"endpoint {self.name}: {error}", hint="It keeps the weights that it had.")
+            if len(live) >= self.status.ready_replicas and all(each.weights == wanted for each in live):
+                return self
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"endpoint {self.name}: weights are still being swapped after {timeout_s:g} s.")
+            time.sleep(_POLL_S)
+
+    def adapters(self) -> dict[str, list[str]]:
+        """Returns the adapters by name, each with its state on every replica that answers: "" for a loaded one,
+        `loading`, or the error.
+        """
+        names = sorted(self.status.endpoint.spec.adapters)
+        return {name: [each.adapters.get(name, LOADING) for each in self.status.live] for name in names}
+
+    def wait_for_adapters(self, *, timeout_s: float = 600.0) -> EndpointHandle:
+        """Blocks until every replica that answers has all adapters. Raises DataError with the first error."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            states = self.refresh().adapters()
+            seen = [state for each in states.values() for state in each]
+            if error := next((state for state in seen if state not in ("", LOADING)), ""):
+                raise DataError(f"endpoint {self.name}: {error}", hint="Unload the adapter, or load another one.")
+            known = {each.id for each in self.status.live}
+            if not states or (len(known) >= max(1, self.status.ready_replicas) and not any(seen)):
+                return self
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"endpoint {self.name}: adapters are still loading after {timeout_s:g} s.")
+            time.sleep(_POLL_S)
+
+    def delete(self) -> None:
+        self.status = self._client.delete_endpoint(self.name)
+
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = to_json(self.status)
+        return value
+
+    def __repr__(self) -> str:
+        return f"EndpointHandle({self.name}, {self.status.endpoint.state}, {self.base_url})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("state", self.status.endpoint.state),
+            ("replicas", f"{self.status.ready_replicas} of {self.status.endpoint.target_replicas}"),
+            ("requests in flight", f"{self.status.ongoing:g}"),
+            ("url", self.base_url),
+            ("cost", format_usd(self.status.cost_micro_usd)),
+        ]
+        return framed(table(f"endpoint {self.name}", ("", ""), rows))
+
+
+def endpoint_row(handle: EndpointHandle) -> tuple[object, ...]:
+    """Returns an endpoint's row in a table of endpoints."""
+    status = handle.status
+    replicas = f"{status.ready_replicas} of {status.endpoint.target_replicas}"
+    cost = format_usd(status.cost_micro_usd)
+    return handle.name, status.endpoint.state, replicas, f"{status.ongoing:g}", cost, status.base_url

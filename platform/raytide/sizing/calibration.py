@@ -1,0 +1,93 @@
+"""Corrections of the planner by what runs measured: the pace of compute and the scale of activations, by device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from raytide.sizing.devices import Accelerator
+from raytide.sizing.memory.estimate import Hardware, estimate
+from raytide.sizing.step.step_time import step_time
+from raytide.sizing.workload import Strategy, TrainWorkload
+
+_LEAST, _MOST = 0.2, 20.0
+"""A correction beyond these says that the run measured something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """The median step and the peak memory of a run on known devices."""
+
+    workload: TrainWorkload
+    strategy: Strategy
+    device: Accelerator
+    devices_per_node: int
+    step_s: float
+    peak_bytes: float | None = None
+    """Allocated on one device; None if it was not measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corrections:
+    """Learned factors by the name of the device."""
+
+    pace: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
+
+    def apply(self, device: Accelerator) -> Accelerator:
+        """Returns the device with what was learned of its kind."""
+        return replace(
+            device,
+            pace=self.pace.get(device.name, device.pace),
+            memory_scale=self.memory.get(device.name, device.memory_scale),
+        )
+
+
+def learn(runs: Iterable[MeasuredRun]) -> Corrections:
+    """Returns the median correction of each kind of device over its runs.
+
+    The pace is what makes the predicted step equal the measured one; collectives and other parts that do not depend on
+    the pace are left as they are. Runs whose correction is not plausible are left out.
+    """
+    paces: dict[str, list[float]] = defaultdict(list)
+    scales: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        if (pace := solve_pace(run)) is not None:
+            paces[run.device.name].append(pace)
+        if (scale := _memory_scale(run)) is not None:
+            scales[run.device.name].append(scale)
+    return Corrections(
+        {name: median(found) for name, found in paces.items()},
+        {name: median(found) for name, found in scales.items()},
+    )
+
+
+def solve_pace(run: MeasuredRun) -> float | None:
+    """Returns the pace at which the prediction equals the measured step; None if none between 0.2 and 20 does."""
+
+    def predicted(pace: float) -> float:
+        device = replace(run.device, pace=pace)
+        return step_time(run.workload, run.strategy, device, run.devices_per_node).total
+
+    low, high = _LEAST, _MOST
+    if not predicted(low) <= run.step_s <= predicted(high):
+        return None
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predicted(middle) < run.step_s else (low, middle)
+    return (low + high) / 2
+
+
+def _memory_scale(run: MeasuredRun) -> float | None:
+    """Returns the factor of activations that explains the measured peak; None if states alone exceed it."""
+    if run.peak_bytes is None or run.device.is_cpu:
+        return None
+    found = estimate(run.workload, run.strategy, Hardware(0.0, fragmentation=0.0, context_bytes=0.0))
+    activations = found.terms["activations"]
+    rest = found.peak - activations
+    if activations <= 0 or run.peak_bytes <= rest:
+        return None
+    scale = (run.peak_bytes - rest) / activations
+    return scale if _LEAST < scale < _MOST else None

@@ -1,0 +1,1 @@
+"""The bytes that a rank needs, by term."""

@@ -1,0 +1,209 @@
+"""The memory of one rank of raytide's trainer, by term, and the most that it needs at once.
+
+The most is the larger of two moments: the end of the last forward pass before memory falls (activations and logits are
+there, gradients only of earlier micro-batches), and the end of the backward pass (gradients are complete, activations
+gone). Their sum would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from raytide.core.specs.parallelism import LOOPED
+from raytide.sizing.memory import activations
+from raytide.sizing.memory.activations import Slice
+from raytide.sizing.memory.states import StateBytes, busiest_pipeline_ranks, rank_states
+from raytide.sizing.workload import STATE_BYTES, Strategy, TrainWorkload
+
+FRAGMENTATION = 0.07
+"""The share of its allocations that PyTorch's caching allocator cannot use: 5 to 10 % (measured runs vary)."""
+CONTEXT_BYTES = 2 << 30
+"""The CUDA context, NCCL's buffers and libraries' workspaces of one process: 1 to 3 GiB."""
+_PREFETCHED = 2
+"""Layers whose weights FSDP2 has gathered at once: the one that runs and the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The properties of a device that decide its memory use."""
+
+    bytes: float
+    on_cpu: bool = False
+    fragmentation: float = FRAGMENTATION
+    context_bytes: float = CONTEXT_BYTES
+    activation_scale: float = 1.0
+    """Measured over predicted activations of earlier runs."""
+
+    @classmethod
+    def cpu(cls, nbytes: float = 0.0) -> Hardware:
+        return cls(nbytes, on_cpu=True, fragmentation=0.0, context_bytes=0.0)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank, by what they are for. Not all of them are needed at once: see `peak`."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    """On the device; 0 if it is offloaded."""
+    gathered: float
+    """Weights gathered for computation, in its dtype."""
+    reducing: float
+    """Gradients of a layer before they are reduced, and with ZeRO-1 those of all layers between micro-batches."""
+    layers: float
+    """Activations of all micro-batches in flight, on the device."""
+    recomputed: float
+    """Activations of the layer that the backward pass computes again."""
+    logits: float
+    """Log-probabilities kept for the backward pass."""
+    loss: float
+    """Logits and their gradient while the loss runs."""
+    micro_batch_activations: float
+    """Activations and kept logits of one micro-batch, offloaded ones included."""
+    earlier_gradients: float
+    """Gradients present at the end of a forward pass."""
+    context: float
+    fragmentation_share: float
+    host: float
+    """Bytes of this rank in the node's memory (offloaded state and activations)."""
+    disk: float
+
+    @cached_property
+    def forward_end(self) -> Mapping[str, float]:
+        """The terms when the last layer has run."""
+        return {
+            "weights": self.weights,
+            "optimizer": self.optimizer,
+            "gathered weights": self.gathered,
+            "gradients": self.earlier_gradients,
+            "activations": self.layers,
+            "logits": self.logits + self.loss,
+        }
+
+    @cached_property
+    def backward_end(self) -> Mapping[str, float]:
+        """The terms when the first layer's gradient is computed."""
+        return {
+            "weights": self.weights,
+            "optimizer": self.optimizer,
+            "gathered weights": self.gathered,
+            "gradients": self.gradients + self.reducing,
+            "activations": self.recomputed,
+            "logits": 0.0,
+        }
+
+    @cached_property
+    def terms(self) -> Mapping[str, float]:
+        """The terms at the moment of the most bytes, with fragmentation and context; their sum is `peak`."""
+        most = max(self.forward_end, self.backward_end, key=lambda each: sum(each.values()))
+        fragmentation = sum(most.values()) * self.fragmentation_share / (1.0 - self.fragmentation_share)
+        return {**most, "fragmentation": fragmentation, "context": self.context}
+
+    @cached_property
+    def peak(self) -> float:
+        """The bytes that the device must have."""
+        return sum(self.terms.values())
+
+    @property
+    def largest_term(self) -> str:
+        return max(self.terms, key=lambda name: self.terms[name])
+
+
+def estimate_rank(
+    workload: TrainWorkload, strategy: Strategy, hardware: Hardware, pipeline_rank: int = 0
+) -> MemoryEstimate:
+    """Returns the memory of the first data and tensor rank of a pipeline rank."""
+    model, sizes, layout, memory = workload.model, strategy.sizes, strategy.layout, strategy.memory
+    states = rank_states(workload, strategy, pipeline_rank)
+    count, sequences = strategy.microbatches(workload)
+    part = Slice(sequences, workload.seq_len, sizes.tensor, sizes.context, workload.bytes_each, on_cpu=hardware.on_cpu)
+    kept, whole, first, logits, loss = 0.0, 0.0, 0.0, 0.0, 0.0
+    for stage in layout.stages_of(pipeline_rank):
+        flight = in_flight(strategy, stage, count)
+        for sparse, layers in model.layer_kinds(layout.stage_layers(stage, model.layers)):
+            layer = layers * activations.checkpoint_bytes(model, part, memory, sparse=sparse)
+            kept, first = kept + flight * layer, first + layer
+            whole = max(whole, activations.layer_bytes(model, part, sparse=sparse))
+        if stage == 0:
+            kept, first = kept + flight * (ids := activations.first_bytes(model, part)), first + ids
+        if stage == layout.total_stages - 1:
+            logits, loss = activations.last_bytes(model, part, memory.loss_chunk)
+            first += logits
+    kept, first, whole = (each * hardware.activation_scale for each in (kept, first, whole))
+    place = memory.activations
+    away = kept if place != "none" else 0.0
+    resident = kept - away + (whole if place != "none" else 0.0)
+    has_earlier = count > 1
+    reducing = _reducing(workload, strategy, states, has_earlier=has_earlier)
+    return MemoryEstimate(
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer if memory.optimizer == "none" else 0,
+        gathered=_gathered(workload, strategy, states),
+        reducing=reducing,
+        layers=resident,
+        recomputed=whole if memory.checkpointing != "none" or place != "none" else 0.0,
+        logits=logits,
+        loss=loss,
+        micro_batch_activations=first,
+        earlier_gradients=states.gradients + (reducing if layout.zero == 1 else 0.0) if has_earlier else 0.0,
+        context=hardware.context_bytes,
+        fragmentation_share=hardware.fragmentation,
+        host=(away if place == "cpu" else 0.0) + (states.optimizer if memory.optimizer == "cpu" else 0),
+        disk=(away if place == "disk" else 0.0) + (states.optimizer if memory.optimizer == "disk" else 0),
+    )
+
+
+def estimate(
+    workload: TrainWorkload, strategy: Strategy, hardware: Hardware, pipeline_rank: int | None = None
+) -> MemoryEstimate:
+    """Returns the memory of the pipeline rank that needs the most, or of the given one."""
+    if pipeline_rank is not None:
+        return estimate_rank(workload, strategy, hardware, pipeline_rank)
+    ranks = busiest_pipeline_ranks(strategy.layout)
+    return max((estimate_rank(workload, strategy, hardware, rank) for rank in ranks), key=lambda each: each.peak)
+
+
+def in_flight(strategy: Strategy, stage: int, microbatches: int) -> float:
+    """Returns the micro-batches whose activations a stage holds at once.
+
+    1F1B: those between it and the end (Narayanan et al. 2021); interleaved: (1 + (p-1) / (p v)) of a whole pass over
+    its stages; V-shaped schedules: p stages' worth on every rank; GPipe and looped BFS: all.
+    """
+    layout, ranks = strategy.layout, strategy.layout.pipeline
+    if ranks == 1:
+        return 1.0
+    if layout.schedule in ("gpipe", "looped_bfs"):
+        return float(microbatches)
+    if layout.schedule == "1f1b":
+        return float(min(ranks - stage, microbatches))
+    if layout.schedule in LOOPED:
+        return min(float(microbatches), ranks * (1.0 + (ranks - 1) / (ranks * layout.rank_stages)))
+    return float(min(ranks, microbatches))
+
+
+def _gathered(workload: TrainWorkload, strategy: Strategy, states: StateBytes) -> float:
+    """Returns the bytes of gathered weights: all of the rank's part if they stay through the step, else the root's and
+    two layers'. One rank in fp32 computes with its own.
+    """
+    ranks = strategy.sizes.shard * strategy.sizes.context
+    if ranks == 1 and workload.bytes_each == STATE_BYTES:
+        return 0.0
+    frees = strategy.layout.frees_after_forward and ranks > 1
+    elements = states.outside + _PREFETCHED * states.largest_layer if frees else states.computed
+    return workload.bytes_each * min(elements, states.computed)
+
+
+def _reducing(workload: TrainWorkload, strategy: Strategy, states: StateBytes, *, has_earlier: bool) -> float:
+    """Returns the bytes of unreduced gradients. ZeRO-1 sums those of all layers in fp32 over the micro-batches."""
+    ranks = strategy.sizes.shard * strategy.sizes.context * strategy.sizes.replicate
+    layer = min(states.largest_layer, states.computed_trained)
+    one: float = (workload.bytes_each + STATE_BYTES) * max(layer, min(states.outside, states.computed_trained))
+    if ranks == 1 and workload.bytes_each == STATE_BYTES:
+        one = 0.0
+    accumulates = strategy.layout.zero == 1 or strategy.layout.pipeline > 1
+    whole = STATE_BYTES * states.computed_trained if accumulates and has_earlier and ranks > 1 else 0.0
+    return one + whole

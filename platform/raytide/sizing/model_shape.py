@@ -1,0 +1,148 @@
+"""The sizes of a decoder: its weights, one by one, and the compute of a token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Side = Literal["rows", "columns", "whole"]
+"""The part of a weight that tensor parallelism divides: its outputs, its inputs, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTensor:
+    """One weight. `division` is the dimension that tensor parallelism divides; None if every rank has it whole."""
+
+    module: str
+    """The last part of the module's name: q_proj, ffn_norm, embedding."""
+    shape: tuple[int, ...]
+    division: int | None = None
+    is_hidden: bool = False
+    """True for a matrix of a layer, which Muon orthogonalizes."""
+    is_trained: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer. Sizes are numbers of elements."""
+
+    name: str = "model"
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    layer_norms: bool = False
+    """Norms with a bias, which are LayerNorm; RMSNorm otherwise."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    head_norms: bool = False
+    post_norms: bool = False
+    positions: int = 0
+    """Learned positions; 0 for rotary ones."""
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    sparse_layers: tuple[int, ...] = ()
+    """The layers with experts."""
+
+    @property
+    def attention_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        """All weights, once: those of a tied head are the embedding's."""
+        return sum(weight.numel for weight in self.weights(range(self.layers)))
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights that multiply a token: no embedding, norms or biases, and only the experts that it uses."""
+        attention = 2 * self.width * (self.attention_width + self.kv_width)
+        sparse = len(self.sparse_layers)
+        dense_ffn = (3 if self.gated else 2) * self.width * self.ffn
+        sparse_ffn = self.width * self.experts + self.experts_per_token * 3 * self.width * self.expert_ffn
+        layers = self.layers * attention + (self.layers - sparse) * dense_ffn + sparse * sparse_ffn
+        return layers + self.vocab * self.width
+
+    @property
+    def active_parameters(self) -> int:
+        """All weights but the experts that a token does not use, as published formulas of serving count them."""
+        unused = len(self.sparse_layers) * (self.experts - self.experts_per_token) * 3 * self.width * self.expert_ffn
+        return self.parameters - unused
+
+    def flops_per_token(self, seq_len: int, *, frozen: bool = False) -> float:
+        """Returns the model's FLOPs of forward and backward, 6 N' + 12 L a d s (PaLM, appendix B), with full attention.
+
+        Frozen weights under adapters have no gradients: 4 N'.
+        """
+        attention = 12.0 * self.layers * self.attention_width * seq_len
+        return (4.0 if frozen else 6.0) * self.matrix_parameters + attention
+
+    def kv_bytes_per_token(self, bytes_each: float = 2.0) -> float:
+        """Returns the bytes of a token in the KV cache: 2 L k d elements."""
+        return 2 * self.layers * self.kv_width * bytes_each
+
+    def weights(self, layers: range, *, first: bool = True, last: bool = True) -> Iterator[WeightTensor]:
+        """Yields the weights of a part of the model: some layers, with what is before the first and after the last."""
+        if first or (last and self.tied):
+            yield WeightTensor("embedding", (self.vocab, self.width), 0)
+        if first and self.positions:
+            yield WeightTensor("positions", (self.positions, self.width))
+        for index in layers:
+            yield from self.layer_weights(sparse=index in self.sparse_layers)
+        if last:
+            yield from self._norm("norm", self.width)
+            if not self.tied:
+                yield WeightTensor("head", (self.vocab, self.width), 0)
+
+    def layer_weights(self, *, sparse: bool = False) -> Iterator[WeightTensor]:
+        yield from self._norm("input_norm", self.width)
+        for name, rows in (("q_proj", self.attention_width), ("k_proj", self.kv_width), ("v_proj", self.kv_width)):
+            yield from self._linear(name, rows, self.width, "rows", bias=self.qkv_bias)
+        yield from self._linear("o_proj", self.width, self.attention_width, "columns", bias=self.out_bias)
+        for name in ("q_norm", "k_norm") if self.head_norms else ():
+            yield WeightTensor(name, (self.head_dim,))
+        if self.post_norms:
+            yield from self._norm("post_attention_norm", self.width)
+            yield from self._norm("post_ffn_norm", self.width)
+        yield from self._norm("ffn_norm", self.width)
+        if sparse:
+            yield WeightTensor("router", (self.experts, self.width), is_hidden=True)
+            for name in ("gate_proj", "up_proj"):
+                yield WeightTensor(name, (self.experts, self.expert_ffn, self.width), 1, is_hidden=True)
+            yield WeightTensor("down_proj", (self.experts, self.width, self.expert_ffn), 2, is_hidden=True)
+            return
+        for name in ("gate_proj", "up_proj") if self.gated else ("up_proj",):
+            yield from self._linear(name, self.ffn, self.width, "rows", bias=self.ffn_bias)
+        yield from self._linear("down_proj", self.width, self.ffn, "columns", bias=self.ffn_bias)
+
+    def layer_kinds(self, layers: range) -> list[tuple[bool, int]]:
+        """Returns the number of layers with experts and without, as (sparse, count), of those that exist."""
+        sparse = sum(index in self.sparse_layers for index in layers)
+        return [(kind, count) for kind, count in ((True, sparse), (False, len(layers) - sparse)) if count]
+
+    def _linear(self, name: str, rows: int, columns: int, side: Side, *, bias: bool) -> Iterator[WeightTensor]:
+        yield WeightTensor(name, (rows, columns), 0 if side == "rows" else 1, is_hidden=True)
+        if bias:
+            yield WeightTensor(name, (rows,), 0 if side == "rows" else None)
+
+    def _norm(self, name: str, size: int) -> Iterator[WeightTensor]:
+        yield WeightTensor(name, (size,))
+        if self.layer_norms:
+            yield WeightTensor(name, (size,))

@@ -1,0 +1,1 @@
+"""Which model size and number of tokens give the lowest loss for a budget?"""

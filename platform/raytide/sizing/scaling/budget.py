@@ -1,0 +1,78 @@
+"""The model that a budget should train: the answers of all laws side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytide.core.errors import CapacityError
+from raytide.core.money import MICRO
+from raytide.core.objects.node import NodeType
+from raytide.sizing.devices import Accelerator, device_of
+from raytide.sizing.scaling.inference import over_trained
+from raytide.sizing.scaling.laws import BESIROGLU, HOFFMANN, approach_1, approach_2
+from raytide.sizing.scaling.repeated_data import repeated_optimum
+
+ASSUMED_MFU = 0.35
+"""The utilization that turns dollars into FLOPs before a model is known: that of published runs is 0.3 to 0.5."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAdvice:
+    """A model size and a number of tokens, and which law says so. `loss` is None where a law predicts none."""
+
+    by: str
+    parameters: float
+    tokens: float
+    loss: float | None
+
+    def json(self) -> dict[str, object]:
+        return {"by": self.by, "parameters": self.parameters, "tokens": self.tokens, "loss": self.loss}
+
+    def cells(self) -> tuple[str, ...]:
+        ratio = f"{self.tokens / self.parameters:.1f}"
+        loss = "-" if self.loss is None else f"{self.loss:.4f}"
+        return self.by, f"{self.parameters:.3g}", f"{self.tokens:.3g}", ratio, loss
+
+
+def advise(flops: float, served_tokens: float = 0.0, unique_tokens: float | None = None) -> list[ModelAdvice]:
+    """Returns the optimum of each law for `flops`, the default one first; then the model that is as good and cheapest
+    with what it serves, and the best one if only `unique_tokens` exist."""
+    optima = [(law.name, law.optimum(flops)) for law in (BESIROGLU, HOFFMANN)]
+    found = [ModelAdvice(name, best.parameters, best.tokens, best.loss) for name, best in optima]
+    for name, approach in (("Hoffmann 2022, approach 1", approach_1), ("Hoffmann 2022, approach 2", approach_2)):
+        parameters, tokens = approach(flops)
+        found.append(ModelAdvice(name, parameters, tokens, None))
+    if served_tokens:
+        small = over_trained(flops, served_tokens)
+        name = f"Sardana 2023, {served_tokens:.3g} tokens served"
+        found.append(ModelAdvice(name, small.parameters, small.tokens, small.loss))
+    if unique_tokens is not None:
+        again = repeated_optimum(flops, unique_tokens)
+        name = f"Muennighoff 2023, {again.epochs:.1f} epochs"
+        found.append(ModelAdvice(name, again.parameters, again.tokens, again.loss))
+    return found
+
+
+def flops_of_budget(usd: float, node_types: Sequence[NodeType], hours: float | None = None) -> float:
+    """Returns the model FLOPs that the money buys on the node type with the most per dollar, at 35 % utilization.
+
+    With `hours`, at most as many as all of its nodes compute in that time. Raises CapacityError if no node type has a
+    price and known GPUs.
+    """
+    found: list[float] = []
+    for node_type in node_types:
+        device = device_of(node_type)
+        if device is None or device.is_cpu or not node_type.price_micro_usd_h:
+            continue
+        node_h = usd / (node_type.price_micro_usd_h / MICRO)
+        if hours is not None:
+            node_h = min(node_h, hours * node_type.max_nodes)
+        found.append(node_h * 3600.0 * _node_flops(node_type, device))
+    if not found:
+        raise CapacityError("no node type has a price and GPUs that the planner knows.", hint="Give --flops instead.")
+    return max(found)
+
+
+def _node_flops(node_type: NodeType, device: Accelerator) -> float:
+    return node_type.resources["GPU"] * device.peak_flops("bf16") * ASSUMED_MFU

@@ -1,0 +1,113 @@
+"""Scaling laws of the loss, and the model size and number of tokens that minimise it for a number of FLOPs.
+
+The law is Hoffmann et al. 2022 (arXiv 2203.15556), equation 2: L(N, D) = E + A / N^alpha + B / D^beta, with C = 6 N D.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+FLOPS_PER_PARAMETER = 6.0
+"""Forward and backward FLOPs of one parameter and token (Kaplan et al. 2020)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingLaw:
+    """The constants of one fit. Losses are in nats a token."""
+
+    name: str
+    irreducible: float
+    """E, the loss of an ideal model."""
+    parameter_factor: float
+    data_factor: float
+    parameter_exponent: float
+    data_exponent: float
+    errors: tuple[float, float, float, float, float] | None = None
+    """Standard errors of the constants, in the order of the fields."""
+
+    def loss(self, parameters: float, tokens: float) -> float:
+        of_size = self.parameter_factor / parameters**self.parameter_exponent
+        return float(self.irreducible + of_size + self.data_factor / tokens**self.data_exponent)
+
+    @property
+    def size_exponent(self) -> float:
+        """The power of C with which the optimal number of parameters grows: beta / (alpha + beta)."""
+        return self.data_exponent / (self.parameter_exponent + self.data_exponent)
+
+    @property
+    def balance(self) -> float:
+        """G of Hoffmann's equation 4: (alpha A / (beta B))^(1 / (alpha + beta))."""
+        numerator = self.parameter_exponent * self.parameter_factor
+        power = 1.0 / (self.parameter_exponent + self.data_exponent)
+        return float((numerator / (self.data_exponent * self.data_factor)) ** power)
+
+    def optimum(self, flops: float) -> Allocation:
+        """Returns the allocation of `flops` with the lowest loss, in closed form."""
+        parameters = self.balance * (flops / FLOPS_PER_PARAMETER) ** self.size_exponent
+        return self.allocation(parameters, flops / FLOPS_PER_PARAMETER / parameters)
+
+    def allocation(self, parameters: float, tokens: float) -> Allocation:
+        return Allocation(parameters, tokens, self.loss(parameters, tokens))
+
+    def tokens_for(self, parameters: float, loss: float) -> float:
+        """Returns the tokens after which a model of this size has the loss; infinity if it never has."""
+        rest = loss - self.irreducible - self.parameter_factor / parameters**self.parameter_exponent
+        return float((self.data_factor / rest) ** (1.0 / self.data_exponent)) if rest > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A model size and a number of tokens, with the loss that the law predicts."""
+
+    parameters: float
+    tokens: float
+    loss: float
+
+    @property
+    def flops(self) -> float:
+        return FLOPS_PER_PARAMETER * self.parameters * self.tokens
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        return self.tokens / self.parameters
+
+
+HOFFMANN = ScalingLaw("Hoffmann 2022, approach 3 as printed", 1.69, 406.4, 410.7, 0.34, 0.28)
+"""The printed constants are rounded, which biases the optimum towards small models (Besiroglu et al. 2024)."""
+BESIROGLU = ScalingLaw(
+    "Besiroglu 2024", 1.8172, 482.01, 2085.43, 0.3478, 0.3658, errors=(0.026, 125.0, 1293.0, 0.015, 0.021)
+)
+"""The refit of Hoffmann's data (arXiv 2404.10102): the default."""
+LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
+
+APPROACH_1 = (
+    (0.4e9, 8.0e9, 1.92e19),
+    (1e9, 20.2e9, 1.21e20),
+    (10e9, 205.1e9, 1.23e22),
+    (67e9, 1.5e12, 5.76e23),
+    (175e9, 3.7e12, 3.85e24),
+    (280e9, 5.9e12, 9.90e24),
+)
+"""Parameters, tokens and FLOPs of Hoffmann's table 3: the minimum over training curves."""
+
+
+def approach_1(flops: float) -> tuple[float, float]:
+    """Returns the parameters and tokens of approach 1, interpolated in logarithms between the rows of its table.
+
+    Outside of the table the nearest two rows are extended.
+    """
+    rows = APPROACH_1
+    upper = next((at for at, row in enumerate(rows) if row[2] >= flops), len(rows) - 1)
+    low, high = rows[max(0, upper - 1)], rows[max(1, upper)]
+    share = math.log(flops / low[2]) / math.log(high[2] / low[2])
+    parameters, tokens = (low[at] * (high[at] / low[at]) ** share for at in (0, 1))
+    return parameters, tokens
+
+
+def approach_2(flops: float) -> tuple[float, float]:
+    """Returns the parameters and tokens of approach 2 (isoFLOP profiles): N grows as C^0.49 and D as C^0.51, through
+    Chinchilla's own budget, 67e9 parameters at 5.76e23 FLOPs.
+    """
+    parameters = 67e9 * (flops / 5.76e23) ** 0.49
+    return parameters, flops / FLOPS_PER_PARAMETER / parameters

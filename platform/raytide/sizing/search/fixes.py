@@ -1,0 +1,229 @@
+"""The check that a spec fits the GPUs that its gang asks for, and the cheapest change with which it would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from raytide.core.errors import CapacityError, ConfigError
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.node import NodeType, fits, labels_match
+from raytide.core.specs.train import TrainSpec
+from raytide.sizing.devices import GB, Accelerator, device_of
+from raytide.sizing.memory.estimate import Hardware, MemoryEstimate, estimate
+from raytide.sizing.model_shape import ModelShape
+from raytide.sizing.step.step_time import step_time
+from raytide.sizing.workload import Strategy, TrainWorkload
+
+_LEAST_CONTEXT = 0.5e9
+"""A job is refused only if it cannot fit under the most favourable assumptions: no fragmentation, a small context."""
+_CHUNK = 4096
+_MOST_CHANGES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of a spec that costs time, memory elsewhere, or nothing."""
+
+    text: str
+    apply: Callable[[TrainWorkload, Strategy], tuple[TrainWorkload, Strategy]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """Changes with which a job fits, and their cost."""
+
+    text: str
+    slowdown: float
+    """The time of a step relative to the spec as it is, had it fitted; below 1 for more devices."""
+    cost: float
+    """Dollars of a step relative to the same."""
+
+    def describe(self) -> str:
+        return f"{self.text} ({self.cost - 1.0:+.0%} cost a step)"
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A job that cannot run on a node type."""
+
+    node_type: NodeType
+    ranks: int
+    needed: MemoryEstimate
+    capacity: float
+    fixes: tuple[Fix, ...]
+    """Cheapest first."""
+
+    @property
+    def reason(self) -> str:
+        terms = sorted(self.needed.terms.items(), key=lambda item: -item[1])[:3]
+        parts = ", ".join(f"{name} {nbytes / GB:,.1f}" for name, nbytes in terms)
+        return (
+            f"{self.needed.peak / GB:,.1f} GB on each of {self.ranks} GPUs ({parts}); "
+            f"{self.node_type.name} has {self.capacity / GB:g} GB"
+        )
+
+
+def check_training(spec: TrainSpec, model: ModelShape, shapes: Sequence[Shape], node_types: Sequence[NodeType]) -> None:
+    """Raises CapacityError if the training fits no node type that any shape of its gang may run on, with the cheapest
+    fix. Node types whose memory is unknown, CPUs among them, count as large enough.
+    """
+    workload = TrainWorkload.from_spec(spec, model)
+    misfits: list[Misfit] = []
+    for shape in shapes:
+        devices = int(shape.resources.get("GPU", 0.0))
+        for node_type in node_types:
+            if not _matches(shape, node_type):
+                continue
+            device = device_of(node_type)
+            if not devices or device is None or not device.memory_gb:
+                return
+            try:
+                strategy = smallest(spec, shape.members * devices)
+            except ConfigError:  # too few ranks for the layout: another check says so
+                return
+            found = misfit(workload, strategy, node_type, device, devices, node_types)
+            if found is None:
+                return
+            misfits.append(found)
+    if misfits:
+        nearest = min(misfits, key=lambda each: each.needed.peak / each.capacity)
+        fix = nearest.fixes[0].describe() if nearest.fixes else "Use a smaller model, or GPUs with more memory"
+        raise CapacityError(f"{spec.name} cannot fit: it needs at least {nearest.reason}.", hint=f"{fix}.")
+
+
+def smallest(spec: TrainSpec, world: int) -> Strategy:
+    """Returns the spec's strategy with micro-batches of one sequence, to which the trainer shrinks them if it must.
+    Raises ConfigError if the layout needs more ranks."""
+    return replace(Strategy.from_spec(spec, world), micro_batch=1)
+
+
+def misfit(
+    workload: TrainWorkload,
+    strategy: Strategy,
+    node_type: NodeType,
+    device: Accelerator,
+    devices_per_node: int,
+    others: Sequence[NodeType] = (),
+) -> Misfit | None:
+    """Returns why the strategy cannot fit on the devices; None if it could."""
+    needed = estimate(workload, strategy, _favourable(device))
+    if needed.peak <= device.memory_gb * GB:
+        return None
+    fixes = _fixes(workload, strategy, node_type, device, devices_per_node, others)
+    ordered = sorted(fixes, key=lambda fix: fix.cost)
+    return Misfit(node_type, strategy.world, needed, device.memory_gb * GB, tuple(ordered))
+
+
+def _favourable(device: Accelerator) -> Hardware:
+    return Hardware(device.memory_gb * GB, fragmentation=0.0, context_bytes=_LEAST_CONTEXT)
+
+
+def _fixes(
+    workload: TrainWorkload,
+    strategy: Strategy,
+    node_type: NodeType,
+    device: Accelerator,
+    devices: int,
+    others: Sequence[NodeType],
+) -> Iterator[Fix]:
+    """Yields the changes that suffice: of the spec, by as few at a time as possible; more nodes; other node types."""
+    base_s = step_time(workload, strategy, device, devices).total
+    base_cost = base_s * strategy.world * _price(node_type)
+    changes = list(_changes(workload, strategy))
+    for count in range(1, _MOST_CHANGES + 1):
+        found = list[Fix]()
+        for chosen in combinations(changes, count):
+            changed = workload, strategy
+            for change in chosen:
+                changed = change.apply(*changed)
+            if estimate(*changed, _favourable(device)).peak <= device.memory_gb * GB:
+                seconds = step_time(*changed, device, devices).total
+                text = "Set " + " and ".join(change.text for change in chosen)
+                found.append(Fix(text, seconds / base_s, seconds / base_s))
+        yield from found
+        if found:
+            break
+    nodes = max(1, strategy.world // devices)
+    yield from _larger_members(workload, strategy, node_type, device, devices, base_s)
+    for factor in (2, 4, 8):
+        wider = _wider(strategy, factor)
+        if nodes * factor > node_type.max_nodes or wider.sizes.data > workload.global_batch:
+            break
+        if estimate(workload, wider, _favourable(device)).peak <= device.memory_gb * GB:
+            seconds = step_time(workload, wider, device, devices).total
+            cost = seconds * wider.world * _price(node_type)
+            yield Fix(f"Ask for {nodes * factor} nodes", seconds / base_s, cost / base_cost if base_cost else 1.0)
+            break
+    for other in others:
+        able = device_of(other)
+        enough = other.resources.get("GPU", 0.0) >= devices and nodes <= other.max_nodes
+        if able is None or not enough or able.memory_gb <= device.memory_gb:
+            continue
+        if estimate(workload, strategy, _favourable(able)).peak <= able.memory_gb * GB:
+            seconds = step_time(workload, strategy, able, devices).total
+            cost = seconds * strategy.world * _price(other)
+            yield Fix(f"Run on {other.name}", seconds / base_s, cost / base_cost if base_cost else 1.0)
+
+
+def _larger_members(
+    workload: TrainWorkload,
+    strategy: Strategy,
+    node_type: NodeType,
+    device: Accelerator,
+    devices: int,
+    base_s: float,
+) -> Iterator[Fix]:
+    """Yields the fewest GPUs on each node with which the job fits, if the node type has more than it asks for."""
+    factor = 2
+    while devices * factor <= node_type.resources.get("GPU", 0.0):
+        wider = _wider(strategy, factor)
+        if wider.sizes.data > workload.global_batch:
+            return
+        if estimate(workload, wider, _favourable(device)).peak <= device.memory_gb * GB:
+            seconds = step_time(workload, wider, device, devices * factor).total
+            yield Fix(f"Ask for {devices * factor} GPUs on each node", seconds / base_s, seconds * factor / base_s)
+            return
+        factor *= 2
+
+
+def _changes(workload: TrainWorkload, strategy: Strategy) -> Iterator[Change]:
+    memory, layout = strategy.memory, strategy.layout
+    for remat in ("selective", "full"):
+        if memory.checkpointing != remat and not (remat == "selective" and memory.activations != "none"):
+            yield _option("checkpointing", remat)
+    if not memory.loss_chunk and layout.tensor == 1:
+        yield _option("loss_chunk", _CHUNK)
+    if memory.optimizer == "none":
+        yield _option("optimizer", "cpu")
+    if memory.activations == "none" and memory.checkpointing != "selective":
+        yield _option("activations", "cpu")
+    if layout.zero != 3:
+        full = layout.model_copy(update={"zero": 3})
+        yield Change("layout.zero 3", lambda work, how: (work, replace(how, layout=full)))
+    if workload.precision == "fp32":
+        yield Change("precision bf16", lambda work, how: (replace(work, precision="bf16"), how))
+    if workload.optimizer.name in ("adamw", "lamb"):
+        small = workload.optimizer.model_copy(update={"name": "adamw8bit", "fused": True})
+        yield Change("optim.name adamw8bit", lambda work, how: (replace(work, optimizer=small), how))
+
+
+def _option(name: str, value: str | int) -> Change:
+    return Change(f"memory.{name} {value}", lambda work, how: (work, how.with_memory(**{name: value})))
+
+
+def _wider(strategy: Strategy, factor: int) -> Strategy:
+    """Returns the strategy with more ranks that share the weights."""
+    return replace(strategy, sizes=replace(strategy.sizes, shard=strategy.sizes.shard * factor))
+
+
+def _matches(shape: Shape, node_type: NodeType) -> bool:
+    if not node_type.max_nodes or not fits(shape.resources, node_type.resources):
+        return False
+    return any(labels_match(shape.labels, node_type.all_labels(zone)) for zone in node_type.zones)
+
+
+def _price(node_type: NodeType) -> float:
+    """Returns the price of one of the type's GPUs."""
+    return node_type.price_micro_usd_h / max(1.0, node_type.resources.get("GPU", 1.0))

@@ -1,0 +1,220 @@
+"""Ranked plans of a training over node types: layout, memory options, time, dollars and energy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from raytide.core.money import MICRO
+from raytide.core.objects.node import NodeType
+from raytide.core.specs.train import MemorySpec
+from raytide.sizing.calibration import Corrections
+from raytide.sizing.devices import GB, Accelerator, device_of
+from raytide.sizing.memory.estimate import Hardware, MemoryEstimate, estimate
+from raytide.sizing.search.candidates import layouts, memory_options, micro_batches, world_sizes
+from raytide.sizing.step.step_time import StepTime, step_time
+from raytide.sizing.workload import Strategy, TrainWorkload
+
+Objective = Literal["cost", "time"]
+WATTS_PER_CORE = 3.5
+"""The Cloud Carbon Footprint project's mean for AWS (2022), as in `metadata.raytide.energy`."""
+_TIGHT = 0.85
+"""The share of a device's memory above which memory is the constraint that binds."""
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """One way to run a workload, with what it needs."""
+
+    node_type: NodeType
+    nodes: int
+    devices: int
+    """Ranks on each node."""
+    device: Accelerator
+    workload: TrainWorkload
+    strategy: Strategy
+    memory: MemoryEstimate
+    step: StepTime
+    watts_per_core: float = WATTS_PER_CORE
+
+    @property
+    def hours(self) -> float:
+        return self.step.total * self.workload.steps / 3600.0
+
+    @property
+    def node_share(self) -> float:
+        """The part of each node that the plan uses."""
+        whole = self.node_type.resources.get("GPU") or self.devices
+        return self.devices / whole
+
+    @property
+    def usd_per_h(self) -> float:
+        return self.nodes * self.node_share * self.node_type.price_micro_usd_h / MICRO
+
+    @property
+    def usd(self) -> float:
+        return self.hours * self.usd_per_h
+
+    @property
+    def kwh(self) -> float:
+        """Energy of the devices at their board power and of the cores beside them, over the whole run."""
+        cores = self.node_type.resources.get("CPU", 0.0) * self.node_share
+        watts = self.nodes * (self.devices * self.device.watts + cores * self.watts_per_core)
+        return watts * self.hours / 1000.0
+
+    @property
+    def memory_share(self) -> float:
+        """The part of a device's memory that the plan needs; 0 if its memory is unknown."""
+        capacity = self.device.memory_gb * GB
+        return self.memory.peak / capacity if capacity else 0.0
+
+    @property
+    def binding(self) -> str:
+        """The constraint that keeps the plan from being faster."""
+        if self.memory_share > _TIGHT:
+            return f"memory ({self.memory.largest_term})"
+        waste = self.step.largest_waste
+        return "compute" if waste == "kernels below peak" else waste
+
+    @property
+    def layout_text(self) -> str:
+        memory, layout = self.strategy.memory, self.strategy.layout
+        parts = [str(self.strategy.sizes), f"zero {layout.zero}", f"micro-batch {self.strategy.micro_batch}"]
+        if memory.checkpointing != "none":
+            parts.append(f"{memory.checkpointing} checkpointing")
+        if memory.loss_chunk:
+            parts.append(f"loss in chunks of {memory.loss_chunk}")
+        parts += [f"{what} on {place}" for what, place in _offloaded(memory).items()]
+        return ", ".join(parts)
+
+    def json(self) -> dict[str, object]:
+        """Returns the plan as plain values, units in the names."""
+        return {
+            "node_type": self.node_type.name,
+            "nodes": self.nodes,
+            "devices_per_node": self.devices,
+            "layout": self.strategy.layout.model_dump(mode="json"),
+            "micro_batch": self.strategy.microbatches(self.workload)[1],
+            "memory": self.strategy.memory.model_dump(mode="json", exclude_defaults=True),
+            "peak_bytes": round(self.memory.peak),
+            "memory_share": round(self.memory_share, 4),
+            "bytes": {name: round(nbytes) for name, nbytes in self.memory.terms.items()},
+            "host_bytes": round(self.memory.host),
+            "step_s": self.step.total,
+            "step_parts_s": dict(self.step.parts),
+            "tokens_per_s": self.step.tokens_per_s,
+            "mfu": self.step.mfu,
+            "hours": self.hours,
+            "usd": self.usd,
+            "kwh": self.kwh,
+            "binding": self.binding,
+        }
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """The plans that fit, best first, and the nearest miss of each node type on which none does."""
+
+    plans: tuple[TrainingPlan, ...]
+    misses: tuple[TrainingPlan, ...]
+    unknown: tuple[str, ...] = ()
+    """Node types whose GPUs are not known, so that nothing can be said of them."""
+    considered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """The limits of a search."""
+
+    objective: Objective = "cost"
+    most_nodes: int = 64
+    base: MemorySpec = field(default_factory=MemorySpec)
+    """Memory options that stay as they are: offloading and compilation."""
+    corrections: Corrections = field(default_factory=Corrections)
+    watts_per_core: float = WATTS_PER_CORE
+    hours: float | None = None
+    """The longest that the run may take; None for any time."""
+
+
+def search_plans(
+    workload: TrainWorkload, node_types: Sequence[NodeType], options: SearchOptions | None = None
+) -> PlanSearch:
+    """Returns the best plan of each node type and number of devices, ranked by the objective.
+
+    CPUs are considered only where no node type has known GPUs; each of their nodes is one rank.
+    """
+    options = options or SearchOptions()
+    fitting: list[TrainingPlan] = []
+    misses: list[TrainingPlan] = []
+    unknown: list[str] = []
+    considered = 0
+    devices = {node_type.name: device_of(node_type) for node_type in node_types if node_type.max_nodes}
+    has_gpus = any(device is not None and not device.is_cpu for device in devices.values())
+    for node_type in node_types:
+        device = devices.get(node_type.name)
+        if device is None and node_type.max_nodes:
+            unknown.append(node_type.name)
+        if device is None or (device.is_cpu and has_gpus):
+            continue
+        device = options.corrections.apply(device)
+        nearest: TrainingPlan | None = None
+        count = max(1, int(node_type.resources.get("GPU", 1.0)))
+        found = 0
+        for nodes, world in world_sizes(count, min(node_type.max_nodes, options.most_nodes)):
+            plans = list(plans_on(workload, node_type, device, nodes, world // nodes, options))
+            considered += len(plans)
+            able = [plan for plan in plans if plan.memory_share <= 1.0]
+            found += len(able)
+            if able:
+                fitting.append(min(able, key=lambda plan: _rank(plan, options)))
+            elif plans:
+                closest = min(plans, key=lambda plan: plan.memory.peak)
+                nearest = closest if nearest is None or closest.memory.peak < nearest.memory.peak else nearest
+        if not found and nearest is not None:
+            misses.append(nearest)
+    fitting.sort(key=lambda plan: _rank(plan, options))
+    return PlanSearch(tuple(fitting), tuple(misses), tuple(unknown), considered)
+
+
+def plans_on(
+    workload: TrainWorkload,
+    node_type: NodeType,
+    device: Accelerator,
+    nodes: int,
+    devices: int,
+    options: SearchOptions,
+) -> Iterable[TrainingPlan]:
+    """Yields for each layout and kind of checkpointing the plan with the largest micro-batch that fits, or with the
+    smallest one if none does."""
+    hardware = hardware_of(device)
+    for sizes, layout in layouts(workload, nodes * devices, devices):
+        for memory in memory_options(workload, layout, options.base):
+            for size in micro_batches(workload, sizes):
+                strategy = Strategy(sizes, layout, size, memory)
+                needed = estimate(workload, strategy, hardware)
+                if hardware.bytes and needed.peak > hardware.bytes and size > 1:
+                    continue
+                step = step_time(workload, strategy, device, devices)
+                yield TrainingPlan(
+                    node_type, nodes, devices, device, workload, strategy, needed, step, options.watts_per_core
+                )
+                break
+
+
+def hardware_of(device: Accelerator) -> Hardware:
+    """Returns the device as the memory estimate sees it."""
+    if device.is_cpu:
+        return Hardware.cpu(device.memory_gb * GB)
+    return Hardware(device.memory_gb * GB, activation_scale=device.memory_scale)
+
+
+def _rank(plan: TrainingPlan, options: SearchOptions) -> tuple[bool, float, float]:
+    is_late = options.hours is not None and plan.hours > options.hours
+    first, second = (plan.usd, plan.hours) if options.objective == "cost" else (plan.hours, plan.usd)
+    return is_late, plan.hours if is_late else first, second
+
+
+def _offloaded(memory: MemorySpec) -> Mapping[str, str]:
+    places = {"optimizer": memory.optimizer, "activations": memory.activations}
+    return {what: place for what, place in places.items() if place != "none"}

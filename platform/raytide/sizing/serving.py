@@ -1,0 +1,180 @@
+"""Serving: what one replica of a model does, by the roofline, and how many an SLO and a request rate need.
+
+It is a first guess, for what fits and for the size of a fleet; measured speeds replace it (`autoscaler/endpoints`).
+Published predictors of this kind are off by up to 47 % for time to first token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from raytide.core.objects.endpoint import Speed
+from raytide.sizing.devices import GB, Accelerator
+from raytide.sizing.model_shape import ModelShape
+
+UTILIZATION = 0.9
+"""The share of a GPU's memory that an engine takes."""
+COMPUTE_EFFICIENCY = 0.6
+MEMORY_EFFICIENCY = 0.85
+_HOST_S = 0.001
+"""Seconds of scheduling and sampling around a decode step."""
+_OTHER_BYTES = 2e9
+"""CUDA context, graphs and collectives of one GPU."""
+_ACTIVATION_FACTORS = {1: 10, 2: 6, 4: 5, 8: 5}
+"""Activations of a step are 2 * tokens * h * factor, by tensor ranks (AIConfigurator); at least 70 MiB."""
+_LEAST_ACTIVATIONS = 70 << 20
+_MOST_LOAD = 0.8
+"""The utilization above which queues grow faster than an SLO can bear."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLoad:
+    """The requests of an endpoint, and what they may take."""
+
+    requests_per_s: float
+    prompt_tokens: int
+    output_tokens: int
+    slo_ttft_s: float | None = None
+    slo_tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """One replica on some GPUs of a kind, and the number of them that a load needs."""
+
+    device: Accelerator
+    gpus: int
+    """GPUs of one replica, which divide the model by tensor parallelism."""
+    slots: int
+    """Sequences that it decodes at once."""
+    kv_bytes_per_token: float
+    kv_bytes: float
+    """Room for KV caches on all GPUs of the replica."""
+    ttft_s: float
+    """Seconds of a prompt on an idle replica."""
+    tpot_s: float
+    """Seconds between tokens while all slots are taken."""
+    prefill_tps: float
+    requests_per_s: float
+    """The rate that one replica serves."""
+    replicas: int
+    binding: str
+    usd_per_h: float
+
+    @property
+    def speed(self) -> Speed:
+        """The speed as `replicas.speed` of a ServeSpec and the autoscaler take it."""
+        return Speed(prefill_tps=self.prefill_tps, slots=self.slots, tpot_ms=max(1e-3, self.tpot_s * 1e3))
+
+    def json(self) -> dict[str, object]:
+        return {
+            "gpu": self.device.name,
+            "gpus_per_replica": self.gpus,
+            "replicas": self.replicas,
+            "gpus": self.gpus * self.replicas,
+            "slots": self.slots,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_bytes": round(self.kv_bytes),
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "requests_per_s": self.requests_per_s,
+            "binding": self.binding,
+            "usd_per_h": self.usd_per_h,
+            "speed": self.speed.model_dump(mode="json"),
+        }
+
+
+def prefill_seconds(
+    model: ModelShape, tokens: int, device: Accelerator, gpus: int = 1, *, efficiency: float = COMPUTE_EFFICIENCY
+) -> float:
+    """Returns (2 N T + 2 L a d T^2) / (n peak eff): the products of all weights, and causal attention."""
+    flops = 2.0 * model.active_parameters * tokens + 2.0 * model.layers * model.attention_width * tokens**2
+    return flops / (gpus * device.peak_flops("bf16") * efficiency)
+
+
+def decode_seconds(
+    model: ModelShape,
+    batch: int,
+    context: float,
+    device: Accelerator,
+    gpus: int = 1,
+    *,
+    bytes_each: float = 2.0,
+    memory_efficiency: float = MEMORY_EFFICIENCY,
+    compute_efficiency: float = COMPUTE_EFFICIENCY,
+    host_s: float = _HOST_S,
+) -> float:
+    """Returns the seconds of a decode step of `batch` sequences with `context` tokens each: the larger of reading
+    weights and KV caches and of computing, the tensor ranks' all-reduces, and the host's work.
+    """
+    weights = bytes_each * min(model.parameters, batch * model.active_parameters)
+    moved = weights + batch * context * model.kv_bytes_per_token()
+    reading = moved / (gpus * device.bandwidth * memory_efficiency)
+    computing = 2.0 * model.active_parameters * batch / (gpus * device.peak_flops("bf16") * compute_efficiency)
+    reduced = 2.0 * model.width * batch * 2 * (gpus - 1) / gpus / device.link + 2 * (gpus - 1) * device.link_latency_s
+    return max(reading, computing) + (2 * model.layers * reduced if gpus > 1 else 0.0) + host_s
+
+
+def kv_room(model: ModelShape, device: Accelerator, gpus: int, batch_tokens: int = 8192) -> float:
+    """Returns the bytes for KV caches on all GPUs of a replica; negative if the weights do not fit."""
+    factor = _ACTIVATION_FACTORS[max(ranks for ranks in _ACTIVATION_FACTORS if ranks <= gpus)]
+    activations = max(_LEAST_ACTIVATIONS, 2.0 * batch_tokens * model.width * factor)
+    per_gpu = UTILIZATION * device.memory_gb * GB - 2.0 * model.parameters / gpus - activations - _OTHER_BYTES
+    return per_gpu * gpus
+
+
+def plan_replicas(
+    model: ModelShape, load: ServingLoad, device: Accelerator, gpus: int, usd_per_gpu_h: float = 0.0
+) -> ReplicaPlan | None:
+    """Returns how many replicas of `gpus` GPUs the load needs; None if the model does not fit on them or an idle
+    replica already misses the SLO.
+
+    A replica's prefill takes its time from decoding: a request costs its prompt's seconds and its share of the slots.
+    """
+    room = kv_room(model, device, gpus)
+    context = load.prompt_tokens + load.output_tokens
+    tokens = model.kv_bytes_per_token() * max(1.0, gpus / model.kv_heads)  # beyond the KV heads they are copied
+    slots = int(room // (context * tokens)) if room > 0 else 0
+    ttft_s = prefill_seconds(model, load.prompt_tokens, device, gpus) + _HOST_S
+    if slots < 1 or (load.slo_ttft_s is not None and ttft_s > load.slo_ttft_s):
+        return None
+    middle = load.prompt_tokens + load.output_tokens / 2.0
+    binding = "KV cache"
+    if load.slo_tpot_s is not None:
+        able = _most_slots(model, middle, device, gpus, slots, load.slo_tpot_s)
+        if able == 0:
+            return None
+        slots, binding = (able, "time between tokens") if able < slots else (slots, binding)
+    tpot_s = decode_seconds(model, slots, middle, device, gpus)
+    prefill_s = ttft_s - _HOST_S
+    # in a second, each request takes its prompt's time from all slots, and its output's time from one of them
+    per_request_s = prefill_s + load.output_tokens * tpot_s / slots
+    rate = _MOST_LOAD / per_request_s
+    if prefill_s > load.output_tokens * tpot_s / slots:
+        binding = "prefill"
+    replicas = max(1, math.ceil(load.requests_per_s / rate))
+    return ReplicaPlan(
+        device=device,
+        gpus=gpus,
+        slots=slots,
+        kv_bytes_per_token=tokens,
+        kv_bytes=room,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        prefill_tps=load.prompt_tokens / prefill_s,
+        requests_per_s=rate,
+        replicas=replicas,
+        binding=binding,
+        usd_per_h=replicas * gpus * usd_per_gpu_h,
+    )
+
+
+def _most_slots(model: ModelShape, context: float, device: Accelerator, gpus: int, most: int, slo_tpot_s: float) -> int:
+    """Returns the most sequences that a step decodes within the SLO; a step's time grows with them."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        fast = decode_seconds(model, middle, context, device, gpus) <= slo_tpot_s
+        low, high = (middle, high) if fast else (low, middle - 1)
+    return low

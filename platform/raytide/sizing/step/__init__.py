@@ -1,0 +1,1 @@
+"""The seconds of a step, by term."""

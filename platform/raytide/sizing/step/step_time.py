@@ -1,0 +1,252 @@
+"""The time of a training step by what it is spent on: the iceberg below the model's own arithmetic.
+
+Compute is a roofline: matrix products and attention at a share of the device's peak, everything else at the bandwidth
+of its memory. Collectives follow the alpha-beta model; what hides behind compute is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from raytide.core.specs.parallelism import SPLIT_BACKWARD, V_SHAPED, Schedule
+from raytide.sizing.devices import Accelerator
+from raytide.sizing.memory import activations
+from raytide.sizing.memory.activations import Slice
+from raytide.sizing.memory.states import busiest_pipeline_ranks, rank_states
+from raytide.sizing.step.collectives import axis_links
+from raytide.sizing.workload import STATE_BYTES, Strategy, TrainWorkload
+
+_FORWARD_PASSES, _BACKWARD_PASSES = 2.0, 3.0
+"""The number of times that each saved activation passes memory: written and read; then read, its gradient written and
+read."""
+_LOSS_PASSES = 3.0
+_LAYER_OPERATIONS = 110
+"""Operations that one layer launches forward and backward in eager mode; compiled layers launch about a fifth."""
+_COMPILED = 0.2
+_UPDATE_OPERATIONS = 12
+_PCIE = 20e9
+"""Bytes a second between a GPU and the node's memory, for what is offloaded."""
+_DISK = 2e9
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, in parts that add up to `total`."""
+
+    arithmetic: float
+    """The model's FLOPs at the device's peak: what MFU counts as useful."""
+    below_peak: float
+    """The further time of its products, because no kernel reaches the peak."""
+    memory_bound: float
+    """Norms, activations and the loss, at the bandwidth of memory."""
+    launches: float
+    recompute: float
+    optimizer: float
+    offload: float
+    tensor: float
+    """Exposed collectives of each axis."""
+    context: float
+    shard: float
+    replicate: float
+    pipeline: float
+    bubble: float
+    padding: float
+    """Sequences that fill up micro-batches."""
+    tokens: int
+    flops: float
+    """Model FLOPs of the whole step."""
+    peak_flops: float
+    """FLOP/s of all devices together."""
+
+    @cached_property
+    def parts(self) -> Mapping[str, float]:
+        return {
+            "model arithmetic at peak": self.arithmetic,
+            "kernels below peak": self.below_peak,
+            "memory-bound operations": self.memory_bound,
+            "launches": self.launches,
+            "recomputation": self.recompute,
+            "optimizer": self.optimizer,
+            "offload": self.offload,
+            "tensor collectives": self.tensor,
+            "context collectives": self.context,
+            "shard collectives": self.shard,
+            "replica collectives": self.replicate,
+            "pipeline transfers": self.pipeline,
+            "pipeline bubble": self.bubble,
+            "padding": self.padding,
+        }
+
+    @cached_property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def mfu(self) -> float:
+        """The model's FLOPs over what the devices could have done."""
+        return self.flops / (self.peak_flops * self.total)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.total
+
+    @property
+    def largest_waste(self) -> str:
+        parts = {name: seconds for name, seconds in self.parts.items() if name != "model arithmetic at peak"}
+        return max(parts, key=lambda name: parts[name])
+
+
+def bubble_ratio(ranks: int, microbatches: int, stages: int = 1) -> float:
+    """Returns the pipeline's idle time over its ideal time, (p-1) / (v m) (Narayanan et al. 2021)."""
+    return (ranks - 1) / (stages * microbatches)
+
+
+def bubble_share(ranks: int, microbatches: int, stages: int = 1) -> float:
+    """Returns the pipeline's idle share of the whole step, (p-1) / (v m + p - 1)."""
+    return (ranks - 1) / (stages * microbatches + ranks - 1)
+
+
+def step_time(workload: TrainWorkload, strategy: Strategy, device: Accelerator, devices_per_node: int) -> StepTime:
+    """Returns the time of one optimizer step of the whole gang."""
+    sizes, layout, memory = strategy.sizes, strategy.layout, strategy.memory
+    count, sequences = strategy.microbatches(workload)
+    part = Slice(sequences, workload.seq_len, sizes.tensor, sizes.context, workload.bytes_each, on_cpu=device.is_cpu)
+    cost = max(
+        (_pass_cost(workload, strategy, device, part, rank) for rank in busiest_pipeline_ranks(layout)),
+        key=lambda each: each.seconds,
+    )
+    peak = device.peak_flops(workload.precision) * sizes.world
+    flops = workload.tokens_per_step * workload.flops_per_token
+    micro = cost.seconds * device.pace
+    whole = count * micro
+    padded = count * sequences * sizes.data
+    used = workload.global_batch / padded
+    links = axis_links(sizes, device, devices_per_node)
+    states = rank_states(workload, strategy)
+    layers = max(1, -(-workload.model.layers // layout.pipeline))
+    stream = workload.bytes_each * part.tokens * workload.model.width
+    again = 1.5 if memory.checkpointing == "full" else 1.0
+    tensor = count * layers * 4 * again * links["tensor"].all_gather(stream) if sizes.tensor > 1 else 0.0
+    kv = 2 * workload.bytes_each * part.tokens * sizes.context * workload.model.kv_width / sizes.tensor
+    context = count * layers * 2 * again * links["context"].all_gather(kv) if sizes.context > 1 else 0.0
+    gather = links["shard"].all_gather(workload.bytes_each * states.computed)
+    scatter = links["shard"].all_gather(STATE_BYTES * states.computed_trained)
+    gathers = count * (2 if layout.frees_after_forward else 1) if layout.zero == 3 else 1
+    scatters = count if layout.zero >= 2 and layout.pipeline == 1 else 1
+    hidden = device.overlap * whole
+    sharded = gathers * gather + scatters * scatter
+    shard = max(sharded - hidden, (gather + scatter) / (layers + 1)) if sharded else 0.0
+    hidden = max(0.0, hidden - sharded)
+    reduced = links["replicate"].all_reduce(states.gradients)
+    replicate = max(reduced - hidden, reduced / (layers + 1))
+    sends = 2 * count * layout.rank_stages * links["pipeline"].send(stream / sizes.tensor)
+    pipeline = sends * (1.0 - device.overlap) if layout.pipeline > 1 else 0.0
+    ideal = whole + tensor + context
+    bubble = ideal * bubble_ratio(layout.pipeline, count, layout.rank_stages) * _bubble_factor(layout.schedule)
+    arithmetic = flops / peak
+    recompute, launches = cost.recompute * device.pace * count, cost.launches * device.pace * count
+    memory_bound = cost.memory_bound * device.pace * count
+    products = whole - recompute - launches - memory_bound
+    return StepTime(
+        arithmetic=arithmetic,
+        below_peak=products * used - arithmetic,
+        memory_bound=memory_bound * used,
+        launches=launches * used,
+        recompute=recompute * used,
+        optimizer=_update_seconds(workload, strategy, device, states.weights, states.optimizer),
+        offload=_offload_seconds(workload, strategy, part, states.optimizer, layers, whole * device.overlap),
+        tensor=tensor,
+        context=context,
+        shard=shard,
+        replicate=replicate,
+        pipeline=pipeline,
+        bubble=bubble,
+        padding=whole * (1.0 - used),
+        tokens=workload.tokens_per_step,
+        flops=flops,
+        peak_flops=peak,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PassCost:
+    """Seconds of one micro-batch on one pipeline rank, forward and backward."""
+
+    products: float
+    memory_bound: float
+    launches: float
+    recompute: float
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.memory_bound + self.launches + self.recompute
+
+
+def _pass_cost(workload: TrainWorkload, strategy: Strategy, device: Accelerator, part: Slice, rank: int) -> _PassCost:
+    model, layout, memory = workload.model, strategy.layout, strategy.memory
+    stages = layout.stages_of(rank)
+    layers = sum(len(layout.stage_layers(stage, model.layers)) for stage in stages)
+    is_last = layout.total_stages - 1 in stages
+    per_layer = (model.matrix_parameters - model.vocab * model.width) / model.layers
+    peak = device.peak_flops(workload.precision)
+    narrow = (model.expert_ffn if model.sparse_layers else model.width) / part.tensor
+    forward = 2.0 * per_layer * layers * part.own_tokens / device.product_flops(workload.precision, narrow)
+    scores = 2.0 * model.attention_width * workload.seq_len * layers * part.own_tokens
+    forward += scores / (peak * device.attention_efficiency)  # the causal half
+    head = 2.0 * model.vocab * model.width * part.own_tokens / device.product_flops(workload.precision, model.width)
+    kinds = [kind for stage in stages for kind in model.layer_kinds(layout.stage_layers(stage, model.layers))]
+    saved = sum(count * activations.layer_bytes(model, part, sparse=sparse) for sparse, count in kinds)
+    kept, loss = activations.last_bytes(model, part, memory.loss_chunk) if is_last else (0.0, 0.0)
+    passes = _COMPILED_PASSES if memory.compile else 1.0
+    moved = saved * (_FORWARD_PASSES + _BACKWARD_PASSES) * passes + (kept + loss) * _LOSS_PASSES
+    again = forward if memory.checkpointing == "full" else 0.0
+    if memory.checkpointing != "none":
+        again += saved * _FORWARD_PASSES * passes / device.bandwidth
+    backward = 1.0 if workload.lora is not None else 2.0
+    operations = _LAYER_OPERATIONS * layers * (_COMPILED if memory.compile else 1.0)
+    return _PassCost(
+        products=(1.0 + backward) * (forward + (head if is_last else 0.0)),
+        memory_bound=moved / device.bandwidth,
+        launches=operations * device.launch_s if device.is_cpu else 0.0,
+        recompute=again,
+    )
+
+
+_COMPILED_PASSES = 0.5
+"""Fused kernels move about half of the bytes."""
+
+
+def _update_seconds(
+    workload: TrainWorkload, strategy: Strategy, device: Accelerator, weights: int, optimizer: int
+) -> float:
+    """Returns the seconds of clipping and updating: weights, gradients and moments are read, and written but for the
+    gradients."""
+    resident = optimizer if strategy.memory.optimizer == "none" else 0
+    moved = 3 * weights + weights + 2 * resident
+    count = 9 * workload.model.layers / strategy.layout.pipeline * _UPDATE_OPERATIONS
+    factor = 8.0 if workload.optimizer.name in ("muon", "adamw8bit") else 1.0
+    return factor * moved / device.bandwidth + (count * device.launch_s if device.is_cpu else 0.0)
+
+
+def _offload_seconds(
+    workload: TrainWorkload, strategy: Strategy, part: Slice, optimizer: int, layers: int, hidden: float
+) -> float:
+    """Returns the seconds of copies that computation does not hide: optimizer state there and back, activations too."""
+    rate = {"none": 0.0, "cpu": 1 / _PCIE, "disk": 1 / _DISK}
+    memory = strategy.memory
+    found = 2 * optimizer * rate[memory.optimizer]
+    if memory.activations != "none":
+        count, _ = strategy.microbatches(workload)
+        layer = activations.checkpoint_bytes(workload.model, part, memory)
+        found += max(0.0, 2 * count * layers * layer * rate[memory.activations] - hidden)
+    return found
+
+
+def _bubble_factor(schedule: Schedule) -> float:
+    """Returns the part of a bubble that a schedule leaves: a third of 1F1B's for split backwards, none of it for those
+    in the form of a V (Qi et al. 2024, arXiv 2401.10241)."""
+    if schedule in V_SHAPED:
+        return 0.0
+    return 1.0 / 3.0 if schedule in SPLIT_BACKWARD else 1.0

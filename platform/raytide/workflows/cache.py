@@ -1,0 +1,160 @@
+"""The digests by which a finished stage is found again, and the records of what finished stages made.
+
+The key of a stage covers its kind and spec, the digests of what it refers to, its code and the files that it reads from
+outside the flow, but not where or for whom it runs. Its folder is named by the key, so results never overwrite others,
+and an attempt that goes on where another stopped finds its checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from fnmatch import fnmatch
+from io import BytesIO
+from typing import Any
+
+from pydantic import Field
+
+from raytide.core.config import Config
+from raytide.core.errors import DataError
+from raytide.core.io.storage import exists, join, open_url, read_bytes, sha256, write_bytes
+from raytide.core.io.token_dataset import MANIFEST, load_manifest
+from raytide.core.specs.data import DataSpec
+from raytide.pipelines.inputs import find_inputs
+from raytide.workflows.references import METRICS, PARAMS, Reference, resolved
+from raytide.workflows.spec import FlowSpec, StageSpec
+from raytide.workflows.state import FlowState
+
+_FORMAT = 1
+_KEY_CHARS = 16
+_WITHOUT_EFFECT = frozenset({"name", "team", "gang", "workers", "stall_timeout_s", "spares", "collective_timeout_s"})
+"""Fields of DataSpec and TrainSpec that change no result."""
+_READ = {"train": ("dataset", "init_from"), "eval": ("model", "dataset", "prompts"), "register": ("model",)}
+"""Fields of specs that name files to read."""
+
+
+class StageRecord(Config):
+    """The outputs and metrics of a finished stage, in `out`/results/KEY.json."""
+
+    stage: str
+    job: str = ""
+    outputs: dict[str, str] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    digest: str
+
+
+def key_of(flow: FlowSpec, state: FlowState, name: str, code: str) -> str:
+    """Returns the key of a stage whose needs are done: a SHA-256 in hex. `code` is the digest of a script's files.
+
+    A script may have effects, so its key covers its name too, and the stages of its `needs`.
+    """
+    stage = flow.stages[name]
+
+    def lookup(reference: Reference) -> object:
+        if reference.stage == PARAMS:
+            return flow.params[reference.name]
+        before = state.stages[reference.stage]
+        kind, _, metric = reference.name.partition(".")
+        return before.metrics[metric] if kind == METRICS else f"{reference.name} of {before.digest}"
+
+    spec = resolved(stage.spec, lookup)
+    assert isinstance(spec, dict)  # as the stage's spec is
+    if stage.kind in ("data", "train"):
+        spec = {field: value for field, value in spec.items() if field not in _WITHOUT_EFFECT}
+    sweep = None if stage.sweep is None else stage.sweep.model_dump(mode="json", exclude={"at_once"})
+    own = [name, *(state.stages[needed].digest for needed in stage.needs)] if stage.kind == "script" else []
+    body = [_FORMAT, stage.kind, spec, sweep, code, own, _read_from_outside(flow, stage)]
+    return sha256(json.dumps(body, sort_keys=True, default=str).encode())
+
+
+def folder_of(flow: FlowSpec, name: str, key: str) -> str:
+    """Returns the folder of a stage's results."""
+    return join(flow.out, name, key[:_KEY_CHARS])
+
+
+def record_of(flow: FlowSpec, key: str) -> StageRecord | None:
+    """Returns the record of a finished stage, None if there is none or what it made is no longer there."""
+    url = join(flow.out, "results", f"{key}.json")
+    try:
+        record = StageRecord.parse(json.loads(read_bytes(url)), where=url)
+    except (DataError, ValueError):
+        return None
+    return record if _is_there(record) else None
+
+
+def save_record(flow: FlowSpec, key: str, record: StageRecord) -> None:
+    write_bytes(join(flow.out, "results", f"{key}.json"), record.model_dump_json(indent=1).encode())
+
+
+def digest_of_result(kind: str, key: str, outputs: Mapping[str, str]) -> str:
+    """Returns the digest of a result. A dataset's is that of its shards and tokenizer: what needs a dataset that was
+    built anew with the same bytes is not run again. Any other's is its key.
+    """
+    if kind != "data":
+        return key
+    manifest = load_manifest(outputs["out"])
+    shards = [[shard.file, shard.tokens, shard.sha256] for shard in manifest.shards]
+    return sha256(json.dumps([shards, manifest.tokenizer_sha256]).encode())
+
+
+def digest_of_code(package: bytes, patterns: Iterable[str]) -> str:
+    """Returns the digest of the files of a packed working directory whose names match one of the patterns."""
+    chosen, files = tuple(patterns), []
+    with zipfile.ZipFile(BytesIO(package)) as archive:
+        for entry in sorted(archive.infolist(), key=lambda each: each.filename):
+            if any(fnmatch(entry.filename, pattern) for pattern in chosen):
+                files.append([entry.filename, hashlib.sha256(archive.read(entry)).hexdigest()])
+    return sha256(json.dumps(files).encode())
+
+
+def fingerprint_of_inputs(flow: FlowSpec) -> str:
+    """Returns a digest of the names, sizes and versions of all files that data stages read from outside the flow.
+
+    An input that does not exist yet counts as no file.
+    """
+    found = []
+    for name, stage in flow.stages.items():
+        if stage.kind == "data":
+            with suppress(DataError):
+                found.append([name, *_read_from_outside(flow, stage)])
+    return sha256(json.dumps(found, default=str).encode())
+
+
+def _read_from_outside(flow: FlowSpec, stage: StageSpec) -> list[Any]:
+    """Returns the names, sizes and versions of the files that a stage reads and no other stage made."""
+    spec = resolved(stage.spec, lambda each: flow.params[each.name] if each.stage == PARAMS else "")
+    assert isinstance(spec, dict)  # as the stage's spec is
+    if stage.kind == "data":
+        literal = [url for url in spec.get("inputs", ()) if url]
+        fields = {field: value for field, value in spec.items() if field in DataSpec.model_fields}
+        if not literal:
+            return []
+        data = DataSpec.parse({**fields, "inputs": literal, "out": flow.out}, where="inputs")
+        return [[each.url, each.size, each.version] for each in find_inputs(data)]
+    named = [spec.get(field) for field in _READ.get(stage.kind, ())]
+    return [_listing(url) for url in named if isinstance(url, str) and url]
+
+
+def _listing(url: str) -> list[Any]:
+    """Returns the names, sizes and versions of the files at a URL; of a dataset only its manifest's digest."""
+    if "@" in url or not exists(url):
+        return [url]
+    if exists(manifest := join(url, MANIFEST)):
+        return [url, sha256(read_bytes(manifest))]
+    fs, path = open_url(url)
+    found = fs.find(path, detail=True)
+    return [
+        url,
+        *sorted([name, int(info.get("size") or 0), str(info.get("mtime", ""))] for name, info in found.items()),
+    ]
+
+
+def _is_there(record: StageRecord) -> bool:
+    """Returns whether the files of a result are still there: a model's config, else the folder."""
+    out, model = record.outputs.get("out"), record.outputs.get("model")
+    if model is not None and not exists(join(model, "config.json")):
+        return False
+    return out is None or exists(out)

@@ -1,0 +1,201 @@
+"""The driver of a flow: `python -m raytide.workflows.driver`, a process on a leased node.
+
+It steps the flow's executor, stores its state and reports it.
+
+It has the rights of the flow's job. Killed at any moment, it is started again by the job's driver, on another node if
+its own was lost, and goes on from the stored state.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raytide.control.client import ApiClient
+from raytide.core.clock import Clock, SystemClock
+from raytide.core.config import environment
+from raytide.core.errors import AuthError, ClusterError, DataError, RaytideError, StorageError
+from raytide.core.io.storage import join, read_bytes, write_bytes
+from raytide.workflows import state as changes
+from raytide.workflows.cache import digest_of_code, fingerprint_of_inputs
+from raytide.workflows.executor import Executor
+from raytide.workflows.schedule import begins_because, next_time_s
+from raytide.workflows.spec import FlowSpec, ScheduleSpec
+from raytide.workflows.stages.runner import ApiRunner
+from raytide.workflows.state import FlowState
+from raytide.workflows.view import as_progress
+
+FAILED = 79
+"""The exit code of a flow in which a stage failed: it is not started again."""
+STOPPED = 128 + signal.SIGTERM
+"""The exit code after SIGTERM, which is not the end of the flow: unless its job is stopped, it is started again."""
+POLL_S = 0.5
+_AWAY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """The stored state of a run: `out`/runs/RUN.json, replaced atomically."""
+
+    flow: FlowSpec
+    run: str
+
+    @property
+    def url(self) -> str:
+        return join(self.flow.out, "runs", f"{self.run}.json")
+
+    def load(self) -> FlowState | None:
+        """Returns the state; None before the first one is stored."""
+        try:
+            text = read_bytes(self.url)
+        except DataError:
+            return None
+        return FlowState.parse(json.loads(text), where=self.url)
+
+    def save(self, state: FlowState) -> None:
+        write_bytes(self.url, state.model_dump_json().encode())
+
+
+def _to_log(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+class FlowDriver:
+    """Runs the cycles of a flow until it is over, or for ever with a schedule."""
+
+    def __init__(
+        self,
+        flow: FlowSpec,
+        run: str,
+        job: str,
+        client: ApiClient,
+        clock: Clock,
+        say: Callable[[str], None] = _to_log,
+    ) -> None:
+        self._flow, self._job, self._client, self._clock, self._say = flow, job, client, clock, say
+        self._file = StateFile(flow, run)
+        self._package = str(client.job(job).job.spec.config.get("package", ""))
+        self._codes: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
+        self._stopped = threading.Event()
+        self._look_at_s = 0.0
+        self._executor = self._executor_of(self._first_state(run))
+
+    def run(self) -> int:
+        """Ticks until the flow is over, and returns the exit code."""
+        while not self._stopped.is_set():
+            try:
+                code = self.tick()
+            except (ClusterError, StorageError) as error:
+                self._say(f"{error}; the flow goes on when that is back")
+                self._stopped.wait(_AWAY_S)
+                continue
+            if code is not None:
+                return code
+            self._stopped.wait(POLL_S)
+        return self._leave()
+
+    def tick(self) -> int | None:
+        """Does what can be done now. Returns the exit code once the flow is over.
+
+        ClusterError or StorageError if the API or the storage is away: the next tick goes on.
+        """
+        is_over = self._executor.step()
+        self._report()
+        if not is_over:
+            return None
+        if self._flow.schedule is not None:
+            self._begin_next_cycle_if_due(self._flow.schedule)
+            return None
+        state = self._executor.state
+        for name in state.failed:
+            self._say(f"{name} failed: {state.stages[name].reason}")
+        return FAILED if state.failed else 0
+
+    def stop(self) -> None:
+        """Lets `run` return after the present tick."""
+        self._stopped.set()
+
+    def _leave(self) -> int:
+        """Ends the stages if the flow's job was asked to stop; otherwise it is only moved, and they run on."""
+        try:
+            if self._client.job(self._job).job.stop_requested:
+                self._executor.stop()
+        except RaytideError as error:
+            self._say(f"its stages may run on: {error}")
+        return STOPPED
+
+    def _first_state(self, run: str) -> FlowState:
+        state = self._file.load()
+        if state is None:
+            state = changes.fresh(self._flow, run, self._job)
+            state = state.model_copy(update={"inputs": fingerprint_of_inputs(self._flow)})
+            if self._flow.schedule is not None and not self._flow.schedule.at_once:
+                state = changes.postponed(state)
+        elif state.driver != self._job:
+            state = changes.resumed(state, self._job)
+        self._file.save(state)
+        return state
+
+    def _executor_of(self, state: FlowState) -> Executor:
+        runner = ApiRunner(self._client, self._package)
+        return Executor(self._flow, state, runner, self._file.save, self._clock.now_s, self._code_of)
+
+    def _code_of(self, stage: str) -> str:
+        if not self._package:
+            return ""
+        if stage not in self._codes:
+            package = self._client.package(self._package)
+            for name, each in self._flow.stages.items():
+                if each.kind == "script":
+                    self._codes[name] = digest_of_code(package, each.code)
+        return self._codes[stage]
+
+    def _begin_next_cycle_if_due(self, schedule: ScheduleSpec) -> None:
+        state, now_s = self._executor.state, self._clock.now_s()
+        if state.next_at_s is None and schedule.cron:
+            state = state.model_copy(update={"next_at_s": next_time_s(schedule, now_s)})
+            self._executor.state = state
+            self._file.save(state)
+        inputs = state.inputs
+        if schedule.new_data_every_s is not None and now_s >= self._look_at_s:
+            self._look_at_s = now_s + schedule.new_data_every_s
+            inputs = fingerprint_of_inputs(self._flow)
+        why = begins_because(schedule, state.next_at_s, now_s, state.inputs, inputs)
+        if why:
+            state = changes.next_cycle(state, why, inputs)
+            self._file.save(state)
+            self._executor = self._executor_of(state)
+            self._say(f"cycle {state.cycle}: {why}")
+
+    def _report(self) -> None:
+        progress = as_progress(self._flow, self._executor.state)
+        changed = {name: value for name, value in progress.items() if self._reported.get(name) != value}
+        if changed:
+            self._client.report(self._job, changed)
+            self._reported.update(changed)
+
+
+def main() -> int:
+    """Runs the flow in RAYTIDE_FLOW and returns the exit code. SIGTERM ends the process."""
+    flow = FlowSpec.parse(json.loads(environment("FLOW") or "{}"), where="RAYTIDE_FLOW")
+    try:
+        driver = FlowDriver(
+            flow, environment("FLOW_RUN") or "", environment("JOB") or "", ApiClient.find(), SystemClock()
+        )
+        signal.signal(signal.SIGTERM, lambda *_: driver.stop())
+        return driver.run()
+    except AuthError:
+        return 0  # the flow's job is over
+    except RaytideError as error:
+        sys.stderr.write(f"{error.code}: {error}\n")
+        return 1 if isinstance(error, ClusterError | StorageError) else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""The interface between the executor and what runs stages: `runner` asks the API, tests have a runner of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from raytide.workflows.spec import StageSpec
+from raytide.workflows.sweep.halving import Curve
+
+
+@dataclass(frozen=True, slots=True)
+class StageTask:
+    """One attempt of a stage, or of a trial of its sweep, without references."""
+
+    name: str
+    """The name of its job: the flow's and the stage's, and the trial's number."""
+    options: StageSpec
+    """The stage as the file has it; `spec` below is what is run."""
+    spec: Mapping[str, object]
+    out: str
+    """The folder of its results."""
+    key: str
+    """The key of its submission: the same one is the same job."""
+    team: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """The state of a submitted attempt."""
+
+    status: Literal["running", "done", "failed", "refused"]
+    """refused: a rule of the stage does not hold, so it and all that need it are skipped."""
+    reason: str = ""
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    curve: Curve = ()
+    """The swept metric by step so far; only for a trial."""
+    is_final: bool = False
+    """A failure that another attempt would repeat."""
+
+
+class StageRunner(Protocol):
+    """Submits attempts and looks at them. Every method may raise ClusterError, and is then called again."""
+
+    def submit(self, task: StageTask) -> str:
+        """Submits an attempt and returns what it is known by, such as its job's id. The same key again returns the
+        same, whatever happened in between."""
+
+    def look(self, task: StageTask, handle: str, metric: str = "") -> StageReport:
+        """Returns the state of an attempt; with `metric`, also the curve of that metric."""
+
+    def stop(self, task: StageTask, handle: str) -> None:
+        """Asks for the end of an attempt; has no effect on one that has ended."""

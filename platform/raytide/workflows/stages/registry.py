@@ -1,0 +1,101 @@
+"""Register and serve stages: requests to the API, no jobs. Of two equal ones, the second changes nothing."""
+
+from __future__ import annotations
+
+from raytide.control.client import ApiClient
+from raytide.control.views import EndpointStatus
+from raytide.core.errors import ConfigError, NotFoundError
+from raytide.core.objects.endpoint import EndpointState, ServeSpec
+from raytide.core.specs.model_version import SCHEME, ModelReference, PromotionRule
+from raytide.registry.rollout.promotion import decide_promotion
+from raytide.sdk.registry.models import ModelRegistry
+from raytide.workflows.stages.base import StageReport, StageTask
+from raytide.workflows.stages.configs import RegisterSpec
+
+_REFUSED = "refused: "
+_SET_BY_THE_API = {"model", "version", "team", "labels"}
+
+
+def register(client: ApiClient, task: StageTask) -> str:
+    """Registers a version and returns its id, `chat:3`. The same model and metrics again are the same version."""
+    spec = RegisterSpec.parse(task.spec, where=task.name)
+    version = ModelRegistry(client).register(
+        spec.name, spec.model, job=spec.job, metrics=spec.metrics, note=spec.note, team=task.team or ""
+    )
+    return version.id
+
+
+def registered(handle: str) -> StageReport:
+    return StageReport("done", outputs={"reference": f"{SCHEME}{handle}", "version": handle.rpartition(":")[2]})
+
+
+def serve(client: ApiClient, task: StageTask) -> str:
+    """Gives the endpoint the spec, unless it has it already, and returns its name.
+
+    If the stage's rule does not hold of the new version beside the one that is served, nothing is changed, and the
+    reason is returned in place of the name.
+    """
+    spec = ServeSpec.parse({**task.spec, **({"team": task.team} if task.team else {})}, where=task.name)
+    try:
+        now: EndpointStatus | None = client.endpoint(spec.name)
+    except NotFoundError:
+        now = None
+    if now is not None and now.endpoint.state not in (EndpointState.DELETED, EndpointState.DELETING):
+        if _is_served(spec, now):
+            return spec.name
+    else:
+        now = None
+    if task.options.rule and (why := _broken_rule(client, task, spec, now)):
+        return f"{_REFUSED}{why}"
+    client.serve(spec)
+    return spec.name
+
+
+def served(client: ApiClient, task: StageTask, handle: str) -> StageReport:
+    """Returns the state of an endpoint: done once a replica with the stage's spec answers."""
+    if handle.startswith(_REFUSED):
+        return StageReport("refused", handle.removeprefix(_REFUSED))
+    status = client.endpoint(handle)
+    if status.endpoint.state is EndpointState.FAILED:
+        return StageReport("failed", f"endpoint {handle} failed: {status.endpoint.reason}")
+    answers = (status.ready_replicas > 0 and _is_new(client, status)) or status.endpoint.spec.backend is not None
+    scaled_to_zero = status.endpoint.state is EndpointState.RUNNING and status.endpoint.target_replicas == 0
+    if not answers and not scaled_to_zero:
+        return StageReport("running", status.waiting.reason if status.waiting else "")
+    return StageReport("done", outputs={"name": handle, "url": status.base_url})
+
+
+def _is_served(spec: ServeSpec, now: EndpointStatus) -> bool:
+    """Returns whether the endpoint has this spec already, so that serving it again would only add a revision."""
+    there = now.endpoint.spec
+    location = spec.model.removeprefix(SCHEME)
+    if location not in (there.model, there.version):
+        return False
+    return spec.model_dump(exclude=_SET_BY_THE_API) == there.model_dump(exclude=_SET_BY_THE_API)
+
+
+def _is_new(client: ApiClient, status: EndpointStatus) -> bool:
+    """Returns whether a replica of the present revision answers: those of the one before go on until it does."""
+    revisions = client.revisions(status.endpoint.name)
+    if len(revisions) < 2:
+        return True
+    now, before = revisions[0], revisions[1]
+    if now.spec is None or before.spec is None or now.spec.served == before.spec.served:
+        return True  # the replicas stay
+    return any(start.is_ready and start.ordered_at_s >= now.at_s for start in status.startups)
+
+
+def _broken_rule(client: ApiClient, task: StageTask, spec: ServeSpec, now: EndpointStatus | None) -> str:
+    """Returns why the new version may not replace the one that is served; empty if it may."""
+    if not spec.model.startswith(SCHEME):
+        raise ConfigError(
+            f"{task.name}: its rule compares the metrics of registered versions, and {spec.model} is a directory.",
+            hint="Serve `${STAGE.reference}` of a register stage, or use `when`.",
+        )
+    metrics = client.model_version(ModelReference.parse(spec.model)).spec.metrics
+    champion = now.endpoint.spec.version if now is not None else ""
+    before = client.model_version(ModelReference.parse(champion)).spec.metrics if champion else None
+    rule = PromotionRule(metrics=task.options.rule, online="ignored")
+    decision = decide_promotion(rule, before, metrics)
+    shown = f" in place of {champion}" if champion else ""
+    return "" if decision.promotes else f"{spec.model} is not served{shown}: {'; '.join(decision.reasons)}"

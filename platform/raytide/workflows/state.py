@@ -1,0 +1,205 @@
+"""The state of a run of a flow, and how each event changes it. All of it is pure: the executor stores what it returns.
+
+A stage is `waiting`, then `running`, then `done`, `failed` or `skipped`. After a failure it waits again if it has
+retries left. The number of an attempt never comes twice in a cycle, and is stored before its job is submitted under a
+key made of it: whatever is killed in between, the same attempt is submitted again and is the same job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.workflows.spec import FlowSpec, StageSpec
+from raytide.workflows.sweep.spec import Value
+
+StageStatus = Literal["waiting", "running", "done", "failed", "skipped"]
+TrialStatus = Literal["running", "done", "ended", "failed"]
+FINAL: frozenset[str] = frozenset({"done", "failed", "skipped"})
+
+
+class TrialState(Config):
+    """One trial of a sweep."""
+
+    params: dict[str, Value]
+    status: TrialStatus = "running"
+    attempt: int = 1
+    failures: int = 0
+    retry_at_s: float | None = None
+    """The time of its next attempt, after a failure."""
+    job: str = ""
+    """The job of the present attempt; empty until it is submitted."""
+    steps: int = 0
+    """The step that it has reached."""
+    rungs: dict[int, float | None] = Field(default_factory=dict)
+    """Its metric at each rung that it reached; None for one that was no finite number."""
+    value: float | None = None
+    """Its metric at its end, if that is finite."""
+    outputs: dict[str, str] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    reason: str = ""
+
+
+class StageState(Config):
+    """One stage in a run."""
+
+    status: StageStatus = "waiting"
+    attempt: int = 0
+    """The number of its attempts in this cycle, over all drivers."""
+    failures: int = 0
+    """Failed attempts since the run was begun or resumed."""
+    retry_at_s: float | None = None
+    job: str = ""
+    """The job, endpoint or version of the present attempt; empty until it is known."""
+    key: str = ""
+    """The digest of all that decides the result; see `raytide.workflows.cache`."""
+    outputs: dict[str, str] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    digest: str = ""
+    """The digest of the result, by which stages that use it are cached."""
+    is_cached: bool = False
+    reason: str = ""
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    trials: tuple[TrialState, ...] = ()
+
+
+class FlowState(Config):
+    """A run of a flow. With a schedule, each cycle begins with fresh stages."""
+
+    most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
+
+    run: str
+    driver: str = ""
+    """The job that wrote it last."""
+    cycle: int = 1
+    because: str = ""
+    stages: dict[str, StageState]
+    applied: dict[str, str] = Field(default_factory=dict)
+    """The key with which each `serve` stage was last applied, in whatever cycle."""
+    inputs: str = ""
+    """The fingerprint of the data stages' inputs in this cycle."""
+    next_at_s: float | None = None
+    """The time of the next cycle, while none runs."""
+
+    @property
+    def is_over(self) -> bool:
+        return all(stage.status in FINAL for stage in self.stages.values())
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        return tuple(name for name, stage in self.stages.items() if stage.status == "failed")
+
+    def with_stage(self, name: str, **changes: object) -> FlowState:
+        stage = self.stages[name].model_copy(update=changes)
+        return self.model_copy(update={"stages": {**self.stages, name: stage}})
+
+    def with_trial(self, name: str, number: int, **changes: object) -> FlowState:
+        trials = list(self.stages[name].trials)
+        trials[number] = trials[number].model_copy(update=changes)
+        return self.with_stage(name, trials=tuple(trials))
+
+
+def fresh(flow: FlowSpec, run: str, driver: str = "") -> FlowState:
+    """Returns the state of a run in which nothing was done."""
+    return FlowState(run=run, driver=driver, stages={name: StageState() for name in flow.stages})
+
+
+def postponed(state: FlowState) -> FlowState:
+    """Returns the state of a flow whose first cycle is that of its schedule: nothing is done in cycle 0."""
+    stages = {name: StageState(status="skipped", reason="its first cycle has not begun") for name in state.stages}
+    return state.model_copy(update={"cycle": 0, "stages": stages})
+
+
+def next_cycle(state: FlowState, because: str, inputs: str) -> FlowState:
+    """Returns the state in which everything waits again."""
+    stages = {name: StageState() for name in state.stages}
+    changes = {"cycle": state.cycle + 1, "because": because, "stages": stages, "inputs": inputs, "next_at_s": None}
+    return state.model_copy(update=changes)
+
+
+def resumed(state: FlowState, driver: str) -> FlowState:
+    """Returns the state for another driver job: what failed or was skipped waits again, what is done stays.
+
+    The trials of a sweep that failed are tried again too; those that ended stay.
+    """
+    stages = {}
+    for name, stage in state.stages.items():
+        if stage.status in ("failed", "skipped") and state.cycle:
+            trials = tuple(_tried_again(trial) for trial in stage.trials)
+            stage = StageState(attempt=stage.attempt, trials=trials)
+        stages[name] = stage
+    return state.model_copy(update={"driver": driver, "stages": stages})
+
+
+def begun(state: FlowState, name: str, key: str, now_s: float) -> FlowState:
+    """Returns the state with one more attempt of a stage, which is stored before the attempt is submitted."""
+    before = state.stages[name]
+    changes = {"status": "running", "attempt": before.attempt + 1, "key": key, "job": "", "retry_at_s": None}
+    if before.started_at_s is None:
+        changes["started_at_s"] = now_s
+    return state.with_stage(name, **changes, reason="", ended_at_s=None)
+
+
+def finished(
+    state: FlowState,
+    name: str,
+    outputs: Mapping[str, str],
+    metrics: Mapping[str, float],
+    digest: str,
+    now_s: float,
+    **changes: object,
+) -> FlowState:
+    done = {"outputs": dict(outputs), "metrics": dict(metrics), "digest": digest, "ended_at_s": now_s}
+    return state.with_stage(name, status="done", **done, reason="", **changes)
+
+
+def skipped(state: FlowState, name: str, reason: str, now_s: float) -> FlowState:
+    return state.with_stage(name, status="skipped", reason=reason, ended_at_s=now_s)
+
+
+def failed(
+    state: FlowState, name: str, stage: StageSpec, reason: str, now_s: float, *, is_final: bool = False
+) -> FlowState:
+    """Returns the state after a failed attempt: the stage waits for its retry, or has failed.
+
+    `is_final`: another attempt would fail in the same way, as with a wrong spec.
+    """
+    failures = state.stages[name].failures + 1
+    if is_final or failures > stage.retries:
+        again = f" It was tried {failures} times." if failures > 1 else ""
+        return state.with_stage(name, status="failed", failures=failures, reason=f"{reason}{again}", ended_at_s=now_s)
+    retry_at_s = now_s + stage.retry_after_s(failures)
+    return state.with_stage(name, status="waiting", failures=failures, retry_at_s=retry_at_s, reason=reason)
+
+
+def trial_failed(state: FlowState, name: str, number: int, stage: StageSpec, reason: str, now_s: float) -> FlowState:
+    """Returns the state after a failed attempt of a trial."""
+    failures = state.stages[name].trials[number].failures + 1
+    if failures > stage.retries:
+        return state.with_trial(name, number, status="failed", failures=failures, reason=reason)
+    retry_at_s = now_s + stage.retry_after_s(failures)
+    return state.with_trial(name, number, failures=failures, retry_at_s=retry_at_s, job="", reason=reason)
+
+
+def metric_of(state: FlowState) -> Callable[[str, str], float]:
+    """Returns the function that gives a metric of a stage. It raises KeyError with a text for one that is not known."""
+
+    def find(stage: str, name: str) -> float:
+        metrics = state.stages[stage].metrics
+        if name not in metrics:
+            raise KeyError(f"{stage} has no metric {name}; it has {', '.join(sorted(metrics)) or 'none'}")
+        return metrics[name]
+
+    return find
+
+
+def _tried_again(trial: TrialState) -> TrialState:
+    if trial.status != "failed":
+        return trial
+    changes = {"status": "running", "attempt": trial.attempt + 1, "failures": 0, "job": "", "reason": ""}
+    return trial.model_copy(update=changes)

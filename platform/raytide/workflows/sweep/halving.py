@@ -1,0 +1,74 @@
+"""Asynchronous successive halving (ASHA), as a pure function of what trials have reached."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from raytide.workflows.sweep.spec import HalvingSpec
+
+Curve = Sequence[tuple[int, float]]
+"""The values of a metric: (step, value), by step."""
+Rungs = Mapping[int, float | None]
+"""The value of a trial at each rung that it has reached; None for one that is no finite number."""
+_WINDOW = 0.1
+
+
+def reached(curve: Curve, rungs: Iterable[int]) -> dict[int, float | None]:
+    """Returns the value at each rung that the curve has passed.
+
+    The value is the mean over the last tenth of the steps up to the rung, because the loss of one batch is noisy.
+    """
+    found: dict[int, float | None] = {}
+    last = curve[-1][0] if curve else 0
+    for rung in rungs:
+        if last < rung:
+            break
+        found[rung] = smoothed(curve, rung)
+    return found
+
+
+def smoothed(curve: Curve, step: int) -> float | None:
+    """Returns the mean of the values in the last tenth of the steps up to `step`, else the value before it, else the
+    first one. None if a value is not finite, or none is known.
+    """
+    before = [(at, value) for at, value in curve if at <= step]
+    near = [value for at, value in before if at > step - max(1, round(_WINDOW * step))]
+    near = near or [value for _, value in before[-1:] or curve[:1]]  # a script reports now and then
+    return sum(near) / len(near) if near and all(map(math.isfinite, near)) else None
+
+
+def goes_on(
+    value: float | None, others: Iterable[float | None], spec: HalvingSpec, mode: Literal["min", "max"]
+) -> bool:
+    """Returns whether a trial with this value at a rung is among the best `1 / factor` of those that reached it.
+
+    `others` are the values of all other trials at that rung. At least one trial goes on. A value that is not finite is
+    the worst.
+    """
+    known = [_rank(each, mode) for each in others]
+    own = _rank(value, mode)
+    if len(known) + 1 <= max(spec.least, 1):
+        return True
+    best = max(1, (len(known) + 1) // spec.factor)
+    return sum(1 for each in known if each < own) < best
+
+
+def rung_of_end(own: Rungs, others: Iterable[Rungs], spec: HalvingSpec, mode: Literal["min", "max"]) -> int | None:
+    """Returns the rung at which a trial ends; None if it goes on.
+
+    A trial is judged at the highest rung that it has reached, beside all that have reached it by now: one that went on
+    because it was alone is judged again when others arrive.
+    """
+    if not own:
+        return None
+    rung = max(own)
+    beside = [each[rung] for each in others if rung in each]
+    return None if goes_on(own[rung], beside, spec, mode) else rung
+
+
+def _rank(value: float | None, mode: Literal["min", "max"]) -> float:
+    if value is None or not math.isfinite(value):
+        return math.inf
+    return value if mode == "min" else -value

@@ -1,0 +1,92 @@
+"""The `sweep` of a stage: which values are tried, how many, and which trials end early."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from raytide.core import bounds
+from raytide.core.config import Config
+
+MOST_TRIALS = 1000
+Value = Annotated[str, Field(max_length=1000)] | bool | int | float
+ParameterPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*){0,7}$")]
+
+
+class ValueRange(Config):
+    """The values of one parameter: a list of choices, or a range of numbers."""
+
+    choices: tuple[Value, ...] | None = Field(default=None, min_length=1, max_length=1000)
+    low: int | float | None = None
+    high: int | float | None = None
+    log: bool = False
+    """Numbers are drawn evenly by their logarithm, as suits learning rates."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> ValueRange:
+        if self.choices is not None:
+            if self.low is not None or self.high is not None or self.log:
+                raise ValueError("give either choices, or low and high")
+            return self
+        if self.low is None or self.high is None:
+            raise ValueError("give choices, or low and high")
+        if self.low > self.high:
+            raise ValueError(f"low {self.low:g} is above high {self.high:g}")
+        if self.log and self.low <= 0:
+            raise ValueError(f"a logarithmic range begins above 0, not at {self.low:g}")
+        return self
+
+    @property
+    def example(self) -> Value:
+        """One of the values, with which a spec is checked before any trial runs."""
+        if self.choices is not None:
+            return self.choices[0]
+        assert self.low is not None
+        return self.low
+
+
+class HalvingSpec(Config):
+    """Asynchronous successive halving: at each rung only the best `1 / factor` of the trials that reached it go on.
+
+    Li et al. 2020, "A System for Massively Parallel Hyperparameter Tuning", algorithm 2, in its stopping form.
+    """
+
+    first: int = Field(ge=1)
+    """The step of the first rung. The next ones are at `first * factor`, `first * factor ** 2` and so on."""
+    factor: int = Field(default=3, ge=2, le=100)
+    least: int = Field(default=1, ge=1)
+    """No trial ends at a rung before this many have reached it."""
+
+
+class SweepSpec(Config):
+    """Variants of a stage, each a job of its own. The stage's results are those of the best trial."""
+
+    space: dict[ParameterPath, ValueRange] = Field(min_length=1, max_length=bounds.MOST_LABELS)
+    """The values by the path of the field in the stage's `spec`: `optim.lr`."""
+    metric: bounds.Name = "loss"
+    mode: Literal["min", "max"] = "min"
+    trials: int = Field(ge=1, le=MOST_TRIALS)
+    at_once: int = Field(default=4, ge=1, le=bounds.LIVE_JOBS)
+    """The trials that are queued or run at the same time."""
+    sampler: Literal["tpe", "random", "grid"] = "tpe"
+    """Optuna's sampler: tpe learns from the trials that have ended."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    asha: HalvingSpec | None = None
+    """None: every trial runs to its end."""
+
+    @model_validator(mode="after")
+    def _grid_has_choices(self) -> SweepSpec:
+        open_ended = [name for name, values in self.space.items() if values.choices is None]
+        if self.sampler == "grid" and open_ended:
+            raise ValueError(f"a grid needs choices for every parameter, and {open_ended[0]} has a range")
+        return self
+
+    def rungs(self, steps: int) -> tuple[int, ...]:
+        """Returns the steps at which trials are compared, below the `steps` of a whole trial."""
+        found: list[int] = []
+        step = steps if self.asha is None else self.asha.first
+        while step < steps:
+            found.append(step)
+            step *= 2 if self.asha is None else self.asha.factor
+        return tuple(found)

@@ -1,0 +1,75 @@
+"""Pages of Ray's agent and of an exporter, read as measurements of a machine."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from tests.autoscaler.nodes.test_utilization import Agents, machine
+
+from raytide.autoscaler.nodes.energy import EnergyMeter
+from raytide.autoscaler.nodes.node_page import read_page, reading_of
+from raytide.autoscaler.nodes.utilization import MeterReader
+from raytide.core.clock import VirtualClock
+from raytide.core.objects.node import NodeReading, Signal
+
+AGENT = """ray_node_cpu_utilization{ip="1"} 25.0
+ray_node_cpu_count{ip="1"} 8.0
+ray_node_mem_used{ip="1"} 6.0e9
+ray_node_mem_total{ip="1"} 24.0e9
+ray_node_disk_usage{ip="1"} 30.0
+ray_node_disk_free{ip="1"} 70.0
+ray_node_network_receive_speed{ip="1"} 1000.0
+ray_node_network_send_speed{ip="1"} 2000.0
+ray_node_disk_io_read_speed{ip="1"} 3000.0
+ray_node_disk_io_write_speed{ip="1"} 4000.0
+ray_node_gpu_power_milliwatts{GpuIndex="0"} 250000.0
+ray_node_gpu_power_milliwatts{GpuIndex="1"} 150000.0
+"""
+EXPORTER = """DCGM_FI_DEV_POWER_USAGE{gpu="0"} 100.0
+DCGM_FI_DEV_POWER_USAGE{gpu="1"} 200.0
+DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION{gpu="0"} 5.0e6
+DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION{gpu="1"} 7.0e6
+"""
+
+
+def test_an_agent_s_page_gives_all_that_it_says() -> None:
+    assert reading_of(read_page(AGENT, 5.0), 5.0) == NodeReading(
+        5.0, 0.25, 0.3, 1000.0, 2000.0, 3000.0, 4000.0, cores_used=2.0, gpu_power_w=400.0
+    )
+    assert reading_of(read_page("", 5.0), 5.0) == NodeReading(5.0)
+    broken = AGENT.replace("250000.0", "NaN").replace("24.0e9", "0")
+    found = reading_of(read_page(broken, 5.0), 5.0)
+    assert (found.gpu_power_w, found.memory_use) == (None, None), "a failing driver, and no total"
+
+
+def test_a_machine_with_an_exporter_is_read_at_both_and_its_counter_of_energy_counts() -> None:
+    agents, clock = Agents({"exporter": EXPORTER, "node-1": AGENT}), VirtualClock(100.0)
+    made = MeterReader(agents, clock, httpx.MockTransport(agents.handle), EnergyMeter(watts_per_core=10.0))  # type: ignore[arg-type]
+    made._machines = (machine("node-1", meter="exporter:9"),)
+    made.read_all()
+    measured = made.measured()["node-1"]
+    assert (measured.reading.memory_use, measured.reading.gpu_power_w) == (0.25, 300.0)
+    assert measured.power_w == {"nvml": 300.0, "estimate": 20.0}
+    clock.advance(2.0)
+    agents.pages["exporter"] = EXPORTER.replace("5.0e6", "5.5e6")
+    made.read_all()
+    assert made.measured()["node-1"].joules == {"nvml": pytest.approx(500.0), "estimate": pytest.approx(40.0)}
+    of_the_agent = {"cpu": Signal(0.25, 100.0)}
+    assert made.last_readings() == {"node-1": of_the_agent}, "the exporter speaks for GPUs alone"
+    made._machines = ()
+    made.read_all()
+    assert made.measured() == {}
+
+
+def test_power_counts_until_the_next_reading_but_not_for_ever_and_a_reset_counter_loses_nothing() -> None:
+    meter = EnergyMeter(watts_per_core=1.0)
+    for reading in (
+        NodeReading(0.0, gpu_power_w=10.0, cores_used=1.0),
+        NodeReading(2.0, gpu_power_w=100.0),  # 20 J, 2 J
+        NodeReading(1.0, gpu_power_w=100.0),  # the clock stepped back
+        NodeReading(3601.0, gpu_power_w=1.0, gpu_energy_j=50.0),  # at most a minute: 6000 J
+        NodeReading(3603.0, gpu_power_w=2.0, gpu_energy_j=20.0),  # the driver was loaded again: 2 J by power
+        NodeReading(3605.0, gpu_energy_j=25.0),  # 5 J
+    ):
+        meter.add("n", reading)
+    assert meter.joules() == {"n": {"nvml": 6027.0, "estimate": 2.0}}

@@ -1,0 +1,107 @@
+"""Chromium, driven by Playwright: it opens pages of this machine and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+OPTIONS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+AXE = Path(__file__).parents[1] / "dashboards" / "web" / "node_modules" / "axe-core" / "axe.min.js"
+SIZES = {1280: 900, 390: 844}
+TOKEN_KEY = "raytide.token"  # the name under which the page keeps it, no secret itself
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for one module: while it is open an event loop runs, in which asynchronous tests cannot."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip("Chromium is not installed: `./dev setup` says how")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(OPTIONS))
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """One tab, with everything that went wrong in it."""
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page, self.address = page, address
+        self.problems: list[str] = []
+        page.on("console", self._console)
+        page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
+        page.on("request", self._request)
+
+    def _console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.problems.append(f"{message.type}: {message.text}")
+
+    def _request(self, request: Request) -> None:
+        if not request.url.startswith(self.address):
+            self.problems.append(f"a request to {request.url}")
+
+    def open(self, place: str) -> Page:
+        """Shows a page, and waits until it is live and nothing of it is still loading."""
+        from playwright.sync_api import expect
+
+        self.page.goto(f"{self.address}/#/{place}")
+        self.page.wait_for_selector(".link-state.live", timeout=30_000)
+        expect(self.page.locator("main .skeleton")).to_have_count(0, timeout=30_000)
+        return self.page
+
+    def inaccessible(self) -> list[str]:
+        """Returns what axe-core finds that is serious or critical."""
+        if not AXE.is_file():
+            pytest.skip("axe-core is missing: `./dev page` installs it")
+        self.page.evaluate(AXE.read_text())  # a script element would be against the page's own policy
+        found: dict[str, Any] = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        return [
+            f"{each['id']}: {node['html'][:160]} {json.dumps(node['any'][:1])[:300]}"
+            for each in found["violations"]
+            if each["impact"] in ("serious", "critical")
+            for node in each["nodes"][:3]
+        ]
+
+
+Tab = Callable[..., Any]
+
+
+@pytest.fixture
+def tab(chromium: Browser) -> Tab:
+    """A tab at a width and in a theme, signed in with a token."""
+
+    @contextmanager
+    def opened(address: str, token: str, width: int = 1280, theme: str = "dark") -> Iterator[Watched]:
+        context = chromium.new_context(
+            viewport={"width": width, "height": SIZES[width]},
+            color_scheme="dark" if theme == "dark" else "light",
+        )
+        if token:
+            context.add_init_script(f"sessionStorage.setItem({json.dumps(TOKEN_KEY)}, {json.dumps(token)})")
+        try:
+            yield Watched(context.new_page(), address.rstrip("/"))
+        finally:
+            context.close()
+
+    return opened

@@ -1,0 +1,149 @@
+"""The API's metrics of jobs, costs, GPUs and nodes, from records as the controller writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.control.api.test_routes import LOCAL
+from tests.stores import new_store
+
+from raytide.control.api.services.limits import LimitsService
+from raytide.control.api.services.metrics.costs import cost_samples
+from raytide.control.api.services.metrics.endpoints import ReplicaRestarts
+from raytide.control.api.services.metrics.jobs import MOST_REPORTS, job_samples
+from raytide.control.api.services.metrics.page import ApiMetrics
+from raytide.control.views import Live
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad, ReplicaStartup, Traffic
+from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
+from raytide.core.objects.node import CapacityType, Node, NodeMeasurement, NodeReading, NodeState
+from raytide.core.objects.team import TeamSpec
+from raytide.core.state import Changes, Store
+from raytide.core.state.queries.jobs import HeldJob, WaitingJob
+from raytide.core.telemetry.catalogue import METRICS
+from raytide.core.telemetry.metrics import MetricSample
+
+DAY_US = 86_400_000_000
+
+
+class NoTrouble:
+    def free_bytes(self) -> int:
+        return 1
+
+    def troubles(self) -> tuple[()]:
+        return ()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = new_store(tmp_path)
+    yield opened
+    opened.close()
+
+
+class Page:
+    """The values of one page by metric and labels."""
+
+    def __init__(self, found: Any) -> None:
+        self.values = {(sample.metric.name, sample.labels): sample.value for sample in found}
+
+    def __call__(self, name: str, *labels: str) -> float | None:
+        return self.values.get((name, labels))
+
+
+def test_training_jobs_show_what_their_drivers_report_and_the_user_s_own_values() -> None:
+    progress = {
+        "step": 40, "loss": 2.5, "tokens_per_s": 1000.0, "mfu": 0.4, "step_s": 0.5, "data_wait": 0.1,
+        "step_at_s": 990.0, "saved_at_s": 700.0, "restarts": 2, "left_s": 9.0,
+        "accuracy": 0.75, "note": "text", "is_warm": True, "broken": float("nan"),
+    }  # fmt: skip
+    page = Page(
+        job_samples([HeldJob("job-1", "red", "train", 1, progress)], [WaitingJob("job-2", "blue", 400.0)], 1000.0)
+    )
+    job = ("job-1", "red")
+    for name, value in (
+        ("step", 40), ("loss", 2.5), ("tokens_per_second", 1000), ("mfu_ratio", 0.4), ("step_seconds", 0.5),
+        ("data_wait_ratio", 0.1), ("last_step_age_seconds", 10), ("checkpoint_age_seconds", 300), ("restarts", 3),
+    ):  # fmt: skip
+        assert page(f"raytide_job_{name}", *job) == value
+    assert page("raytide_job_report", *job, "accuracy") == 0.75
+    assert {labels[2] for name, labels in page.values if name == "raytide_job_report"} == {"accuracy"}
+    assert page("raytide_gang_pending_seconds", "job-2", "blue") == 600.0
+
+
+def test_a_job_that_reports_a_thousand_names_shows_the_first_of_them() -> None:
+    job = HeldJob("job-1", "red", "gang", 0, {f"own-{n:04}": n for n in range(1000)})
+    shown = [sample for sample in job_samples([job], [], 0.0) if sample.metric.name == "raytide_job_report"]
+    assert [sample.labels[2] for sample in shown] == [f"own-{n:04}" for n in range(MOST_REPORTS)]
+
+
+def test_the_page_shows_gpus_by_use_unit_costs_and_lost_nodes(store: Store) -> None:
+    config = load_cluster(LOCAL)
+    gpu_type = next(each for each in config.node_types if each.resources.get("GPU"))
+    store.save_endpoint(ServeSpec(name="chat", model="/m"), "ana", 0.0)
+
+    def node(id: str, state: NodeState, **more: Any) -> Node:
+        spot = CapacityType.SPOT
+        return Node(id, gpu_type.name, "a", spot, 8_000_000, state, 0.0, **{"started_at_s": 0.0, **more})
+
+    half = Share(EntryKind.ENDPOINT, "chat", "default", 0.5)
+    shares = (half, Share(EntryKind.IDLE, "", "", 0.25), Share(EntryKind.JOB, "job-1", "default", 0.25))
+    nodes = (
+        node("node-1", NodeState.READY, ready_at_s=1.0),
+        node("node-2", NodeState.GONE, ready_at_s=1.0, ended_at_s=5.0, reason="the provider takes it back"),
+        node("node-3", NodeState.GONE, ended_at_s=5.0, reason="no capacity"),
+        node("node-4", NodeState.GONE, ready_at_s=1.0, ended_at_s=5.0, reason="idle for 60 s"),
+    )
+    opened = (OpenInterval("node-1", 8_000_000, 0, 0, shares),)
+    store.commit(Changes(at_s=0.0, nodes=nodes, intervals=opened))
+    load = EndpointLoad(
+        0.0, 3.0, 1, replicas=(ReplicaLoad("r1", 0.0, kv_use=0.5),), traffic=Traffic(1.0, output_tps=1000.0, ttft_s=0.2)
+    )
+    reading = NodeReading(0.0, memory_use=0.5, network_in_bps=7.0)
+    live = Live(0.0, loads={"chat": load}, measured={"node-1": NodeMeasurement(reading, {"nvml": 3.0}, {"nvml": 9.0})})
+    accounts = LimitsService(store, config)
+    metrics = ApiMetrics(store, config, accounts, NoTrouble())  # type: ignore[arg-type]
+    found = list(metrics.samples(live, 3600.0))
+    page, gpus = Page(found), gpu_type.resources["GPU"]
+    assert page("raytide_gpus", "serving", "spot") == gpus / 2
+    assert page("raytide_gpus", "idle", "spot") == gpus / 4
+    assert page("raytide_gpus", "batch", "spot") == gpus / 4, "no training job"
+    assert page("raytide_endpoint_usd_per_mtoken", "chat") == pytest.approx(4.0 / 3.6)
+    assert page("raytide_endpoint_tokens_per_joule", "chat") == pytest.approx(1000.0 / 1.5), "half of the node's 3 W"
+    assert page("raytide_nodes_lost", gpu_type.name, "spot") == 1
+    assert page("raytide_spot_notices", gpu_type.name) == 1
+    assert page("raytide_launch_failures", gpu_type.name, "a") == 1
+    assert page("raytide_node_use_ratio", "node-1", "memory") == 0.5
+    assert page("raytide_node_power_watts", "node-1", "nvml") == 3.0
+    assert page("raytide_node_energy_joules", "node-1", "nvml") == 9.0
+    assert all(METRICS[sample.metric.name] is sample.metric for sample in found)
+    assert all(isinstance(sample, MetricSample) for sample in found)
+
+
+def test_budgets_show_what_is_used_and_what_will_be_at_the_end_of_the_month(store: Store) -> None:
+    now_us = 20 * DAY_US  # 1970-01-21: eleven days of the month are left
+    entry = Entry("node-1", now_us, now_us + 1, EntryKind.JOB, "job-1", "red", 1, amount_micro_usd=5_000_000)
+    share = Share(EntryKind.JOB, "job-1", "red", 1.0)
+    opened = OpenInterval("node-1", 1_000_000, now_us, now_us, (share,))
+    store.commit(Changes(at_s=0.0, entries=(entry,), intervals=(opened,)))
+    teams = {"red": TeamSpec(budget={"hard_usd": 20.0}), "blue": TeamSpec()}  # type: ignore[arg-type]
+    page = Page(cost_samples(store.books, teams, store.books.intervals(), now_us))
+    assert page("raytide_team_budget_used_ratio", "red") == 0.25
+    assert page("raytide_team_budget_forecast_ratio", "red") == pytest.approx((5 + 11 * 24) / 20)
+    assert page("raytide_team_budget_used_ratio", "blue") is None
+    assert page("raytide_booked_usd", "job") == 5.0
+
+
+def test_a_replica_whose_place_another_one_takes_is_counted_and_scaling_is_not() -> None:
+    def load(*ids: str) -> dict[str, EndpointLoad]:
+        startups = tuple(ReplicaStartup(id, 0.0, (), True) for id in ids)
+        return {"chat": EndpointLoad(0.0, 0.0, len(ids), startups=startups)}
+
+    restarts = ReplicaRestarts()
+    for loads in (load("a"), load("a", "b"), load("a"), load("c"), {}, load("d")):
+        restarts.observe(loads)
+    assert [(sample.labels, sample.value) for sample in restarts.samples()] == [(("chat",), 1)]

@@ -1,0 +1,130 @@
+"""The output of an endpoint's replicas is read in parts: every line once, in the order of times, without secrets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytide.control.api.services.logs import endpoint_log
+from raytide.control.api.services.logs.endpoint_log import part
+from raytide.core.errors import ClusterError, UsageError
+from raytide.core.objects.endpoint_load import ReplicaLog
+
+
+class Files:
+    """Files of nodes that may grow, as agents serve them."""
+
+    def __init__(self, **files: bytes) -> None:
+        self.files, self.away = files, set[str]()
+
+    def file(self, agent: str, name: str, start: int, most: int) -> tuple[bytes, int]:
+        if agent in self.away:
+            raise ClusterError("Ray does not answer")
+        data = self.files.get(name.partition(".")[0], b"")
+        return data[start : start + most], len(data)
+
+
+def log(replica: str, began_at_s: float = 0.0, agent: str = "10.0.0.1:1") -> ReplicaLog:
+    return ReplicaLog(replica, began_at_s, agent, (f"{replica}.err",))
+
+
+def said(at: str, message: str) -> bytes:
+    return json.dumps({"at": at, "message": message}).encode() + b"\n"
+
+
+def read(files: Files, logs: list[ReplicaLog], after: str = "", running: tuple[str, ...] = ()) -> tuple[list[str], str]:
+    lines, has_more = list[str](), True
+    while has_more:
+        found = part(files, logs, after, None, running)
+        lines += [f"{line.replica} {line.text}" for line in found.lines]
+        after, has_more = found.after, found.has_more
+    return lines, after
+
+
+def test_lines_of_several_replicas_are_in_the_order_of_their_times() -> None:
+    files = Files(a=b"begin\n" + said("1", "x") + b"  more of x\n" + said("4", "y"), b=said("2", "z"))
+    lines, _ = read(files, [log("a"), log("b")])
+    assert [line.partition(" ")[2][:30] for line in lines] == [
+        "begin",
+        '{"at": "1", "message": "x"}',
+        "  more of x",
+        '{"at": "2", "message": "z"}',
+        '{"at": "4", "message": "y"}',
+    ]
+
+
+@given(
+    texts=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Zl", "Zp"]), max_size=30), max_size=12
+    ),
+    cuts=st.lists(st.integers(0, 400), max_size=5),
+    part_bytes=st.integers(150, 400),
+)
+def test_each_line_comes_once_however_it_is_written_and_cut(texts: list[str], cuts: list[int], part_bytes: int) -> None:
+    whole = "".join(text + "\n" for text in texts).encode()
+    files, after, lines = Files(a=b""), "", list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(endpoint_log, "PART_BYTES", part_bytes)
+        for cut in [*sorted(cuts), len(whole)]:
+            files.files["a"] = whole[:cut]
+            found, after = read(files, [log("a")], after, running=("a",))
+            lines += found
+    assert lines == [f"a {text}" for text in texts]
+
+
+def test_a_line_without_an_end_is_shown_once_its_replica_has_ended() -> None:
+    files = Files(a=b"one\nhalf a li")
+    lines, after = read(files, [log("a")], running=("a",))
+    assert lines == ["a one"]
+    assert read(files, [log("a")], after)[0] == ["a half a li"]
+
+
+def test_the_last_lines_of_each_replica_and_what_follows_them() -> None:
+    files = Files(a=b"1\n2\n3\n", b=b"x" * 2**20 + b"\n7\n8\n")
+    found = part(files, [log("a"), log("b")], "", 2, ())
+    assert [line.text for line in found.lines] == ["2", "3", "7", "8"]
+    files.files["a"] += b"4\n"
+    assert read(files, [log("a"), log("b")], found.after)[0] == ["a 4"]
+
+
+def test_a_file_that_was_begun_anew_is_read_from_its_beginning() -> None:
+    files = Files(a=b"a long first line\n")
+    _, after = read(files, [log("a")])
+    files.files["a"] = b"new\n"
+    assert read(files, [log("a")], after)[0] == ["a new"]
+
+
+def test_a_node_that_is_away_is_named_and_its_lines_come_later() -> None:
+    files, logs = Files(a=b"1\n", b=b"2\n"), [log("a"), log("b", agent="10.0.0.2:1")]
+    files.away = {"http://10.0.0.2:1"}
+    found = part(files, logs, "", None, ())
+    assert ([line.text for line in found.lines], found.missing) == (["1"], ("b",))
+    files.away = set()
+    assert read(files, logs, found.after)[0] == ["b 2"]
+
+
+def test_what_a_replica_has_published_is_no_way_to_other_files() -> None:
+    files = Files(a=b"1\n")
+    for bad in (
+        ReplicaLog("a", 0.0, "evil/", ("a.err",)),
+        ReplicaLog("a", 0.0, "h:1", ("../a",)),
+        ReplicaLog("a", 0.0, "", ("a.err",)),
+    ):
+        assert part(files, [bad], "", None, ()).missing == ("a",)
+
+
+def test_secrets_are_not_shown() -> None:
+    secrets = ("rk-" + "x" * 43, "hunter2secret", "c2VjcmV0c2VjcmV0")
+    text = f"key {secrets[0]} password={secrets[1]} Authorization: Bearer {secrets[2]} ok\n"
+    lines, _ = read(Files(a=text.encode()), [log("a")])
+    assert not any(secret in lines[0] for secret in secrets)
+    assert lines[0].endswith(" ok")
+
+
+@pytest.mark.parametrize("after", ["a", "a.0:x", ",".join(f"a{i}.0:1" for i in range(65)), "a.0:1;b.0:2"])
+def test_a_position_that_is_none_is_refused(after: str) -> None:
+    with pytest.raises(UsageError, match="not a position"):
+        part(Files(), [], after, None, ())

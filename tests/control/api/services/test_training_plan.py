@@ -1,0 +1,113 @@
+"""Submission of trainings: automatic fields are filled in, and what cannot fit is refused with a fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from tests.control.conftest import NoMachines
+
+from raytide.control.api.auth import ANY_TEAM, Caller
+from raytide.control.api.services.service import ApiService
+from raytide.core.clock import VirtualClock
+from raytide.core.errors import CapacityError, ConfigError
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.job import Job
+from raytide.core.objects.node import ACCELERATOR_LABEL, TYPE_LABEL
+from raytide.core.specs.train import TrainSpec
+from raytide.core.state import Store
+
+CLUSTER = Path(__file__).parents[4] / "cluster.yaml"
+CALLER = Caller(user="ana", team="default")
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "eos_token_id": 0,
+}
+Submit = Callable[..., Job]
+
+
+@pytest.fixture
+def submit(tmp_path: Path, store: Store) -> Submit:
+    service = ApiService(
+        store=store,
+        config=load_cluster(CLUSTER),
+        bill=NoMachines(),
+        drivers=None,  # type: ignore[arg-type]
+        clock=VirtualClock(1000.0),
+        live=tmp_path / "live.json",
+        serve_url="http://127.0.9.1:8000",
+        ray_url="http://127.0.9.1:8265",
+        ray_environment={},
+    )
+
+    def submit(
+        wanted: Mapping[str, object], /, caller: Caller = CALLER, key: str | None = None, **changes: object
+    ) -> Job:
+        fields = {"dataset": "s3://data/d", "out": "s3://data/o", "steps": 10, "precision": "bf16", "seq_len": 8192}
+        config = {**fields, "model": {"config": LLAMA_8B}, **changes}
+        spec = TrainSpec.parse(config, where="test")
+        body = {"kind": "train", "name": "mine", "gang": wanted, "config": spec.model_dump(mode="json")}
+        return service.jobs.submit(body, caller, key).job
+
+    return submit
+
+
+def test_a_training_that_cannot_fit_is_refused_with_the_cheapest_fix(submit: Submit) -> None:
+    with pytest.raises(CapacityError, match="cannot fit: it needs at least") as error:
+        submit({"gpus": "H100:1"})
+    assert error.value.hint is not None
+    assert "GPUs on each node" in error.value.hint
+    assert submit({"gpus": "H100:8"}).spec.gang.shapes[0].members == 1
+
+
+def test_automatic_fields_are_filled_in_before_the_job_is_queued(submit: Submit) -> None:
+    job = submit({"cpus": 1}, layout="auto", gang="auto")
+    spec = TrainSpec.parse(job.spec.config, where="stored")
+    assert spec.auto == ()
+    assert job.spec.gang == spec.gang
+    assert all("GPU" in shape.resources and TYPE_LABEL in shape.labels for shape in job.spec.gang.shapes)
+
+
+def test_an_automatic_layout_is_chosen_for_the_gang_that_was_asked_for(submit: Submit) -> None:
+    job = submit({"gpus": "h100:8", "nodes": 2}, layout="auto", gang={"gpus": "h100:8", "nodes": 2})
+    spec = TrainSpec.parse(job.spec.config, where="stored")
+    assert spec.auto == ()
+    assert spec.layout.sizes(16).world == 16
+    assert job.spec.gang.shapes[0].labels == {ACCELERATOR_LABEL: "H100"}
+
+
+def test_a_repeated_submission_is_the_same_job(submit: Submit) -> None:
+    first = submit({"cpus": 1}, key="once", layout="auto", gang="auto")
+    assert submit({"cpus": 1}, key="once", layout="auto", gang="auto").id == first.id
+
+
+def test_auto_without_a_readable_model_is_refused_and_without_auto_accepted(submit: Submit) -> None:
+    unknown = {"model": {"config": "s3://models/m"}}
+    with pytest.raises(ConfigError, match="leaves layout to the planner, which cannot read"):
+        submit({"gpus": "H100:1"}, layout="auto", **unknown)
+    assert submit({"gpus": "H100:1"}, **unknown).id
+
+
+def test_the_vocabulary_of_a_local_dataset_completes_the_model(submit: Submit, tmp_path: Path) -> None:
+    from tests.actors.trainer.conftest import write_dataset
+
+    data = write_dataset(tmp_path / "data")
+    model = {name: value for name, value in LLAMA_8B.items() if name not in ("vocab_size", "eos_token_id")}
+    anybody = Caller(user="ana", team=ANY_TEAM)  # sees files that only this user can read
+    job = submit({"cpus": 1}, anybody, dataset=str(data), layout="auto", gang="auto", model={"config": model})
+    assert TrainSpec.parse(job.spec.config, where="stored").auto == ()
+
+
+def test_gpu_memory_of_a_shape_selects_node_types(submit: Submit) -> None:
+    job = submit({"gpus": 8, "gpu_memory_gb": 60})
+    assert job.spec.gang.shapes[0].labels[TYPE_LABEL] == "in(h100x8,h100x8.spot)"
+    with pytest.raises(CapacityError, match="needs GPUs with 500 GB"):
+        submit({"gpus": 8, "gpu_memory_gb": 500})

@@ -1,0 +1,62 @@
+"""The key of probes is made once, kept where only raytide's user reads it, and made anew when it has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fastapi.testclient import TestClient
+from tests.control.api.test_tenancy import ROOT, client, clock  # noqa: F401
+
+from raytide.core.errors import ClusterError
+from raytide.dashboards.monitor import probe_key
+from raytide.dashboards.monitor.probe_key import FILE, ProbeKey
+
+
+@pytest.fixture
+def keys(client: TestClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:  # noqa: F811
+    """The folder of a cluster whose API is that of the test."""
+
+    def call(method: str, path: str, body: object = None, query: dict[str, str] | None = None) -> object:
+        return client.request(method, path, json=body, params=query, headers=ROOT).raise_for_status().json()
+
+    monkeypatch.setattr(probe_key.ApiClient, "from_run_dir", lambda folder: SimpleNamespace(call=call))
+    return tmp_path
+
+
+async def test_one_key_is_made_and_used_again_by_the_next_monitor(keys: Path, client: TestClient) -> None:  # noqa: F811
+    first = ProbeKey(keys, "research", is_needed=True)
+    secret = await first()
+    assert secret.startswith("rk-")
+    assert await first() == secret == await ProbeKey(keys, "research", is_needed=True)()
+    (key,) = client.get("/v1/keys", headers=ROOT).json()
+    assert (key["key"]["name"], key["key"]["team"]) == (probe_key.NAME, "research")
+    assert (keys / FILE).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("damage", ["revoked", "gone", "not JSON"])
+async def test_a_key_that_has_ended_is_replaced(keys: Path, client: TestClient, damage: str) -> None:  # noqa: F811
+    before = await ProbeKey(keys, "research", is_needed=True)()
+    if damage == "revoked":
+        (key,) = client.get("/v1/keys", headers=ROOT).json()
+        client.post(f"/v1/keys/{key['key']['id']}/revoke", headers=ROOT).raise_for_status()
+    elif damage == "gone":
+        (keys / FILE).unlink()
+    else:
+        (keys / FILE).write_text("{")
+    after = await ProbeKey(keys, "research", is_needed=True)()
+    assert after.startswith("rk-")
+    assert after != before
+
+
+async def test_without_need_or_api_there_is_none(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await ProbeKey(keys, "research", is_needed=False)() == ""
+
+    def away(folder: Path) -> None:
+        raise ClusterError("the API does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(probe_key.ApiClient, "from_run_dir", away)
+        assert await (waiting := ProbeKey(keys, "research", is_needed=True))() == ""
+    assert (await waiting()).startswith("rk-"), "the next probe tries again"

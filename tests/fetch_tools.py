@@ -1,0 +1,88 @@
+"""Fetches the programs that tests run and that are no Python packages: Prometheus, Alertmanager and Chromium.
+
+`./dev setup` runs it. Debian's Prometheus and Alertmanager are unpacked into the venv instead of installed, because
+installed they would run as services of this machine. Chromium is installed, which only root can do. A program that
+cannot be had is named in the file `missing`, and its tests are skipped.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TOOLS = Path(sys.prefix) / "tools"
+PACKAGES = {"prometheus": ("prometheus", "promtool"), "prometheus-alertmanager": ("alertmanager", "amtool")}
+MOVED = {
+    b"/usr/share/prometheus/alertmanager": b"usr/share/prometheus/alertmanager/",
+    b"/usr/share/prometheus/web/": b"usr/share/prometheus/web//",
+}
+"""The folders that the programs read, and paths of the same length that lead there from TOOLS."""
+WRAPPER = '#!/bin/sh\ncd -- "${{0%/*}}/.." && exec usr/bin/{program} "$@"\n'
+
+
+def run(*command: str, cwd: Path | None = None) -> bool:
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    return subprocess.run(command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL).returncode == 0
+
+
+def with_apt(*command: str, cwd: Path | None = None) -> bool:
+    """Runs apt-get, a second time with new package lists if this user may fetch those."""
+    if shutil.which("apt-get") is None:
+        return False
+    once = ("apt-get", *command)
+    return run(*once, cwd=cwd) or (os.geteuid() == 0 and run("apt-get", "update") and run(*once, cwd=cwd))
+
+
+def unpack_monitoring() -> bool:
+    if not with_apt("download", *PACKAGES, cwd=TOOLS):
+        return False
+    for package in TOOLS.glob("*.deb"):
+        if not run("dpkg-deb", "-x", str(package), str(TOOLS)):
+            return False
+        package.unlink()
+    for folder in ("etc", "lib", "var", "usr/share/doc", "usr/share/man"):
+        shutil.rmtree(TOOLS / folder, ignore_errors=True)
+    programs = TOOLS / "usr" / "bin"
+    (programs / "prometheus-alertmanager").rename(programs / "alertmanager")
+    (TOOLS / "bin").mkdir()
+    for names in PACKAGES.values():
+        for name in names:
+            move_folders(programs / name)
+            wrapper = TOOLS / "bin" / name
+            wrapper.write_text(WRAPPER.format(program=name))
+            wrapper.chmod(0o755)
+    return all(run(str(TOOLS / "bin" / name), "--version") for names in PACKAGES.values() for name in names)
+
+
+def move_folders(program: Path) -> None:
+    data = program.read_bytes()
+    for path, here in MOVED.items():
+        data = data.replace(path, here)
+    program.write_bytes(data)
+
+
+def install_chromium() -> bool:
+    if any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        return True
+    return os.geteuid() == 0 and with_apt("install", "-y", "--no-install-recommends", "chromium")
+
+
+def main() -> None:
+    shutil.rmtree(TOOLS, ignore_errors=True)
+    TOOLS.mkdir()
+    missing = []
+    if not unpack_monitoring():
+        shutil.rmtree(TOOLS)
+        TOOLS.mkdir()
+        missing.append("Prometheus and Alertmanager (Debian: prometheus, prometheus-alertmanager)")
+    if not install_chromium():
+        missing.append("Chromium (Debian: apt-get install chromium)")
+    if missing:
+        (TOOLS / "missing").write_text(
+            f"Their tests are skipped, as these cannot be fetched here: {', '.join(missing)}.\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

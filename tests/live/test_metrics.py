@@ -1,0 +1,90 @@
+"""Prometheus' way through a live cluster: each page that the API lists answers, with what the catalogue declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import raytide as rt
+from raytide.control.bootstrap.cluster_record import LocalCluster
+from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.telemetry.catalogue import METRICS
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def endpoint(tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
+    (tmp_path / "config.json").write_text("{}")
+    engine = {"kind": "fake", "tokens_per_s": 200.0}
+    spec = ServeSpec(
+        name="seen",
+        model=str(tmp_path),
+        replicas=Replicas(min=1, max=1, slo_ttft_s=30.0),
+        resources={"GPU": 8},
+        engine=engine,
+    )
+    handle = tide.serve(spec)
+    yield handle.wait(replicas=1, timeout_s=120.0)
+    handle.delete()
+    eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)
+
+
+def test_every_page_that_is_listed_answers_and_together_they_show_a_request(
+    live: LocalCluster, endpoint: rt.EndpointHandle, eventually: Callable[..., None]
+) -> None:
+    def pages() -> dict[str, list[str]]:
+        """Returns the URLs by job."""
+        found: dict[str, list[str]] = {}
+        for group in httpx.get(f"{live.api_url}/v1/targets").raise_for_status().json():
+            labels = group["labels"]
+            found.setdefault(labels["job"], []).extend(
+                f"http://{t}{labels['__metrics_path__']}" for t in group["targets"]
+            )
+        return found
+
+    jobs = {"raytide-api", "raytide-gateway", "raytide-replica", "raytide-node", "raytide-gpu"}
+    eventually(lambda: jobs <= pages().keys() and len(pages()["raytide-gateway"]) == 2)
+    client = endpoint.openai(max_retries=0, timeout=60.0)
+    client.completions.create(model="seen", prompt="x", max_tokens=5)
+
+    values: dict[tuple[str, str], float] = {}
+    shown: dict[str, set[str]] = {}
+    for job, urls in pages().items():
+        for url in urls:
+            try:
+                text = httpx.get(url).raise_for_status().text
+            except httpx.ConnectError:
+                assert job in ("raytide-node", "raytide-gpu"), url  # of a node of an earlier test, which is leaving
+                continue
+            for family in text_string_to_metric_families(text):
+                shown.setdefault(job, set()).add(family.name)
+                for sample in family.samples:
+                    if sample.labels.get("endpoint") == "seen":
+                        values[sample.name, job] = values.get((sample.name, job), 0.0) + sample.value
+    for job, names in shown.items():
+        if job != "raytide-node":  # Ray's own
+            assert {name for name in names if name.startswith(("raytide_", "DCGM_"))} <= METRICS.keys(), job
+    assert values["raytide_requests_total", "raytide-gateway"] == 1
+    assert values["raytide_slo_requests_total", "raytide-gateway"] == 1
+    assert values["raytide_tokens_total", "raytide-gateway"] >= 5
+    assert values["raytide_queue_seconds_count", "raytide-gateway"] == 1
+    assert values["raytide_generated_tokens_total", "raytide-replica"] >= 5
+    assert values["raytide_replicas_ready", "raytide-api"] == 1
+    assert "DCGM_FI_DEV_POWER_USAGE" in shown["raytide-gpu"]
+    assert "ray_node_mem_used" in shown["raytide-node"]
+
+
+def test_the_energy_of_a_node_reaches_the_ledger_and_the_report(
+    tide: rt.Client, endpoint: rt.EndpointHandle, eventually: Callable[..., None]
+) -> None:
+    def is_booked() -> bool:
+        table = tide.costs("job")
+        return any(row.key == "seen" and row.kwh > 0 for row in table.rows) and table.co2_kg(table.kwh) > 0
+
+    eventually(is_booked, within_s=120.0)
+    assert "kWh" in tide.costs("job")._repr_html_()

@@ -1,0 +1,125 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytide.core.errors import DataError
+from raytide.core.io.storage import write_bytes
+from raytide.core.specs.data import DataSpec
+from raytide.pipelines.inputs import find_inputs, group_chunks, split_parts
+from raytide.pipelines.readers.base import Drop, InputPart, ReadOptions
+from raytide.pipelines.readers.registry import read_documents
+
+SpecOf = Callable[..., DataSpec]
+
+
+def names(spec: DataSpec) -> list[str]:
+    return [Path(file.url).name for file in find_inputs(spec)]
+
+
+def write_parquet(path: Path, column: pa.Array, name: str = "text", rows: int = 2) -> Path:
+    pq.write_table(pa.table({"n": pa.array(range(len(column))), name: column}), path, row_group_size=rows)
+    return path
+
+
+def test_a_directory_is_walked_and_sorted_by_path(corpus: Path, spec_of: SpecOf) -> None:
+    urls = [file.url for file in find_inputs(spec_of(corpus))]
+    assert len(urls) == 45
+    assert urls == sorted(urls)
+
+
+def test_include_and_exclude_choose_files_of_a_directory_by_name_at_any_depth(corpus: Path, spec_of: SpecOf) -> None:
+    (corpus / "note.md").write_text("# note")
+    assert names(spec_of(corpus, include=(".md",))) == ["note.md"]
+    assert not any(
+        file.url.startswith(str(corpus / "deep")) for file in find_inputs(spec_of(corpus, exclude=("deep",)))
+    )
+    assert "empty.txt" not in names(spec_of(corpus, exclude=("e*.txt",)))
+
+
+def test_exclude_does_not_look_above_the_input_directory(corpus: Path, spec_of: SpecOf) -> None:
+    assert len(names(spec_of(corpus, exclude=("corpus",)))) == 45
+
+
+def test_a_file_that_is_named_is_taken_whatever_its_suffix(corpus: Path, spec_of: SpecOf) -> None:
+    assert names(spec_of(corpus / "01.txt", include=(".md",))) == ["01.txt"]
+
+
+def test_a_glob_gives_its_matches_and_an_input_given_twice_counts_once(corpus: Path, spec_of: SpecOf) -> None:
+    assert names(spec_of(corpus / "0[12].txt", corpus / "01.txt")) == ["01.txt", "02.txt"]
+
+
+def test_a_missing_input_is_named(tmp_path: Path, spec_of: SpecOf) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.txt does not exist"):
+        find_inputs(spec_of(tmp_path / "nowhere.txt"))
+
+
+def test_an_unknown_protocol_is_a_clear_error(spec_of: SpecOf) -> None:
+    with pytest.raises(DataError, match="nosuch://x"):
+        find_inputs(spec_of("nosuch://x"))
+
+
+def test_documents_come_by_url_from_any_fsspec_store(spec_of: SpecOf) -> None:
+    write_bytes("memory://bucket/a.txt", b"one")
+    write_bytes("memory://bucket/b.txt", b"two")
+    spec = spec_of("memory://bucket")
+    assert read_documents([*split_parts(find_inputs(spec), spec)], ReadOptions()) == [[b"one"], [b"two"]]
+
+
+def test_a_changed_file_has_another_version(corpus: Path, spec_of: SpecOf) -> None:
+    import os
+
+    before = find_inputs(spec_of(corpus / "01.txt"))
+    os.utime(corpus / "01.txt", (1, 1))
+    assert find_inputs(spec_of(corpus / "01.txt")) != before
+
+
+@pytest.mark.parametrize("type_", [pa.string(), pa.large_string(), pa.binary()])
+def test_parquet_gives_a_part_for_each_row_group_and_none_for_null(
+    tmp_path: Path, spec_of: SpecOf, type_: object
+) -> None:
+    path = write_parquet(tmp_path / "x.parquet", pa.array(["a", None, "ü"], type_))
+    parts = [*split_parts(find_inputs(spec_of(path)), spec_of(path))]
+    assert [part.span for part in parts] == [(0, 0), (1, 2)]
+    assert read_documents(parts, ReadOptions()) == [[b"a", Drop("no_text")], ["ü".encode()]]
+
+
+def test_parquet_without_the_text_column_says_which_it_has(tmp_path: Path, spec_of: SpecOf) -> None:
+    path = write_parquet(tmp_path / "x.parquet", pa.array(["a"]), name="body")
+    with pytest.raises(DataError, match=r"no column 'text'; it has n, body"):
+        list(split_parts(find_inputs(spec_of(path)), spec_of(path)))
+
+
+def test_parquet_whose_column_holds_no_strings_is_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", pa.array([1.5]))
+    with pytest.raises(DataError, match="cannot read column 'text'"):
+        read_documents([InputPart(str(path), 1, reader="parquet", span=(0, 0))], ReadOptions())
+
+
+def test_a_file_that_is_parquet_by_name_only_is_refused(tmp_path: Path, spec_of: SpecOf) -> None:
+    (tmp_path / "x.parquet").write_text("not parquet at all")
+    spec = spec_of(tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet: the file is damaged: it is not a Parquet file"):
+        list(split_parts(find_inputs(spec), spec))
+
+
+def test_a_file_that_vanished_since_the_build_began_is_named(tmp_path: Path) -> None:
+    parquet = InputPart(str(tmp_path / "gone.parquet"), 1, reader="parquet", span=(0, 0))
+    for part in (InputPart(str(tmp_path / "gone.txt"), 1), parquet):
+        with pytest.raises(DataError, match=r"gone.* is missing on this node"):
+            read_documents([part], ReadOptions())
+
+
+@given(st.lists(st.integers(0, 50)), st.integers(1, 60), st.integers(1, 5))
+def test_chunks_keep_every_part_in_order_and_within_bounds(sizes: list[int], chunk_bytes: int, max_parts: int) -> None:
+    parts = [InputPart(str(i), size) for i, size in enumerate(sizes)]
+    chunks = group_chunks(parts, chunk_bytes=chunk_bytes, max_parts=max_parts)
+    assert [part for chunk in chunks for part in chunk.parts] == parts
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    for chunk in chunks:
+        assert 1 <= len(chunk.parts) <= max_parts
+        assert len(chunk.parts) == 1 or sum(part.size for part in chunk.parts) <= chunk_bytes
