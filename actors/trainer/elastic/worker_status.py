@@ -124,4 +124,6 @@ def _file(frame: FrameType) -> str:
 
 
 def _short(frame: FrameType) -> str:
-    return "/".join(_file(frame).rsplit("/", 2)[-2:])
+    """Returns a file as a reader finds it: raytide's own below `actors`, others by their last folder."""
+    file = _file(frame)
+    return file.removeprefix(f"{_ACTORS}/") if file.startswith(_RAYTIDE) else "/".join(file.rsplit("/", 2)[-2:])
