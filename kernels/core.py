@@ -15,6 +15,8 @@ import torch
 Tensor = torch.Tensor
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+LinearInput = Literal["float", "int8"]
+"""The numbers that a quantised linear multiplies: its input as it is, or rounded to int8 in groups of 32 of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +77,35 @@ class PagedBatch:
     block_tables_BM: Tensor
     slots_T: Tensor
     block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A linear's weight in groups of g = K / G inputs: w[n, k] = codes[n, k] * scales[n, k // g] + offsets[n, k // g].
+
+    It is the one form into which all formats are read, and from which each device packs its own. Codes are signed and
+    take a byte each here, those of 4 bits (-8 to 7) too; -128 and -8 occur. Scales and offsets are float32, because
+    those of a file, often bfloat16, must not be multiplied with each other in its precision. A weight without offsets
+    is symmetric. Input k is x[:, columns_K[k]] where the groups were formed in another order (GPTQ's `g_idx`).
+    """
+
+    bits: Literal[4, 8]
+    codes_NK: Tensor
+    scales_NG: Tensor
+    offsets_NG: Tensor | None = None
+    columns_K: Tensor | None = None
+
+    @property
+    def group_size(self) -> int:
+        return int(self.codes_NK.shape[1] // self.scales_NG.shape[1])
+
+    def dequantized(self) -> Tensor:
+        """Returns the weight [N, K] in float32, its columns in the model's order: what all kernels are held to."""
+        scales, offsets = self.scales_NG, self.offsets_NG
+        weight_NGg = self.codes_NK.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
+        if offsets is not None:
+            weight_NGg += offsets[:, :, None]
+        weight_NK = weight_NGg.flatten(1)
+        if self.columns_K is None:
+            return weight_NK
+        return torch.empty_like(weight_NK).index_copy_(1, self.columns_K, weight_NK)

@@ -7,7 +7,16 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeights, PagedBatch, Rope
+from raytide.kernels.core import (
+    Activation,
+    AttentionSpec,
+    HeadNorms,
+    LinearInput,
+    NormWeights,
+    PagedBatch,
+    QuantizedWeight,
+    Rope,
+)
 from raytide.kernels.registry import register
 
 Tensor = torch.Tensor
@@ -31,6 +40,39 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Returns a function x -> x @ weight.T + bias. The caller may add to what it returns (adapters do)."""
     return lambda x: F.linear(x, weight, bias)
+
+
+INPUT_GROUP = 32
+"""Inputs of a row that share a scale when they are rounded to int8."""
+
+
+@register("quantized_linear", "any", priority=0)
+def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
+    """Returns a function x -> x @ weight.dequantized().T + bias, in x's dtype, with float32 sums.
+
+    With `input_as` "int8", x is first rounded as `rounded` does.
+    """
+    dequantized_NK = weight.dequantized()
+
+    def apply(x_TK: Tensor) -> Tensor:
+        used = rounded(x_TK, weight.columns_K) if input_as == "int8" else x_TK.float()
+        out = F.linear(used, dequantized_NK, None if bias is None else bias.float())
+        return out.to(x_TK.dtype)
+
+    return apply
+
+
+def rounded(x_TK: Tensor, columns_K: Tensor | None = None) -> Tensor:
+    """Returns x in float32, each 32 numbers of a row rounded to -127 to 127 times their largest amount / 127.
+
+    The groups are those of the columns in the order `columns_K`; the last one of a row may be shorter.
+    """
+    wide = x_TK.float() if columns_K is None else x_TK.float()[:, columns_K]
+    padded = F.pad(wide, (0, -wide.shape[1] % INPUT_GROUP)).unflatten(1, (-1, INPUT_GROUP))
+    scale = padded.abs().amax(-1, keepdim=True) / 127
+    codes = torch.where(scale > 0, padded / scale, 0.0).round()
+    back = (codes * scale).flatten(1)[:, : wide.shape[1]]
+    return back if columns_K is None else torch.empty_like(back).index_copy_(1, columns_K, back)
 
 
 @register("activate", "any", priority=0, invariant=True)

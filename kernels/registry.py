@@ -18,7 +18,16 @@ import torch
 
 from raytide.core.config import environment
 from raytide.core.errors import ConfigError
-from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeights, PagedBatch, Rope
+from raytide.kernels.core import (
+    Activation,
+    AttentionSpec,
+    HeadNorms,
+    LinearInput,
+    NormWeights,
+    PagedBatch,
+    QuantizedWeight,
+    Rope,
+)
 
 Tensor = torch.Tensor
 Impl = TypeVar("Impl", bound=Callable[..., object])
@@ -31,13 +40,14 @@ _MODULES = {"any": ("ref", "invariant"), "cpu": ("cpu", "compiled", "amx")}
 class Ops:
     """The operators a decoder is made of, resolved once for a device. Signatures and contracts: `ref.py`.
 
-    `linear`, `experts` and `attention` return a function: the first two are bound to their weights (a backend may pack
-    them once), the last to one step's batch (a backend may sort it once for all layers).
+    `linear`, `quantized_linear`, `experts` and `attention` return a function: the first three are bound to their weights
+    (a backend may pack them once), the last to one step's batch (a backend may sort it once for all layers).
     """
 
     norm: Callable[[Tensor, NormWeights], Tensor]
     add_norm: Callable[[Tensor, Tensor, NormWeights], Tensor]
     linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+    quantized_linear: Callable[[QuantizedWeight, Tensor | None, LinearInput], Callable[[Tensor], Tensor]]
     activate: Callable[[Tensor, Activation], Tensor]
     activate_mul: Callable[[Tensor, Activation], Tensor]
     experts: Callable[[Tensor, Tensor, Activation], Callable[[Tensor, Tensor, Tensor], Tensor]]
