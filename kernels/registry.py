@@ -40,8 +40,8 @@ _MODULES = {"any": ("ref", "invariant"), "cpu": ("cpu", "compiled", "amx")}
 class Ops:
     """The operators a decoder is made of, resolved once for a device. Signatures and contracts: `ref.py`.
 
-    `linear`, `quantized_linear`, `experts` and `attention` return a function: the first three are bound to their weights
-    (a backend may pack them once), the last to one step's batch (a backend may sort it once for all layers).
+    `linear`, `quantized_linear`, `experts` and `attention` return a function: the first three are bound to their
+    weights (a backend may pack them once), the last to one step's batch (a backend may sort it once for all layers).
     """
 
     norm: Callable[[Tensor, NormWeights], Tensor]
