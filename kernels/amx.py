@@ -20,12 +20,10 @@ _WORTH = 1.2  # how much faster it has to be, so that noise does not decide
 def _is_faster() -> bool:
     """Measures once, where the processor claims AMX: some virtual machines hide it or make it slow."""
     try:
-        if "amx_bf16" not in Path("/proc/cpuinfo").read_text() or not cpu.can_pack():
+        if "amx_bf16" not in Path("/proc/cpuinfo").read_text() or not cpu.can_pack() or not compiled.can_run():
             return False
     except OSError:
         return False
-    if not compiled.can_run():
-        return True
     x, weight = (torch.randn(rows, _WIDTH, dtype=torch.bfloat16) for rows in (_ROWS, _WIDTH))
     return _WORTH * _least_s(cpu.linear(weight, None), x) < _least_s(compiled.linear(weight, None), x)
 
@@ -42,6 +40,6 @@ def _least_s(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
 @register("linear", "cpu", priority=25, probe=_is_faster)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Returns a linear layer by oneDNN, for bfloat16 only: AMX has no float32."""
-    if weight.dtype == torch.bfloat16 or not compiled.can_run():
+    if weight.dtype == torch.bfloat16:
         return cpu.linear(weight, bias)
     return compiled.linear(weight, bias)

@@ -108,4 +108,6 @@ class QuantizedWeight:
         weight_NK = weight_NGg.flatten(1)
         if self.columns_K is None:
             return weight_NK
-        return torch.empty_like(weight_NK).index_copy_(1, self.columns_K, weight_NK)
+        ordered_NK = torch.empty_like(weight_NK)
+        ordered_NK[:, self.columns_K] = weight_NK
+        return ordered_NK

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from raytide.kernels import ref
-from raytide.kernels.core import Activation, AttentionSpec, NormWeights, PagedBatch
+from raytide.kernels.core import Activation, AttentionSpec, LinearInput, NormWeights, PagedBatch, QuantizedWeight
 from raytide.kernels.registry import register
 
 Tensor = torch.Tensor
@@ -34,6 +34,52 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
 @register("linear", "any", priority=_PRIORITY, invariant=True)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.cat([F.linear(row, weight, bias) for row in x.split(1)])
+
+
+@register("quantized_linear", "any", priority=_PRIORITY, invariant=True)
+def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
+    """Returns the linear layer; with `input_as` "int8", the exact result that all processors' kernels are held to.
+
+    There, the sums over a part of 32 inputs are integers, and what follows is a chain of fused multiply-adds in
+    float32: over the parts of a group (sum * the input's scale), then over the groups (* the weight's scale; if there
+    are offsets, the same sum of the inputs alone * the offset), then the bias.
+    """
+    if input_as == "float":
+        apply_wide = linear(weight.dequantized(), None if bias is None else bias.float())
+        return lambda x_TK: apply_wide(x_TK.float()).to(x_TK.dtype)
+    size, scales_NG, offsets_NG = weight.group_size, weight.scales_NG, weight.offsets_NG
+    codes_NGg = weight.codes_NK.float().unflatten(1, (-1, size))
+    codes_NGP = F.pad(codes_NGg, (0, -size % ref.INPUT_GROUP)).unflatten(2, (-1, ref.INPUT_GROUP))
+    # below 2^24, float32 sums of integers are exact in any order
+
+    def apply(x_TK: Tensor) -> Tensor:
+        inputs_TGP, input_scales = ref.input_codes(x_TK, weight.columns_K, size)
+        y_TN = x_TK.new_zeros((len(x_TK), len(codes_NGP)), dtype=torch.float32)
+        for group in range(scales_NG.shape[1]):
+            total, inputs = torch.zeros_like(y_TN), y_TN.new_zeros(len(x_TK), 1)
+            for part in range(codes_NGP.shape[2]):
+                codes, by = inputs_TGP[:, group, part], input_scales[:, group, part]
+                total = _fused(codes @ codes_NGP[:, group, part].t(), by, total)
+                inputs = _fused(codes.sum(1, keepdim=True), by, inputs)
+            y_TN = _fused(total, scales_NG[:, group], y_TN)
+            if offsets_NG is not None:
+                y_TN = _fused(inputs, offsets_NG[:, group], y_TN)
+        return (y_TN if bias is None else y_TN + bias.float()).to(x_TK.dtype)
+
+    return apply
+
+
+def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Returns a * b + c with one rounding to float32. The float64 sum is first rounded to odd, so that rounding it once
+    more does no harm (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    taken = total - product
+    error = (product - (total - taken)) + (addend - taken)
+    bits = total.view(torch.int64)
+    towards = torch.where((error > 0) == (total > 0), 1, -1)
+    return torch.where((error != 0) & (bits & 1 == 0), bits + towards, bits).view(torch.float64).float()
 
 
 @register("experts", "any", priority=_PRIORITY, invariant=True)

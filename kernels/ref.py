@@ -43,7 +43,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 
 INPUT_GROUP = 32
-"""Inputs of a row that share a scale when they are rounded to int8."""
+"""Inputs of a row that share a scale, at most, when they are rounded to int8."""
 
 
 @register("quantized_linear", "any", priority=0)
@@ -55,24 +55,33 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
     dequantized_NK = weight.dequantized()
 
     def apply(x_TK: Tensor) -> Tensor:
-        used = rounded(x_TK, weight.columns_K) if input_as == "int8" else x_TK.float()
+        used = rounded(x_TK, weight.columns_K, weight.group_size) if input_as == "int8" else x_TK.float()
         out = F.linear(used, dequantized_NK, None if bias is None else bias.float())
         return out.to(x_TK.dtype)
 
     return apply
 
 
-def rounded(x_TK: Tensor, columns_K: Tensor | None = None) -> Tensor:
-    """Returns x in float32, each 32 numbers of a row rounded to -127 to 127 times their largest amount / 127.
+def rounded(x_TK: Tensor, columns_K: Tensor | None = None, group_size: int | None = None) -> Tensor:
+    """Returns x in float32 as `input_codes` rounds it, its columns in the model's order."""
+    codes, scales = input_codes(x_TK, columns_K, group_size)
+    back = (codes * scales).flatten(2)[..., : group_size or x_TK.shape[1]].flatten(1)
+    return back if columns_K is None else torch.empty_like(back).index_copy_(1, columns_K, back)
 
-    The groups are those of the columns in the order `columns_K`; the last one of a row may be shorter.
+
+def input_codes(x_TK: Tensor, columns_K: Tensor | None, group_size: int | None) -> tuple[Tensor, Tensor]:
+    """Returns x rounded to int8, as float32 [T, G, P, 32], and the scales [T, G, P, 1]; x is their product.
+
+    The columns, in the order `columns_K`, are cut into the G groups of a weight, and each group into P parts of 32; the
+    last part of a group is filled up with zeros. A part's numbers are rounded to -127 to 127 times their largest amount
+    / 127. The scale is NaN where one of them is not finite.
     """
     wide = x_TK.float() if columns_K is None else x_TK.float()[:, columns_K]
-    padded = F.pad(wide, (0, -wide.shape[1] % INPUT_GROUP)).unflatten(1, (-1, INPUT_GROUP))
-    scale = padded.abs().amax(-1, keepdim=True) / 127
-    codes = torch.where(scale > 0, padded / scale, 0.0).round()
-    back = (codes * scale).flatten(1)[:, : wide.shape[1]]
-    return back if columns_K is None else torch.empty_like(back).index_copy_(1, columns_K, back)
+    size = group_size or wide.shape[1]
+    parts = F.pad(wide.unflatten(1, (-1, size)), (0, -size % INPUT_GROUP)).unflatten(2, (-1, INPUT_GROUP))
+    scales = parts.abs().amax(-1, keepdim=True) / 127
+    scales = torch.where(scales.isfinite(), scales, float("nan"))
+    return torch.where(scales > 0, parts / scales, 0.0).round().clamp(-127, 127), scales
 
 
 @register("activate", "any", priority=0, invariant=True)
