@@ -105,7 +105,7 @@ class QuantizedWeight:
         weight_NGg = self.codes_NK.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
         if offsets is not None:
             weight_NGg += offsets[:, :, None]
-        weight_NK = weight_NGg.flatten(1)
+        weight_NK: Tensor = weight_NGg.flatten(1)
         if self.columns_K is None:
             return weight_NK
         ordered_NK = torch.empty_like(weight_NK)

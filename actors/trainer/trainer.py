@@ -30,6 +30,7 @@ from raytide.actors.trainer.model.precision import GradScaler
 from raytide.actors.trainer.optim import anomaly_guard, registry
 from raytide.actors.trainer.optim.anomaly_guard import AnomalyGuard, GuardVerdict
 from raytide.actors.trainer.optim.lr_schedule import lr_at
+from raytide.actors.trainer.optim.outer import OuterOptimizer
 from raytide.actors.trainer.parallel import (
     forward_backward,
     gradient_compression,
@@ -44,7 +45,7 @@ from raytide.actors.trainer.run_log.line_file import LineFile
 from raytide.actors.trainer.run_log.mfu import MfuMeter
 from raytide.actors.trainer.run_log.profiler import Profiler
 from raytide.actors.trainer.run_log.step_timer import StepTimer
-from raytide.actors.trainer.types import StepResult, StopRequest, halve_micro_batch
+from raytide.actors.trainer.types import MicroBatchLimit, StepResult, StopRequest
 from raytide.core.errors import CheckpointError, StorageError, TrainError
 from raytide.core.io.claim import committing
 from raytide.core.specs.train import TrainSpec
@@ -64,13 +65,14 @@ class Trainer:
         self.model_source = resolve_model(spec, self.data)
         validate(spec.layout, self.model_source.arch, spec)
         self.micro_batch = spec.first_micro_batch(group.sizes)
-        """Sequences in a microbatch; halved when memory runs out."""
+        """Sequences in a microbatch."""
+        self._limit = MicroBatchLimit(spec.name)
         self.loss_scale = GradScaler(spec.precision)
         self._pool = activation_offload.create_pool(spec.memory)
         self._loader = DataLoader(self.data, self.sampler, group, spec)
-        self._gradient_copies = 1 if spec.memory.compression == "none" else group.sizes.replicate
-        """Copies of each gradient outside of DTensor's mesh: replicas that compress their gradients reduce them
-        themselves."""
+        self._gradient_copies = group.sizes.replicate if spec.replicas_reduce_themselves else 1
+        """Gradients of each weight outside of DTensor's mesh. They are equal where replicas compress them; where
+        replicas train apart, the norm is the root of the mean of their squared ones."""
         self._evaluator = None if spec.eval is None else Evaluator(spec, spec.eval, group, self.data)
         self._applying = False
         self.guard = AnomalyGuard(spec.guard)
@@ -80,6 +82,7 @@ class Trainer:
         self.all_reduce = gradient_compression.create_all_reduce(spec.memory, group.replicas, self._trainable_shards())
         if self.all_reduce is not None:  # the error feedback belongs to one layout
             self.stateful[f"left_out.{'x'.join(map(str, group.sizes.shape))}.{group.rank}"] = self.all_reduce
+        self.outer = self._build_outer()
         digests = {"model, seed or batch": self.model_source.digest, "dataset": self.data.digest}
         self._commit = partial(committing, spec.places, claim)
         self.checkpoints = CheckpointManager(spec, digests, group, self._commit)
@@ -94,8 +97,8 @@ class Trainer:
         """Step of the last checkpoint. 0 needs none, because the seed reproduces it."""
         self.unsaved = ""
         """Reason why the last checkpoint could not be written; empty once a later one succeeds."""
-        self._compared_step = 0
-        """Step after which the replicas were last compared."""
+        self._compared_step = self._met_step = 0
+        """Steps after which the replicas were last compared, and last met."""
         self.snapshot_step = 0
         """Step of the last snapshot."""
         self.restored_from: Literal["", "memory", "storage"] = ""
@@ -114,6 +117,14 @@ class Trainer:
         """Collected before the first step, see TrainState."""
         self.state = TrainState(self.model_parts, self.optimizer, self.stateful)
 
+    def _build_outer(self) -> OuterOptimizer | None:
+        """Returns the optimizer of replicas that train apart, whose state is then part of the run's."""
+        if self.spec.optim.outer is None or self.group.sizes.replicate == 1:
+            return None
+        outer = OuterOptimizer(self.optimizer, self.spec.optim.outer, self.group.replicas, self.all_reduce)
+        self.state = TrainState(self.model_parts, outer, self.stateful)
+        return outer
+
     def _trainable_shards(self) -> list[tuple[str, Tensor]]:
         """Returns this rank's shard of each trainable weight."""
         named = [named for part in self.model_parts for named in part.named_parameters()]
@@ -131,6 +142,7 @@ class Trainer:
             self.checkpoints.load(self.state, checkpoint)
             self.steps_done, self.restored_from = checkpoint.manifest.step, "storage"
             self.saved_step = self.steps_done
+        self._met_step = self.steps_done
         self.checkpoints.prepare(self.state)
         return listing.rejected
 
@@ -207,15 +219,16 @@ class Trainer:
         while self.steps_done < self.spec.steps:
             result = self.step(pause=paused())
             if result is None:
+                self._meet()
                 self.flush(save=self._stop_request >= StopRequest.SAVE)
                 return False
             on_step(result)
             if result.verdict == "stopped":
                 self.wait_for_save()
                 raise anomaly_guard.stopped_error(self.spec.name, result)
-            if self.steps_done % self.spec.checkpoint_every == 0:
+            if self.spec.is_due(self.spec.checkpoint_every, self.steps_done):
                 self.save()
-            if self.group.world > 1 and self.spec.snapshot_every and self.steps_done % self.spec.snapshot_every == 0:
+            if self.group.world > 1 and self.spec.is_due(self.spec.snapshot_every, self.steps_done):
                 self.take_snapshot()
         self.save()
         self.checkpoints.wait()
@@ -231,12 +244,18 @@ class Trainer:
         """
         while True:
             try:
-                return self._step(pause)
+                result = self._step(pause)
+                break
             except (RuntimeError, MemoryError) as error:
                 if not micro_batch.is_out_of_memory(error) or self._applying or self.group.world > 1:
                     raise
-            self.micro_batch = halve_micro_batch(self.micro_batch, self.spec.name)
+            self.micro_batch = self._limit.halve(self.micro_batch, 1)
             self._rebuild()  # outside the handler, whose traceback keeps the graph alive
+        self._limit.record_steps(1)
+        first = self.spec.first_micro_batch(self.group.sizes)
+        if self.group.world == 1 and self._limit.grow(first, 1):
+            self.micro_batch = self._limit.bound(first)
+        return result
 
     def _compare_replicas(self) -> None:
         """Compare replicas, unless disabled or already done at this step."""
@@ -296,11 +315,14 @@ class Trainer:
             self.timer.lap("clip")
             self._update(lr)
             self.timer.lap("optimizer")
-        elif self.all_reduce is not None:
+        elif self.all_reduce is not None and self.outer is None:
             self.all_reduce.reset_errors()
         self.optimizer.zero_grad()
         self.steps_done += verdict.kind != "stopped"
-        if self.spec.replica_check_every and self.steps_done % self.spec.replica_check_every == 0:
+        if spec.optim.outer is not None and (spec.is_due(spec.optim.outer.every, self.steps_done)):
+            self._meet()
+            self.timer.lap("meet")
+        if spec.is_due(spec.replica_check_every, self.steps_done):
             self._compare_replicas()
             self.timer.lap("replicas")
         self.profiler.end(self.steps_done)
@@ -340,7 +362,7 @@ class Trainer:
         named = [named for part in self.model_parts for named in part.named_parameters()]
         grads = [(name, local_shards.local(weight.grad)) for name, weight in named if weight.grad is not None]
         self.loss_scale.unscale([grad for _, grad in grads])
-        if self.all_reduce is not None:
+        if self.all_reduce is not None and self.outer is None:
             self.all_reduce(grads)
 
     def _judge(self, loss: float, grad_norm: float) -> GuardVerdict:
@@ -359,6 +381,13 @@ class Trainer:
         self.optimizer.step()
         self.loss_scale.record_good_step()
         self._applying = False
+
+    def _meet(self) -> None:
+        """Ends the time in which replicas train apart, unless they are together."""
+        if self.outer is not None and self._met_step != self.steps_done:
+            self._before_update()
+            self.outer.meet()
+            self._met_step = self.steps_done
 
     def _record_samples(self, step: int, ids: Ids) -> None:
         if self.spec.record_samples and self.group.is_data_first:

@@ -155,12 +155,47 @@ class WorkerExit:
     last_status: WorkerStatus | None = None
 
 
-def halve_micro_batch(micro_batch: int, name: str) -> int:
-    """Returns half the microbatch, rounded up: the same global batch in half the memory. TrainError when it is 1."""
-    if micro_batch == 1:
-        raise TrainError(
-            f"{name} runs out of memory even with a microbatch of one sequence.",
-            hint="Use memory.checkpointing, memory.loss_chunk or memory.activations, shard the model over more ranks "
-            "(layout), or lower seq_len.",
-        )
-    return -(-micro_batch // 2)
+GROW_AFTER = 200
+"""Steps after which a halved microbatch is doubled again."""
+PATIENCE = 4
+"""Each time that it was too much, it takes this many times as many steps."""
+
+
+class MicroBatchLimit:
+    """The bound of the microbatch after running out of memory: halved each time, and raised again later."""
+
+    def __init__(self, name: str) -> None:
+        self.size: int | None = None
+        """None without a bound."""
+        self._name = name
+        self._ranks = 0
+        self._steps_left, self._wait = 0, GROW_AFTER
+
+    def bound(self, wanted: int) -> int:
+        return wanted if self.size is None else min(wanted, self.size)
+
+    def halve(self, size: int, ranks: int) -> int:
+        """Returns half of what was too much, rounded up: the same global batch in half the memory. TrainError for 1."""
+        if size == 1:
+            raise TrainError(
+                f"{self._name} runs out of memory even with a microbatch of one sequence.",
+                hint="Use memory.checkpointing, memory.loss_chunk or memory.activations, shard the model over more "
+                "ranks (layout), or lower seq_len.",
+            )
+        self.size, self._ranks = -(-size // 2), ranks
+        self._steps_left, self._wait = self._wait, self._wait * PATIENCE
+        return self.size
+
+    def record_steps(self, steps: int) -> None:
+        """Record steps that fitted in memory."""
+        self._steps_left -= steps
+
+    def grow(self, wanted: int, ranks: int) -> bool:
+        """Raises the bound if it is time, or if there are more ranks. Returns whether the microbatch is larger now."""
+        before = self.bound(wanted)
+        if self.size is not None and ranks > self._ranks:
+            self.size, self._wait = None, GROW_AFTER
+        elif self.size is not None and self._steps_left <= 0:
+            self.size = 2 * self.size if 2 * self.size < wanted else None
+            self._steps_left = self._wait
+        return self.bound(wanted) > before

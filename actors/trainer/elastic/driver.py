@@ -19,7 +19,7 @@ from raytide.actors.trainer.elastic.recovery import Recovery, StepRate
 from raytide.actors.trainer.elastic.restart_policy import RestartPolicy
 from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandle
 from raytide.actors.trainer.run_log.writer import RunLog
-from raytide.actors.trainer.types import RunResult, StepResult, WorkerStatus, halve_micro_batch
+from raytide.actors.trainer.types import MicroBatchLimit, RunResult, StepResult, WorkerStatus
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ConflictError, LeaseLostError, RaytideError
 from raytide.core.io.claim import Claim
@@ -89,8 +89,7 @@ class _Driver:
         self.watch = LeaseWatch(client, job_id)
         self.reporter = ProgressReporter(client, job_id)
         self.restart_policy = RestartPolicy(spec.name, furthest_step=record.steps)
-        self.max_micro_batch: int | None = None
-        """Upper bound of the microbatch after running out of memory."""
+        self.micro_batch = MicroBatchLimit(spec.name)
         self.generation = 0
         self.workers: list[WorkerHandle] = []
         """The workers of the last generation, by rank."""
@@ -100,10 +99,13 @@ class _Driver:
         self.step_rate = StepRate(record.step_s)
 
     def run(self) -> None:
+        ran_out_of_memory = False
         while True:
             self.workers = self._wait_for_workers()
             self.generation += 1
             self._report_membership()
+            if not ran_out_of_memory:
+                self._grow_micro_batch()
             if self.recovery is not None:
                 self.recovery.assigned_s = time.monotonic()
             generation = GenerationRunner(
@@ -113,7 +115,7 @@ class _Driver:
                 self.worker_group,
                 self.watch,
                 self.record,
-                micro_batch=self._micro_batch(),
+                micro_batch=self.micro_batch.bound(self._first_micro_batch()),
                 claim=self.claim.token,
                 on_steps=self._on_steps,
             )
@@ -122,6 +124,7 @@ class _Driver:
                 self.record.mark_finished()
                 return
             self._handle_exit(result)
+            ran_out_of_memory = result.kind == "oom"
 
     def close(self) -> None:
         self.watch.close()
@@ -175,6 +178,7 @@ class _Driver:
             self.recovery = None
             self.step_rate.pause()
         self.restart_policy.record_step(new[-1].step)
+        self.micro_batch.record_steps(len(new))
         worked_s = sum(step.step_s for step in new)
         self.step_rate.record_steps(len(new), time.monotonic(), worked_s)
         tokens_per_s = sum(step.tokens for step in new) / max(worked_s, 1e-9)
@@ -200,14 +204,21 @@ class _Driver:
             self.record.event("broke", generation=self.generation, step=step, why=result.why)
             self.restart_policy.record_break(result.why, [worker.incarnation for worker in result.dead])
 
-    def _micro_batch(self) -> int:
-        first = self.spec.first_micro_batch(self.spec.layout.sizes(len(self.workers)))
-        return first if self.max_micro_batch is None else min(first, self.max_micro_batch)
+    def _first_micro_batch(self) -> int:
+        return self.spec.first_micro_batch(self.spec.layout.sizes(len(self.workers)))
 
     def _shrink_micro_batch(self, why: str) -> None:
-        before = self._micro_batch()
-        self.max_micro_batch = halve_micro_batch(before, self.spec.name)
-        self.record.event("oom", generation=self.generation, why=why, micro_batch=self.max_micro_batch, was=before)
+        before = self.micro_batch.bound(self._first_micro_batch())
+        half = self.micro_batch.halve(before, len(self.workers))
+        self.record.event("oom", generation=self.generation, why=why, micro_batch=half, was=before)
+
+    def _grow_micro_batch(self) -> None:
+        """Let a halved microbatch grow, now that the gang forms anyway."""
+        wanted = self._first_micro_batch()
+        before = self.micro_batch.bound(wanted)
+        if self.micro_batch.grow(wanted, len(self.workers)):
+            grown = self.micro_batch.bound(wanted)
+            self.record.event("micro_batch", generation=self.generation, micro_batch=grown, was=before)
 
     def _step_values(self, new: list[StepResult], worked_s: float) -> dict[str, float | int | str]:
         """Returns how long steps take, the part of it that waits for data, MFU, and when the last step ended and the

@@ -1,4 +1,4 @@
-"""Compresses the gradient exchange between replicas: bf16, int8, or low rank (PowerSGD).
+"""Compresses the gradient exchange between replicas: bf16, int8, the largest numbers (top-k), or low rank (PowerSGD).
 
 Called once per step with the gradients that FSDP has reduced over its own ranks. The lossy methods add what they left
 out to the next step's gradient (error feedback). That error is per rank, is saved in checkpoints, and starts at zero in
@@ -8,6 +8,7 @@ a new layout.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -113,6 +114,48 @@ class Int8:
         return _from_int8(codes, scales)
 
 
+class TopK:
+    """Sends the numbers of largest amount with their places (Aji and Heafield 2017)."""
+
+    def __init__(self, group: dist.ProcessGroup, weights: Named, ratio: float) -> None:
+        self.group, self.ratio, self.sent_bytes = group, ratio, 0
+        self._errors = [
+            torch.zeros(sum(weight.numel() for _, weight in bucket), device=bucket[0][1].device)
+            for bucket in _buckets(weights)
+        ]
+
+    def __call__(self, grads: Named) -> None:
+        for error, bucket in zip(self._errors, _buckets(grads), strict=True):
+            _scatter(self._exchange(torch.cat([grad.flatten() for _, grad in bucket]).float(), error), bucket)
+
+    def reset_errors(self) -> None:
+        for error in self._errors:
+            error.zero_()
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        return {f"error.{index}": error for index, error in enumerate(self._errors)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Does nothing: the tensors of `state_dict` were filled in place."""
+
+    def _exchange(self, flat: Tensor, error: Tensor) -> Tensor:
+        size = self.group.size()
+        error += flat
+        if not flat.numel():
+            return flat
+        places = error.abs().topk(math.ceil(self.ratio * flat.numel()), sorted=False).indices
+        values, places = error[places], places.int()  # a bucket is far below 2^31
+        error[places] = 0
+        all_values, all_places = values.new_empty(size * len(values)), places.new_empty(size * len(places))
+        dist.all_gather_into_tensor(all_values, values, group=self.group)
+        dist.all_gather_into_tensor(all_places, places, group=self.group)
+        self.sent_bytes += (size - 1) * (_bytes(values) + _bytes(places))
+        mean = torch.zeros_like(flat)
+        for of_one, at in zip(all_values.chunk(size), all_places.chunk(size), strict=True):
+            mean[at] += of_one / size  # replica after replica: the sums are the same on all of them
+        return mean
+
+
 class PowerSgd:
     """Sends a layer's matrix as two thin ones (Vogels et al. 2019). Small tensors are sent unchanged, and so are
     embedding and head, whose gradients have no low rank."""
@@ -176,6 +219,8 @@ def create_all_reduce(memory: MemorySpec, group: dist.ProcessGroup, weights: Nam
         return None
     if memory.compression == "bf16":
         return Bf16(group)
+    if memory.compression == "topk":
+        return TopK(group, weights, memory.topk_ratio)
     return Int8(group, weights) if memory.compression == "int8" else PowerSgd(group, weights, memory.powersgd_rank)
 
 

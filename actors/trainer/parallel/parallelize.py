@@ -43,8 +43,7 @@ def build_model_parts(
 def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
     """Shard with FSDP: one unit for each layer and one for the rest."""
     policy = precision.policy(spec.precision)
-    # Replicas that compress gradients reduce them outside of FSDP, see gradient_compression.py.
-    mesh = group.data_mesh if spec.memory.compression == "none" else group.mesh["shard"]
+    mesh = group.mesh["shard"] if spec.replicas_reduce_themselves else group.data_mesh
     frees = spec.layout.frees_after_forward and mesh.shape[-1] > 1  # a single rank would only copy
     for layer in part.layers.values():
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from raytide.actors.trainer.distributed import local_shards, process_group
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.loss import Micro
+from raytide.actors.trainer.parallel.replica_check import weight_digest
 from raytide.actors.trainer.trainer import Trainer
+from raytide.actors.trainer.types import StopRequest
 from raytide.core.specs.train import TrainSpec
 
 
@@ -90,6 +92,28 @@ def went_on(
             out[name] = first, losses(trainer, 3)
             trainer.close()
     return out
+
+
+@dataclass
+class Paused:
+    steps: int
+    digest: int
+    """The digest of the weights and of the optimizers' state."""
+
+
+def paused(spec: TrainSpec, rank: int, world: int, meet: str) -> Paused:
+    """A run that is asked to pause after six steps."""
+    with joined(spec, rank, world, meet) as mine:
+        trainer = Trainer(spec, mine)
+        ended = trainer.run(
+            on_step=lambda result: None,
+            paused=lambda: StopRequest.SAVE if trainer.steps_done == 6 else StopRequest.NO,
+        )
+        assert not ended
+        held = [shard.local.float() for shard in trainer.state.shards()]
+        digest = int(weight_digest(held, mine.device))
+        trainer.close()
+        return Paused(trainer.steps_done, digest)
 
 
 def losses(trainer: Trainer, steps: int) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.actors.trainer.technique_ranks import Run, out_of_memory, overflow, runs, went_on
+from tests.actors.trainer.technique_ranks import Run, out_of_memory, overflow, paused, runs, went_on
 
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.model import apply
@@ -16,6 +16,7 @@ from raytide.actors.trainer.optim import registry
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import ConfigError, TrainError
+from raytide.core.specs.optim import OuterSpec
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import ModelSpec, OptimSpec, TrainSpec
 
@@ -69,7 +70,7 @@ def test_two_ranks_with_each_technique_follow_one_process(spec: TrainSpec, run_r
 
 def test_replicas_that_compress_learn_alike_and_send_less(spec: TrainSpec, run_ranks: RunRanks) -> None:
     spec = with_(spec, "base", steps=60, layout=Parallelism(replicate=2), optim=OptimSpec(lr=3e-3, warmup_steps=2))
-    kinds = {"bf16": {}, "int8": {}, "powersgd": {"powersgd_rank": 2}}
+    kinds = {"bf16": {}, "int8": {}, "topk": {"topk_ratio": 0.1}, "powersgd": {"powersgd_rank": 2}}
     specs = {kind: with_(spec, kind, memory={"compression": kind, **more}) for kind, more in kinds.items()}
     specs["none"] = spec
     by_rank: list[dict[str, Run]] = run_ranks(2, runs, specs)
@@ -83,16 +84,64 @@ def test_replicas_that_compress_learn_alike_and_send_less(spec: TrainSpec, run_r
     fp32_bytes = 60 * 4 * weights  # 2 (n - 1) / n of the buffer, for n of 2
     assert found["bf16"].sent_bytes == fp32_bytes // 2
     assert found["int8"].sent_bytes < 0.27 * fp32_bytes
+    assert found["topk"].sent_bytes < 0.21 * fp32_bytes
     assert found["powersgd"].sent_bytes < 0.2 * fp32_bytes
 
 
 def test_what_compression_left_out_goes_with_the_checkpoint(spec: TrainSpec, run_ranks: RunRanks) -> None:
     spec = with_(spec, "base", layout=Parallelism(replicate=2), optim=OptimSpec(lr=3e-3, warmup_steps=2))
-    kinds = {"int8": {}, "powersgd": {"powersgd_rank": 2}}
+    kinds = {"int8": {}, "topk": {}, "powersgd": {"powersgd_rank": 2}}
     specs = {kind: with_(spec, kind, memory={"compression": kind, **more}) for kind, more in kinds.items()}
     for by_kind in run_ranks(2, went_on, specs):
         for kind, (on, again) in by_kind.items():
             assert on == again, kind
+
+
+def test_replicas_that_train_apart_are_equal_when_they_meet_and_learn_alike(
+    spec: TrainSpec, run_ranks: RunRanks
+) -> None:
+    """Each meeting compares the replicas' weights and would end the run."""
+    spec = with_(spec, "base", steps=62, layout=Parallelism(replicate=2), optim=OptimSpec(lr=3e-3, warmup_steps=2))
+    apart = {"replica_check_every": 1, "optim": {"lr": 3e-3, "warmup_steps": 2, "outer": {"every": 5}}}
+    specs = {
+        "together": spec,
+        "adamw": with_(spec, "adamw", **apart),
+        "int8": with_(spec, "int8", **apart, memory={"compression": "int8"}),
+        "adamw8bit": with_(spec, "8bit", **{**apart, "optim": {**apart["optim"], "name": "adamw8bit"}}),
+    }
+    mine, other = run_ranks(2, runs, specs)
+    plain = mine["together"].losses
+    for name in ("adamw", "int8", "adamw8bit"):
+        assert mine[name].losses == other[name].losses
+        assert mine[name].losses[:1] == plain[:1] and mine[name].losses[2:] != plain[2:]
+        assert sum(mine[name].losses[-5:]) <= 1.1 * sum(plain[-5:]), name
+    assert 0 < mine["int8"].sent_bytes < 0.06 * 62 * 4 * (96 * 32 + 2 * (32 * 32 * 3 + 3 * 32 * 128 + 64) + 32)
+
+
+def test_a_resume_of_replicas_that_train_apart_is_bit_equal(spec: TrainSpec, run_ranks: RunRanks) -> None:
+    optim = {"lr": 3e-3, "warmup_steps": 2, "outer": {"every": 3}}
+    spec = with_(spec, "base", layout=Parallelism(replicate=2), optim=optim)
+    for by_kind in run_ranks(2, went_on, {"apart": spec}):
+        on, again = by_kind["apart"]
+        assert on == again
+
+
+def test_a_pause_brings_replicas_that_train_apart_together(spec: TrainSpec, run_ranks: RunRanks) -> None:
+    optim = {"lr": 3e-3, "warmup_steps": 2, "outer": {"every": 4}}
+    spec = with_(spec, "base", layout=Parallelism(replicate=2), optim=optim)
+    mine, other = run_ranks(2, paused, spec)
+    assert mine.steps == 6
+    assert mine == other
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [(5, [5, 10, 15, 20, 23]), (7, [10, 15, 23]), (10, [10, 20, 23]), (100, [23]), (0, [])]
+)
+def test_what_is_due_while_replicas_are_apart_waits_for_their_meeting(every: int, steps: list[int]) -> None:
+    spec = TrainSpec(
+        dataset="d", out="o", steps=23, layout=Parallelism(replicate=2), optim=OptimSpec(outer=OuterSpec(every=5))
+    )
+    assert [step for step in range(1, 24) if spec.is_due(every, step)] == steps
 
 
 def test_an_overflow_on_one_rank_is_skipped_on_all_and_halves_the_scale(spec: TrainSpec, run_ranks: RunRanks) -> None:
@@ -162,6 +211,20 @@ def test_out_of_memory_alone_halves_the_microbatch_and_changes_nothing_else(spec
     assert far(losses, wanted) <= 5e-6
 
 
+def test_a_halved_microbatch_grows_back_and_changes_nothing_else(
+    spec: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytide.actors.trainer.types.GROW_AFTER", 2)
+    spec = with_(spec, "auto", steps=6, micro_batch="auto")
+    wanted, results = alone(spec), []
+    with process_group.single_process() as mine:
+        trainer = Trainer(spec, mine)
+        inject(trainer, "forward")
+        results = [trainer.step() for _ in range(6)]
+    assert [result.micro_batch for result in results if result is not None] == [3, 3, 6, 6, 6, 6]
+    assert far([result.loss for result in results if result is not None], wanted) <= 5e-6
+
+
 def inject(trainer: Trainer, where: str) -> None:
     """Run out of memory once, in the second layer."""
     calls = 0
@@ -212,6 +275,7 @@ def test_a_resume_with_any_optimiser_is_bit_equal(spec: TrainSpec, name: str) ->
         ({"precision": "fp8", "layout": {"tensor": 2}}, "fp8 cannot be combined with layout.tensor"),
         ({"memory": {"loss_chunk": 8}, "layout": {"tensor": 2}}, "loss_chunk cannot"),
         ({"memory": {"compression": "int8"}}, "compression needs layout.replicate"),
+        ({"optim": {"outer": {}}}, "optim.outer needs layout.replicate"),
     ],
 )
 def test_what_does_not_work_together_is_refused(spec: TrainSpec, changes: dict[str, Any], why: str) -> None:

@@ -12,6 +12,20 @@ OptimName = Literal["adamw", "adamw8bit", "adafactor", "lamb", "muon"]
 Schedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
+class OuterSpec(Config):
+    """Replicas that train apart and meet every few steps (local SGD; DiLoCo, Douillard et al. 2023).
+
+    Between two meetings a replica updates its weights by the gradients of its own part of each batch. Then the mean
+    of what all have moved is taken as the gradient of SGD with Nesterov momentum, and its result is where all go on.
+    """
+
+    every: int = Field(default=50, ge=1)
+    """Steps between two meetings. Checkpoints, snapshots and comparisons of replicas wait for the next one."""
+    lr: float = Field(default=0.7, gt=0)
+    """1 without momentum is the plain mean of the replicas' weights."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+
+
 class OptimSpec(Config):
     """The optimizer and its learning rate: a linear warm-up to `lr`, then the schedule."""
 
@@ -34,6 +48,8 @@ class OptimSpec(Config):
     """Applies to matrices, not to norms and biases."""
     clip: float = Field(default=1.0, gt=0)
     """The largest global gradient norm."""
+    outer: OuterSpec | None = None
+    """Replicas exchange what they have moved every few steps, in place of their gradients in each."""
     fused: bool = True
     """Run AdamW as one fused kernel instead of multi-tensor (foreach) kernels."""
 

@@ -26,7 +26,7 @@ Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 ExportDtype = Literal["bf16", "fp16", "fp32"]
 Remat = Literal["none", "selective", "full"]
 Place = Literal["none", "cpu", "disk"]
-Compression = Literal["none", "bf16", "int8", "powersgd"]
+Compression = Literal["none", "bf16", "int8", "topk", "powersgd"]
 Automatic = Literal["layout", "gang"]
 
 
@@ -55,8 +55,10 @@ class MemorySpec(Config):
     of code generation.
     """
     compression: Compression = "none"
-    """Compression of the gradients that replicas exchange; int8 and powersgd carry their error to the next step."""
+    """Compression of what replicas exchange; all but bf16 carry their error to the next exchange."""
     powersgd_rank: int = Field(default=4, ge=1)
+    topk_ratio: float = Field(default=0.01, gt=0, le=1)
+    """The share of numbers that topk sends, those of largest amount."""
 
     @model_validator(mode="after")
     def _one_way_for_activations(self) -> MemorySpec:
@@ -251,6 +253,10 @@ class TrainSpec(Config):
                 self.memory.compression != "none" and self.layout.replicate == 1,
                 "memory.compression needs layout.replicate above 1: it compresses what replicas exchange",
             ),
+            (
+                self.optim.outer is not None and self.layout.replicate == 1,
+                "optim.outer needs layout.replicate above 1: it is for replicas that train apart",
+            ),
         ):
             if wrong:
                 raise ValueError(why)
@@ -286,6 +292,21 @@ class TrainSpec(Config):
     def places(self) -> tuple[str, ...]:
         """The folders that the run writes to; no other run may write to them meanwhile."""
         return (self.out,) if self.checkpoint_dir is None else (self.out, self.checkpoint_dir)
+
+    @property
+    def replicas_reduce_themselves(self) -> bool:
+        """Returns whether replicas exchange something else than each step's gradients in full."""
+        return self.memory.compression != "none" or self.optim.outer is not None
+
+    def is_due(self, every: int, step: int) -> bool:
+        """Returns whether what is done each `every` steps (0: never) is done after `step`.
+
+        Replicas that train apart do it when they next meet, which they also do after the last step.
+        """
+        if self.optim.outer is None or not every:
+            return bool(every) and step % every == 0
+        together = self.optim.outer.every
+        return step == self.steps or (step % together == 0 and step // every > (step - together) // every)
 
     def first_micro_batch(self, sizes: Sizes) -> int:
         """Returns the micro-batch that ranks start with. A pipeline needs at least one micro-batch for each stage."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raytide.actors.trainer.elastic.rank_assignment import Key, assign_ranks, most_ranks, usable
 from raytide.actors.trainer.elastic.recovery import Recovery
 from raytide.actors.trainer.elastic.restart_policy import MAX_FAILURES, RestartPolicy
-from raytide.actors.trainer.types import StepResult, WorkerStatus
+from raytide.actors.trainer.types import GROW_AFTER, PATIENCE, MicroBatchLimit, StepResult, WorkerStatus
 from raytide.core.errors import TrainError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.parallelism import Parallelism
@@ -142,3 +142,24 @@ def test_a_recovery_says_what_was_lost_and_where_the_time_went() -> None:
         "load_s": 0.3,
         "first_step_s": 0.4,
     }
+
+
+def test_a_halved_microbatch_is_tried_again_later_and_later_and_at_once_by_a_larger_gang() -> None:
+    limit = MicroBatchLimit("run")
+    assert limit.bound(8) == 8 and not limit.grow(8, 4)
+    assert (limit.halve(8, 4), limit.halve(4, 4)) == (4, 2)
+    limit.record_steps(PATIENCE * GROW_AFTER - 1)
+    assert not limit.grow(8, 4)
+    limit.record_steps(1)
+    assert limit.grow(8, 4) and limit.bound(8) == 4
+    assert not limit.grow(8, 4), "each doubling has to prove itself"
+    limit.record_steps(PATIENCE**2 * GROW_AFTER)
+    assert limit.grow(8, 4) and limit.bound(8) == 8
+    limit.halve(8, 4)
+    assert not limit.grow(8, 2)
+    assert limit.grow(8, 5) and limit.bound(8) == 8
+
+
+def test_a_microbatch_of_one_sequence_cannot_be_halved() -> None:
+    with pytest.raises(TrainError, match="even with a microbatch of one sequence"):
+        MicroBatchLimit("run").halve(1, 1)

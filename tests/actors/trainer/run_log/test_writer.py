@@ -18,7 +18,7 @@ from raytide.actors.trainer.elastic.generation import GenerationResult, Generati
 from raytide.actors.trainer.elastic.recovery import StepRate
 from raytide.actors.trainer.run_log import history
 from raytide.actors.trainer.run_log.writer import RunLog
-from raytide.actors.trainer.types import StepResult, WorkerStatus, scalar_metrics
+from raytide.actors.trainer.types import MicroBatchLimit, StepResult, WorkerStatus, scalar_metrics
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import TrainError
 from raytide.core.specs.train import TrainSpec
@@ -87,7 +87,8 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
         None,
         [],
     )
-    driver.worker_group, driver.max_micro_batch, driver.watch = SimpleNamespace(ready=0, settled_version=""), None, None  # type: ignore[assignment]
+    driver.worker_group, driver.watch = SimpleNamespace(ready=0, settled_version=""), None  # type: ignore[assignment]
+    driver.micro_batch = MicroBatchLimit("run")
     driver.step_rate, driver.claim = StepRate(), SimpleNamespace(token="")  # type: ignore[assignment]
     monkeypatch.setattr(driver, "_wait_for_workers", lambda: [SimpleNamespace(host="only")])
     monkeypatch.setattr(driver, "_report_membership", lambda: None)
