@@ -37,6 +37,7 @@ ACTORS_MAY_IMPORT: dict[str, set[str]] = {
     "gang": set(),
     "trainer": {"gang", "models"},
     "serving": {"engine", "models"},
+    "quality": {"engine", "models"},
 }
 PRODUCT_FOLDERS = {"actors", "autoscaler", "dashboards", "kernels", "pipelines"}
 

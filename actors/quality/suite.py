@@ -1,0 +1,127 @@
+"""The suite of an evaluation: corpora, tasks, the parent to compare with, and the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.core.specs.model_version import MetricRule, PromotionRule
+
+CorpusName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]{0,39}$")]
+
+
+class HeldOutText(Config):
+    """A corpus that no step of training or calibration has read."""
+
+    path: bounds.Location = Field(min_length=1)
+    """A text file, or a JSONL file whose lines have a text or a list of token ids."""
+    field: str = Field(default="text", min_length=1, max_length=100)
+    """The key of a JSONL line that holds the text; a key `tokens` with token ids goes before it."""
+    tokens: int = Field(default=8192, ge=2, le=1 << 30)
+    """The most tokens that are predicted, from the beginning."""
+
+
+class TaskSuite(Config):
+    """Tasks of lm-evaluation-harness that need no hub: those of the folder, or installed ones with local data."""
+
+    names: tuple[bounds.Name, ...] = Field(min_length=1, max_length=64)
+    folder: bounds.Location = ""
+    """A folder with the tasks' YAML files."""
+    limit: int | None = Field(default=None, ge=1)
+    """The most samples of each task."""
+
+
+class QualityGate(Config):
+    """The limits that every corpus must keep. Limits that are left out do not exist."""
+
+    max_kl: float | None = Field(default=None, ge=0)
+    """Of the mean divergence KL(parent | model), in nats a token."""
+    max_kl_p99: float | None = Field(default=None, ge=0)
+    min_same_top1: float | None = Field(default=None, ge=0, le=1)
+    """Of the share of positions at which model and parent predict the same token."""
+    max_perplexity: float | None = Field(default=None, gt=0)
+    max_ppl_change: float | None = None
+    """Of the relative change of the perplexity: 0.015 allows 1.5 %."""
+    max_flips: float | None = Field(default=None, ge=0, le=1)
+    """Of the share of a task's samples that only one of parent and model answers correctly."""
+    min_accuracy: float | None = Field(default=None, ge=0, le=1)
+
+    def rule(self) -> PromotionRule:
+        """Returns the same limits as a rule of `raytide model promote`, on the metrics of `QualityReport.metrics`."""
+        limits: dict[str, tuple[Literal["higher", "lower"], float | None]] = {
+            "kl": ("lower", self.max_kl),
+            "kl_p99": ("lower", self.max_kl_p99),
+            "same_top1": ("higher", self.min_same_top1),
+            "perplexity": ("lower", self.max_perplexity),
+            "ppl_change": ("lower", self.max_ppl_change),
+            "flips": ("lower", self.max_flips),
+            "accuracy": ("higher", self.min_accuracy),
+        }
+        metrics = {
+            name: MetricRule(better=better, limit=limit)
+            for name, (better, limit) in limits.items()
+            if limit is not None
+        }
+        return PromotionRule(metrics=metrics, online="ignored")
+
+
+class QualitySuite(Config):
+    """`raytide eval MODEL SUITE.yaml`."""
+
+    parent: bounds.Location = ""
+    """The directory of the model to compare with: the one before compression. Without it there is only perplexity."""
+    corpora: dict[CorpusName, HeldOutText] = Field(default_factory=dict, max_length=16)
+    tasks: TaskSuite | None = None
+    window: int | None = Field(default=None, ge=2, le=1 << 20)
+    """The length of the pieces in which a corpus is read: by default 512, or the model's positions if they are fewer.
+    The first token of a piece has no prediction."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype of computation of both models; by default each one's own."""
+    gate: QualityGate = QualityGate()
+
+    @model_validator(mode="after")
+    def _has_work(self) -> QualitySuite:
+        if not self.corpora and self.tasks is None:
+            raise ValueError("give corpora, tasks or both")
+        return self
+
+    @model_validator(mode="after")
+    def _gate_is_measured(self) -> QualitySuite:
+        gate = self.gate
+        against_parent = {
+            "max_kl": gate.max_kl,
+            "max_kl_p99": gate.max_kl_p99,
+            "min_same_top1": gate.min_same_top1,
+            "max_ppl_change": gate.max_ppl_change,
+        }
+        asked = [name for name, limit in against_parent.items() if limit is not None]
+        if asked and not (self.parent and self.corpora):
+            raise ValueError(f"gate.{asked[0]} needs parent and corpora")
+        if gate.max_perplexity is not None and not self.corpora:
+            raise ValueError("gate.max_perplexity needs corpora")
+        if gate.max_flips is not None and not (self.parent and self.tasks):
+            raise ValueError("gate.max_flips needs parent and tasks")
+        if gate.min_accuracy is not None and self.tasks is None:
+            raise ValueError("gate.min_accuracy needs tasks")
+        return self
+
+
+def broken_limits(gate: QualityGate, metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """Returns the limits that metrics do not keep, as sentences; empty if the gate is passed.
+
+    A metric that is missing, or not a number, breaks its limit.
+    """
+    broken = []
+    for name, rule in gate.rule().metrics.items():
+        assert rule.limit is not None  # the gate's rules have nothing else
+        value = metrics.get(name)
+        word = "at most" if rule.better == "lower" else "at least"
+        if value is None:
+            broken.append(f"{name} was not measured, wanted {word} {rule.limit:g}")
+        elif not (value <= rule.limit if rule.better == "lower" else value >= rule.limit):
+            broken.append(f"{name} is {value:g}, wanted {word} {rule.limit:g}")
+    return tuple(broken)
