@@ -245,6 +245,19 @@ def test_ps_shows_how_long_there_is_until_a_deadline(state: JobState, at_s: floa
     assert queue._due(job, at_s) == shown
 
 
+@pytest.mark.parametrize(
+    ("state", "progress", "shown"),
+    [
+        (JobState.RUNNING, {"left_s": 200.0, "step_at_s": 95.0}, "3m15s"),
+        (JobState.RUNNING, {"left_s": 3.0, "step_at_s": 95.0}, "0s"),
+        (JobState.RUNNING, {}, "-"),
+        (JobState.SUCCEEDED, {"left_s": 200.0, "step_at_s": 95.0}, "-"),
+    ],
+)
+def test_ps_shows_how_long_a_run_still_takes(state: JobState, progress: dict[str, float], shown: str) -> None:
+    assert queue._left(replace(view(state).job, progress=progress), 100.0) == shown
+
+
 def test_a_deadline_without_a_zone_is_meant_where_it_is_said() -> None:
     said = _with_zone("2026-11-22T08:00")
     assert said is not None and datetime.fromisoformat(said) == datetime(2026, 11, 22, 8).astimezone()

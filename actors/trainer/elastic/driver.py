@@ -15,7 +15,7 @@ from raytide.actors.gang.lease_watch import LeaseWatch, ProgressReporter
 from raytide.actors.trainer.elastic.generation import GenerationResult, GenerationRunner
 from raytide.actors.trainer.elastic.rank_assignment import most_ranks
 from raytide.actors.trainer.elastic.ray_worker import RayWorker, StartWorker
-from raytide.actors.trainer.elastic.recovery import Recovery, StepRate
+from raytide.actors.trainer.elastic.recovery import Recovery, ScalingEfficiency, StepRate
 from raytide.actors.trainer.elastic.restart_policy import RestartPolicy
 from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandle
 from raytide.actors.trainer.run_log.writer import RunLog
@@ -97,6 +97,7 @@ class _Driver:
         self.saved_at_s: float | None = None
         """The recovery in progress, from the end of a generation to its successor's first step."""
         self.step_rate = StepRate(record.step_s)
+        self.scaling = ScalingEfficiency()
 
     def run(self) -> None:
         ran_out_of_memory = False
@@ -182,6 +183,7 @@ class _Driver:
         worked_s = sum(step.step_s for step in new)
         self.step_rate.record_steps(len(new), time.monotonic(), worked_s)
         tokens_per_s = sum(step.tokens for step in new) / max(worked_s, 1e-9)
+        self.scaling.record(new[-1].world, tokens_per_s, len(new))
         if any(step.step % self.spec.checkpoint_every == 0 and not step.unsaved for step in new):
             self.saved_at_s = self.record.clock.now_s()
         self.reporter.send({**self._progress(new[-1].world, tokens_per_s), **self._step_values(new, worked_s)})
@@ -221,12 +223,14 @@ class _Driver:
             self.record.event("micro_batch", generation=self.generation, micro_batch=grown, was=before)
 
     def _step_values(self, new: list[StepResult], worked_s: float) -> dict[str, float | int | str]:
-        """Returns how long steps take, the part of it that waits for data, MFU, and when the last step ended and the
-        last checkpoint was due.
+        """Returns how long steps take, the part of it that waits for data, the scaling efficiency, MFU, and when the
+        last step ended and the last checkpoint was due.
         """
         now_s = round(self.record.clock.now_s(), 3)
         values: dict[str, float | int | str] = {"step_s": round(worked_s / len(new), 6), "step_at_s": now_s}
         values["data_wait"] = round(sum(step.times.get("data", 0.0) for step in new) / max(worked_s, 1e-9), 6)
+        if (scaling := self.scaling.of(new[-1].world)) is not None:
+            values["scaling"] = round(scaling, 4)
         if (mfu := new[-1].mfu) is not None:
             values["mfu"] = round(mfu, 6)
         if self.saved_at_s is not None:

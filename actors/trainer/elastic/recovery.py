@@ -1,8 +1,8 @@
-"""Measures recoveries, from the first sign that a generation ends to the next step, and the recent step rate."""
+"""Measures recoveries, from the first sign that a generation ends to the next step, the step rate, and scaling."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raytide.actors.trainer.types import StepResult, WorkerStatus
 
@@ -59,3 +59,24 @@ class StepRate:
         share = 1.0 - 0.5 ** (steps / HALF_LIFE)
         self.step_s = took_s if self.step_s is None else self.step_s + share * (took_s - self.step_s)
         self._at_s = now_s
+
+
+@dataclass(slots=True)
+class ScalingEfficiency:
+    """Compares what a rank does in gangs of different sizes; it knows those that this driver has seen."""
+
+    _tokens_per_s: dict[int, float] = field(default_factory=dict)
+    """Recent throughput of a gang by its number of ranks."""
+
+    def record(self, world: int, tokens_per_s: float, steps: int) -> None:
+        before, share = self._tokens_per_s.get(world, tokens_per_s), 1.0 - 0.5 ** (steps / HALF_LIFE)
+        self._tokens_per_s[world] = before + share * (tokens_per_s - before)
+
+    def of(self, world: int) -> float | None:
+        """Returns a rank's throughput in a gang of `world`, as a share of that in the smallest gang; None without a
+        smaller one.
+        """
+        smallest = min(self._tokens_per_s, default=world)
+        if smallest >= world or not self._tokens_per_s[smallest]:
+            return None
+        return self._tokens_per_s[world] / world / (self._tokens_per_s[smallest] / smallest)

@@ -79,7 +79,22 @@ def _show(views: list[JobView], json: bool, *, height: int = 0) -> None:
         return
     now = time.time()
     as_table(
-        ("JOB", "NAME", "KIND", "TEAM", "STATE", "POS", "AGE", "DUE", "STEP", "COST", "PRICE", "WHY"),
+        (
+            "JOB",
+            "NAME",
+            "KIND",
+            "TEAM",
+            "STATE",
+            "POS",
+            "AGE",
+            "DUE",
+            "STEP",
+            "LEFT",
+            "SCALING",
+            "COST",
+            "PRICE",
+            "WHY",
+        ),
         [_row(view, now) for view in views],
         height=height,
     )
@@ -155,10 +170,20 @@ def _row(view: JobView, now: float) -> tuple[object, ...]:
         ago(until - job.submitted_at_s),
         _due(job, now),
         step,
+        _left(job, now),
+        f"{scaling:.0%}" if isinstance(scaling := job.progress.get("scaling"), float) else "-",
         format_usd(view.cost_micro_usd),
         format_usd(view.price_micro_usd_h) + "/h",
         reason.partition("\n")[0],
     )
+
+
+def _left(job: Job, now: float) -> str:
+    """Returns the time that a running job still needs at its present speed; "-" if nobody knows."""
+    left_s, at_s = job.progress.get("left_s"), job.progress.get("step_at_s")
+    if job.state is not JobState.RUNNING or not isinstance(left_s, float) or not isinstance(at_s, float):
+        return "-"
+    return ago(max(0.0, left_s - (now - at_s)))
 
 
 def _due(job: Job, now: float) -> str:

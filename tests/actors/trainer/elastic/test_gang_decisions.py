@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.actors.trainer.elastic.rank_assignment import Key, assign_ranks, most_ranks, usable
-from raytide.actors.trainer.elastic.recovery import Recovery
+from raytide.actors.trainer.elastic.recovery import Recovery, ScalingEfficiency
 from raytide.actors.trainer.elastic.restart_policy import MAX_FAILURES, RestartPolicy
 from raytide.actors.trainer.types import GROW_AFTER, PATIENCE, MicroBatchLimit, StepResult, WorkerStatus
 from raytide.core.errors import TrainError
@@ -163,3 +163,15 @@ def test_a_halved_microbatch_is_tried_again_later_and_later_and_at_once_by_a_lar
 def test_a_microbatch_of_one_sequence_cannot_be_halved() -> None:
     with pytest.raises(TrainError, match="even with a microbatch of one sequence"):
         MicroBatchLimit("run").halve(1, 1)
+
+
+def test_scaling_is_a_rank_s_throughput_against_that_in_the_smallest_gang() -> None:
+    scaling = ScalingEfficiency()
+    assert scaling.of(2) is None
+    scaling.record(4, 3600.0, 20)
+    assert scaling.of(4) is None, "nothing to compare with"
+    scaling.record(2, 2000.0, 20)
+    assert scaling.of(4) == pytest.approx(0.9)
+    scaling.record(4, 4000.0, 20)  # one half-life
+    assert scaling.of(4) == pytest.approx(0.95)
+    assert scaling.of(2) is None

@@ -16,6 +16,14 @@ JOB_STEP_SECONDS = Metric(
 JOB_DATA_WAIT = Metric(
     "raytide_job_data_wait_ratio", "gauge", "Share of a step that waits for data", "training", "ratio", _JOB
 )
+JOB_SCALING = Metric(
+    "raytide_job_scaling_ratio",
+    "gauge",
+    "Throughput of a rank, as a share of that in the smallest gang that the run had",
+    "training",
+    "ratio",
+    _JOB,
+)
 JOB_CHECKPOINT_AGE = Metric(
     "raytide_job_checkpoint_age_seconds", "gauge", "Age of the last checkpoint", "training", "seconds", _JOB
 )

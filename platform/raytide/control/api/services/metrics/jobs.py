@@ -19,6 +19,7 @@ _REPORTED: Mapping[str, Metric] = {
     "mfu": training.JOB_MFU,
     "step_s": training.JOB_STEP_SECONDS,
     "data_wait": training.JOB_DATA_WAIT,
+    "scaling": training.JOB_SCALING,
 }
 _AGES: Mapping[str, Metric] = {"step_at_s": training.JOB_LAST_STEP_AGE, "saved_at_s": training.JOB_CHECKPOINT_AGE}
 """Metrics whose value is the time since a reported moment."""
