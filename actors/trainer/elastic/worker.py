@@ -71,6 +71,7 @@ class TrainWorker:
         return self._torch.submit(work).result()
 
     def _prepare(self) -> None:
+        os.environ.update(self._spec.nccl)
         import torch
 
         torch.set_num_threads(self._threads)

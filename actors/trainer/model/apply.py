@@ -9,6 +9,7 @@ import torch
 from raytide.actors.trainer.model import activation_checkpointing, activation_offload, float8
 from raytide.actors.trainer.model.loss import loss_sum
 from raytide.actors.trainer.model.transformer import Transformer
+from raytide.actors.trainer.run_log import recordings
 from raytide.core.errors import ConfigError
 from raytide.core.specs.train import TrainSpec
 
@@ -22,6 +23,8 @@ def check_supported(spec: TrainSpec, device: torch.device) -> None:
             "memory.compile cannot be combined with document masks on a GPU: FlexAttention compiles itself.",
             hint="Leave memory.compile out, or set document_masks to false.",
         )
+    if spec.profile is not None:
+        recordings.check_device(spec.profile.what, device)
     if device.type == "cpu":
         for field in ("activations", "optimizer"):
             if getattr(spec.memory, field) == "cpu":

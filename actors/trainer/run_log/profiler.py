@@ -1,7 +1,8 @@
 """Runs torch's profiler over the steps that the spec names, or over the next steps of a running job on request.
 
 A request is a file in the run's directory. Rank 0 checks for it once per step, and all ranks learn of it in the step's
-all-reduce. Every rank writes a Chrome trace and a table.
+all-reduce. Every rank writes a Chrome trace and a table. In place of that, a spec may ask for a snapshot of the GPU's
+memory or for NVTX ranges.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from raytide.core.specs.train import ProfileSpec
 
 if TYPE_CHECKING:
     import torch
-    from torch.profiler import profile
+
+    from raytide.actors.trainer.run_log.recordings import Recording
 
 _log = logging.getLogger(__name__)
 REQUEST = "profile.json"
-ROWS = 40
 
 
 def request(out: str | Path, steps: int) -> None:
@@ -43,7 +44,7 @@ class Profiler:
 
     def __init__(self, spec: ProfileSpec | None, out: str, rank: int, device: torch.device) -> None:
         self.spec, self.out, self.rank, self.device = spec, Path(out), rank, device
-        self._running: profile | None = None
+        self._running: Recording | None = None
         self._first = self._last = 0
 
     def requested_steps(self) -> int:
@@ -67,7 +68,7 @@ class Profiler:
             if self.rank == 0:
                 (self.out / REQUEST).unlink(missing_ok=True)
         elif self.spec is not None and self.spec.first <= step <= self.spec.last:
-            self._start(step, self.spec.last)
+            self._start(step, self.spec.last, self.spec.what)
 
     def end(self, step: int) -> None:
         """Call after the work of `step`."""
@@ -81,27 +82,19 @@ class Profiler:
         if running is None:
             return
         running.stop()
-        folder = self.out / "profile" / f"steps-{self._first}-{step}"
+        stem = self.out / "profile" / f"steps-{self._first}-{step}" / f"rank-{self.rank}"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            running.export_chrome_trace(str(folder / f"rank-{self.rank}.json"))
-            (folder / f"rank-{self.rank}.txt").write_text(self._table(running))
+            if running.suffixes:
+                stem.parent.mkdir(parents=True, exist_ok=True)
+            running.write(stem)
         except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
-            for kind in ("json", "txt"):
+            for suffix in running.suffixes:
                 with suppress(OSError):
-                    (folder / f"rank-{self.rank}.{kind}").unlink()
+                    Path(f"{stem}{suffix}").unlink()
             _log.warning("the profile of steps %d to %d was not written: %s", self._first, step, error)
 
-    def _start(self, first: int, last: int) -> None:
+    def _start(self, first: int, last: int, what: str = "operators") -> None:
+        from raytide.actors.trainer.run_log.recordings import RECORDINGS
+
         self._first, self._last = first, last
-        from torch.profiler import ProfilerActivity, profile
-
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._running = profile(activities=activities)
-        self._running.start()
-
-    def _table(self, running: profile) -> str:
-        by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
-        return str(running.key_averages().table(sort_by=by, row_limit=ROWS)) + "\n"
+        self._running = RECORDINGS[what](self.device)

@@ -28,6 +28,7 @@ Remat = Literal["none", "selective", "full"]
 Place = Literal["none", "cpu", "disk"]
 Compression = Literal["none", "bf16", "int8", "topk", "powersgd"]
 Automatic = Literal["layout", "gang"]
+NcclName = Annotated[str, Field(pattern=r"^(NCCL|RCCL|TORCH_NCCL)_[A-Z0-9_]{1,60}$")]
 
 
 class MemorySpec(Config):
@@ -80,6 +81,10 @@ class MlflowSpec(Config):
 
 class ProfileSpec(Config):
     """Runs torch's profiler in steps `from` to `to`, counted from 1, both included."""
+
+    what: Literal["operators", "memory", "nvtx"] = "operators"
+    """operators: a trace and a table of operators. On a GPU, memory: a snapshot of every allocation and its stack, for
+    pytorch.org/memory_viz; nvtx: no file, but ranges of operators for Nsight Systems."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -182,6 +187,9 @@ class TrainSpec(Config):
     mlflow: MlflowSpec | None = None
     peak_tflops: float | None = Field(default=None, gt=0)
     """The peak of one device at this precision, for the MFU; needed if the device is not a known GPU."""
+    nccl: dict[NcclName, Annotated[str, Field(max_length=200)]] = Field(default={}, max_length=50)
+    """Settings of NCCL or RCCL by the names of their environment variables, the same on all ranks:
+    `{NCCL_SOCKET_IFNAME: eth1, NCCL_IB_HCA: mlx5}`. Not for workers of Ray Train, which joins them itself."""
     collective_timeout_s: float = Field(default=20.0, gt=0)
     """A rank that keeps the others waiting for longer counts as hung."""
     stall_timeout_s: float = Field(default=1800.0, gt=0)

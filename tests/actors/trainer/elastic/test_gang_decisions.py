@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from raytide.actors.trainer.elastic.rank_assignment import Key, assign_ranks, most_ranks, usable
 from raytide.actors.trainer.elastic.recovery import Recovery, ScalingEfficiency
 from raytide.actors.trainer.elastic.restart_policy import MAX_FAILURES, RestartPolicy
+from raytide.actors.trainer.elastic.worker import TrainWorker
 from raytide.actors.trainer.types import GROW_AFTER, PATIENCE, MicroBatchLimit, StepResult, WorkerStatus
-from raytide.core.errors import TrainError
+from raytide.core.errors import ConfigError, TrainError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
@@ -175,3 +178,12 @@ def test_scaling_is_a_rank_s_throughput_against_that_in_the_smallest_gang() -> N
     scaling.record(4, 4000.0, 20)  # one half-life
     assert scaling.of(4) == pytest.approx(0.95)
     assert scaling.of(2) is None
+
+
+def test_a_worker_has_the_settings_of_nccl_that_the_spec_names_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="nccl"):
+        TrainSpec.parse({"dataset": "d", "out": "o", "steps": 1, "nccl": {"LD_PRELOAD": "x"}}, where="spec")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    TrainWorker(run_spec(nccl={"NCCL_SOCKET_IFNAME": "eth1"}), 1, "host").ready()
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.actors.trainer.trainer_ranks import watched
 
+from raytide.actors.trainer.model import apply
 from raytide.actors.trainer.run_log import profiler as profile
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import ConfigError, UsageError
@@ -48,6 +50,24 @@ def test_the_steps_that_the_spec_names_leave_a_trace_and_a_table(spec: TrainSpec
     assert "Self CPU" in (folder / "rank-0.txt").read_text()
 
 
+def test_a_snapshot_of_memory_and_ranges_are_for_gpus(spec: TrainSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own recorder is replaced: there is no GPU to record."""
+    calls: list[str] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda *a, **options: calls.append(f"record {options}"))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: (calls.append(path), Path(path).write_text("x")))
+    asked = {what: ProfileSpec.parse({"from": 1, "to": 1, "what": what}, where="p") for what in ("memory", "nvtx")}
+    for each in asked.values():
+        with pytest.raises(ConfigError, match="needs a GPU"):
+            apply.check_supported(spec.model_copy(update={"profile": each}), torch.device("cpu"))
+    profiler = profile.Profiler(asked["memory"], spec.out, 0, torch.device("cuda"))
+    profiler.begin(1, 0)
+    profiler.end(1)
+    stem = f"{spec.out}/profile/steps-1-1/rank-0"
+    assert calls == ["record {'max_entries': 1000000}", f"{stem}.pickle", "record {'enabled': None}"]
+    assert traces(spec.out) == {"steps-1-1/rank-0.pickle"}
+
+
 def test_a_range_that_ends_before_it_begins_and_a_request_for_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"to \(2\) must not be before from \(3\)"):
         ProfileSpec.parse({"from": 3, "to": 2}, where="profile")
@@ -58,8 +78,6 @@ def test_a_range_that_ends_before_it_begins_and_a_request_for_nothing_are_refuse
 
 
 def test_a_request_that_cannot_be_read_is_put_aside(tmp_path: Path) -> None:
-    import torch
-
     profiler = profile.Profiler(None, str(tmp_path), 0, torch.device("cpu"))
     assert profiler.requested_steps() == 0
     (tmp_path / profile.REQUEST).write_text("soon")

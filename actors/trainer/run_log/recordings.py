@@ -1,0 +1,92 @@
+"""The kinds of profile: a trace of operators, a snapshot of a GPU's memory, NVTX ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from raytide.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+ROWS = 40
+MOST_EVENTS = 1_000_000
+"""Allocations and releases that a snapshot remembers, the last ones."""
+
+
+class Recording(Protocol):
+    suffixes: tuple[str, ...]
+    """The ends of the names of its files."""
+
+    def stop(self) -> None:
+        """End what the constructor started."""
+
+    def write(self, stem: Path) -> None:
+        """Write the files, after `stop`. Raises OSError or RuntimeError."""
+
+
+class OperatorTrace:
+    suffixes: tuple[str, ...] = (".json", ".txt")
+
+    def __init__(self, device: torch.device) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        self._by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        on_device = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+        self._running: profile = profile(activities=[ProfilerActivity.CPU, *on_device])
+        self._running.start()
+
+    def stop(self) -> None:
+        self._running.stop()
+
+    def write(self, stem: Path) -> None:
+        self._running.export_chrome_trace(f"{stem}.json")
+        table = str(self._running.key_averages().table(sort_by=self._by, row_limit=ROWS))
+        Path(f"{stem}.txt").write_text(f"{table}\n")
+
+
+class MemorySnapshot:
+    suffixes: tuple[str, ...] = (".pickle",)
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+
+    def stop(self) -> None:
+        """Does nothing: a snapshot is what was recorded until it is written."""
+
+    def write(self, stem: Path) -> None:
+        try:
+            torch.cuda.memory._dump_snapshot(f"{stem}.pickle")
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class NvtxRanges:
+    suffixes: tuple[str, ...] = ()
+
+    def __init__(self, device: torch.device) -> None:
+        self._ranges = torch.autograd.profiler.emit_nvtx()
+        self._ranges.__enter__()
+
+    def stop(self) -> None:
+        self._ranges.__exit__(None, None, None)
+
+    def write(self, stem: Path) -> None:
+        """Does nothing: Nsight Systems has recorded the ranges."""
+
+
+RECORDINGS: dict[str, Callable[[torch.device], Recording]] = {
+    "operators": OperatorTrace,
+    "memory": MemorySnapshot,
+    "nvtx": NvtxRanges,
+}
+
+
+def check_device(what: str, device: torch.device) -> None:
+    """Raise ConfigError for a recording that the device has nothing for."""
+    if what != "operators" and device.type != "cuda":
+        raise ConfigError(f"profile.what {what} needs a GPU.", hint="Leave it out: operators are traced on any device.")
