@@ -94,6 +94,8 @@ SLOW = (
     "tests/live/",
     "tests/actors/engine/backends/test_vllm.py",
     "tests/actors/engine/model/test_tuned_models.py",
+    "tests/actors/models/quantized/test_compressed_tensors.py",
+    "tests/actors/models/quantized/test_packed_formats.py",
     "tests/actors/gang/test_groups_cluster.py",
     "tests/actors/gang/test_script.py",
     "tests/actors/serving/batch/",

@@ -37,6 +37,11 @@ class EngineConfig(Config):
         default=False,
         description="JSON answers may have white space outside of strings, in which small models get lost",
     )
+    quantized_input: Literal["auto", "float", "int8"] = Field(
+        default="auto",
+        description="what quantized weights multiply: their inputs, or these rounded to int8 in groups of 32; "
+        "auto: int8 where an operator is made for it",
+    )
     max_loras: int = Field(default=8, ge=0, description="adapters loaded at once")
     seed: int | None = Field(default=None, description="of requests that bring none; default: from the system")
 

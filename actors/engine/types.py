@@ -219,7 +219,8 @@ class RequestOutput:
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """The properties of a started engine. `features` decides which conformance tests apply. `max_running` sequences run
-    at once, and `max_waiting` further requests may wait; 0 where that is not known.
+    at once, and `max_waiting` further requests may wait; 0 where that is not known. `quantization` names the formats of
+    quantized weights and what they are computed with; it is empty for plain ones.
     """
 
     model: str
@@ -232,6 +233,7 @@ class EngineInfo:
     chat: ChatFormat = ChatFormat()
     max_running: int = 0
     max_waiting: int = 0
+    quantization: str = ""
 
 
 @dataclass(slots=True)

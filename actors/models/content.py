@@ -7,6 +7,7 @@ import os
 from hashlib import blake2b
 from pathlib import Path
 
+from raytide.actors.models.model_config import read_json
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import safe_opener
 
@@ -18,13 +19,14 @@ _PIECES, _PIECE = 4, 4096  # bytes read of each tensor, spread evenly; smaller t
 def content_digest(model_dir: Path) -> str:
     """Returns a hash of every tensor's name, dtype, shape and offset, and of up to 16 KiB of its content.
 
-    It detects files swapped for those of another training step, run or merge in milliseconds; the same files in another
-    place are the same version. A change of a few elements in a large tensor can go unnoticed.
+    A `quantization_config` counts too, which says what the tensors mean. It detects files swapped for those of another
+    training step, run or merge in milliseconds; the same files in another place are the same version. A change of a few
+    elements in a large tensor can go unnoticed.
     """
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise DataError(f"{model_dir} holds no *.safetensors file.", hint="Point at a Hugging Face model directory.")
-    digest, left = blake2b(digest_size=8), MOST_HEADER_BYTES
+    digest, left = blake2b(_quantization(model_dir), digest_size=8), MOST_HEADER_BYTES
     for path in files:
         try:
             left -= header_bytes(path, left)
@@ -32,6 +34,12 @@ def content_digest(model_dir: Path) -> str:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"cannot read {path}: {error}.", hint="The file is missing or damaged.") from None
     return digest.hexdigest()
+
+
+def _quantization(model_dir: Path) -> bytes:
+    path = model_dir / "config.json"
+    found = read_json(path).get("quantization_config") if path.is_file() else None
+    return b"" if found is None else json.dumps(found, sort_keys=True).encode()
 
 
 def header_bytes(path: Path, most: int = MOST_HEADER_BYTES) -> int:

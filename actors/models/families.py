@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
 from raytide.actors.models.model_config import Fields, read_json
+from raytide.actors.models.quantized.quantization_config import read_quantization
 from raytide.actors.models.rope import RopeSpec, read_rope
 from raytide.core.bounds import shortened
 from raytide.core.errors import ConfigError, DataError
@@ -51,8 +52,7 @@ def architecture_of(config: Mapping[str, object], where: str) -> Architecture:
     name = shortened(str((fields.items("architectures") or ["(none)"])[0]), 100)
     if name not in _FAMILIES:
         raise ConfigError(f"{where}: architecture {name} is not supported.", hint=f"Supported: {', '.join(SUPPORTED)}.")
-    if fields.body.get("quantization_config") is not None:
-        raise ConfigError(f"{where}: quantized weights are not supported.", hint="Use the model's bfloat16 weights.")
+    read_quantization(fields.body, where)  # refuses here, before anything is planned or started
     if fields.body.get("use_bidirectional_attention") or fields.body.get("add_cross_attention"):
         raise ConfigError(f"{where}: the model is not a causal decoder.", hint="Use its decoder-only variant.")
     arch = _FAMILIES[name](fields)

@@ -12,6 +12,7 @@ from raytide.actors.models.content import MOST_HEADER_BYTES, header_bytes
 from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import check_links, check_opened
+from raytide.kernels.core import QuantizedWeight
 
 _DTYPES = ("BF16", "F16", "F32", "F64")
 
@@ -26,6 +27,10 @@ class Weights:
         check_links(str(model_dir))
         self._file_of = self._index()
 
+    @property
+    def folder(self) -> Path:
+        return self._dir
+
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
@@ -39,17 +44,41 @@ class Weights:
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
         """Returns one tensor. DataError if it is missing or has another shape than config.json implies."""
-        if (found := self.shape(name)) != shape:  # before anything of its size is allocated
+        self.check_shape(name, *shape)
+        self._check_dtype(name)
+        return self.stored(name).to(dtype=self._dtype)
+
+    def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
+        """Returns the quantized weight [rows, columns] of a linear module; None if it is stored in floats."""
+        return None
+
+    def check_all_read(self) -> None:
+        """Raises DataError for tensors that quantized modules have and nobody has read."""
+
+    @property
+    def quantization(self) -> str:
+        """The formats of the quantized modules; empty without any."""
+        return ""
+
+    def check_shape(self, name: str, *shape: int) -> None:
+        """Raises DataError for another shape, before anything of its size is allocated."""
+        if (found := self.shape(name)) != shape:
             raise DataError(
                 f"{self._dir}: weight {name} has shape {found}, config.json implies {shape}.",
                 hint="The directory mixes two models; export it again.",
             )
-        self._check_dtype(name)
+
+    def dtype_of(self, name: str) -> str:
+        """Returns the dtype as safetensors names it: BF16, I32, F8_E4M3."""
+        return str(self._slice(name).get_dtype())
+
+    def stored(self, name: str) -> torch.Tensor:
+        """Returns one tensor in the dtype of its file."""
         try:
             tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
         except SafetensorError as error:
             raise self._unreadable(name, error) from None
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device)
 
     def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
         """Returns a block of a tensor, with explicit ends; the rest is not read."""
@@ -71,10 +100,10 @@ class Weights:
             raise self._unreadable(name, error) from None
 
     def _check_dtype(self, name: str) -> None:
-        if (dtype := self._slice(name).get_dtype()) not in _DTYPES:
+        if (dtype := self.dtype_of(name)) not in _DTYPES:
             raise DataError(
-                f"{self._dir}: weight {name} is stored as {dtype}.",
-                hint=f"Supported: {', '.join(_DTYPES)}. Quantized weights are not.",
+                f"{self._dir}: weight {name} is stored as {dtype}, without what quantized weights have beside them.",
+                hint=f"Supported for plain weights: {', '.join(_DTYPES)}.",
             )
 
     def _unreadable(self, name: str, error: SafetensorError) -> DataError:

@@ -23,12 +23,14 @@ from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import Sampled, ScheduledChunk, Sequence, StepPlan
 from raytide.actors.engine.types import as_request_error
 from raytide.actors.models.architecture import Architecture
-from raytide.actors.models.loader import Weights
+from raytide.actors.models.quantized.model_weights import open_weights
 from raytide.core.errors import ConfigError, EngineError
+from raytide.kernels.core import LinearInput
 from raytide.kernels.device import resolve_device
-from raytide.kernels.registry import ops_for
+from raytide.kernels.registry import Ops, ops_for
 
 _MEASURED_TOKENS = 256
+_TORCH_OPERATORS = ("raytide.kernels.ref", "raytide.kernels.invariant")
 
 
 class ModelRunner:
@@ -50,6 +52,7 @@ class ModelRunner:
         self.max_len = min(self.max_len, num_blocks * self.block_size)
         self.cache = KvCache(num_blocks, int(config.host_memory_gb * 1e9) // block_bytes)
         self._ops = ops_for(self._device.kind, config.deterministic)
+        self._quantized_input = _quantized_input(config, self._ops)
         self._adapters = LoraManager(config.max_loras)
         self._model: PagedDecoder | None = None
         self.use(self.load(Path(config.model_dir)))
@@ -59,8 +62,8 @@ class ModelRunner:
 
     def load(self, model_dir: Path) -> PagedDecoder:
         """Reads weights beside the present ones, which stay in use."""
-        weights = Weights(model_dir, self._dtype, self._device.torch_device)
-        return PagedDecoder(self.arch, weights, self._ops, self.max_len)
+        weights = open_weights(model_dir, self._dtype, self._device.torch_device)
+        return PagedDecoder(self.arch, weights, self._ops, self.max_len, self._quantized_input)
 
     def use(self, model: PagedDecoder) -> None:
         """Uses these weights from now on. KV of the former ones is invalid."""
@@ -69,6 +72,12 @@ class ModelRunner:
     @property
     def dtype_name(self) -> str:
         return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def quantization(self) -> str:
+        """The formats of quantized weights and what they are computed with; empty for plain ones."""
+        found = self._loaded.quantization
+        return f"{found}; computed with {self._quantized_input} inputs" if found else ""
 
     @property
     def has_weights(self) -> bool:
@@ -198,6 +207,13 @@ def _best_s(work: Callable[[], object]) -> float:
         work()
         times.append(time.perf_counter() - began)
     return min(times[1:])
+
+
+def _quantized_input(config: EngineConfig, ops: Ops) -> LinearInput:
+    """Returns what quantized linears multiply. Rounding to int8 is for speed, which torch's operators do not gain."""
+    if config.quantized_input != "auto":
+        return config.quantized_input
+    return "float" if ops.quantized_linear.__module__ in _TORCH_OPERATORS else "int8"
 
 
 def _max_len(config: EngineConfig, arch: Architecture) -> int:

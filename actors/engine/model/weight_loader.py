@@ -1,6 +1,7 @@
 """Builds a decoder's layers from a model directory's weights, by the names of its family.
 
-Projections that read the same input are stacked (qkv, gate and up), so that each is one product.
+Projections that read the same input are stacked (qkv, gate and up), so that each is one product. Quantized parts of
+different formats stay apart, each with a product of its own.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from raytide.actors.models.architecture import Architecture
-from raytide.actors.models.loader import Weights
 from raytide.actors.models.naming import NAMES, Names, Projection, projections
-from raytide.kernels.core import HeadNorms, NormWeights
+from raytide.actors.models.quantized.model_weights import ModelWeights
+from raytide.actors.models.quantized.stacking import can_stack, stacked
+from raytide.kernels.core import HeadNorms, LinearInput, NormWeights, QuantizedWeight
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
@@ -45,10 +47,13 @@ class LayerWeights:
 
 
 class WeightLoader:
-    """Reads weights in the engine's layout and dtype. Raises DataError for missing ones."""
+    """Reads weights in the engine's layout and dtype. Raises DataError for missing ones.
 
-    def __init__(self, arch: Architecture, weights: Weights, ops: Ops) -> None:
-        self._arch, self._weights, self._ops = arch, weights, ops
+    `quantized_input` is what quantized linears multiply.
+    """
+
+    def __init__(self, arch: Architecture, weights: ModelWeights, ops: Ops, quantized_input: LinearInput) -> None:
+        self._arch, self._weights, self._ops, self._input = arch, weights, ops, quantized_input
         self._names: Names = NAMES[arch.names]
         full = f"{self._names.root}{self._names.embedding}.weight"
         self._root = self._names.root if full in weights else ""
@@ -66,9 +71,17 @@ class WeightLoader:
         return self._norm(self._root + self._names.norm)
 
     def head(self, embedding: Tensor) -> Linear:
-        if self._arch.tied_embeddings:
-            return self._ops.linear(embedding, None)
-        return self._ops.linear(self._get(self._names.head, self._arch.vocab_size, self._arch.hidden_size), None)
+        """Returns the head: its own weight, or the embedding's. llm-compressor unties a head that it quantizes."""
+        shape = (self._arch.vocab_size, self._arch.hidden_size)
+        quantized = self._weights.quantized(self._names.head, *shape)
+        if quantized is None and self._arch.tied_embeddings:
+            quantized = self._weights.quantized(self._root + self._names.embedding, *shape)
+        if quantized is not None:
+            return self._ops.quantized_linear(quantized, None, self._input)
+        return self._ops.linear(embedding if self._arch.tied_embeddings else self._get(self._names.head, *shape), None)
+
+    def check_all_read(self) -> None:
+        self._weights.check_all_read()
 
     def layer(self, index: int) -> LayerWeights:
         arch, names = self._arch, self._names
@@ -108,12 +121,40 @@ class WeightLoader:
     def _linear(self, at: str, by: Projection) -> Linear:
         rows = list(by.rows)
         bias = self._weights.stack([f"{at}{path}.bias" for path in by.paths], rows) if by.bias else None
+        parts = [
+            self._weights.quantized(at + path, size, by.columns) for path, size in zip(by.paths, rows, strict=True)
+        ]
+        if any(part is not None for part in parts):
+            return self._quantized(at, by, parts, bias)
         if self._names.transposed:
             (path,), (size,) = by.paths, rows
             return self._ops.linear(self._get(at + path, by.columns, size).t().contiguous(), bias)
         return self._ops.linear(
             self._weights.stack([f"{at}{path}.weight" for path in by.paths], rows, by.columns), bias
         )
+
+    def _quantized(self, at: str, by: Projection, parts: list[QuantizedWeight | None], bias: Tensor | None) -> Linear:
+        """Returns the product of parts of which some are quantized. Neighbours that can are stacked."""
+        runs: list[list[QuantizedWeight] | Tensor] = []
+        for path, size, part in zip(by.paths, by.rows, parts, strict=True):
+            if part is None:
+                runs.append(self._get(at + path, size, by.columns))
+            elif runs and isinstance(runs[-1], list) and can_stack(runs[-1][0], part):
+                runs[-1].append(part)
+            else:
+                runs.append([part])
+        linears, first = list[Linear](), 0
+        for run in runs:
+            whole = stacked(run) if isinstance(run, list) else run
+            rows = whole.codes_NK.shape[0] if isinstance(whole, QuantizedWeight) else whole.shape[0]
+            own_bias = None if bias is None else bias[first : first + rows].contiguous()
+            first += rows
+            linears.append(
+                self._ops.quantized_linear(whole, own_bias, self._input)
+                if isinstance(whole, QuantizedWeight)
+                else self._ops.linear(whole, own_bias)
+            )
+        return linears[0] if len(linears) == 1 else lambda x: torch.cat([linear(x) for linear in linears], -1)
 
     def _sparse(self, at: str) -> SparseFfn:
         arch, names = self._arch, self._names

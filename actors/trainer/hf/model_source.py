@@ -12,6 +12,7 @@ from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.content import content_digest
 from raytide.actors.models.families import architecture_of
 from raytide.actors.models.model_config import read_json
+from raytide.actors.models.quantized.quantization_config import read_quantization
 from raytide.actors.models.tokenizer_files import tokenizer_digest
 from raytide.actors.trainer.data.mixture_dataset import open_tokens
 from raytide.actors.trainer.data.token_dataset import TokenDataset
@@ -35,6 +36,10 @@ def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
     """Resolve the model. ConfigError if model, data and spec do not fit each other; DataError for unreadable files."""
     folder = None if spec.init_from is None else model_folder(spec.init_from)
     config, where = _config(spec, data, folder)
+    if read_quantization(config, where) is not None:
+        raise ConfigError(
+            f"{where}: quantized weights cannot be trained.", hint="Train the model that they were made from."
+        )
     arch = architecture_of(config, where)
     _check(spec, data, arch, where)
     if folder is not None and not spec.other_tokenizer:

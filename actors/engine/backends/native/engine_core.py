@@ -101,6 +101,7 @@ class EngineCore:
             chat=self.tokenizer.chat_format,
             max_running=config.max_running,
             max_waiting=config.max_waiting,
+            quantization=self.runner.quantization,
         )
 
     @property

@@ -1,0 +1,144 @@
+"""Reads one linear module of compressed-tensors (int-quantized, pack-quantized), GPTQ and AWQ.
+
+Each function gets the module's outputs N and inputs K, and returns the codes with their scheme, which the caller checks
+against the config. Layouts: docs/models.md.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from raytide.actors.models.quantized.module_tensors import ModuleTensors
+from raytide.actors.models.quantized.packed_words import checked_group, column_order, signed, unpacked
+from raytide.core.errors import ConfigError, DataError
+from raytide.kernels.core import QuantizedWeight
+
+Tensor = torch.Tensor
+
+_INPUTS = ("input_scale", "input_zero_point")
+"""Scales of static activations, which are not used: inputs are rounded by their own values."""
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The nibbles of an AWQ word in the order of its columns."""
+
+
+def read_int8(tensors: ModuleTensors, rows: int, columns: int) -> QuantizedWeight:
+    """int-quantized: `weight` int8 [N, K], `weight_scale` [N, G] or [1], optional `weight_zero_point`."""
+    tensors.check_only(("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "bias", *_INPUTS))
+    codes_NK = tensors.integers("weight", rows, columns, dtype="I8")
+    scales_NG, group = _scales(tensors, rows, columns)
+    zeros_NG = None
+    if "weight_zero_point" in tensors:
+        shape = tensors.shape("weight_zero_point")
+        zeros_NG = tensors.integers("weight_zero_point", *shape, dtype="I8").reshape(-1, scales_NG.shape[1])
+        zeros_NG = zeros_NG.expand(rows, -1)
+    return _weight(tensors, 8, codes_NK, scales_NG, zeros_NG, _order(tensors, "weight_g_idx", columns, group))
+
+
+def read_packed(tensors: ModuleTensors, rows: int, columns: int) -> QuantizedWeight:
+    """pack-quantized: `weight_packed` int32 [N, K b / 32], lowest bits first, of codes plus 2^(b-1)."""
+    if tensors.dtype("weight_packed") == "U8":
+        kind = "nvfp4" if "weight_global_scale" in tensors else "mxfp4"
+        raise ConfigError(f"{tensors.where}: {kind} is not supported.", hint="Use the model's int4 or int8 version.")
+    tensors.check_only(
+        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "bias", *_INPUTS)
+    )
+    words = (tensors.shape("weight_packed") or (0,))[-1]
+    bits = _bits(tensors, "weight_packed", words, columns)
+    if (shape := tuple(tensors.integers("weight_shape", 2, dtype="I64").tolist())) != (rows, columns):
+        raise DataError(
+            f"{tensors.where}: weight_shape is {shape}, config.json implies {(rows, columns)}.",
+            hint="The directory mixes two models; export it again.",
+        )
+    codes_NK = signed(unpacked(tensors.integers("weight_packed", rows, words), bits)[:, :columns], bits)
+    scales_NG, group = _scales(tensors, rows, columns)
+    zeros_NG = None
+    if "weight_zero_point" in tensors:
+        packed = tensors.integers("weight_zero_point", -(-rows * bits // 32), scales_NG.shape[1])
+        zeros_NG = signed(unpacked(packed.t(), bits)[:, :rows].t(), bits)
+    return _weight(tensors, bits, codes_NK, scales_NG, zeros_NG, _order(tensors, "weight_g_idx", columns, group))
+
+
+def read_gptq(tensors: ModuleTensors, rows: int, columns: int, *, is_zero_less_one: bool) -> QuantizedWeight:
+    """GPTQ: `qweight` int32 [K b / 32, N], `qzeros` int32 [G, N b / 32], `scales` [G, N], optional `g_idx` [K]."""
+    tensors.check_only(("qweight", "qzeros", "scales", "g_idx", "bias"))
+    words = (tensors.shape("qweight") or (0,))[0]
+    bits = _bits(tensors, "qweight", words, columns)
+    codes_NK = unpacked(tensors.integers("qweight", words, rows).t(), bits)[:, :columns]
+    groups, scales_NG = _scales_by_group(tensors, rows)
+    zeros_GN = unpacked(tensors.integers("qzeros", groups, -(-rows * bits // 32)), bits)[:, :rows].to(torch.int16)
+    zeros_NG = zeros_GN.t() + int(is_zero_less_one) - (1 << bits - 1)
+    order_K = _order(tensors, "g_idx", columns, checked_group(columns, groups, tensors.where))
+    return _weight(tensors, bits, signed(codes_NK, bits), scales_NG, zeros_NG, order_K)
+
+
+def read_awq(tensors: ModuleTensors, rows: int, columns: int) -> QuantizedWeight:
+    """AWQ (GEMM): `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` [G, N]; nibbles out of order."""
+    tensors.check_only(("qweight", "qzeros", "scales", "bias"))
+    if rows % 8:
+        raise DataError(f"{tensors.where}: AWQ cannot store {rows} outputs.", hint="They are a multiple of 8.")
+    codes_KN = _in_columns(tensors.integers("qweight", columns, rows // 8))
+    groups, scales_NG = _scales_by_group(tensors, rows)
+    checked_group(columns, groups, tensors.where)
+    zeros_GN = _in_columns(tensors.integers("qzeros", groups, rows // 8)).to(torch.int16)
+    return _weight(tensors, 4, signed(codes_KN.t().contiguous(), 4), scales_NG, zeros_GN.t() - 8, None)
+
+
+def _in_columns(words: Tensor) -> Tensor:
+    codes: Tensor = unpacked(words, 4).unflatten(-1, (-1, 8))[..., list(_AWQ_ORDER)]
+    return codes.flatten(-2)
+
+
+def _weight(
+    tensors: ModuleTensors,
+    bits: Literal[4, 8],
+    codes_NK: Tensor,
+    scales_NG: Tensor,
+    zeros_NG: Tensor | None,
+    order_K: Tensor | None,
+) -> QuantizedWeight:
+    """Returns (codes - zeros) * scales as codes * scales + offsets; zeros that are all 0 are left out."""
+    offsets_NG = None
+    if zeros_NG is not None and bool(zeros_NG.any()):
+        offsets_NG = (-zeros_NG.float() * scales_NG).contiguous()
+    if order_K is not None:
+        codes_NK = codes_NK[:, order_K]
+    return QuantizedWeight(bits, codes_NK.contiguous(), scales_NG.contiguous(), offsets_NG, order_K)
+
+
+def _bits(tensors: ModuleTensors, suffix: str, words: int, columns: int) -> Literal[4, 8]:
+    """Returns the bits of a code, from the words that hold K of them."""
+    if words == -(-columns * 4 // 32):
+        return 4
+    if words == -(-columns * 8 // 32):
+        return 8
+    raise DataError(
+        f"{tensors.where}: {suffix} holds {words} words for {columns} inputs, which are neither 4 nor 8 bits each.",
+        hint="Supported: 4 and 8 bits.",
+    )
+
+
+def _scales(tensors: ModuleTensors, rows: int, columns: int) -> tuple[Tensor, int]:
+    """Returns compressed-tensors' scales [N, G], of which a tensor may have one only, and the group size."""
+    if "weight_scale" not in tensors:
+        raise DataError(f"{tensors.where} has no weight_scale.", hint="Export or download the model again.")
+    shape = tensors.shape("weight_scale")
+    if shape in ((), (1,)):
+        return tensors.scales("weight_scale", *shape).reshape(1, 1).expand(rows, 1), columns
+    groups = shape[-1] if len(shape) == 2 else 1
+    expected = (rows,) if shape == (rows,) else (rows, groups)
+    scales = tensors.scales("weight_scale", *expected).reshape(rows, groups)
+    return scales, checked_group(columns, groups, tensors.where)
+
+
+def _scales_by_group(tensors: ModuleTensors, rows: int) -> tuple[int, Tensor]:
+    """Returns the number of groups, and the scales [N, G] of a file that stores [G, N]."""
+    groups = (tensors.shape("scales") or (0,))[0] if "scales" in tensors else 0
+    return groups, tensors.scales("scales", groups, rows).t()
+
+
+def _order(tensors: ModuleTensors, suffix: str, columns: int, group_size: int) -> Tensor | None:
+    if suffix not in tensors:
+        return None
+    return column_order(tensors.integers(suffix, columns), group_size, tensors.name(suffix))

@@ -1,0 +1,42 @@
+"""The weights of a model, whatever format its files have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from raytide.actors.models.loader import Weights
+from raytide.actors.models.quantized.quantized_directory import QuantizedDirectory, is_quantized
+from raytide.kernels.core import QuantizedWeight
+
+Tensor = torch.Tensor
+
+
+class ModelWeights(Protocol):
+    """Tensors by the names of Hugging Face directories, in one dtype and on one device."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        """Returns one tensor, dequantized if it is quantized. DataError if it is missing or has another shape."""
+
+    def stack(self, names: list[str], rows: list[int], *rest: int) -> Tensor:
+        """Returns tensors stacked along the first dimension."""
+
+    def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
+        """Returns the quantized weight [rows, columns] of a linear module; None if it has none in integers."""
+
+    def check_all_read(self) -> None:
+        """Raises DataError for tensors that quantized modules have and nobody has read."""
+
+    @property
+    def quantization(self) -> str:
+        """The method and formats of the quantized modules that were read; empty without any."""
+
+
+def open_weights(model: Path, dtype: torch.dtype, device: torch.device) -> ModelWeights:
+    """Opens a model's files. Raises DataError if they are unreadable, ConfigError for a format that is not read."""
+    weights = Weights(model, dtype, device)
+    return QuantizedDirectory(model, dtype, device) if is_quantized(weights) else weights

@@ -1,0 +1,74 @@
+"""The tensors that a quantized module has in a directory, by the part of their name after the module's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from raytide.actors.models.loader import Weights
+from raytide.core.errors import DataError
+
+Tensor = torch.Tensor
+
+_SCALE_DTYPES = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTensors:
+    """One module's tensors. Errors name the directory, the tensor, and what is wrong with it."""
+
+    weights: Weights
+    module: str
+    suffixes: frozenset[str]
+
+    def __contains__(self, suffix: str) -> bool:
+        return suffix in self.suffixes
+
+    @property
+    def where(self) -> str:
+        return f"{self.weights.folder}: {self.module}"
+
+    def name(self, suffix: str) -> str:
+        return f"{self.module}.{suffix}"
+
+    def shape(self, suffix: str) -> tuple[int, ...]:
+        return self.weights.shape(self.name(suffix))
+
+    def dtype(self, suffix: str) -> str:
+        return self.weights.dtype_of(self.name(suffix))
+
+    def integers(self, suffix: str, *shape: int, dtype: str = "I32") -> Tensor:
+        """Returns a tensor of integers as stored."""
+        return self._stored(suffix, (dtype,), shape)
+
+    def scales(self, suffix: str, *shape: int) -> Tensor:
+        """Returns scales in float32. DataError if one is not finite."""
+        scales = self._stored(suffix, _SCALE_DTYPES, shape).float()
+        if not bool(scales.isfinite().all()):
+            raise DataError(
+                f"{self.weights.folder}: {self.name(suffix)} has scales that are not finite.",
+                hint="The quantization failed; repeat it.",
+            )
+        return scales
+
+    def check_only(self, known: Iterable[str]) -> None:
+        """Raises DataError for tensors of the module that its format does not have."""
+        if stray := sorted(self.suffixes.difference(known)):
+            raise DataError(
+                f"{self.where} has {', '.join(stray[:5])} beside its weight, which is of another format.",
+                hint="The directory mixes two models; export it again.",
+            )
+
+    def _stored(self, suffix: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
+        if suffix not in self.suffixes:
+            raise DataError(f"{self.where} has no {suffix}.", hint="Export or download the model again.")
+        name = self.name(suffix)
+        self.weights.check_shape(name, *shape)
+        if (dtype := self.weights.dtype_of(name)) not in dtypes:
+            raise DataError(
+                f"{self.weights.folder}: {name} is stored as {dtype}, not {' or '.join(dtypes)}.",
+                hint="The quantized format is another than its names say.",
+            )
+        return self.weights.stored(name)

@@ -1,0 +1,140 @@
+"""The weights of a Hugging Face directory with quantized modules. The tensors of each module decide its format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from raytide.actors.models.loader import Weights
+from raytide.actors.models.model_config import read_json
+from raytide.actors.models.quantized.float8 import read_float8
+from raytide.actors.models.quantized.integer_formats import read_awq, read_gptq, read_int8, read_packed
+from raytide.actors.models.quantized.module_tensors import ModuleTensors
+from raytide.actors.models.quantized.quantization_config import (
+    FP8_BLOCK,
+    WeightScheme,
+    read_quantization,
+)
+from raytide.core.errors import DataError
+from raytide.kernels.core import QuantizedWeight
+
+Tensor = torch.Tensor
+
+_MARKS = frozenset(
+    {
+        *("g_idx", "input_global_scale", "input_scale", "input_zero_point", "k_scale", "output_scale", "qweight"),
+        *("qzeros", "scales", "v_scale", "weight_g_idx", "weight_global_scale", "weight_packed", "weight_scale"),
+        *("weight_scale_inv", "weight_shape", "weight_zero_point"),
+    }
+)
+"""The last parts of tensor names that only quantized modules have."""
+_MOST_NAMED = 5
+
+
+def is_quantized(weights: Weights) -> bool:
+    """Returns whether a tensor is one of a quantized module, whatever the config says."""
+    return any(name.rpartition(".")[2] in _MARKS for name in weights.names)
+
+
+class QuantizedDirectory(Weights):
+    """Tensors by name, as in `Weights`; those of quantized modules are dequantized unless asked for by `quantized`."""
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(model_dir, dtype, device)
+        config = model_dir / "config.json"
+        self._config = read_quantization(read_json(config), str(config))
+        found = dict[str, set[str]]()
+        for name in self.names:
+            module, _, suffix = name.rpartition(".")
+            found.setdefault(module, set()).add(suffix)
+        self._modules = {
+            module: ModuleTensors(self, module, frozenset(suffixes))
+            for module, suffixes in found.items()
+            if suffixes & _MARKS
+        }
+        self._formats = dict[str, WeightScheme]()
+
+    def __contains__(self, name: str) -> bool:
+        module, _, suffix = name.rpartition(".")
+        return super().__contains__(name) or (suffix == "weight" and self._codes(module) in ("packed", "words"))
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        module, _, suffix = name.rpartition(".")
+        tensors = self._modules.get(module)
+        if suffix != "weight" or tensors is None:
+            return super().get(name, *shape)
+        if self._codes(module) == "float8":
+            block = self._config.fp8_block if self._config else FP8_BLOCK
+            weight = read_float8(tensors, shape, block)
+            self._note(tensors, WeightScheme("float", 8), shape[1])
+            return weight.to(self._dtype)
+        if len(shape) != 2:
+            raise DataError(f"{tensors.where} has {len(shape)} dimensions.", hint="Quantized weights have two.")
+        weight_NK = self.quantized(module, *shape)
+        assert weight_NK is not None
+        return weight_NK.dequantized().to(self._dtype)
+
+    def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
+        tensors, codes = self._modules.get(module), self._codes(module)
+        if tensors is None or codes == "float8":
+            return None
+        if codes == "int8":
+            weight = read_int8(tensors, rows, columns)
+        elif codes == "packed":
+            weight = read_packed(tensors, rows, columns)
+        elif codes == "words":
+            weight = self._words(tensors, rows, columns)
+        else:
+            tensors.check_only(("weight", "bias"))
+            return None
+        self._note(tensors, WeightScheme("int", weight.bits, _group_of(weight)), columns)
+        return weight
+
+    def check_all_read(self) -> None:
+        if stray := sorted(self._modules.keys() - self._formats.keys()):
+            raise DataError(
+                f"{self.folder} has quantized modules that its architecture does not: "
+                f"{', '.join(stray[:_MOST_NAMED])}.",
+                hint="Scales of a quantized KV cache are not supported; else the directory mixes two models.",
+            )
+
+    @property
+    def quantization(self) -> str:
+        method = self._config.method if self._config else "quantized tensors"
+        counts = Counter(map(str, self._formats.values()))
+        return f"{method} {', '.join(name for name, _ in counts.most_common())}" if counts else ""
+
+    def _words(self, tensors: ModuleTensors, rows: int, columns: int) -> QuantizedWeight:
+        """`qweight` is GPTQ's or AWQ's, which only the config tells."""
+        method = self._config.method if self._config else None
+        if self._config is None or method not in ("gptq", "awq"):
+            raise DataError(
+                f"{tensors.where} has a qweight, but config.json does not say whether it is of gptq or awq.",
+                hint="Put the quantization_config back into config.json.",
+            )
+        if method == "awq":
+            return read_awq(tensors, rows, columns)
+        return read_gptq(tensors, rows, columns, is_zero_less_one=self._config.is_zero_less_one)
+
+    def _codes(self, module: str) -> str | None:
+        """Returns how a module's codes are stored; None if it has none, "stray" for scales without codes."""
+        tensors = self._modules.get(module)
+        if tensors is None:
+            return None
+        if "weight_packed" in tensors:
+            return "packed"
+        if "qweight" in tensors:
+            return "words"
+        dtype = tensors.dtype("weight") if "weight" in tensors else ""
+        return {"I8": "int8", "F8_E4M3": "float8"}.get(dtype, "stray")
+
+    def _note(self, tensors: ModuleTensors, found: WeightScheme, columns: int) -> None:
+        if self._config is not None:
+            self._config.check(tensors.module, found, columns, str(self.folder))
+        self._formats[tensors.module] = found
+
+
+def _group_of(weight: QuantizedWeight) -> int | None:
+    return weight.group_size if weight.scales_NG.shape[1] > 1 else None
