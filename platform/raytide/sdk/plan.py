@@ -235,8 +235,8 @@ def _model_of(spec: TrainSpec) -> ModelShape:
 
 
 def _shape(config: dict[str, Any], where: str, name: str) -> ModelShape:
-    from raytide.actors.models.families import architecture_of
     from raytide.actors.models.architecture import model_shape
+    from raytide.actors.models.families import architecture_of
 
     body = dict(config)
     body.setdefault("eos_token_id", 0)

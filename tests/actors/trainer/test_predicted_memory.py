@@ -11,8 +11,8 @@ import pytest
 from tests.actors.trainer import trainer_ranks
 from tests.actors.trainer.memory_ranks import Measured, measure
 
-from raytide.actors.models.families import architecture_of
 from raytide.actors.models.architecture import model_shape
+from raytide.actors.models.families import architecture_of
 from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import MemorySpec, OptimSpec, TrainSpec

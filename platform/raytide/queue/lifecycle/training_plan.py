@@ -54,8 +54,8 @@ def _without_spares(shapes: Sequence[Shape], spares: int) -> list[Shape]:
 
 def _model(spec: TrainSpec, read_config: ReadConfig) -> ModelShape | None:
     """Returns the sizes of the model that a spec trains; None if they are not known here."""
-    from raytide.actors.models.families import architecture_of
     from raytide.actors.models.architecture import model_shape
+    from raytide.actors.models.families import architecture_of
 
     try:
         config = read_config(spec)
