@@ -101,6 +101,8 @@ class Trainer:
         """Steps after which the replicas were last compared, and last met."""
         self.snapshot_step = 0
         """Step of the last snapshot."""
+        self._step_s = 0.0
+        """Duration of the last step; 0 before the first."""
         self.restored_from: Literal["", "memory", "storage"] = ""
         self._samples = LineFile(Path(spec.out) / "samples" / f"{group.rank}.jsonl")
         self._stop_request = 0
@@ -119,7 +121,7 @@ class Trainer:
 
     def _build_outer(self) -> OuterOptimizer | None:
         """Returns the optimizer of replicas that train apart, whose state is then part of the run's."""
-        if self.spec.optim.outer is None or self.group.sizes.replicate == 1:
+        if self.spec.optim.outer is None:
             return None
         outer = OuterOptimizer(self.optimizer, self.spec.optim.outer, self.group.replicas, self.all_reduce)
         self.state = TrainState(self.model_parts, outer, self.stateful)
@@ -228,7 +230,7 @@ class Trainer:
                 raise anomaly_guard.stopped_error(self.spec.name, result)
             if self.spec.is_due(self.spec.checkpoint_every, self.steps_done):
                 self.save()
-            if self.group.world > 1 and self.spec.is_due(self.spec.snapshot_every, self.steps_done):
+            if self.snapshots is not None and self.snapshots.is_due(self.spec, self.steps_done, self.snapshot_step):
                 self.take_snapshot()
         self.save()
         self.checkpoints.wait()
@@ -288,7 +290,10 @@ class Trainer:
         self.timer.lap("data")
         counts = [batch.counted, batch.pairs] if self.group.is_data_first else [0, 0]
         flags = [pause, self.profiler.requested_steps(), self.checkpoints.has_failed]
-        tokens, pairs, stop, profiled, failed = self.group.sum([*counts, *flags])
+        figures = [] if self.snapshots is None else self.snapshots.figures(self._step_s)
+        tokens, pairs, stop, profiled, failed, *figures = self.group.sum([*counts, *flags, *figures])
+        if self.snapshots is not None:
+            self.snapshots.record(figures)
         self.timer.lap("wait")
         if failed:
             self.wait_for_save()
@@ -326,7 +331,7 @@ class Trainer:
             self._compare_replicas()
             self.timer.lap("replicas")
         self.profiler.end(self.steps_done)
-        step_s = time.perf_counter() - began
+        step_s = self._step_s = time.perf_counter() - began
         span = pairs / (spec.global_batch * spec.seq_len)
         eval_loss = self._evaluate() if verdict.kind != "stopped" else None
         return StepResult(

@@ -6,7 +6,9 @@ has, without touching storage. The object outlives generations: it joins each on
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,11 +16,13 @@ import torch.distributed as dist
 
 from raytide.actors.trainer.checkpoint.async_save import BackgroundTask
 from raytide.actors.trainer.checkpoint.peers import replication
+from raytide.actors.trainer.checkpoint.peers.cadence import SnapshotCadence
 from raytide.actors.trainer.checkpoint.peers.replication import SnapshotCopy, SnapshotId
 from raytide.actors.trainer.checkpoint.peers.reshard import SnapshotReader
 from raytide.actors.trainer.checkpoint.staging import BufferEntry, StagingBuffer
 from raytide.actors.trainer.checkpoint.train_state import TrainState
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
+from raytide.core.specs.train import TrainSpec
 
 CLOSE_S = 2.0
 
@@ -91,16 +95,20 @@ class Snapshots:
         self._generation = ""
         self._copies: list[SnapshotCopy] = []
         self._selected: SnapshotId | None = None
+        self.cadence = SnapshotCadence()
+        self._stall_s, self._is_beside = 0.0, False
 
     def join(self, group: ProcessGroup) -> None:
         """Join this generation's group."""
         self._group = group
-        self._generation = group.from_first(uuid.uuid4().hex)
+        self._generation, every = group.from_first((uuid.uuid4().hex, self.cadence.every))
+        self.cadence = SnapshotCadence(every)
         keeper = replication.assign_peers(group.gather(self.host))
         self._exchange = _Exchange(group.new_channel(), group.rank, group.world, keeper)
 
     def save(self, state: TrainState, step: int) -> None:
         """Copy the state and send the copy to the peer in the background. Waits for the previous exchange."""
+        began_s = time.perf_counter()
         self._task.wait()
         self._current = 1 - self._current
         slot = self._slots[self._current]
@@ -112,10 +120,32 @@ class Snapshots:
         exchange = self._exchange
         assert exchange is not None
         self._task.start(lambda: exchange.run(slot))
+        self._stall_s = time.perf_counter() - began_s
 
     def before_update(self) -> None:
         """Call before weights change: a copy may still be reading them on the GPU."""
         self._slots[self._current].own.before_update()
+
+    def is_due(self, spec: TrainSpec, step: int, last: int) -> bool:
+        """Returns whether to take a snapshot after `step`, the one before being of step `last`."""
+        if self._current_group.world == 1:
+            return False
+        if spec.snapshot_every == "auto":
+            return self.cadence.is_due(step, last) and spec.are_replicas_equal(step)
+        return spec.is_due(spec.snapshot_every, step)
+
+    def figures(self, step_s: float) -> list[float]:
+        """Returns what this rank knows of its last step, for `record` to get the sums over all ranks. Call it when the
+        next step begins."""
+        was_beside, self._is_beside = self._is_beside, self._task.is_running
+        return [step_s, self._stall_s, float(was_beside)]
+
+    def record(self, sums: Sequence[float]) -> None:
+        """Record the ranks' figures of a step."""
+        step_s, stall_s, beside = sums
+        self._stall_s = 0.0
+        if step_s:
+            self.cadence.record(step_s / self._current_group.world, stall_s / self._current_group.world, beside > 0)
 
     def wait(self) -> None:
         """Wait until the last snapshot is complete on all ranks."""

@@ -168,8 +168,9 @@ class TrainSpec(Config):
     checkpoint_every: int = Field(default=100, ge=1)
     """The number of steps between checkpoints. The last step is always saved."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    snapshot_every: int = Field(default=10, ge=0)
-    """Steps between copies of the state in peers' memory, from which a gang recovers a lost member. 0: none."""
+    snapshot_every: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Steps between copies of the state in peers' memory, from which a gang recovers a lost member. auto: as few as
+    cost a hundredth of the time; 0: none."""
     replica_check_every: int = Field(default=100, ge=0)
     """Steps between comparisons of the replicas' weights, which also precede each checkpoint if layout.replicate is
     above 1. A difference ends the run. 0: none."""
@@ -315,6 +316,10 @@ class TrainSpec(Config):
             return bool(every) and step % every == 0
         together = self.optim.outer.every
         return step == self.steps or (step % together == 0 and step // every > (step - together) // every)
+
+    def are_replicas_equal(self, step: int) -> bool:
+        """Returns whether replicas have the same weights after `step`, other than while they train apart."""
+        return self.optim.outer is None or step % self.optim.outer.every == 0 or step == self.steps
 
     def first_micro_batch(self, sizes: Sizes) -> int:
         """Returns the micro-batch that ranks start with. A pipeline needs at least one micro-batch for each stage."""
