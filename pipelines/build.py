@@ -25,18 +25,18 @@ from raytide.core.io.token_dataset import (
     verify,
 )
 from raytide.core.specs.data import DataSpec
-from raytide.pipelines.bpe import TURN_END, TURN_START, eos_id_of, load_bpe, tokenizer_config, vocab_size_of
 from raytide.pipelines.chunk_store import AlteredError, ChunkStore, remove_partial
 from raytide.pipelines.cleaning.cleaner import Cleaner
 from raytide.pipelines.cleaning.corpus_pass import NEAR, NEAR_EARLIER, REPEATED, CorpusCleaning, against_identity
 from raytide.pipelines.encode import EncodePlan, LearnTask, learn_tokenizer
-from raytide.pipelines.engine import EngineSpec, choose_engine, engine_versions
 from raytide.pipelines.filter import describe, drop_duplicates
 from raytide.pipelines.inputs import find_inputs, plan_chunks
 from raytide.pipelines.passes import NotExactError, OnProgress, Passes, Progress, Reporter
 from raytide.pipelines.readers.base import InputFile
 from raytide.pipelines.runners.inline import Runner, local_runner
 from raytide.pipelines.survey import Corpus
+from raytide.pipelines.tokenizer.bpe import TURN_END, TURN_START, eos_id_of, load_bpe, tokenizer_config, vocab_size_of
+from raytide.pipelines.tokenizer.engine import EngineSpec, choose_engine, engine_versions
 from raytide.pipelines.writers.shards import ChunkTokens, ShardStage, clear, plan_shards
 from raytide.pipelines.writers.texts import SAMPLES, ChunkTexts, TextStage, plan_texts
 

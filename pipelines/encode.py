@@ -10,14 +10,14 @@ import numpy as np
 
 from raytide.core.io.token_dataset import TokenDtype
 from raytide.core.specs.data import TrainTokenizer
-from raytide.pipelines.bpe import TURN_END, TURN_START, train_bpe
 from raytide.pipelines.chunk_store import ChunkStore, Delivery, pack_blob
 from raytide.pipelines.cleaning.corpus.substrings import Cuts, cut_words
-from raytide.pipelines.engine import EngineSpec, agree, encode_marked, sample_of, turn_ids
 from raytide.pipelines.filter import Examiner
 from raytide.pipelines.inputs import InputChunk
 from raytide.pipelines.readers.base import ReadOptions
 from raytide.pipelines.survey import TEXT_CACHE, Selection, survey_chunk
+from raytide.pipelines.tokenizer.bpe import TURN_END, TURN_START, train_bpe
+from raytide.pipelines.tokenizer.engine import EngineSpec, agree, encode_marked, sample_of, turn_ids
 from raytide.pipelines.writers.texts import texts_blob
 
 BATCH_CHARS = 1 << 22

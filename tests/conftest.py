@@ -140,6 +140,7 @@ SLOW = (
     "tests/dashboards/web/test_browser.py",
     "tests/gateway/batches/",
     "tests/kernels/test_other_processors.py",
+    "tests/pipelines/compress/prune/",
     "tests/pipelines/test_build_on_ray.py",
     "tests/workflows/test_flow_cluster.py",
     "tests/gateway/tenancy/test_bills.py",

@@ -13,7 +13,7 @@ from raytide.actors.models.tokenizer_files import tokenizer_digest
 from raytide.actors.quality.corpus import CorpusReader
 from raytide.actors.quality.divergence import CorpusQuality, QualitySums, divergence, negative_log_likelihood
 from raytide.actors.quality.scorers import DirectoryScorer, EndpointScorer
-from raytide.actors.quality.suite import HeldOutText, QualityGate, QualitySuite, broken_limits
+from raytide.actors.quality.suite import HeldOutText, QualityGate, QualitySuite, broken_limits, check_gate
 from raytide.actors.quality.tasks import TaskQuality, run_tasks
 from raytide.core.errors import ConfigError, DataError
 
@@ -72,6 +72,7 @@ def evaluate(
     on_progress: OnCorpus = lambda name, done, total: None,
 ) -> QualityReport:
     """Evaluates a model directory, a run that exported one, or the base URL of an endpoint."""
+    check_gate(suite)
     at_endpoint = "://" in model
     if at_endpoint:
         _check_endpoint(suite)
@@ -83,7 +84,7 @@ def evaluate(
     if own_dir is None:
         own = EndpointScorer(model, endpoint_model, api_key)
     else:
-        own = DirectoryScorer(own_dir, suite.dtype, window)
+        own = DirectoryScorer(own_dir, suite.dtype, window, suite.quantized_input)
         _check_same_tokens(own, parent)
     owner = parent or own
     assert isinstance(owner, DirectoryScorer)  # an endpoint has a parent

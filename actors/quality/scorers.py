@@ -19,15 +19,21 @@ from raytide.actors.quality.divergence import negative_log_likelihood
 from raytide.core.errors import ClusterError, ConfigError, DataError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+QuantizedInput = Literal["auto", "float", "int8"]
 
 _TIMEOUT_S = 300.0
 _TRIES = 4
 
 
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """Returns a directory's tokenizer; None if it has none."""
+    return Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+
+
 class DirectoryScorer:
     """A model directory in the form in which the native engine serves it, quantised weights included."""
 
-    def __init__(self, folder: Path, dtype: Dtype, window: int) -> None:
+    def __init__(self, folder: Path, dtype: Dtype, window: int, quantized_input: QuantizedInput = "auto") -> None:
         arch = read_architecture(folder)
         if window > arch.max_model_len:
             raise ConfigError(
@@ -35,13 +41,13 @@ class DirectoryScorer:
                 hint="Lower window in the suite.",
             )
         self.folder, self.vocab_size = folder, arch.vocab_size
-        self._runner = ModelRunner(
-            EngineConfig(model_dir=str(folder), dtype=dtype, max_model_len=window, max_running=1), arch
+        config = EngineConfig(
+            model_dir=str(folder), dtype=dtype, max_model_len=window, max_running=1, quantized_input=quantized_input
         )
+        self._runner = ModelRunner(config, arch)
 
     def tokenizer(self) -> Tokenizer | None:
-        """Returns the directory's tokenizer; None if it has none."""
-        return Tokenizer(self.folder) if (self.folder / "tokenizer.json").is_file() else None
+        return tokenizer_of(self.folder)
 
     def logits(self, window: Window) -> torch.Tensor:
         """Returns float32 logits [T, V] that predict the window's targets. Raises DataError for NaN."""

@@ -9,6 +9,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
+from raytide.core.errors import ConfigError
 from raytide.core.specs.model_version import MetricRule, PromotionRule
 
 CorpusName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]{0,39}$")]
@@ -81,6 +82,8 @@ class QualitySuite(Config):
     The first token of a piece has no prediction."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of computation of both models; by default each one's own."""
+    quantized_input: Literal["auto", "float", "int8"] = "auto"
+    """The inputs of quantised weights, as the engine's option of this name."""
     gate: QualityGate = QualityGate()
 
     @model_validator(mode="after")
@@ -89,25 +92,22 @@ class QualitySuite(Config):
             raise ValueError("give corpora, tasks or both")
         return self
 
-    @model_validator(mode="after")
-    def _gate_is_measured(self) -> QualitySuite:
-        gate = self.gate
-        against_parent = {
-            "max_kl": gate.max_kl,
-            "max_kl_p99": gate.max_kl_p99,
-            "min_same_top1": gate.min_same_top1,
-            "max_ppl_change": gate.max_ppl_change,
-        }
-        asked = [name for name, limit in against_parent.items() if limit is not None]
-        if asked and not (self.parent and self.corpora):
-            raise ValueError(f"gate.{asked[0]} needs parent and corpora")
-        if gate.max_perplexity is not None and not self.corpora:
-            raise ValueError("gate.max_perplexity needs corpora")
-        if gate.max_flips is not None and not (self.parent and self.tasks):
-            raise ValueError("gate.max_flips needs parent and tasks")
-        if gate.min_accuracy is not None and self.tasks is None:
-            raise ValueError("gate.min_accuracy needs tasks")
-        return self
+
+def check_gate(suite: QualitySuite) -> None:
+    """Raises ConfigError for a limit on what the suite does not measure."""
+    gate, has_tasks = suite.gate, suite.tasks is not None
+    compared = suite.parent and suite.corpora
+    for name, limit, is_measured, needs in (
+        ("max_kl", gate.max_kl, compared, "parent and corpora"),
+        ("max_kl_p99", gate.max_kl_p99, compared, "parent and corpora"),
+        ("min_same_top1", gate.min_same_top1, compared, "parent and corpora"),
+        ("max_ppl_change", gate.max_ppl_change, compared, "parent and corpora"),
+        ("max_perplexity", gate.max_perplexity, suite.corpora, "corpora"),
+        ("max_flips", gate.max_flips, suite.parent and has_tasks, "parent and tasks"),
+        ("min_accuracy", gate.min_accuracy, has_tasks, "tasks"),
+    ):
+        if limit is not None and not is_measured:
+            raise ConfigError(f"gate.{name} needs {needs}.", hint="Give them in the suite, or leave the limit out.")
 
 
 def broken_limits(gate: QualityGate, metrics: Mapping[str, float]) -> tuple[str, ...]:

@@ -96,8 +96,8 @@ def raytide_build(engine: str, corpus: str, tokenizer: str, out: str) -> None:
     """Builds in this process, and prints the hash of each shard."""
     from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec
     from raytide.pipelines import build as building
-    from raytide.pipelines.engine import EngineSpec, engine_versions
     from raytide.pipelines.runners.inline import InlineRunner
+    from raytide.pipelines.tokenizer.engine import EngineSpec, engine_versions
 
     if engine == "tokenizers":
         building.choose_engine = lambda tokenizer: EngineSpec("tokenizers", tokenizer, engine_versions())
@@ -178,7 +178,7 @@ def main() -> None:
         raytide_build(args.build, *args.paths)
         return
     from raytide.core.specs.data import TrainTokenizer
-    from raytide.pipelines.bpe import train_bpe
+    from raytide.pipelines.tokenizer.bpe import train_bpe
 
     args.engines = ["fastokens", "tokenizers", *(["ray"] if args.ray else [])]
     with tempfile.TemporaryDirectory() as folder:

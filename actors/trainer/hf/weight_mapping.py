@@ -130,6 +130,16 @@ class HfWeights:
         experts = [self._part(tensor, piece, block[1:]) for tensor, piece in locations[block[0]]]
         return torch.stack(experts) if experts else torch.empty(0, *(size(each) for each in block[1:]))
 
+    def whole(self, param_name: str) -> Tensor:
+        """Reads a parameter."""
+        locations = self._locations[param_name]
+        tensor, piece = locations[0]
+        shape = list(reversed(tensor.shape)) if tensor.transposed else list(tensor.shape)
+        shape[0 if tensor.transposed else tensor.rows_dim] = piece.rows
+        if piece.expert is not None:
+            shape.insert(0, len(locations))
+        return self.read(param_name, tuple(slice(0, each) for each in shape))
+
     def _part(self, tensor: FileTensor, piece: ParameterSlice, block: Block) -> Tensor:
         where = list(reversed(block)) if tensor.transposed else list(block)
         rows = where[tensor.rows_dim]

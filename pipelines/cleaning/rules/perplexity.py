@@ -71,7 +71,7 @@ def _load(model: str) -> tuple[Transformer, Tokenizer]:
     from raytide.actors.trainer.hf.init_weights import cut_block
     from raytide.actors.trainer.hf.weight_mapping import HfWeights
     from raytide.actors.trainer.model.transformer import Transformer
-    from raytide.pipelines.bpe import load_bpe
+    from raytide.pipelines.tokenizer.bpe import load_bpe
 
     folder = check_model(model)
     config = folder / "config.json"

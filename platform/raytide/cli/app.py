@@ -34,6 +34,7 @@ COMMANDS = {
     "serve": ("serving.serve:serve", "Serve a model, or list what is served."),
     "endpoint": ("serving.endpoints:endpoint", "Show endpoints, change their adapters, and end rollouts."),
     "model": ("serving.models:model", "Manage registered models."),
+    "compress": ("serving.compress:compression", "Make a model smaller by a recipe: prune, distil, quantise."),
     "eval": ("serving.evaluate:evaluation", "Evaluate a model by a suite, beside its parent."),
     "bench": ("serving.bench:bench", "Load an endpoint or measure a node type."),
     "flow": ("jobs.flow:flow", "Run workflows: stages from data to an endpoint."),

@@ -127,8 +127,9 @@ def test_the_gate_names_each_limit_that_is_not_kept_over_all_corpora(pair: Pair,
 
 def test_a_suite_whose_gate_limits_what_it_does_not_measure_is_refused(rows: Path) -> None:
     for gate, words in (({"max_kl": 0.1}, "needs parent"), ({"max_flips": 0.1}, "needs parent and tasks")):
+        asked = QualitySuite.parse({"corpora": {"a": {"path": str(rows)}}, "gate": gate}, where="suite")
         with pytest.raises(ConfigError, match=words):
-            QualitySuite.parse({"corpora": {"a": {"path": str(rows)}}, "gate": gate}, where="suite")
+            evaluate("model", asked)
     with pytest.raises(ConfigError, match="give corpora, tasks or both"):
         QualitySuite.parse({}, where="suite")
     with pytest.raises(ConfigError, match="did you mean corpora"):

@@ -15,9 +15,9 @@ from raytide.core.io.token_dataset import TokenManifest, load_manifest, verify
 from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec, TrainTokenizer
 from raytide.pipelines import build as build_module
 from raytide.pipelines import inputs
-from raytide.pipelines.bpe import train_bpe
 from raytide.pipelines.cleaning.report import REPORT, SIGNATURES, CleaningReport
 from raytide.pipelines.runners.inline import InlineRunner
+from raytide.pipelines.tokenizer.bpe import train_bpe
 
 SpecOf = Callable[..., DataSpec]
 

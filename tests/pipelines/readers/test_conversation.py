@@ -22,7 +22,7 @@ WHOLE = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\
 def test_a_conversation_is_rendered_as_the_tokenizer_s_chat_template_does() -> None:
     from jinja2 import Template
 
-    from raytide.pipelines.bpe import CHAT_TEMPLATE
+    from raytide.pipelines.tokenizer.bpe import CHAT_TEMPLATE
 
     assert rendered({"messages": [USER, ANSWER]}) == WHOLE
     assert Template(CHAT_TEMPLATE).render(messages=[USER, ANSWER]) == WHOLE

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from raytide.core.errors import DataError
 from raytide.core.specs.cleaning import CleaningSpec, DocumentRules, PerplexityRule
 from raytide.core.specs.data import TrainTokenizer
-from raytide.pipelines.bpe import load_bpe, train_bpe
 from raytide.pipelines.cleaning.cleaner import Cleaner
 from raytide.pipelines.cleaning.rules.perplexity import perplexity_of, perplexity_rule
+from raytide.pipelines.tokenizer.bpe import load_bpe, train_bpe
 
 TEXT = "the quick brown fox jumps over the lazy dog and the dog sleeps. " * 4
 

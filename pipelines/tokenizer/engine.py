@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytide.core.errors import ClusterError, DataError
-from raytide.pipelines.bpe import load_bpe
 from raytide.pipelines.readers.conversation import TURN_END_MARK, TURN_START_MARK
+from raytide.pipelines.tokenizer.bpe import load_bpe
 
 if TYPE_CHECKING:
     from fastokens import Tokenizer as FastTokenizer

@@ -14,9 +14,12 @@ from tokenizers import Tokenizer
 from raytide.core.errors import ClusterError, DataError
 from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.pipelines import build as build_module
-from raytide.pipelines import encode, engine
-from raytide.pipelines.bpe import SPECIAL_TOKENS, TURN_END, TURN_START, train_bpe
-from raytide.pipelines.engine import (
+from raytide.pipelines import encode
+from raytide.pipelines.readers.conversation import TURN_END_MARK, TURN_START_MARK
+from raytide.pipelines.runners.inline import InlineRunner
+from raytide.pipelines.tokenizer import engine
+from raytide.pipelines.tokenizer.bpe import SPECIAL_TOKENS, TURN_END, TURN_START, train_bpe
+from raytide.pipelines.tokenizer.engine import (
     PROBES,
     EngineSpec,
     FastEngine,
@@ -28,8 +31,6 @@ from raytide.pipelines.engine import (
     sample_of,
     turn_ids,
 )
-from raytide.pipelines.readers.conversation import TURN_END_MARK, TURN_START_MARK
-from raytide.pipelines.runners.inline import InlineRunner
 
 SpecOf = Callable[..., DataSpec]
 BPE = train_bpe(

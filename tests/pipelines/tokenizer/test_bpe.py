@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from raytide.core.errors import DataError
 from raytide.core.io.storage import sha256
 from raytide.core.specs.data import TrainTokenizer
-from raytide.pipelines.bpe import (
+from raytide.pipelines.tokenizer.bpe import (
     EOS,
     PAD,
     SPECIAL_TOKENS,
@@ -33,7 +33,7 @@ def test_training_twice_gives_the_same_bytes() -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_training_does_not_depend_on_the_number_of_threads(threads: int) -> None:
     code = (
-        "from raytide.core.specs.data import TrainTokenizer; from raytide.pipelines.bpe import train_bpe\n"
+        "from raytide.core.specs.data import TrainTokenizer; from raytide.pipelines.tokenizer.bpe import train_bpe\n"
         "from raytide.core.io.storage import sha256; import sys\n"
         "print(sha256(train_bpe(eval(sys.stdin.read()), TrainTokenizer(vocab_size=330))))"
     )

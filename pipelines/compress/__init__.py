@@ -1,0 +1,1 @@
+"""Makes models small: quantisation, pruning and distillation, chained by a recipe."""

@@ -1,0 +1,95 @@
+"""The card of a compressed model: its origin, its steps, bytes, speed, and the quality it kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from raytide.actors.quality.evaluate import QualityReport
+from raytide.actors.quality.suite import broken_limits
+from raytide.core.io.atomic_file import write_json
+from raytide.pipelines.compress.recipe import CompressRecipe
+
+CARD = "raytide_card.json"
+
+
+@dataclass(frozen=True, slots=True)
+class StepCard:
+    kind: str
+    options: Mapping[str, object]
+    bytes: int
+    """Of the weights after the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionCard:
+    """All that is known of a compressed model. It lies in its directory as `raytide_card.json`."""
+
+    parent: str
+    parent_bytes: int
+    bytes: int
+    steps: tuple[StepCard, ...]
+    asked: Mapping[str, object]
+    """The recipe's quality and speed, by which a card is recognised as the one to be made."""
+    quality: Mapping[str, object] | None = None
+    """The report of the suite: corpora, tasks and metrics."""
+    speed: Mapping[str, float] | None = None
+    """Decoded tokens a second of parent and model, by concurrency."""
+    broken: tuple[str, ...] = field(default=())
+    """The limits of the gate that are not kept."""
+
+    @classmethod
+    def of(
+        cls,
+        recipe: CompressRecipe,
+        parent: str,
+        parent_bytes: int,
+        steps: tuple[StepCard, ...],
+        quality: QualityReport | None,
+        speed: Mapping[str, float] | None,
+    ) -> CompressionCard:
+        broken: tuple[str, ...] = ()
+        if quality is not None and recipe.quality is not None:
+            broken = broken_limits(recipe.quality.gate, quality.metrics())
+        return cls(
+            parent=parent,
+            parent_bytes=parent_bytes,
+            bytes=steps[-1].bytes,
+            steps=steps,
+            asked=_asked(recipe),
+            quality=None if quality is None else quality.to_json(),
+            speed=speed,
+            broken=broken,
+        )
+
+    def belongs_to(self, recipe: CompressRecipe) -> bool:
+        return dict(self.asked) == _asked(recipe)
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Returns the size of a directory's weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def write_card(folder: Path, card: CompressionCard) -> None:
+    write_json(folder / CARD, card.to_json(), mode=0o644)
+
+
+def read_card(folder: Path) -> CompressionCard | None:
+    """Returns the card of a directory; None if it has none that can be read."""
+    try:
+        body = json.loads((folder / CARD).read_text())
+        steps = tuple(StepCard(**each) for each in body.pop("steps"))
+        return CompressionCard(**{**body, "steps": steps, "broken": tuple(body["broken"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _asked(recipe: CompressRecipe) -> dict[str, object]:
+    body: dict[str, object] = json.loads(recipe.model_dump_json(include={"quality", "speed"}))
+    return body

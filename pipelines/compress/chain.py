@@ -1,0 +1,99 @@
+"""Runs a recipe: each step reads a model directory and writes another, and what is finished is not done again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from raytide.actors.models.content import content_digest
+from raytide.actors.quality.evaluate import evaluate, model_directory
+from raytide.core.errors import ConflictError
+from raytide.core.io.claim import Claim
+from raytide.pipelines.compress.card import CompressionCard, StepCard, read_card, weight_bytes, write_card
+from raytide.pipelines.compress.layer_files import digest_in, remove_others
+from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep
+from raytide.pipelines.compress.step_task import OnProgress, StepTask
+
+
+def compress(recipe: CompressRecipe, on_progress: OnProgress = lambda what, done, of: None) -> CompressionCard:
+    """Runs the steps that are not finished, evaluates the result and returns its card, which is also in its directory.
+
+    Run again after a kill, it goes on: after the last whole step, and within rtn after the last whole layer. Raises
+    ConflictError while another process works on the same `out`, and if `out` has the result of another recipe.
+    """
+    parent = model_directory(recipe.model)
+    out = Path(recipe.out)
+    out.mkdir(parents=True, exist_ok=True)
+    claim = Claim((str(out),))
+    try:
+        return _compress(recipe, parent, out, on_progress)
+    finally:
+        claim.release()
+
+
+def _compress(recipe: CompressRecipe, parent: Path, out: Path, on_progress: OnProgress) -> CompressionCard:
+    source, cards = parent, list[StepCard]()
+    for number, step in enumerate(recipe.steps, start=1):
+        is_last = number == len(recipe.steps)
+        target = out / "model" if is_last else out / "steps" / f"{number:02d}-{step.kind}"
+        digest = _digest(recipe, step, source)
+        target.parent.mkdir(exist_ok=True)
+        remove_others(target, digest)
+        found = digest_in(target)
+        if found is not None and found != digest:
+            raise ConflictError(
+                f"{target} is the result of another recipe, or of another model.",
+                hint="Choose another out, or remove it to make it again.",
+            )
+        if found is None:
+            _run(StepTask(recipe, step, parent, source, target, digest, on_progress))
+        cards.append(StepCard(step.kind, step.model_dump(mode="json", exclude_none=True), weight_bytes(target)))
+        source = target
+    before = read_card(source)
+    if before is not None and before.belongs_to(recipe):
+        return before
+    quality = None
+    if recipe.quality is not None:
+        suite = recipe.quality.model_copy(update={"parent": str(parent)})
+        quality = evaluate(str(source), suite, on_progress=on_progress)
+    speed = None
+    if recipe.speed:
+        from raytide.pipelines.compress.speed import measure_decoding
+
+        speed = measure_decoding(parent, source)
+    card = CompressionCard.of(recipe, str(parent), weight_bytes(parent), tuple(cards), quality, speed)
+    write_card(source, card)
+    return card
+
+
+def _run(task: StepTask) -> None:
+    """Runs one step. Imports what it needs only then: quantisation loads no trainer's loop."""
+    step = task.step
+    if step.rtn is not None:
+        from raytide.pipelines.compress.quantize.rtn import run_rtn
+
+        run_rtn(step.rtn, task.source, task.files(), lambda at, of: task.on_progress("rtn: files", at, of))
+    elif step.prune is not None:
+        from raytide.pipelines.compress.prune.prune import run_prune
+
+        run_prune(step.prune, task)
+    elif step.mask is not None:
+        from raytide.pipelines.compress.prune.masks import run_mask
+
+        run_mask(step.mask, task)
+    else:
+        from raytide.pipelines.compress.quantize.llm_compressor import run_llm_compressor
+
+        run_llm_compressor(task)
+
+
+def _digest(recipe: CompressRecipe, step: CompressStep, source: Path) -> str:
+    """Returns a hash of all that decides the step's result."""
+    body = {
+        "step": step.model_dump(mode="json"),
+        "input": content_digest(source),
+        "config": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
+        "text": recipe.calibration.model_dump(mode="json") if step.reads_text and recipe.calibration else None,
+    }
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,137 @@
+"""Writes a model directory one layer at a time, so that a killed writer resumes after its last whole layer.
+
+Each layer is a file. The directory is built under a hidden name that its content decides, and appears at its target
+as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from raytide.actors.models.model_config import read_json
+from raytide.actors.models.tokenizer_files import tokenizer_files
+from raytide.actors.trainer.hf.safetensors_writer import save
+from raytide.core.errors import ConfigError, ConflictError, DataError
+from raytide.core.io.storage import full_disk_is_an_error
+
+Tensor = torch.Tensor
+Tensors = Mapping[str, Tensor]
+
+RECORD = "raytide_step.json"
+"""The file that tells which step wrote a directory, from which input."""
+
+
+class LayerFiles:
+    """A directory in the making. `digest` names the step and its input: work of another one is not resumed."""
+
+    def __init__(self, target: Path, digest: str) -> None:
+        self._target, self._digest = target, digest
+        self.folder = target.with_name(f".{target.name}.{digest[:12]}.part")
+        with full_disk_is_an_error(str(target)):
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def write(
+        self, count: int, layer: Callable[[int], Tensors], *, on_layer: Callable[[int, int], None] = lambda at, of: None
+    ) -> None:
+        """Writes `count` files. `layer(i)` returns the tensors of file i; it is not called for files that exist."""
+        index: dict[str, str] = {}
+        total = 0
+        for at in range(count):
+            name = f"model-{at + 1:05d}-of-{count:05d}.safetensors"
+            if not (self.folder / name).exists():
+                tensors = {key: each.contiguous() for key, each in layer(at).items()}
+                staged = self.folder / f".{name}.part"
+                with full_disk_is_an_error(str(self._target)):
+                    save(tensors, staged)
+                    _sync(staged)
+                    staged.rename(self.folder / name)
+            sizes = _sizes(self.folder / name)
+            index |= dict.fromkeys(sizes, name)
+            total += sum(sizes.values())
+            on_layer(at + 1, count)
+        body = {"metadata": {"total_size": total}, "weight_map": index}
+        self._json("model.safetensors.index.json", body)
+
+    def finish(self, config: Mapping[str, object], source: Path, record: Mapping[str, object]) -> None:
+        """Adds config and tokenizer and moves the directory to its target. Raises ConflictError if that exists."""
+        with full_disk_is_an_error(str(self._target)):
+            for name, file in tokenizer_files(source).items():
+                shutil.copyfile(file, self.folder / name)
+            self._json("config.json", config)
+            self._json(RECORD, {**record, "digest": self._digest})
+            publish(self.folder, self._target)
+
+    def _json(self, name: str, body: Mapping[str, object]) -> None:
+        with full_disk_is_an_error(str(self._target)):
+            (self.folder / name).write_text(json.dumps(body, indent=2) + "\n")
+
+
+def publish(folder: Path, target: Path) -> None:
+    """Moves a finished directory to its target. Raises ConflictError if something is there."""
+    if target.exists():
+        raise ConflictError(f"{target} exists.", hint="Remove it, or choose another out.")
+    folder.rename(target)
+
+
+def digest_in(folder: Path) -> str | None:
+    """Returns the digest of the step that wrote a directory; None if there is no directory. Raises ConflictError for
+    one that no step wrote."""
+    if not folder.exists():
+        return None
+    try:
+        return str(json.loads((folder / RECORD).read_text())["digest"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConflictError(
+            f"{folder} was not written by raytide compress.", hint="Choose another out, or move it away."
+        ) from None
+
+
+def remove_others(target: Path, digest: str) -> None:
+    """Removes what steps with another digest left behind beside the target."""
+    for folder in target.parent.glob(f".{target.name}.*.part"):
+        if folder.name != f".{target.name}.{digest[:12]}.part":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def plain_config(source: Path) -> dict[str, object]:
+    """Returns a directory's config. Raises ConfigError if its weights are quantised already."""
+    config = read_json(source / "config.json")
+    if config.get("quantization_config") is not None:
+        raise ConfigError(f"{source} is quantised already.", hint="Start from the model before that.")
+    return config
+
+
+def by_layer(names: Sequence[str], prefixes: Iterable[str]) -> list[list[str]]:
+    """Groups names by the layer whose prefix they have; the others come first."""
+    groups: dict[str, list[str]] = {"": [], **{prefix: [] for prefix in prefixes}}
+    for name in names:
+        groups[next((prefix for prefix in groups if prefix and name.startswith(prefix)), "")].append(name)
+    return [group for group in groups.values() if group]
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    """Returns the bytes of each tensor of a file."""
+    try:
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        return {
+            name: entry["data_offsets"][1] - entry["data_offsets"][0]
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is damaged: {error}.", hint="Remove it, and run the recipe again.") from None
+
+
+def _sync(file: Path) -> None:
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,1 @@
+"""Fewer weights: cut out of the model, or set to zero."""

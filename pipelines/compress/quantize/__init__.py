@@ -1,0 +1,1 @@
+"""Fewer bits for each weight: rounding here, or calibrated by llm-compressor."""

@@ -1,0 +1,89 @@
+"""Integers and scales of weights, and their packing, as compressed-tensors defines them.
+
+Shape suffixes: N outputs, K inputs, G groups of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raytide.core.errors import DataError
+
+Tensor = torch.Tensor
+
+_WORD_BITS = 32
+_E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedWeight:
+    """w = (codes - zero) * scale, group by group."""
+
+    codes_NK: Tensor
+    """Signed: int8, or float8_e4m3fn."""
+    scale_NG: Tensor
+    zero_NG: Tensor | None = None
+
+
+def round_integers(
+    weight_NK: Tensor, bits: int, group: int | None, scale_dtype: torch.dtype, *, symmetric: bool = True
+) -> RoundedWeight:
+    """Rounds float32 weights to the nearest codes of -2^(b-1) to 2^(b-1) - 1. `group` None is a whole row.
+
+    The scale is that of the format's own writers: the range over 2^b - 1, so that the least code occurs. It is rounded
+    to `scale_dtype` before the weights are divided by it.
+    """
+    n, k = weight_NK.shape
+    least, most = -(1 << bits - 1), (1 << bits - 1) - 1
+    groups_NGg = weight_NK.reshape(n, -1, group or k)
+    if symmetric:
+        scale_NG = groups_NGg.abs().amax(-1) / ((most - least) / 2)
+    else:
+        low_NG, high_NG = groups_NGg.amin(-1).clamp(max=0.0), groups_NGg.amax(-1).clamp(min=0.0)
+        scale_NG = (high_NG - low_NG) / (most - least)
+    scale_NG = _rounded(scale_NG, scale_dtype)
+    step_NG1 = scale_NG.float()[..., None]
+    if symmetric:
+        codes = (groups_NGg / step_NG1).round_().clamp_(least, most)
+        return RoundedWeight(codes.to(torch.int8).reshape(n, k), scale_NG)
+    zero_NG = (least - low_NG / scale_NG.float()).round_().clamp_(least, most)
+    codes = (groups_NGg / step_NG1 + zero_NG[..., None]).round_().clamp_(least, most)
+    return RoundedWeight(codes.to(torch.int8).reshape(n, k), scale_NG, zero_NG.to(torch.int8))
+
+
+def round_fp8(weight_NK: Tensor, scale_dtype: torch.dtype) -> RoundedWeight:
+    """Rounds float32 weights to E4M3 with one scale for each output."""
+    scale_N1 = _rounded(weight_NK.abs().amax(-1, keepdim=True) / _E4M3_MAX, scale_dtype)
+    codes = (weight_NK / scale_N1.float()).clamp_(-_E4M3_MAX, _E4M3_MAX)
+    return RoundedWeight(codes.to(torch.float8_e4m3fn), scale_N1)
+
+
+def dequantized(rounded: RoundedWeight) -> Tensor:
+    """Returns the float32 weights [N, K] that the codes stand for."""
+    n, k = rounded.codes_NK.shape
+    codes = rounded.codes_NK.float().reshape(n, rounded.scale_NG.shape[1], -1)
+    if rounded.zero_NG is not None:
+        codes = codes - rounded.zero_NG.float()[..., None]
+    return (codes * rounded.scale_NG.float()[..., None]).reshape(n, k)
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Packs signed codes [R, C] into int32 [R, ceil(C * bits / 32)]: offset to be unsigned, lowest bits first."""
+    per_word = _WORD_BITS // bits
+    rows, columns = codes.shape
+    unsigned = torch.zeros(rows, -(-columns // per_word) * per_word, dtype=torch.int64)
+    unsigned[:, :columns] = codes.to(torch.int64) + (1 << bits - 1)
+    shifts = torch.arange(per_word) * bits
+    words = (unsigned.view(rows, -1, per_word) << shifts).sum(-1)
+    # Words above 2^31 are negative as int32.
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the scales in their dtype; those that would be 0 are its epsilon, as in the format's own writers."""
+    rounded = scale.to(dtype)
+    if not rounded.isfinite().all():
+        raise DataError(f"a scale is not finite in {str(dtype).removeprefix('torch.')}.", hint="Use bfloat16 weights.")
+    return torch.where(rounded == 0, torch.tensor(torch.finfo(dtype).eps, dtype=dtype), rounded)

@@ -1,0 +1,149 @@
+"""Rounds a model's linear layers to nearest and writes compressed-tensors, a layer in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.families import architecture_of
+from raytide.actors.models.loader import Weights
+from raytide.actors.models.naming import NAMES, projections
+from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, HfWeights
+from raytide.core.errors import ConfigError, DataError
+from raytide.kernels.device import DTYPES
+from raytide.pipelines.compress.layer_files import LayerFiles, by_layer, plain_config
+from raytide.pipelines.compress.quantize.codes import RoundedWeight, packed, round_fp8, round_integers
+from raytide.pipelines.compress.recipe import BITS, RtnStep
+
+Tensor = torch.Tensor
+
+
+def run_rtn(step: RtnStep, source: Path, files: LayerFiles, on_layer: Callable[[int, int], None]) -> None:
+    """Writes the quantised model. Raises DataError for tensors that the architecture does not have, and for weights
+    that are not finite; ConfigError for a group that does not divide a layer."""
+    config = plain_config(source)
+    arch = architecture_of(config, str(source / "config.json"))
+    if NAMES[arch.names].transposed:
+        raise ConfigError(f"{source}: GPT-2's transposed layers have no quantised format.", hint="Use another family.")
+    HfWeights(source, arch)  # raises for tensors that are missing, stray or of another shape
+    weights = Weights(source, torch.float32, torch.device("cpu"))
+    root = FamilyFormat.from_names(arch, weights.names).root
+    linears = quantized_linears(arch, root, step.skip)
+    check_groups(step.group_size, weights.shape, linears)
+    prefixes = [root + NAMES[arch.names].layer.format(index) for index in range(arch.num_layers)]
+    groups, dtype = by_layer(_kept(weights, arch), prefixes), DTYPES[arch.dtype]
+
+    def layer(at: int) -> Mapping[str, Tensor]:
+        written: dict[str, Tensor] = {}
+        for name in groups[at]:
+            tensor = weights.get(name, *weights.shape(name))
+            if not tensor.isfinite().all():
+                raise DataError(f"{source}: weight {name} is not finite.", hint="The model is broken: train it again.")
+            module = name.removesuffix(".weight")
+            if name.endswith(".weight") and module in linears:
+                written |= _tensors_of(module, tensor, step, dtype)
+            else:
+                written[name] = tensor.to(dtype)
+        return written
+
+    files.write(len(groups), layer, on_layer=on_layer)
+    skipped = sorted(quantized_linears(arch, root, ()) - linears)
+    files.finish({**config, "quantization_config": quantization_config(step, arch, skipped)}, source, {"step": "rtn"})
+
+
+def quantized_linears(arch: Architecture, root: str, skip: tuple[str, ...]) -> set[str]:
+    """Returns the modules that are quantised: the layers' projections. Head, embeddings, routers and experts stay."""
+    names = NAMES[arch.names]
+    return {
+        module
+        for index in range(arch.num_layers)
+        for projection in projections(arch, index).values()
+        for module in (root + names.layer.format(index) + path for path in projection.paths)
+        if not any(fnmatch(module, pattern) for pattern in skip)
+    }
+
+
+def quantization_config(step: RtnStep, arch: Architecture, skipped: list[str]) -> dict[str, object]:
+    """Returns `quantization_config` as compressed-tensors reads it."""
+    group, activations = step.group_size, None
+    kind = "float" if step.scheme == "fp8" else "int"
+    if step.scheme in ("w8a8", "fp8"):
+        activations = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    weights = {
+        "num_bits": BITS[step.scheme],
+        "type": kind,
+        "symmetric": step.symmetric,
+        "strategy": "channel" if group is None else "group",
+        "group_size": group,
+        "dynamic": False,
+    }
+    form = {"w8a8": "int-quantized", "fp8": "float-quantized"}.get(step.scheme, "pack-quantized")
+    sparse = ["re:.*mlp\\.gate$", "re:.*\\.experts\\..*", "re:.*block_sparse_moe.*"] if arch.experts else []
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": activations,
+                "output_activations": None,
+                "format": form,
+            }
+        },
+        "ignore": ["lm_head", *sparse, *skipped],
+        "kv_cache_scheme": None,
+    }
+
+
+def _tensors_of(module: str, weight_NK: Tensor, step: RtnStep, dtype: torch.dtype) -> dict[str, Tensor]:
+    try:
+        rounded = _round(weight_NK, step, dtype)
+    except DataError as error:
+        raise DataError(f"{module}: {error.message}", hint=error.hint) from None
+    found = {f"{module}.weight_scale": rounded.scale_NG}
+    if step.scheme in ("w8a8", "fp8"):
+        return {**found, f"{module}.weight": rounded.codes_NK}
+    bits = BITS[step.scheme]
+    found[f"{module}.weight_packed"] = packed(rounded.codes_NK, bits)
+    found[f"{module}.weight_shape"] = torch.tensor(weight_NK.shape, dtype=torch.int64)
+    if rounded.zero_NG is not None:  # packed along the outputs
+        found[f"{module}.weight_zero_point"] = packed(rounded.zero_NG.t(), bits).t()
+    return found
+
+
+def _round(weight_NK: Tensor, step: RtnStep, dtype: torch.dtype) -> RoundedWeight:
+    if step.scheme == "fp8":
+        return round_fp8(weight_NK, dtype)
+    return round_integers(weight_NK, BITS[step.scheme], step.group_size, dtype, symmetric=step.symmetric)
+
+
+def _kept(weights: Weights, arch: Architecture) -> list[str]:
+    """Returns the names to write: a copy of tied embeddings and old tables of rotations are left out."""
+    head = f"{NAMES[arch.names].head}.weight"
+    return [
+        name
+        for name in weights.names
+        if not (arch.tied_embeddings and name == head) and not name.endswith(".rotary_emb.inv_freq")
+    ]
+
+
+def check_groups(group: int | None, shape: Callable[[str], tuple[int, ...]], linears: set[str]) -> None:
+    """Raises ConfigError if nothing is left to quantise, or if the group does not divide a layer's inputs."""
+    if not linears:
+        raise ConfigError("skip leaves no layer to quantise.", hint="Skip fewer layers.")
+    if group is None:
+        return
+    for module in sorted(linears):
+        inputs = shape(f"{module}.weight")[1]
+        if inputs % group:
+            fitting = [each for each in (16, 32, 64, 128, 256) if inputs % each == 0]
+            raise ConfigError(
+                f"a group of {group} does not divide the {inputs} inputs of {module}.",
+                hint=f"Choose {', '.join(map(str, fitting)) or 'no group'}, or skip the layer.",
+            )

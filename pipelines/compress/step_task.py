@@ -1,0 +1,30 @@
+"""One step of a recipe, as the steps' implementations see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytide.pipelines.compress.layer_files import LayerFiles
+from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is being done, and how much of how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTask:
+    """One step of a recipe, from a model directory to another."""
+
+    recipe: CompressRecipe
+    step: CompressStep
+    parent: Path
+    """The recipe's model, before any step."""
+    source: Path
+    target: Path
+    digest: str
+    on_progress: OnProgress
+
+    def files(self) -> LayerFiles:
+        return LayerFiles(self.target, self.digest)
