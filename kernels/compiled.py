@@ -28,9 +28,10 @@ def can_run() -> bool:
     return library() is not None
 
 
-def _lib() -> Library:
+def loaded_library() -> Library:
+    """Returns the C library, which is there: variants are chosen only where `can_run` holds."""
     loaded = library()
-    assert loaded is not None  # these variants are chosen only where their probe holds
+    assert loaded is not None
     return loaded
 
 
@@ -56,7 +57,7 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
 
 def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: NormWeights) -> Tensor:
     out, size = torch.empty_like(x_TN), x_TN.shape[-1]
-    _lib().norm(
+    loaded_library().norm(
         x_TN.data_ptr(),
         delta_TN.data_ptr() if delta_TN is not None else None,
         by.weight.data_ptr(),
@@ -75,13 +76,13 @@ def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: NormWeights) -> Tensor:
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Packs the weight once; the plain weight is not kept."""
     size, width = weight.shape
-    words = _lib().packed_words(size, width, weight.dtype == torch.bfloat16) if _fits(weight, bias) else 0
+    words = loaded_library().packed_words(size, width, weight.dtype == torch.bfloat16) if _fits(weight, bias) else 0
     if not words:
         return ref.linear(weight, bias)
-    call, dtype, is_bf16 = _lib().linear, weight.dtype, weight.dtype == torch.bfloat16
+    call, dtype, is_bf16 = loaded_library().linear, weight.dtype, weight.dtype == torch.bfloat16
     packed = torch.empty(words + 16, dtype=torch.int32)
     start = packed.data_ptr() + -packed.data_ptr() % 64  # a vector of weights never straddles two cache lines
-    _lib().pack(weight.data_ptr(), start, size, width, is_bf16)
+    loaded_library().pack(weight.data_ptr(), start, size, width, is_bf16)
     bias_start = bias.data_ptr() if bias is not None else None
 
     def apply(x: Tensor, kept: tuple[Tensor, Tensor | None] = (packed, bias)) -> Tensor:
@@ -110,7 +111,7 @@ def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
 
 def _activate(x: Tensor, size: int, gated: bool, kind: Activation) -> Tensor:
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
-    _lib().activate(
+    loaded_library().activate(
         x.data_ptr(), out.data_ptr(), out.numel() // size, size, gated, _KINDS[kind], x.dtype == torch.bfloat16
     )
     return out
@@ -143,7 +144,7 @@ def rope_write(
         return
     tokens, rows, dim = qkv_TAD.shape
     kv_heads = cache_2SKD.shape[2]
-    _lib().rope_write(
+    loaded_library().rope_write(
         qkv_TAD.data_ptr(),
         cos.data_ptr() if cos is not None else None,
         sin.data_ptr() if sin is not None else None,
@@ -185,7 +186,7 @@ def invariant_attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Ten
 
 
 def _attention(batch: PagedBatch, spec: AttentionSpec, invariant: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    lib = _lib()
+    lib = loaded_library()
     lib.follow_threads()
     tables = batch.block_tables_BM.contiguous()
     lens = torch.tensor((batch.query_lens, batch.context_lens))

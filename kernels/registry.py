@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 Impl = TypeVar("Impl", bound=Callable[..., object])
 
 # device kind -> the modules whose import registers its variants
-_MODULES = {"any": ("ref", "invariant"), "cpu": ("cpu", "compiled", "amx")}
+_MODULES = {"any": ("ref", "invariant"), "cpu": ("cpu", "compiled", "quantized", "amx")}
 
 
 @dataclass(frozen=True, slots=True)

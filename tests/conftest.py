@@ -91,6 +91,7 @@ def shared(file: str) -> str:
 SLOW = (
     "tests/pipelines/runners/test_gang.py",
     "tests/pipelines/test_resume.py::test_after_twenty_kills_the_bytes_are_those_of_a_build_that_ran_through",
+    "tests/kernels/test_quantized_processors.py",
     "tests/live/",
     "tests/actors/engine/backends/test_vllm.py",
     "tests/actors/engine/model/test_tuned_models.py",

@@ -1,7 +1,8 @@
-"""Fetches the programs that tests run and that are no Python packages: Prometheus, Alertmanager and Chromium.
+"""Fetches what tests need and what is no Python package: Prometheus, Alertmanager, SIMDe and Chromium.
 
-`./dev setup` runs it. Debian's Prometheus and Alertmanager are unpacked into the venv instead of installed, because
-installed they would run as services of this machine. Chromium is installed, which only root can do. A program that
+`./dev setup` runs it. Debian's packages are unpacked into the venv instead of installed, because Prometheus and
+Alertmanager would run as services of this machine, and installing takes root. SIMDe is the headers that emulate
+instructions which the processor lacks. Chromium is installed, which only root can do. A program that
 cannot be had is named in the file `missing`, and its tests are skipped.
 """
 
@@ -12,7 +13,11 @@ import sys
 from pathlib import Path
 
 TOOLS = Path(sys.prefix) / "tools"
-PACKAGES = {"prometheus": ("prometheus", "promtool"), "prometheus-alertmanager": ("alertmanager", "amtool")}
+PACKAGES = {
+    "prometheus": ("prometheus", "promtool"),
+    "prometheus-alertmanager": ("alertmanager", "amtool"),
+    "libsimde-dev": (),
+}
 MOVED = {
     b"/usr/share/prometheus/alertmanager": b"usr/share/prometheus/alertmanager/",
     b"/usr/share/prometheus/web/": b"usr/share/prometheus/web//",
@@ -34,7 +39,7 @@ def with_apt(*command: str, cwd: Path | None = None) -> bool:
     return run(*once, cwd=cwd) or (os.geteuid() == 0 and run("apt-get", "update") and run(*once, cwd=cwd))
 
 
-def unpack_monitoring() -> bool:
+def unpack_packages() -> bool:
     if not with_apt("download", *PACKAGES, cwd=TOOLS):
         return False
     for package in TOOLS.glob("*.deb"):
@@ -72,10 +77,10 @@ def main() -> None:
     shutil.rmtree(TOOLS, ignore_errors=True)
     TOOLS.mkdir()
     missing = []
-    if not unpack_monitoring():
+    if not unpack_packages():
         shutil.rmtree(TOOLS)
         TOOLS.mkdir()
-        missing.append("Prometheus and Alertmanager (Debian: prometheus, prometheus-alertmanager)")
+        missing.append("Prometheus, Alertmanager and SIMDe (Debian: prometheus, prometheus-alertmanager, libsimde-dev)")
     if not install_chromium():
         missing.append("Chromium (Debian: apt-get install chromium)")
     if missing:

@@ -92,7 +92,7 @@ INLINE void pack_values(const char *const *rows, int64_t steps, uint32_t *values
 INLINE void product(Words words, const void *a, int64_t lda, int64_t rows, const uint32_t *b, int64_t steps,
                     int64_t panels, float *c, int64_t ldc, int add) {
     for (int64_t row = 0; row < rows;) {
-        int mr = rows_of_tile(row, rows);
+        int mr = rows_of_tile(row, rows, MAX_ROWS);
         for (int64_t panel = 0; panel < panels; panel++)
             any_tile(words, mr, 1, (const word *)a + row * lda, lda, b + panel * steps * PANEL, steps,
                      steps, c + row * ldc + panel * PANEL, ldc, add);

@@ -37,21 +37,6 @@ typedef struct {
     int bf16, group;
 } Product;
 
-/* Sums, `columns` for each row, into y from `column` on. */
-INLINE void finish(const Product *p, const float *c, int64_t columns, int64_t begin, int64_t end, int64_t column,
-                   int bf16) {
-    int64_t width = p->n - column < columns ? p->n - column : columns;
-    for (int64_t row = begin; row < end; row++, c += columns) {
-        int64_t at = row * p->n + column, j = 0;
-        for (; j + VL <= width; j += VL) {
-            vf y = load_f32(c + j);
-            store(p->y, at + j, p->bias ? y + load(p->bias, column + j, bf16) : y, bf16);
-        }
-        for (; j < width; j++)
-            store_one(p->y, at + j, c[j] + (p->bias ? load_one(p->bias, column + j, bf16) : 0), bf16);
-    }
-}
-
 /* Words `at` to `at + depth` of each of `mr` rows, `lda` apart, copied to `rows`. */
 INLINE void copy_rows(const Product *p, int64_t row, int mr, int64_t at, int64_t depth, Words words, word *rows,
                       int64_t lda) {
@@ -78,7 +63,7 @@ INLINE void multiply(const Product *p, int64_t item, Words words, int bf16) {
     for (int64_t at = 0; at < steps; at += block) {
         int64_t depth = at + block < steps ? block : steps - at;
         for (int64_t row = begin; row < end;) {
-            int mr = rows_of_tile(row, end), at_once = panels_at_once(mr);
+            int mr = rows_of_tile(row, end, MAX_ROWS), at_once = panels_at_once(mr);
             const word *a = (const word *)p->x + row * steps + at;
             if (copies) {
                 copy_rows(p, row, mr, at, depth, words, rows, lda);
@@ -93,7 +78,7 @@ INLINE void multiply(const Product *p, int64_t item, Words words, int bf16) {
             row += mr;
         }
     }
-    finish(p, c, columns, begin, end, first * PANEL, bf16);
+    store_sums(c, columns, p->bias, bf16, p->y, p->n, begin, end, first * PANEL, bf16);
 }
 
 static void multiply_f32(const void *p, int64_t item) { multiply(p, item, FLOATS, 0); }

@@ -1,5 +1,7 @@
 #include "parallel.h"
 
+#include <stdio.h>
+
 #include "vector.h"
 
 #define WORTH_A_THREAD 100000
@@ -12,6 +14,13 @@ static unsigned num_threads = 1;
 EXPORT void raytide_threads(Parallel runtime, unsigned threads) {
     parallel = runtime;
     num_threads = runtime ? threads : 1;
+}
+
+EXPORT const char *raytide_instructions(void) {
+    const char *vectors = VL == 16 ? "AVX512" : VL == 8 ? "AVX2" : "128-bit vectors";
+    static char name[40];
+    snprintf(name, sizeof name, "%s%s%s", vectors, HAS_VNNI ? ", VNNI" : "", HAS_DOT ? ", BF16" : "");
+    return name;
 }
 
 typedef struct {

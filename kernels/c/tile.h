@@ -78,8 +78,22 @@ INLINE void any_tile(Words words, int mr, int panels, const void *a, int64_t lda
 #undef CASE
 }
 
-/* Split `rows` into tiles of nearly equal size, at most MAX_ROWS each: the size of the tile that starts at `row`. */
-INLINE int rows_of_tile(int64_t row, int64_t rows) {
-    int64_t left = rows - row, tiles = (left + MAX_ROWS - 1) / MAX_ROWS;
+/* Split `rows` into tiles of nearly equal size, at most `most` each: the size of the tile that starts at `row`. */
+INLINE int rows_of_tile(int64_t row, int64_t rows, int64_t most) {
+    int64_t left = rows - row, tiles = (left + most - 1) / most;
     return (int)((left + tiles - 1) / tiles);
+}
+
+/* Sums of the rows `begin` to `end`, `columns` for each, plus the bias, into y [rows, n] from `column` on. */
+INLINE void store_sums(const float *c, int64_t columns, const void *bias, int bias_bf16, void *y, int64_t n,
+                       int64_t begin, int64_t end, int64_t column, int bf16) {
+    int64_t width = n - column < columns ? n - column : columns;
+    for (int64_t row = begin; row < end; row++, c += columns) {
+        int64_t at = row * n + column, j = 0;
+        for (; j + VL <= width; j += VL) {
+            vf sums = load_f32(c + j);
+            store(y, at + j, bias ? sums + load(bias, column + j, bias_bf16) : sums, bf16);
+        }
+        for (; j < width; j++) store_one(y, at + j, c[j] + (bias ? load_one(bias, column + j, bias_bf16) : 0), bf16);
+    }
 }

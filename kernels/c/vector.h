@@ -14,6 +14,7 @@
 #include <immintrin.h>
 #define VL 16
 #elif defined(__AVX2__)
+#include <immintrin.h>
 #define VL 8
 #else
 #define VL 4
@@ -24,6 +25,13 @@
 #define HAS_DOT 1
 #else
 #define HAS_DOT 0
+#endif
+
+/* Whether four products of unsigned and signed int8 can be added to an int32 in one instruction. */
+#if (VL == 16 && defined(__AVX512VNNI__)) || (VL == 8 && defined(__AVXVNNI__))
+#define HAS_VNNI 1
+#else
+#define HAS_VNNI 0
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -38,11 +46,23 @@ typedef vu vu_mem __attribute__((aligned(4), may_alias));
 typedef vh vh_mem __attribute__((aligned(2), may_alias));
 typedef uint32_t word __attribute__((aligned(2), may_alias)); /* two bfloat16 or one float32 */
 
+typedef int8_t vb_mem __attribute__((vector_size(VL), aligned(1), may_alias));
+
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf load_f32(const float *p) { return *(const vf_mem *)p; }
 INLINE void store_f32(float *p, vf x) { *(vf_mem *)p = x; }
 INLINE vf low_half(vu pairs) { return (vf)(pairs << 16); }
 INLINE vf high_half(vu pairs) { return (vf)(pairs & 0xffff0000u); }
+/* VL int8, widened. */
+INLINE vi load_int8(const void *p) {
+#if VL == 16
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(p));
+#elif VL == 8
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(p));
+#else
+    return __builtin_convertvector(*(const vb_mem *)p, vi);
+#endif
+}
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 #if VL == 16 /* compilers make masks and blends of the general way */
 INLINE vf maximum(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -51,6 +71,19 @@ INLINE vf minimum(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); 
 INLINE vf maximum(vf a, vf b) { return choose(a > b, a, b); }
 INLINE vf minimum(vf a, vf b) { return choose(a < b, a, b); }
 #endif
+
+/* a * b + c with one rounding, whatever the compiler would make of the expression. */
+INLINE vf fused(vf a, vf b, vf c) {
+#if VL == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VL == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    vf sum;
+    for (int j = 0; j < VL; j++) sum[j] = fmaf(a[j], b[j], c[j]);
+    return sum;
+#endif
+}
 
 INLINE vf load(const void *p, int64_t i, int bf16) {
     if (!bf16) return load_f32((const float *)p + i);

@@ -28,7 +28,7 @@ def lib(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         flags = (f"-march={request.param}" if flag == "-march=native" else flag for flag in library._FLAGS)
         patch.setattr(library, "_FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in flags))
         built = library.Library(library.build(tmp_path_factory.mktemp("kernels")))
-        patch.setattr(compiled, "_lib", lambda: built)
+        patch.setattr(compiled, "loaded_library", lambda: built)
         yield built
 
 

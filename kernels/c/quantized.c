@@ -1,0 +1,267 @@
+/* y = x W^T + bias with a W of 8 or 4 bits, whose groups of inputs have a scale and perhaps an offset for each output.
+ *
+ * Groups are cut into parts of PART inputs, the last one filled up with zeros. A row of x is first rounded to int8 part
+ * by part, or only widened; then tiles of rows meet panels of outputs. A number of y is the same to the bit whatever
+ * rows it is computed with. With int8 inputs it is so on every processor: sums over a part are integers, and all that
+ * follows are fused multiply-adds in a fixed order (`invariant.py` has it in torch). */
+#include <stdlib.h>
+
+#include "dot.h"
+#include "parallel.h"
+#include "tile.h"
+
+#define TILE_ROWS (VL == 16 ? 8 : 4)
+#define ROWS_AT_ONCE (6 * TILE_ROWS) /* that meet a panel while it is in the second cache */
+#define PANELS_AT_ONCE 2
+#define LINE 64 /* bytes */
+#define PAGE 4096
+
+/* The struct of quantized.py. Codes are packed as pack_quantized does it, scales and offsets are [panel, group, PANEL].
+ * Input k of the packed weight is input columns[k] of x, or a zero if that is negative; none: x's own order. */
+typedef struct {
+    const void *packed;
+    const float *scales, *offsets, *bias;
+    const int32_t *columns;
+    int64_t n, k, groups, parts; /* parts of a group */
+    int32_t bits, int8;
+} Weight;
+
+static int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
+static int64_t part_bytes(int bits) { return PART * PANEL * bits / 8; }
+
+EXPORT int64_t raytide_quantized_bytes(int64_t n, int64_t parts, int bits) { return panels_of(n) * parts * part_bytes(bits); }
+
+EXPORT int64_t raytide_panel(void) { return PANEL; }
+
+/* Where the code of input k and output j lies in a part: the byte, and the bits in it. With int8 inputs, words of four
+ * inputs; with float ones the outputs follow each other, and two inputs of 4 bits share a byte. */
+INLINE void place(int bits, int int8, int k, int j, int *byte, int *shift) {
+    if (int8) {
+        int quad = bits == 4 ? k / 8 : k / 4;
+        *byte = (quad * PANEL + j) * 4 + k % 4;
+        *shift = k / 4 % 2 * 4;
+    } else {
+        *byte = (bits == 4 ? k / 2 : k) * PANEL + j;
+        *shift = k % 2 * 4;
+    }
+    if (bits == 8) *shift = 0;
+}
+
+/* Codes [n, k] in groups of `size` inputs, packed part after part in panels; `packed` is zeroed memory. */
+EXPORT void raytide_pack_quantized(const int8_t *codes, uint8_t *packed, int64_t n, int64_t k, int64_t size, int bits,
+                                   int int8) {
+    int64_t parts = (size + PART - 1) / PART, all = k / size * parts;
+    int added = int8 ? zero_point(bits) : 0, mask = bits == 4 ? 15 : 255;
+    for (int64_t row = 0; row < n; row++)
+        for (int64_t column = 0; column < k; column++) {
+            int64_t part = column / size * parts + column % size / PART;
+            int byte, shift;
+            place(bits, int8, (int)(column % size % PART), (int)(row % PANEL), &byte, &shift);
+            int code = (codes[row * k + column] + added) & mask;
+            packed[(row / PANEL * all + part) * part_bytes(bits) + byte] |= (uint8_t)(code << shift);
+        }
+}
+
+/* A call. A prepared row is its inputs, with int8 the scale and the start of each part's sums, and with offsets the sum
+ * of each group's inputs; all arrays of 4-byte numbers but the first. */
+typedef struct {
+    const Weight *w;
+    const void *x;
+    char *rows;
+    void *y;
+    int64_t m, stride, scales, starts, sums; /* bytes from row to row, and where its arrays are */
+    int64_t chunks;                          /* of panels */
+    int bf16;
+} Call;
+
+INLINE void read_part(const Weight *w, const void *x, int64_t at, vf *part, int bf16) {
+    if (!w->columns) {
+        for (int j = 0; j < PART / VL; j++) part[j] = load(x, at + j * VL, bf16);
+        return;
+    }
+    float numbers[PART];
+    for (int j = 0; j < PART; j++) numbers[j] = w->columns[at + j] < 0 ? 0 : load_one(x, w->columns[at + j], bf16);
+    for (int j = 0; j < PART / VL; j++) part[j] = load_f32(numbers + j * VL);
+}
+
+INLINE vi clamp(vi x, int most) {
+    vi high = x > most, low = x < -most;
+    return (x & ~high & ~low) | (most & high) | (-most & low);
+}
+
+/* Rounds a part to -127..127 times the scale, and returns the sum of its codes; the scale is NaN if a number is not
+ * finite. Codes take input_bytes(bits) each. */
+INLINE int32_t round_part(const vf *part, char *codes, float *scale, int bits) {
+    vi most = {0};
+    for (int j = 0; j < PART / VL; j++) {
+        vi size = (vi)part[j] & 0x7fffffff, more = size > most;
+        most = (size & more) | (most & ~more);
+    }
+    int32_t largest = 0, sum = 0, numbers[PART];
+    for (int j = 0; j < VL; j++) largest = most[j] > largest ? most[j] : largest;
+    float amount;
+    memcpy(&amount, &largest, 4);
+    int finite = largest < 0x7f800000;
+    *scale = finite ? amount / 127.0f : NAN;
+    int32_t kept = finite && *scale > 0 ? -1 : 0;
+    vf magic = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to an integer */
+    for (int j = 0; j < PART / VL; j++) {
+        vi code = clamp((vi)(part[j] / *scale + magic) - (vi)magic, 127) & kept;
+        memcpy(numbers + j * VL, &code, sizeof code);
+    }
+    for (int k = 0; k < PART; k++) sum += numbers[k];
+    if (input_bytes(bits) == 1)
+        for (int k = 0; k < PART; k++) ((int8_t *)codes)[k] = (int8_t)numbers[k];
+    else
+        for (int k = 0; k < PART; k++) ((int16_t *)codes)[k / 4 * 4 + (k % 4 / 2 | k % 2 * 2)] = (int16_t)numbers[k];
+    return sum;
+}
+
+INLINE void prepare_row(const Call *c, int64_t row, int int8, int bits, int bf16) {
+    const Weight *w = c->w;
+    const char *x = (const char *)c->x + row * w->k * (bf16 ? 2 : 4);
+    char *to = c->rows + row * c->stride;
+    float *scales = (float *)(to + c->scales), *sums = (float *)(to + c->sums);
+    int32_t *starts = (int32_t *)(to + c->starts);
+    for (int64_t group = 0, at = 0; group < w->groups; group++) {
+        float total = 0;
+        for (int64_t part = 0; part < w->parts; part++, at++) {
+            vf numbers[PART / VL];
+            read_part(w, x, at * PART, numbers, bf16);
+            if (int8) {
+                int32_t codes = round_part(numbers, to + at * PART * input_bytes(bits), scales + at, bits);
+                starts[at] = -zero_point(bits) * codes;
+                total = fmaf((float)codes, scales[at], total);
+            } else {
+                for (int j = 0; j < PART / VL; j++) {
+                    store_f32((float *)to + at * PART + j * VL, numbers[j]);
+                    total += sum(numbers[j]);
+                }
+            }
+        }
+        if (w->offsets) sums[group] = total;
+    }
+}
+
+static void prepare(const void *context, int64_t row) {
+    const Call *c = context;
+    if (!c->w->int8)
+        c->bf16 ? prepare_row(c, row, 0, 0, 1) : prepare_row(c, row, 0, 0, 0);
+    else if (c->w->bits == 8)
+        c->bf16 ? prepare_row(c, row, 1, 8, 1) : prepare_row(c, row, 1, 8, 0);
+    else
+        c->bf16 ? prepare_row(c, row, 1, 4, 1) : prepare_row(c, row, 1, 4, 0);
+}
+
+/* Adds the products of a part's float inputs with its codes, input after input. */
+INLINE void part_products(int bits, int mr, const char *x, int64_t stride, const void *codes, vf totals[][2]) {
+#pragma GCC unroll 1
+    for (int k = 0; k < PART; k += 2)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++)
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; j++) {
+                vi code = load_int8((const int8_t *)codes + (bits == 4 ? k / 2 : k + half) * PANEL + j * VL);
+                if (bits == 4) code = half ? code >> 4 : code << 28 >> 28;
+                vf w = __builtin_convertvector(code, vf);
+#pragma GCC unroll 8
+                for (int i = 0; i < mr; i++)
+                    totals[i][j] = fused(w, splat(((const float *)(x + i * stride))[k + half]), totals[i][j]);
+            }
+}
+
+/* The sums of `mr` rows from `row` on with a panel's outputs, into sums [mr, PANEL]. */
+INLINE void quantized_tile(const Call *c, int64_t row, int64_t panel, float *sums, int mr, int int8, int bits) {
+    const Weight *w = c->w;
+    const char *x = c->rows + row * c->stride;
+    const char *codes = (const char *)w->packed + panel * w->groups * w->parts * part_bytes(bits);
+    vf y[TILE_ROWS][2] = {0};
+    for (int64_t group = 0, at = 0; group < w->groups; group++) {
+        vf totals[TILE_ROWS][2] = {0};
+        for (int64_t part = 0; part < w->parts; part++, at++, codes += part_bytes(bits)) {
+            if (!int8) {
+                part_products(bits, mr, x + at * PART * 4, c->stride, codes, totals);
+                continue;
+            }
+            vi products[TILE_ROWS][2];
+            int32_t starts[TILE_ROWS];
+#pragma GCC unroll 8
+            for (int i = 0; i < mr; i++) starts[i] = ((const int32_t *)(x + i * c->stride + c->starts))[at];
+            part_sums(bits, mr, x + at * PART * input_bytes(bits), c->stride, starts, (const uint32_t *)codes, products);
+#pragma GCC unroll 8
+            for (int i = 0; i < mr; i++) {
+                vf scale = splat(((const float *)(x + i * c->stride + c->scales))[at]);
+                for (int j = 0; j < 2; j++)
+                    totals[i][j] = fused(__builtin_convertvector(products[i][j], vf), scale, totals[i][j]);
+            }
+        }
+        for (int j = 0; j < 2; j++) {
+            int64_t number = (panel * w->groups + group) * PANEL + j * VL;
+            vf scale = load_f32(w->scales + number);
+#pragma GCC unroll 8
+            for (int i = 0; i < mr; i++) y[i][j] = fused(totals[i][j], scale, y[i][j]);
+            if (!w->offsets) continue;
+            vf offset = load_f32(w->offsets + number);
+#pragma GCC unroll 8
+            for (int i = 0; i < mr; i++)
+                y[i][j] = fused(splat(((const float *)(x + i * c->stride + c->sums))[group]), offset, y[i][j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++)
+        for (int j = 0; j < 2; j++) store_f32(sums + i * PANEL + j * VL, y[i][j]);
+}
+
+INLINE void any_quantized_tile(const Call *c, int64_t row, int64_t panel, float *sums, int mr, int int8, int bits) {
+#define CASE(ROWS)                                              \
+    case ROWS:                                                  \
+        quantized_tile(c, row, panel, sums, ROWS, int8, bits);  \
+        break;
+    switch (mr) {
+        CASE(1) CASE(2) CASE(3) CASE(4)
+#if VL == 16
+        CASE(5) CASE(6) CASE(7) CASE(8)
+#endif
+    }
+#undef CASE
+}
+
+INLINE void multiply(const Call *c, int64_t item, int int8, int bits) {
+    int64_t begin = item / c->chunks * ROWS_AT_ONCE, end = begin + ROWS_AT_ONCE < c->m ? begin + ROWS_AT_ONCE : c->m;
+    int64_t first = item % c->chunks * PANELS_AT_ONCE, last = first + PANELS_AT_ONCE;
+    for (int64_t panel = first; panel < last && panel < panels_of(c->w->n); panel++)
+        for (int64_t row = begin; row < end;) {
+            int mr = rows_of_tile(row, end, TILE_ROWS);
+            float sums[TILE_ROWS * PANEL];
+            any_quantized_tile(c, row, panel, sums, mr, int8, bits);
+            store_sums(sums, PANEL, c->w->bias, 0, c->y, c->w->n, row, row + mr, panel * PANEL, c->bf16);
+            row += mr;
+        }
+}
+
+static void multiply_float_8(const void *c, int64_t item) { multiply(c, item, 0, 8); }
+static void multiply_float_4(const void *c, int64_t item) { multiply(c, item, 0, 4); }
+static void multiply_int8_8(const void *c, int64_t item) { multiply(c, item, 1, 8); }
+static void multiply_int8_4(const void *c, int64_t item) { multiply(c, item, 1, 4); }
+
+static int64_t aligned(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+/* Returns 0, or -1 if there is no memory for the prepared rows. */
+EXPORT int raytide_quantized_linear(const Weight *w, const void *x, void *y, int64_t m, int bf16) {
+    int64_t parts = w->groups * w->parts;
+    Call c = {.w = w, .x = x, .y = y, .m = m, .bf16 = bf16};
+    c.chunks = (panels_of(w->n) + PANELS_AT_ONCE - 1) / PANELS_AT_ONCE;
+    c.scales = aligned(parts * PART * (w->int8 ? input_bytes(w->bits) : 4));
+    c.starts = c.scales + (w->int8 ? parts * 4 : 0);
+    c.sums = c.starts + (w->int8 ? parts * 4 : 0);
+    c.stride = aligned(c.sums + w->groups * 4);
+    if (c.stride % PAGE == 0) c.stride += LINE; /* rows a page apart would share one set of the first cache */
+    c.rows = aligned_alloc(LINE, m * c.stride);
+    if (!c.rows) return -1;
+    for_each(prepare, &c, m, m * w->k * 16);
+    for_each(w->int8 ? (w->bits == 8 ? multiply_int8_8 : multiply_int8_4)
+                     : (w->bits == 8 ? multiply_float_8 : multiply_float_4),
+             &c, (m + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * c.chunks, w->n * w->k * (1 + m / 8));
+    free(c.rows);
+    return 0;
+}
