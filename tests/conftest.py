@@ -81,11 +81,26 @@ def is_helper(process: psutil.Process) -> bool:
 
 
 @functools.cache
-def shared(file: str) -> str:
-    """Which of two workers' tests go to the same one: those that start a Ray, those of the engines, or of one file."""
-    if "mark.cluster" in (ROOT / file).read_text():
+def starts_ray(file: str) -> bool:
+    return "mark.cluster" in (ROOT / file).read_text()
+
+
+def scope(file: str, config: pytest.Config) -> str:
+    """Which of two workers' tests go to the same one: those of the engines, of one file, and in the fast suite those
+    that start a Ray. The slow suite has so many of these that each worker has a cluster."""
+    if starts_ray(file) and "not slow" in config.option.markexpr:
         return "cluster"
     return "engine" if file.startswith("tests/actors/engine/") else file
+
+
+def begins_at(file: str) -> int:
+    """With two workers, what takes longest begins first."""
+    if file.startswith(LONGEST):
+        return 0
+    return 1 if starts_ray(file) or file.startswith("tests/actors/engine/") else 2
+
+
+LONGEST = ("tests/test_howtos.py", "tests/workflows/test_flow_cluster.py", "tests/live/test_rollouts.py")
 
 
 SLOW = (
@@ -167,12 +182,11 @@ ENGINE_OF_OTHERS = "[vllm"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With two workers, what takes longest begins first."""
     for item in items:
         if item.nodeid.startswith(SLOW) or ENGINE_OF_OTHERS in item.nodeid:
             item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: shared(item.nodeid.partition("::")[0]) not in ("cluster", "engine"))
+        items.sort(key=lambda item: begins_at(item.nodeid.partition("::")[0]))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -181,7 +195,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class Sharing(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return shared(nodeid.partition("::")[0])
+            return scope(nodeid.partition("::")[0], config)
 
     return Sharing(config, log)
 

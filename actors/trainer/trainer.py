@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from raytide.actors.trainer.checkpoint.manager import CheckpointManager
+from raytide.actors.trainer.checkpoint.manager import CheckpointManager, UnsavedNotice
 from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
 from raytide.actors.trainer.checkpoint.train_state import Stateful, TrainState
 from raytide.actors.trainer.data.dataloader import DataLoader
@@ -95,14 +95,12 @@ class Trainer:
         self.steps_done = 0
         self.saved_step: int | None = 0
         """Step of the last checkpoint. 0 needs none, because the seed reproduces it."""
-        self.unsaved = ""
-        """Reason why the last checkpoint could not be written; empty once a later one succeeds."""
+        self._unsaved = UnsavedNotice()
         self._compared_step = self._met_step = 0
         """Steps after which the replicas were last compared, and last met."""
         self.snapshot_step = 0
         """Step of the last snapshot."""
         self._step_s = 0.0
-        """Duration of the last step; 0 before the first."""
         self.restored_from: Literal["", "memory", "storage"] = ""
         self._samples = LineFile(Path(spec.out) / "samples" / f"{group.rank}.jsonl")
         self._stop_request = 0
@@ -163,9 +161,10 @@ class Trainer:
         checkpoint is intact and the next interval tries again. All ranks see the same outcome."""
         try:
             if self.checkpoints.wait():
-                self.unsaved = ""
+                self._unsaved.end()
         except StorageError as error:
-            self.unsaved, self.saved_step = str(error), None
+            self._unsaved.fail(str(error))
+            self.saved_step = None
 
     @property
     def save_s(self) -> float:
@@ -324,13 +323,14 @@ class Trainer:
             self.all_reduce.reset_errors()
         self.optimizer.zero_grad()
         self.steps_done += verdict.kind != "stopped"
-        if spec.optim.outer is not None and (spec.is_due(spec.optim.outer.every, self.steps_done)):
+        if spec.are_replicas_equal(self.steps_done):
             self._meet()
-            self.timer.lap("meet")
         if spec.is_due(spec.replica_check_every, self.steps_done):
             self._compare_replicas()
             self.timer.lap("replicas")
         self.profiler.end(self.steps_done)
+        if self.checkpoints.has_saved:
+            self._unsaved.end()
         step_s = self._step_s = time.perf_counter() - began
         span = pairs / (spec.global_batch * spec.seq_len)
         eval_loss = self._evaluate() if verdict.kind != "stopped" else None
@@ -350,7 +350,7 @@ class Trainer:
             why=verdict.why,
             samples=() if verdict.kind == "applied" else tuple(self.sampler.ids(step).tolist()),
             micro_batch=self.micro_batch,
-            unsaved="" if self.checkpoints.has_saved else self.unsaved,
+            unsaved=self._unsaved.show(),
             eval_loss=eval_loss,
         )
 
@@ -393,6 +393,7 @@ class Trainer:
             self._before_update()
             self.outer.meet()
             self._met_step = self.steps_done
+            self.timer.lap("meet")
 
     def _record_samples(self, step: int, ids: Ids) -> None:
         if self.spec.record_samples and self.group.is_data_first:

@@ -44,6 +44,25 @@ class Listing:
         return self.committed[0].manifest.step if self.committed else 0
 
 
+class UnsavedNotice:
+    """The reason why the last checkpoint could not be written. It is shown until a later one is, and at least once."""
+
+    def __init__(self) -> None:
+        self._why, self._is_shown, self._is_over = "", True, True
+
+    def fail(self, why: str) -> None:
+        self._why, self._is_shown, self._is_over = why, False, False
+
+    def end(self) -> None:
+        """A later checkpoint is complete."""
+        self._is_over = True
+
+    def show(self) -> str:
+        why = "" if self._is_over and self._is_shown else self._why
+        self._is_shown = True
+        return why
+
+
 class CheckpointManager:
     """A run's checkpoints, for one generation of ranks. All ranks call every method except `close` together."""
 

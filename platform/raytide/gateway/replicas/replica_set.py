@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from raytide.actors.engine.backends.remote.client import RemoteEngine
+from raytide.actors.engine.backends.remote.wire import STATUS_PERIOD_S
 from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.errors import EngineDeadError, NotFoundError, OverloadedError, WaitTimeoutError
@@ -36,7 +37,7 @@ class Replica:
         self.name, self.engine, self.info = name, engine, info
         self.in_flight = 0
         """Requests of this gateway."""
-        self._died_s = 0.0
+        self._died_s = -math.inf
 
     @property
     def load(self) -> float:
@@ -50,7 +51,8 @@ class Replica:
         if not self.engine.is_connected:
             return False
         status = self.engine.status
-        return status.problem is None and not status.is_draining and status.at_s > self._died_s
+        heard_since_s = status.at_s - STATUS_PERIOD_S  # the first one after a death may have been written before it
+        return status.problem is None and not status.is_draining and heard_since_s > self._died_s
 
     def has_new_weights(self) -> bool:
         """Returns whether the last status names other weights than `info`, which has them from now on."""
