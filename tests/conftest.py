@@ -112,6 +112,8 @@ SLOW = (
     "tests/actors/engine/model/test_tuned_models.py",
     "tests/actors/models/quantized/test_compressed_tensors.py",
     "tests/actors/models/quantized/test_packed_formats.py",
+    "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[chunks]",
+    "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[swap]",
     "tests/actors/gang/test_groups_cluster.py",
     "tests/actors/gang/test_script.py",
     "tests/actors/serving/batch/",

@@ -42,6 +42,10 @@ class EngineConfig(Config):
         description="what quantized weights multiply: their inputs, or these rounded to int8 in groups of 32; "
         "auto: int8 where an operator is made for it",
     )
+    speculation: Literal["off", "ngram", "auto"] = Field(
+        default="auto",
+        description="guess next tokens by the request's own text (ngram), earlier answers and draft_model (auto)",
+    )
     max_loras: int = Field(default=8, ge=0, description="adapters loaded at once")
     seed: int | None = Field(default=None, description="of requests that bring none; default: from the system")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -73,16 +74,23 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledChunk:
-    """Positions start to start + length of one sequence, computed in one step."""
+    """Positions start to start + length of one sequence, computed in one step. The last of them are those of `draft`,
+    guesses at its next tokens.
+    """
 
     seq: Sequence
     start: int
     length: int
+    draft: Items[int] = ()
 
     @property
     def yields_token(self) -> bool:
         """True if the step brings the sequence up to date, so that a next token is sampled."""
-        return self.start + self.length == len(self.seq.tokens)
+        return self.start + self.length == len(self.seq.tokens) + len(self.draft)
+
+    def add_draft(self, tokens: Items[int]) -> None:
+        """Computes these too. Where the sampled token equals the draft's, the logits behind it count as well."""
+        self.draft, self.length = tokens, self.length - len(self.draft) + len(tokens)
 
 
 @dataclass(slots=True)

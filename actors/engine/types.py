@@ -236,6 +236,16 @@ class EngineInfo:
     quantization: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Speculation from one source: drafts computed along, their tokens, and how many of those were right."""
+
+    source: str
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
 @dataclass(slots=True)
 class EngineStats:
     """Counters since the start, except `state`, `running`, `waiting`, `free_blocks`, `pending_commands`, `adapters` and
@@ -265,6 +275,8 @@ class EngineStats:
     """The loaded ones."""
     weights_version: str = ""
     """It changes with a swap of weights; empty where an engine does not say it."""
+    speculation: tuple[DraftCounts, ...] = ()
+    """Counts of each source that the engine may use."""
 
 
 def _check_resume(request: GenRequest) -> None:

@@ -170,6 +170,10 @@ def engine_samples(stats: EngineStats, endpoint: str, revision: str = "", replic
         (model.ENGINE_FAILURES, stats.failed),
     ):
         yield MetricSample(metric, value, labels)
+    for counts in stats.speculation:
+        yield MetricSample(model.DRAFTS, counts.drafts, (*labels, counts.source))
+        yield MetricSample(model.DRAFT_TOKENS, counts.draft_tokens, (*labels, counts.source))
+        yield MetricSample(model.ACCEPTED_TOKENS, counts.accepted_tokens, (*labels, counts.source))
 
 
 def _kv_use(stats: EngineStats) -> float:

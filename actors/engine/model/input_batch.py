@@ -20,7 +20,9 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class StepInputs:
-    """The model's inputs. `sampled_rows_R` are the rows of the flat batch that a next token is sampled for."""
+    """The model's inputs. `sampled_rows_R` are the rows of the flat batch that a next token is sampled for: those of a
+    draft too, each behind the row before it.
+    """
 
     ids_T: torch.Tensor
     positions_T: torch.Tensor
@@ -48,7 +50,7 @@ class InputBatch:
             self._free.append(row)
 
     def build(self, chunks: list[ScheduledChunk]) -> StepInputs:
-        rows = np.array([self._sync(chunk.seq) for chunk in chunks])
+        rows = np.array([self._sync(chunk) for chunk in chunks])
         lengths = np.array([chunk.length for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
         ends = lengths.cumsum()
@@ -66,7 +68,10 @@ class InputBatch:
             slots_T=self._to_device(slots_T),
             block_size=self._block_size,
         )
-        sampled = np.array([end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.yields_token], np.int64)
+        ended = [(end, chunk) for end, chunk in zip(ends.tolist(), chunks, strict=True) if chunk.yields_token]
+        sampled = np.array(
+            [row for end, chunk in ended for row in range(end - min(1 + len(chunk.draft), chunk.length), end)], np.int64
+        )
         return StepInputs(
             self._to_device(self._tokens[row_T, positions_T]),
             self._to_device(positions_T),
@@ -74,8 +79,11 @@ class InputBatch:
             self._to_device(sampled),
         )
 
-    def _sync(self, seq: Sequence) -> int:
-        """Returns a sequence's row, updated with its new tokens and blocks."""
+    def _sync(self, chunk: ScheduledChunk) -> int:
+        """Returns a sequence's row, updated with its new tokens and blocks. A draft's tokens stand behind those, for
+        this step.
+        """
+        seq = chunk.seq
         row = self._row_of.get(seq.seq_id)
         if row is None:
             row = self._row_of[seq.seq_id] = self._free.pop()
@@ -84,6 +92,8 @@ class InputBatch:
         if known < total:
             self._tokens[row, known:total] = seq.tokens[known:]
             self._num_tokens[row] = total
+        if chunk.draft:
+            self._tokens[row, len(seq.tokens) : len(seq.tokens) + len(chunk.draft)] = chunk.draft
         known, total = self._num_blocks[row], len(seq.block_ids)
         if known < total:
             self._tables[row, known:total] = seq.block_ids[known:]

@@ -31,6 +31,7 @@ from raytide.kernels.registry import Ops, ops_for
 
 _MEASURED_TOKENS = 256
 _TORCH_OPERATORS = ("raytide.kernels.ref", "raytide.kernels.invariant")
+_ROW_COST, _ROW_COST_GPU = 0.25, 0.02
 
 
 class ModelRunner:
@@ -80,6 +81,11 @@ class ModelRunner:
         return f"{found}; computed with {self._quantized_input} inputs" if found else ""
 
     @property
+    def row_cost(self) -> float:
+        """What a row more adds to a step of one, as a share of that: a first guess by the kind of device."""
+        return _ROW_COST if self._device.kind == "cpu" else _ROW_COST_GPU
+
+    @property
     def has_weights(self) -> bool:
         return self._model is not None
 
@@ -111,9 +117,9 @@ class ModelRunner:
 
     def execute_isolating_failures(
         self, chunks: list[ScheduledChunk]
-    ) -> tuple[dict[str, Sampled], dict[str, Exception]]:
+    ) -> tuple[dict[str, list[Sampled]], dict[str, Exception]]:
         """Computes the chunks, and after a failure their halves: down to a batch that fits in memory, or to the
-        sequence at fault. The second dict has the errors, by sequence id.
+        sequence at fault, which is tried without its draft. The second dict has the errors, by sequence id.
         """
         if not chunks:
             return {}, {}
@@ -121,31 +127,35 @@ class ModelRunner:
             return self.execute(chunks), {}
         except BaseException as error:
             fault = as_request_error(error)
-            if len(chunks) == 1:
+            if len(chunks) == 1 and not chunks[0].draft:
                 return {}, {chunks[0].seq.seq_id: fault}
             del fault
         # Outside of the handler, whose traceback would keep the failed step's tensors alive.
+        if len(chunks) == 1:
+            chunks[0].add_draft(())
+            return self.execute_isolating_failures(chunks)
         half = len(chunks) // 2
         parts = [self.execute_isolating_failures(chunks[:half]), self.execute_isolating_failures(chunks[half:])]
         return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
-    def execute(self, chunks: list[ScheduledChunk]) -> dict[str, Sampled]:
-        """Computes the chunks. Returns the next token of each sequence that they bring up to date, and records prompt
-        log probabilities in the sequences.
+    def execute(self, chunks: list[ScheduledChunk]) -> dict[str, list[Sampled]]:
+        """Computes the chunks. Returns the next tokens of each sequence that they bring up to date, several where a
+        draft is right, and records prompt log probabilities in the sequences.
 
         Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
         """
         chunks = self._adapters.group(chunks)
-        due = [chunk.seq for chunk in chunks if chunk.yields_token]
+        due = [chunk for chunk in chunks if chunk.yields_token]
+        num_rows = sum(1 + len(chunk.draft) for chunk in due)
         prompt = PromptRows.of(chunks)
         logits_RV = self.logits(chunks, prompt.rows)
-        prompt.record(logits_RV[len(due) :])
-        sampled = self._sampler.sample(logits_RV[: len(due)], due)
-        return {seq.seq_id: each for seq, each in zip(due, sampled, strict=True)}
+        prompt.record(logits_RV[num_rows:])
+        runs = self._sampler.sample_runs(logits_RV[:num_rows], due)
+        return {chunk.seq.seq_id: run for chunk, run in zip(due, runs, strict=True)}
 
     def logits(self, chunks: list[ScheduledChunk], more_rows: Items[int] = ()) -> torch.Tensor:
-        """Runs the forward pass alone. Returns float32 logits: a row for each sequence that is brought up to date, then
-        one for each of `more_rows` of the flat batch.
+        """Runs the forward pass alone. Returns float32 logits: a row for each sequence that is brought up to date and
+        one for each token of its draft, then one for each of `more_rows` of the flat batch.
         """
         step = self._batch.build(chunks)
         rows_R = step.sampled_rows_R
@@ -182,6 +192,10 @@ class ModelRunner:
     def lora_id(self, name: str) -> str:
         """Returns the adapter's id for `Sequence.salt`. Raises NotFoundError."""
         return self._adapters.id_of(name)
+
+    def allowed(self, seq: Sequence, draft: list[int]) -> int:
+        """Returns how many of a draft's first tokens the sequence's grammar allows; all without one."""
+        return len(draft) if seq.grammar is None else self._sampler.allowed(seq, draft)
 
     def release(self, seq: Sequence) -> None:
         """Frees what is held for a sequence that finished or was preempted."""

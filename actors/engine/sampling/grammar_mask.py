@@ -66,6 +66,18 @@ class GrammarMask:
         apply_mask(logits_RV, [row for row, _ in seqs], mask_RW)
         return errors
 
+    def allowed(self, seq: Sequence, draft: list[int]) -> int:
+        """Returns how many of a draft's first tokens the sequence's grammar allows; 0 if the grammar fails, which is
+        reported when its token is drawn.
+        """
+        try:
+            state = self._state(seq)
+            state.follow(seq.tokens[seq.prompt_len :])
+            return state.allowed(draft)
+        except BaseException as error:
+            _own(error)
+            return 0
+
     def advance(self, chosen: Items[tuple[Sequence, Sampled]]) -> None:
         """Advances each sequence's grammar by its token, and marks completed outputs."""
         for seq, sampled in chosen:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from raytide.actors.engine.sampling.grammar_mask import GrammarMask
 from raytide.actors.engine.sampling.logprobs import token_logprobs
 from raytide.actors.engine.sampling.penalties import Occurrences, penalize
 from raytide.actors.engine.sampling.top_k_top_p import RandomSampler
-from raytide.actors.engine.sequence import Sampled, Sequence
+from raytide.actors.engine.sequence import Sampled, ScheduledChunk, Sequence
 from raytide.core.errors import RaytideError, UsageError
 
 Tensor = torch.Tensor
@@ -37,12 +38,54 @@ class Sampler:
         self._constraint.forget(seq)
 
     @torch.inference_mode()
+    def sample_runs(self, logits_RV: Tensor, chunks: Items[ScheduledChunk]) -> list[list[Sampled]]:
+        """Returns the next tokens of each chunk's sequence: one, and for as long as it equals the draft's, the one
+        behind it. Every token is the one that would be drawn without a draft. A run has no token of -1 behind others:
+        the next step meets that row again.
+
+        Drafts are followed in rounds, a token of each sequence in each. Meanwhile the sequences have the tokens of the
+        rounds before, so that penalties, grammars and bans are those of each position, and none is ever taken back.
+        """
+        seqs = [chunk.seq for chunk in chunks]
+        if not any(chunk.draft for chunk in chunks):
+            return [[sampled] for sampled in self.sample(logits_RV, seqs)]
+        rows = list(accumulate((1 + len(chunk.draft) for chunk in chunks), initial=0))[:-1]
+        self._set_batch(seqs, logits_RV.device)
+        if self._batch.is_plain:
+            likely = _greedy(logits_RV)
+            return [_greedy_run(likely, row, chunk) for row, chunk in zip(rows, chunks, strict=True)]
+        lengths, runs = [len(seq.tokens) for seq in seqs], [list[Sampled]() for _ in seqs]
+        going = list(range(len(chunks)))
+        try:
+            while going:
+                rows_R = torch.tensor([rows[at] + len(runs[at]) for at in going], device=logits_RV.device)
+                drawn = self.sample(logits_RV[rows_R], [seqs[at] for at in going])
+                still = []
+                for at, sampled in zip(going, drawn, strict=True):
+                    run, draft = runs[at], chunks[at].draft
+                    if sampled.token < 0 and run:
+                        continue
+                    run.append(sampled)
+                    is_right = len(run) <= len(draft) and sampled.token == draft[len(run) - 1]
+                    if is_right and not sampled.ends and sampled.token not in seqs[at].stop_token_ids:
+                        seqs[at].tokens.append(sampled.token)
+                        still.append(at)
+                going = still
+        except BaseException:
+            for seq in seqs:  # what is cached has seen tokens that a repetition may not draw
+                self.forget(seq)
+            raise
+        finally:
+            for seq, length in zip(seqs, lengths, strict=True):
+                del seq.tokens[length:]
+        return runs
+
+    @torch.inference_mode()
     def sample(self, logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
         """Returns the next token of each row; -1 for a row without a finite maximum, which means that the model failed
         on it, and for one with an `error`. Changes the logits.
         """
-        if seqs != self._batch.seqs:  # by identity: an unchanged batch is not inspected again
-            self._batch = _Batch(seqs, logits_RV.device)
+        self._set_batch(seqs, logits_RV.device)
         batch = self._batch
         if batch.is_plain:
             return _greedy(logits_RV)
@@ -59,6 +102,14 @@ class Sampler:
         for row, logprobs in zip(batch.reporting, token_logprobs(*reported, chosen, batch.logprob_counts), strict=True):
             sampled[row].logprobs = logprobs
         return sampled
+
+    def _set_batch(self, seqs: list[Sequence], device: torch.device) -> None:
+        if seqs != self._batch.seqs:  # by identity: an unchanged batch is not inspected again
+            self._batch = _Batch(seqs, device)
+
+    def allowed(self, seq: Sequence, draft: list[int]) -> int:
+        """Returns how many of a draft's first tokens the sequence's grammar allows."""
+        return self._constraint.allowed(seq, draft)
 
     def _reported(self, logits_RV: Tensor, batch: _Batch) -> tuple[Tensor, list[int]]:
         """Returns the model's own logits, and which of their rows log probabilities are wanted of: a copy only if
@@ -169,6 +220,16 @@ def _greedy(logits_RV: Tensor) -> list[Sampled]:
     tokens_R = _argmax(logits_RV)
     is_sound_R = logits_RV.gather(-1, tokens_R[:, None]).isfinite().squeeze(1)
     return list(map(Sampled, torch.where(is_sound_R, tokens_R, -1).tolist()))
+
+
+def _greedy_run(likely: list[Sampled], row: int, chunk: ScheduledChunk) -> list[Sampled]:
+    run = [likely[row]]
+    for token in chunk.draft:
+        following = likely[row + len(run)]
+        if run[-1].token != token or token in chunk.seq.stop_token_ids or following.token < 0:
+            break
+        run.append(following)
+    return run
 
 
 def _argmax(logits_RV: Tensor) -> Tensor:

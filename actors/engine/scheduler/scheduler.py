@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from typing import Literal, Protocol
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.kv_cache.prefix_cache import PrefixCache
@@ -19,9 +20,20 @@ from raytide.actors.engine.scheduler.policy import SchedulingPolicy, is_protecte
 from raytide.actors.engine.scheduler.preemption import SwapCost, choose_victims, preemption_cost
 from raytide.actors.engine.scheduler.step_builder import KvSource, StepBuilder, find_source
 from raytide.actors.engine.scheduler.waiting_queue import WaitingQueue
-from raytide.actors.engine.sequence import Sequence, StepPlan
+from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 from raytide.actors.engine.types import FinishReason
 from raytide.core.errors import UsageError
+
+
+class Drafter(Protocol):
+    """Guesses at next tokens, which a step computes along and may find right."""
+
+    def add_drafts(
+        self, decodes: Items[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
+    ) -> None:
+        """Adds drafts to decodes of a step that has `num_tokens` without them, `budget` tokens at most.
+        `reserve(seq, count)` returns how many of `count` draft tokens a sequence has room for.
+        """
 
 
 class Scheduler:
@@ -46,6 +58,7 @@ class Scheduler:
         ageing_s: float = 30.0,
         swap_cost: SwapCost | None = None,
         max_logprob_rows: int = MAX_PROMPT_LOGPROB_ROWS,
+        drafter: Drafter | None = None,
     ) -> None:
         assert max_batch_tokens >= max_running, "the budget must hold one token of every running sequence"
         self.pool = pool
@@ -55,6 +68,7 @@ class Scheduler:
         self.preemptions = 0
         self._max_running = max_running
         self._budget, self._logprob_rows = max_batch_tokens, max_logprob_rows
+        self._drafter = drafter
         self._prefixes = PrefixCache(pool, prefix_cache)
         self._swap_cost = swap_cost or SwapCost(math.inf)
         # A block that takes longer to move than to compute is not kept.
@@ -135,12 +149,15 @@ class Scheduler:
         while next_level < math.inf:
             next_level = self._next_level(step) if self._admit(step, []) else math.inf
         plan = step.plan()
+        if self._drafter is not None and step.decodes and step.left > 0:
+            self._drafter.add_drafts(step.decodes, plan.num_tokens, step.left, self._reserve)
         self.pool.take_moves(plan)
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> None:
+    def commit(self, plan: StepPlan, sampled: Mapping[str, Items[int]]) -> None:
         """Records a step's result: KV of every chunk is written, and `sampled` has the next tokens of sequences that
-        are up to date.
+        are up to date: one, and more if their drafts were right. The KV of what was wrong in a draft is not counted,
+        so that it is never shared, and is written again.
 
         Sequences that finished since `plan` are skipped. Those that their token ends are finished here.
         """
@@ -148,16 +165,16 @@ class Scheduler:
             seq = chunk.seq
             if seq.finish_reason is not None:
                 continue
-            seq.num_computed = chunk.start + chunk.length
+            tokens = sampled.get(seq.seq_id, ())
+            seq.tokens += tokens
+            seq.num_computed = chunk.start + chunk.length - len(chunk.draft) + max(0, len(tokens) - 1)
             for block_hash in self._prefixes.register(seq):
                 self.waiting.wake(block_hash)
             if chunk.start < seq.prompt_len <= seq.num_computed:
                 self.waiting.wake(seq.seq_id)
-            token = sampled.get(seq.seq_id)
-            if token is None:
+            if not tokens:
                 continue
-            seq.tokens.append(token)
-            if token in seq.stop_token_ids:
+            if tokens[-1] in seq.stop_token_ids:
                 self.finish(seq, "stop")
             elif len(seq.tokens) >= seq.max_len:
                 self.finish(seq, "length")
@@ -215,6 +232,18 @@ class Scheduler:
             step.decode(seq)
         else:
             step.fill(seq)
+
+    def _reserve(self, seq: Sequence, count: int) -> int:
+        """Returns how many of `count` draft tokens fit into a decoding sequence's blocks and its length. It takes only
+        blocks that no running sequence needs for its next token.
+        """
+        size = self.pool.block_size
+        count = min(count, seq.max_len - len(seq.tokens) - 1)
+        missing = self.pool.blocks_for(len(seq.tokens) + count) - len(seq.block_ids)
+        if missing > 0:
+            growing = sum(len(each.block_ids) * size < each.max_len for each in self.running)
+            seq.block_ids += self.pool.allocate(max(0, min(missing, self.pool.num_free - growing)))
+        return min(count, len(seq.block_ids) * size - len(seq.tokens))
 
     def _admit(self, step: StepBuilder, rest: list[Sequence]) -> bool:
         """Starts or parks the next waiting sequence and returns True; False if it has to wait, and all others with it.

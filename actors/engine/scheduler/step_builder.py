@@ -58,11 +58,11 @@ class StepBuilder:
         self.left = budget - sum(len(seq.tokens) - seq.num_computed == 1 for seq in running)
         self.evicted: set[str] = set()
         self._preempted = dropped
-        self._decodes: list[ScheduledChunk] = []
+        self.decodes: list[ScheduledChunk] = []
         self._others: list[ScheduledChunk] = []
 
     def decode(self, seq: Sequence) -> None:
-        self._decodes.append(ScheduledChunk(seq, seq.num_computed, 1))
+        self.decodes.append(ScheduledChunk(seq, seq.num_computed, 1))
 
     def fill(self, seq: Sequence) -> None:
         """Adds as much of a sequence as the budget allows, perhaps nothing. Positions whose logits are all wanted are
@@ -87,4 +87,4 @@ class StepBuilder:
         self._preempted.append(seq)
 
     def plan(self) -> StepPlan:
-        return StepPlan(self._decodes + self._others, self._preempted)
+        return StepPlan(self.decodes + self._others, self._preempted)

@@ -80,6 +80,10 @@ class GrammarState:
         if self._matcher.is_error():
             raise UsageError(f"the grammar broke: {_shortened(self._matcher.get_error())}.", hint="Make it simpler.")
 
+    def allowed(self, tokens: list[int]) -> int:
+        """Returns how many of the first of these tokens may come next, one after the other. The state stays."""
+        return int(self._matcher.validate_tokens(tokens))
+
     @property
     def is_complete(self) -> bool:
         """True if only the end can follow."""

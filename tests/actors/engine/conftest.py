@@ -7,6 +7,8 @@ import torch
 from tests.actors.engine.tiny import save_llama
 from tests.actors.engine.vllm_cores import SharedCores
 
+from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
@@ -27,6 +29,12 @@ def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("wide-model")
     save_llama(path, hidden_size=128, head_dim=32)
     return path
+
+
+@pytest.fixture
+def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows cost next to nothing, so that engines draft whatever they find."""
+    monkeypatch.setattr(StepCost, "seconds", lambda self, rows: 1.0 + 1e-6 * rows)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

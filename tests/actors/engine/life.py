@@ -6,7 +6,7 @@ is shared by mistake, moved too late or offered too early is seen as soon as som
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, chain_hash
 from raytide.actors.engine.sampling_params import SamplingParams
@@ -39,6 +39,34 @@ def tokens_alone(seq: Sequence) -> list[int]:
     return tokens
 
 
+def next_tokens(chunk: ScheduledChunk) -> list[int]:
+    """Returns what a step finds: the next token, and for as long as the draft is right those behind it."""
+    tokens, run = list(chunk.seq.tokens), list[int]()
+    for guess in (*chunk.draft, None):
+        run.append(next_token(tokens))
+        tokens.append(run[-1])
+        if run[-1] == STOP or run[-1] != guess:
+            break
+    return run
+
+
+class Guesses:
+    """A drafter that is right for a few tokens and then wrong, by turns, within the budget."""
+
+    def add_drafts(
+        self, decodes: list[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
+    ) -> None:
+        for chunk in decodes:
+            tokens, length = list(chunk.seq.tokens), len(chunk.seq.tokens)
+            wanted, right = length * 7 % 6, length * 5 % 4
+            count = reserve(chunk.seq, min(wanted, budget))
+            assert 0 <= count <= min(wanted, budget)
+            for at in range(count):
+                tokens.append(next_token(tokens) if at < right else 1)
+            chunk.add_draft(tokens[length:])
+            budget -= count
+
+
 class Memory:
     """The device's and the host's blocks. `step` is what a runner does with a plan."""
 
@@ -69,13 +97,15 @@ class Memory:
                 assert self.pool.device.refs[block] == 1, "a shared block is written"
                 assert (block, at % size) not in written, "two tokens share a slot"
                 written.add((block, at % size))
-                self.device[block][at % size] = "poison" if chunk.seq is poisoned else self.right(chunk.seq, at)
+                right = self.right(chunk.seq, at, chunk.draft)
+                self.device[block][at % size] = "poison" if chunk.seq is poisoned else right
         for chunk in chunks:
             if chunk.seq is not poisoned:
-                self.check_sequence(chunk.seq, chunk.seq.block_ids, self.device, chunk.start + chunk.length)
+                end = chunk.start + chunk.length
+                self.check_sequence(chunk.seq, chunk.seq.block_ids, self.device, end, chunk.draft)
 
-    def right(self, seq: Sequence, at: int) -> Slot:
-        return seq.salt, self.version, tuple(seq.tokens[: at + 1])
+    def right(self, seq: Sequence, at: int, draft: Iterable[int] = ()) -> Slot:
+        return seq.salt, self.version, (*seq.tokens, *draft)[: at + 1]
 
     def fill(self, seq: Sequence) -> None:
         """As an import of KV does."""
@@ -83,10 +113,18 @@ class Memory:
         for at in range(seq.num_computed):
             self.device[seq.block_ids[at // size]][at % size] = self.right(seq, at)
 
-    def check_sequence(self, seq: Sequence, blocks: list[int], memory: list[list[Slot]], num_tokens: int) -> None:
+    def check_sequence(
+        self,
+        seq: Sequence,
+        blocks: list[int],
+        memory: list[list[Slot]],
+        num_tokens: int,
+        draft: Iterable[int] = (),
+    ) -> None:
         size = self.pool.block_size
         for at in range(num_tokens):
-            assert memory[blocks[at // size]][at % size] == self.right(seq, at), f"{seq.seq_id} reads another's KV"
+            slot = memory[blocks[at // size]][at % size]
+            assert slot == self.right(seq, at, draft), f"{seq.seq_id} reads another's KV"
 
     def check_index(self) -> None:
         """Checks that all that is registered is there, whole, and of the present weights."""
@@ -147,7 +185,7 @@ class Life:
             for block in self.scheduler.pool.discard(poisoned.block_ids):
                 self.memory.device[block] = ["scrubbed"] * self.scheduler.pool.block_size
             self.scheduler.finish(poisoned, "error")
-        due = {chunk.seq.seq_id: next_token(chunk.seq.tokens) for chunk in plan.chunks if chunk.yields_token}
+        due = {chunk.seq.seq_id: next_tokens(chunk) for chunk in plan.chunks if chunk.yields_token}
         if poisoned is not None:
             due.pop(poisoned.seq_id, None)
         self.scheduler.commit(plan, due)

@@ -28,20 +28,25 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Logits]:
     in here, so that differences are counted and asserted on at the end.
     """
     found: Logits = {}
+    guessed: list[tuple[int, ...]] = []  # contexts of right drafts
     different: list[tuple[int, ...]] = []
     logits = ModelRunner.logits
 
     def watched(self: ModelRunner, chunks: list[ScheduledChunk], more_rows: list[int]) -> torch.Tensor:
         rows = logits(self, chunks, more_rows)
-        for seq, row in zip([chunk.seq for chunk in chunks if chunk.yields_token], rows, strict=False):
-            context = tuple(seq.tokens)
-            if not torch.equal(found.setdefault(context, row.clone()), row):
+        due = [(chunk, guesses) for chunk in chunks if chunk.yields_token for guesses in range(1 + len(chunk.draft))]
+        for (chunk, guesses), row in zip(due, rows, strict=False):
+            context = (*chunk.seq.tokens, *chunk.draft[:guesses])
+            expected = found.get(context, row) if guesses else found.setdefault(context, row.clone())
+            if not torch.equal(expected, row):
                 different.append(context)
+            guessed.extend([context] * (guesses > 0 and context in found))
         return rows
 
     monkeypatch.setattr(ModelRunner, "logits", watched)
     yield found
     assert different == []
+    assert guessed
 
 
 def start(model_dir: Path, dtype: str, **options: object) -> EngineCore:
@@ -71,14 +76,14 @@ def watch_swaps(loop: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_logit_is_the_same_to_the_bit(
-    wide_model_dir: Path, dtype: str, seen: Logits, monkeypatch: pytest.MonkeyPatch
+    wide_model_dir: Path, dtype: str, seen: Logits, monkeypatch: pytest.MonkeyPatch, free_drafts: None
 ) -> None:
     """The model's heads are wide enough for the attention that is fast and not invariant."""
     model_dir = wide_model_dir
     monkeypatch.setattr(ModelRunner, "swap_cost", lambda self: SwapCost(0.01) if self.cache.num_host_blocks else None)
     everyone = list(range(len(PROMPTS)))
     for index in everyone:
-        run(start(model_dir, dtype, prefix_cache=False), [index])
+        run(start(model_dir, dtype, prefix_cache=False, speculation="off"), [index])
     alone = len(seen)
     assert alone == 10 * len(PROMPTS)
     for options in (

@@ -64,7 +64,8 @@ ENGINES: dict[str, dict[str, object]] = {
 
 
 def start(model_dir: Path, **options: object) -> EngineCore:
-    fields = {"model_dir": str(model_dir), "block_size": 4, "max_waiting": 500}
+    # A step gives each sample one token, so that it can be cut after any.
+    fields = {"model_dir": str(model_dir), "block_size": 4, "max_waiting": 500, "speculation": "off"}
     return EngineCore(EngineConfig.parse(fields | options, where="test"))
 
 

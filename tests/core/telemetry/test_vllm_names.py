@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from raytide.actors.engine.types import EngineStats, Timing
+from raytide.actors.engine.types import DraftCounts, EngineStats, Timing
 from raytide.actors.serving.metrics import ServingMetrics, engine_samples
 from raytide.core.telemetry.metrics import render
 from raytide.core.telemetry.vllm_names import with_vllm_names
@@ -16,6 +16,9 @@ VLLM = {
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
     "num_preemptions_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
     "prompt_tokens_total",
     "prompt_tokens_cached_total",
     "generation_tokens_total",
@@ -37,7 +40,8 @@ def test_vllm_s_dashboards_find_their_series_when_they_are_asked_for() -> None:
     track = metrics.track("chat")
     track.tokens(0, 3)
     track.ended(["stop"], [Timing(0.1, 0.2, 0.3)], prompt_tokens=5, generated=3)
-    samples = [*metrics.samples(), *engine_samples(EngineStats(running=4), "chat", "2", "r1")]
+    stats = EngineStats(running=4, speculation=(DraftCounts("ngram", 1, 4, 3),))
+    samples = [*metrics.samples(), *engine_samples(stats, "chat", "2", "r1")]
     assert list(with_vllm_names(samples, {})) == samples
     page = render(with_vllm_names(samples, {"names": ["vllm"]})).decode()
     found = {

@@ -22,6 +22,9 @@ from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.limits import MAX_PROMPT_LOGITS, MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.scheduler import Scheduler
+from raytide.actors.engine.scheduler.speculation.acceptance import Source
+from raytide.actors.engine.scheduler.speculation.speculator import Speculator
+from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
 from raytide.actors.engine.sequence import Sampled, Sequence, StepPlan
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.stop_strings import StopScanner
@@ -62,6 +65,7 @@ class EngineCore:
         self.weights = WeightsSource.at(model_dir)
         self.vocabulary = Vocabulary(self.tokenizer)
         self.runner = ModelRunner(config, arch)
+        self.speculator = speculator_of(config, self.runner)
         self.pool = BlockPool(self.runner.cache.num_blocks, self.runner.block_size, self.runner.cache.num_host_blocks)
         self.scheduler = Scheduler(
             self.pool,
@@ -72,6 +76,7 @@ class EngineCore:
             ageing_s=config.ageing_s,
             swap_cost=self.runner.swap_cost(),
             max_logprob_rows=max(1, min(MAX_PROMPT_LOGPROB_ROWS, MAX_PROMPT_LOGITS // arch.vocab_size)),
+            drafter=self.speculator,
         )
         self.input_processor = InputProcessor(
             self.tokenizer,
@@ -184,15 +189,17 @@ class EngineCore:
         for chunk in plan.chunks:
             self._samples[chunk.seq.seq_id][0].start(began)
         sampled, failures = self.runner.execute_isolating_failures(plan.chunks)
-        for seq_id in [seq_id for seq_id, each in sampled.items() if each.token < 0]:
-            failures[seq_id] = sampled.pop(seq_id).error or ArithmeticError("the model's logits are not finite")
+        for seq_id in [seq_id for seq_id, run in sampled.items() if run[0].token < 0]:
+            failures[seq_id] = sampled.pop(seq_id)[0].error or ArithmeticError("the model's logits are not finite")
         for seq_id, error in failures.items():
             self._fail(seq_id, error)
         self._check_model(bool(sampled), bool(failures))
-        self.scheduler.commit(plan, {seq_id: each.token for seq_id, each in sampled.items()})
+        self.scheduler.commit(plan, {seq_id: [each.token for each in run] for seq_id, run in sampled.items()})
         now = time.monotonic()
-        for seq_id, each in sampled.items():
-            self._advance(seq_id, each, now)
+        for seq_id, run in sampled.items():
+            self._advance(seq_id, run, now)
+        if self.speculator is not None and not failures:
+            self.speculator.observe(plan, lambda seq_id: len(sampled[seq_id]) - 1, now - began)
         counters = self._counters
         counters.steps += bool(plan.chunks)
         counters.step_ms += ((now - began) * 1e3 - counters.step_ms) * (0.1 if counters.steps > 1 else 1.0)
@@ -233,6 +240,7 @@ class EngineCore:
             preemptions=self.scheduler.preemptions,
             adapters=tuple(self.adapter_contents),
             weights_version=self.weights.version,
+            speculation=self.speculator.counts if self.speculator is not None else (),
         )
 
     def adapter_of(self, seq: Sequence) -> str | None:
@@ -284,19 +292,21 @@ class EngineCore:
                 hint="Its replica is to be replaced.",
             ) from error
 
-    def _advance(self, seq_id: str, sampled: Sampled, now_s: float) -> None:
+    def _advance(self, seq_id: str, run: Items[Sampled], now_s: float) -> None:
         if seq_id not in self._samples:  # a sibling's failure has ended its request
             return
         answer, sample = self._samples[seq_id]
         seq = sample.seq
         try:
-            text = sample.push(sampled.token, sampled.ends)
+            count, text = sample.push_run(run)
         except BaseException as error:
             self._fail(seq_id, as_request_error(error))
             return
-        if sampled.ends or sample.stops.stopped:
+        run, dropped = run[:count], len(run) - count
+        if run[-1].ends or sample.stops.stopped:
             self.scheduler.finish(seq, "stop")
-        self._outputs += answer.emit(sample, sampled, text, now_s)
+        del seq.tokens[len(seq.tokens) - dropped :]
+        self._outputs += answer.emit(sample, run, text, now_s)
         if seq.finish_reason is not None:
             self.runner.release(seq)
             if answer.is_done:
@@ -325,12 +335,22 @@ class EngineCore:
         for sample in answer.samples:
             del self._samples[sample.seq.seq_id]
             self.runner.release(sample.seq)
+            if self.speculator is not None:
+                self.speculator.forget(sample.seq)
             self._counters.generated_tokens += sample.seq.output_len
         self._counters.generated_tokens -= sum(len(each.token_ids) for each in answer.request.resume)
         self._counters.finished += 1
         if not answer.is_prompt_imported:  # the engine that has computed it counts it
             self._counters.prompt_tokens += answer.parent.prompt_len
             self._counters.cached_tokens += answer.parent.num_cached
+
+
+def speculator_of(config: EngineConfig, runner: ModelRunner) -> Speculator | None:
+    """Returns what drafts tokens, if the options want that."""
+    if config.speculation == "off":
+        return None
+    sources: tuple[Source, ...] = ("ngram",) if config.speculation == "ngram" else ("ngram", "answers")
+    return Speculator(sources, runner.allowed, cost=StepCost(runner.row_cost))
 
 
 _ALWAYS: frozenset[Feature] = frozenset(

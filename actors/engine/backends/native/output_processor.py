@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 
 from raytide.actors.engine.sequence import Sampled, Sequence
 from raytide.actors.engine.text.detokenizer import Detokenizer
 from raytide.actors.engine.text.stop_strings import StopScanner
-from raytide.actors.engine.types import GenChunk, GenRequest, Timing, TokenUsage
+from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Timing, TokenUsage
 from raytide.core.errors import EngineError, RaytideError
 
 
@@ -39,11 +40,25 @@ class SampleState:
     logprob_sum: float = 0.0
     held: list[GenChunk] = field(default_factory=list)  # until best_of has chosen
 
-    def push(self, token: int, ends: bool) -> str:
-        """Returns the text that a new token makes safe to emit; `stops.stopped` when it completes a stop string."""
-        seq, stops = self.seq, self.stops
-        text = "" if seq.finish_reason == "stop" else stops.push(self.text.push(token))
-        if (seq.finish_reason or ends) and not stops.stopped:
+    def push_run(self, run: Items[Sampled]) -> tuple[int, str]:
+        """Returns how many of a step's tokens count, and the text that these make safe to emit. The last one that
+        counts may complete a stop string: then `stops.stopped`.
+        """
+        text = ""
+        for count, sampled in enumerate(run, 1):
+            is_last = count == len(run)
+            text += self.push(sampled.token, sampled.ends, self.seq.finish_reason if is_last else None)
+            if self.stops.stopped:
+                return count, text
+        return len(run), text
+
+    def push(self, token: int, ends: bool, reason: FinishReason | None = None) -> str:
+        """Returns the text that a new token makes safe to emit; `stops.stopped` when it completes a stop string. A
+        `reason` means that the output ends with it.
+        """
+        stops = self.stops
+        text = "" if reason == "stop" else stops.push(self.text.push(token))
+        if (reason or ends) and not stops.stopped:
             text += stops.push(self.text.flush()) + stops.flush()
         return text
 
@@ -87,17 +102,18 @@ class RequestState:
         """True once the last chunk is out."""
         return self._open == 0
 
-    def emit(self, sample: SampleState, sampled: Sampled, text: str, now_s: float) -> list[GenChunk]:
-        """Returns the chunks to send for a sample's new token."""
+    def emit(self, sample: SampleState, run: Items[Sampled], text: str, now_s: float) -> list[GenChunk]:
+        """Returns the chunks to send for a sample's new tokens."""
         seq = sample.seq
         if self._first_token_s is None:
             self._first_token_s = now_s
-        chunk = GenChunk(self.request_id, [sampled.token], text, seq.finish_reason, index=seq.index)
-        if sampled.logprobs is not None:
-            sample.logprob_sum += sampled.logprobs.logprob
-            if seq.params.logprobs is not None:
-                chunk = replace(chunk, logprobs=(sampled.logprobs,))
-        if seq.prompt_logprobs and seq.index == 0 and seq.output_len == 1:
+        tokens = [sampled.token for sampled in run]
+        chunk = GenChunk(self.request_id, tokens, text, seq.finish_reason, index=seq.index)
+        logprobs = tuple(sampled.logprobs for sampled in run if sampled.logprobs is not None)
+        sample.logprob_sum += sum(each.logprob for each in logprobs)
+        if logprobs and seq.params.logprobs is not None:
+            chunk = replace(chunk, logprobs=logprobs)
+        if seq.prompt_logprobs and seq.index == 0 and seq.output_len == len(run):
             chunk = replace(chunk, prompt_logprobs=tuple(seq.prompt_logprobs))
         if seq.finish_reason is not None:
             self._open -= 1

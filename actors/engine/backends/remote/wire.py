@@ -17,6 +17,7 @@ import msgpack
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.types import (
     ChatFormat,
+    DraftCounts,
     EngineInfo,
     EngineStats,
     GenChunk,
@@ -30,7 +31,7 @@ from raytide.actors.engine.types import (
 )
 from raytide.core.errors import EngineError, RaytideError, from_json
 
-VERSION = 4
+VERSION = 5
 _DEFAULT = SamplingParams()
 MAX_MESSAGE_BYTES = 64 << 20
 """A larger message, or as many unread bytes, end the connection."""
@@ -132,7 +133,8 @@ def pack_stats(stats: EngineStats) -> dict[str, Any]:
 
 
 def unpack_stats(packed: Mapping[str, Any]) -> EngineStats:
-    return EngineStats(**{**packed, "adapters": tuple(packed["adapters"])})
+    speculation = tuple(DraftCounts(**each) for each in packed["speculation"])
+    return EngineStats(**{**packed, "adapters": tuple(packed["adapters"]), "speculation": speculation})
 
 
 def pack_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:

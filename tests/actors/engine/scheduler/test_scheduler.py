@@ -11,7 +11,7 @@ from raytide.actors.engine.sequence import StepPlan
 
 def run(scheduler: Scheduler, token: int = 4) -> StepPlan:
     plan = scheduler.plan()
-    scheduler.commit(plan, {chunk.seq.seq_id: token for chunk in plan.chunks if chunk.yields_token})
+    scheduler.commit(plan, {chunk.seq.seq_id: [token] for chunk in plan.chunks if chunk.yields_token})
     return plan
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.actors.engine.life import Life, sequence, tokens_alone
+from tests.actors.engine.life import Guesses, Life, sequence, tokens_alone
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.scheduler.policy import MOST_EVICTIONS, is_protected
@@ -43,6 +43,7 @@ class Machine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, False]),
         policy=st.sampled_from(["fcfs", "priority", "priority", "deadline"]),
         cost=st.sampled_from([0.1, 1.0, 3.0, None]),
+        drafts=st.booleans(),
     )
     def build(
         self,
@@ -54,6 +55,7 @@ class Machine(RuleBasedStateMachine):
         prefix_cache: bool,
         policy: str,
         cost: float | None,
+        drafts: bool,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, host)
         self.max_running, self.budget = max_running, max_running + extra_budget
@@ -65,6 +67,7 @@ class Machine(RuleBasedStateMachine):
             policy=policy,  # type: ignore[arg-type]
             ageing_s=AGEING_S,
             swap_cost=None if cost is None else SwapCost(cost),
+            drafter=Guesses() if drafts else None,
         )
         self.life = Life(self.scheduler)
         self.count = 0

@@ -19,6 +19,13 @@ GENERATED_TOKENS = Metric("raytide_generated_tokens", "counter", "Tokens generat
 CACHED_TOKENS = Metric(
     "raytide_cached_tokens", "counter", "Prompt tokens found in the prefix cache", "model", "tokens", _REPLICA
 )
+DRAFTS = Metric("raytide_drafts", "counter", "Drafts computed along", "model", labels=(*_REPLICA, "source"))
+DRAFT_TOKENS = Metric(
+    "raytide_draft_tokens", "counter", "Tokens of drafts computed along", "model", "tokens", (*_REPLICA, "source")
+)
+ACCEPTED_TOKENS = Metric(
+    "raytide_accepted_tokens", "counter", "Tokens of drafts that were right", "model", "tokens", (*_REPLICA, "source")
+)
 PREEMPTIONS = Metric(
     "raytide_preemptions", "counter", "Sequences that lost their KV blocks and start over", "model", labels=_REPLICA
 )

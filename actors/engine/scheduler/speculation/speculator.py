@@ -1,0 +1,203 @@
+"""Decides in each step how many tokens to guess for whom.
+
+One rule: a guess is computed along if that lowers the expected time per token, by what rows cost here and by how often
+such guesses were right. So it adapts to the model, the device, the load and the text, and stops by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from raytide.actors.engine.scheduler.speculation.acceptance import SOURCES, Acceptance, Source, cell_of
+from raytide.actors.engine.scheduler.speculation.answer_history import AnswerHistories, AnswerHistory
+from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
+from raytide.actors.engine.scheduler.speculation.suffix_index import Match, SuffixIndex
+from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
+from raytide.actors.engine.types import DraftCounts
+
+MAX_DRAFT = 16
+_LEAST_GAIN = 0.03
+"""The share of the time per token that guesses must save."""
+_LEAST_SURVIVAL = 0.05
+_HISTORY_WEIGHT = 8.0
+"""The guesses of a request as many as which those under its salt count."""
+_INDEXED_TOKENS = 1 << 15
+"""The last tokens of a prompt that are searched; a token takes about 100 bytes."""
+
+
+@dataclass(slots=True)
+class _Proposal:
+    """A draft and, for each of its tokens, the probability that it and all before it are right."""
+
+    source: Source
+    tokens: list[int]
+    survival: list[float]
+
+
+class _Guesser:
+    """The guesses for one sequence, and how right they were."""
+
+    def __init__(self, seq: Sequence, sources: Collection[Source], history: AnswerHistory) -> None:
+        self._history = history
+        self._own = Acceptance()
+        self._index = SuffixIndex(seq.tokens, max(0, len(seq.tokens) - _INDEXED_TOKENS))
+        self._matches: dict[Source, Match | None] = {source: None for source in sources if source != "model"}
+        self._known = len(seq.tokens)
+
+    def update(self, seq: Sequence) -> None:
+        """Scores the guesses by the tokens that the sequence has gained, and looks up those that were wrong."""
+        for token in seq.tokens[self._known :]:
+            for source, match in self._matches.items():
+                if match is not None:
+                    cell = cell_of(source, match.length)
+                    is_right = match.follow(token)
+                    self.record(cell, is_right)
+                    if not is_right:
+                        self._matches[source] = None
+        self._known = len(seq.tokens)
+        self._index.extend()
+        for source, match in self._matches.items():
+            if match is None:
+                self._matches[source] = (self._index if source == "ngram" else self._history).find(seq.tokens)
+
+    def record(self, cell: int, is_right: bool) -> None:
+        self._own.record(cell, is_right)
+        self._history.acceptance.record(cell, is_right)
+
+    def proposal(self, most: int) -> _Proposal | None:
+        """Returns the draft of at most so many tokens that promises the most right ones."""
+        best: _Proposal | None = None
+        for source, match in self._matches.items():
+            if match is not None and (draft := match.draft(most)):
+                survival = self.survival(source, match.length, len(draft))
+                found = _Proposal(source, draft[: len(survival)], survival)
+                if best is None or sum(found.survival) > sum(best.survival):
+                    best = found
+        return best
+
+    def survival(self, source: Source, length: int, count: int) -> list[float]:
+        """Returns the probability that the first 1, 2... guesses are all right, for as long as it is worth a look."""
+        survival, alive, last_cell, share = list[float](), 1.0, -1, 0.0
+        for at in range(count):
+            cell = cell_of(source, length + at)
+            if cell != last_cell:
+                last_cell = cell
+                share = self._own.share(cell, self._history.acceptance.share(cell), _HISTORY_WEIGHT)
+            alive *= share
+            if alive < _LEAST_SURVIVAL:
+                break
+            survival.append(alive)
+        return survival
+
+
+class Speculator:
+    """Drafts tokens for decoding sequences, and counts by source what came of it.
+
+    `allowed(seq, draft)` returns how many of a draft's first tokens a sequence's grammar allows.
+    """
+
+    def __init__(
+        self,
+        sources: Collection[Source],
+        allowed: Callable[[Sequence, list[int]], int],
+        *,
+        cost: StepCost | None = None,
+    ) -> None:
+        self._sources, self._allowed = sources, allowed
+        self._cost = cost or StepCost()
+        self._guessers: dict[str, _Guesser] = {}
+        self._histories = AnswerHistories()
+        self._drafted: dict[str, Source] = {}  # in this step, by sequence
+        self._counts = {source: [0, 0, 0] for source in SOURCES if source in sources}
+
+    @property
+    def counts(self) -> tuple[DraftCounts, ...]:
+        return tuple(DraftCounts(source, *counts) for source, counts in self._counts.items())
+
+    def add_drafts(
+        self, decodes: Items[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
+    ) -> None:
+        """Adds drafts to decodes: see `Drafter`."""
+        self._drafted.clear()
+        most = min(MAX_DRAFT, budget)
+        if not self._may_pay(num_tokens, len(decodes), min(budget, most * len(decodes))):
+            return
+        slots: list[tuple[float, int]] = []  # survival, and the decode that the slot is for
+        proposals: dict[int, _Proposal] = {}
+        for place, chunk in enumerate(decodes):
+            proposal = self._propose(chunk.seq, most) if chunk.seq.output_len else None
+            if proposal is not None:
+                proposals[place] = proposal
+                slots += [(survival, place) for survival in proposal.survival]
+        slots.sort(key=lambda slot: -slot[0])
+        chosen = Counter(place for _, place in slots[: self._best_count(slots[:budget], num_tokens, len(decodes))])
+        for place, wanted in chosen.items():
+            seq, proposal = decodes[place].seq, proposals[place]
+            count = reserve(seq, wanted)
+            if count > 0:
+                decodes[place].add_draft(proposal.tokens[:count])
+                self._drafted[seq.seq_id] = proposal.source
+
+    def observe(self, plan: StepPlan, accepted: Callable[[str], int], seconds: float) -> None:
+        """Learns from a step that has been computed. `accepted(seq_id)` returns how many of a sequence's draft tokens
+        were right.
+        """
+        for chunk in plan.chunks:
+            if chunk.draft and (source := self._drafted.get(chunk.seq.seq_id)) is not None:
+                counts = self._counts[source]
+                counts[0] += 1
+                counts[1] += len(chunk.draft)
+                counts[2] += accepted(chunk.seq.seq_id)
+        if plan.chunks and all(chunk.length == 1 + len(chunk.draft) for chunk in plan.chunks):
+            self._cost.observe(plan.num_tokens, seconds)
+
+    def forget(self, seq: Sequence) -> None:
+        """Ends the guesses for a sequence, whose output later ones under its salt may repeat."""
+        self._guessers.pop(seq.seq_id, None)
+        if "answers" in self._sources and seq.output_len:
+            self._histories.add(seq)
+
+    def _propose(self, seq: Sequence, most: int) -> _Proposal | None:
+        guesser = self._guessers.get(seq.seq_id)
+        if guesser is None:
+            history = self._histories.of(seq.salt)
+            guesser = self._guessers[seq.seq_id] = _Guesser(seq, self._sources, history)
+        guesser.update(seq)
+        proposal = guesser.proposal(min(most, seq.max_len - len(seq.tokens) - 1))
+        if proposal is not None and seq.grammar is not None:
+            allowed = self._allowed(seq, proposal.tokens)
+            del proposal.tokens[allowed:], proposal.survival[allowed:]
+        return proposal
+
+    def _may_pay(self, num_tokens: int, decodes: int, most: int) -> bool:
+        """Returns whether guesses that are all right would pay. If not, as when rows fill the machine, none is made."""
+        enough = self._enough(decodes)
+        counts = {min(count, most) for count in (1, 4, decodes, 4 * decodes, most)}
+        return any(self._time_per_token(num_tokens, decodes, count, count) < enough for count in counts)
+
+    def _best_count(self, slots: list[tuple[float, int]], num_tokens: int, decodes: int) -> int:
+        """Returns how many of the slots, the likeliest first, give the least time per token; 0 without a gain."""
+        best, best_count, right = self._enough(decodes), 0, 0.0
+        stride = 1 + decodes // 8
+        for count, (survival, _) in enumerate(slots, 1):
+            right += survival
+            if count % stride == 0 or count == len(slots):
+                time = self._time_per_token(num_tokens, decodes, count, right)
+                if time < best:
+                    best, best_count = time, count
+        return best_count
+
+    def _enough(self, decodes: int) -> float:
+        """Returns the time per token that guesses must be below."""
+        return (1 - _LEAST_GAIN) * self._cost.seconds(decodes) / decodes
+
+    def _time_per_token(self, num_tokens: int, decodes: int, count: int, right: float) -> float:
+        """Returns the expected seconds for a token with `count` guesses more, `right` of them right. The prompts' part
+        of the step is left out: they are computed anyway.
+        """
+        cost = self._cost
+        more_s = cost.seconds(num_tokens + count) - cost.seconds(num_tokens)
+        return (cost.seconds(decodes) + more_s) / (decodes + right)
