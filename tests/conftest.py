@@ -111,6 +111,8 @@ SLOW = (
     "tests/actors/engine/backends/test_vllm.py",
     "tests/actors/engine/model/test_tuned_models.py",
     "tests/actors/models/quantized/test_compressed_tensors.py",
+    "tests/actors/models/quantized/gguf/test_gguf_models.py",
+    "tests/actors/models/quantized/gguf/test_smollm2.py",
     "tests/actors/models/quantized/test_packed_formats.py",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[chunks]",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[swap]",

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from raytide.actors.models.model_config import read_json
+from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import safe_opener
 
@@ -21,8 +22,10 @@ def content_digest(model_dir: Path) -> str:
 
     A `quantization_config` counts too, which says what the tensors mean. It detects files swapped for those of another
     training step, run or merge in milliseconds; the same files in another place are the same version. A change of a few
-    elements in a large tensor can go unnoticed.
+    elements in a large tensor can go unnoticed. GGUF files are hashed in the same way.
     """
+    if is_gguf(model_dir):
+        return _gguf_digest(GgufFile(model_dir))
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise DataError(f"{model_dir} holds no *.safetensors file.", hint="Point at a Hugging Face model directory.")
@@ -34,6 +37,19 @@ def content_digest(model_dir: Path) -> str:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"cannot read {path}: {error}.", hint="The file is missing or damaged.") from None
     return digest.hexdigest()
+
+
+def _gguf_digest(file: GgufFile) -> str:
+    digest = blake2b(file.data[: file.header_bytes], digest_size=8)
+    for tensor in file.tensors.values():
+        for at in _samples(tensor.start, tensor.start + tensor.bytes):
+            digest.update(file.data[at : min(at + _PIECE, tensor.start + tensor.bytes)])
+    return digest.hexdigest()
+
+
+def _samples(start: int, end: int) -> range:
+    """Returns where the pieces of a tensor's content begin that are read."""
+    return range(start, end, max(_PIECE, (end - start - _PIECE) // (_PIECES - 1)))
 
 
 def _quantization(model_dir: Path) -> bytes:
@@ -66,7 +82,6 @@ def _add(path: Path, digest: blake2b) -> None:
             start, end = tensor["data_offsets"]
             if not 0 <= start <= end <= size - base:
                 raise ValueError(f"tensor {name[:100]} is outside of the file")
-            stride = max(_PIECE, (end - start - _PIECE) // (_PIECES - 1))
-            for at in range(start, end, stride):
+            for at in _samples(start, end):
                 file.seek(base + at)
                 digest.update(file.read(min(_PIECE, end - at)))

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
 from raytide.actors.models.model_config import Fields, read_json
+from raytide.actors.models.quantized.gguf.gguf_config import gguf_config
+from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
 from raytide.actors.models.quantized.quantization_config import read_quantization
 from raytide.actors.models.rope import RopeSpec, read_rope
 from raytide.core.bounds import shortened
@@ -36,7 +38,10 @@ _MOST_ALL_EXPERTS = 1 << 17
 
 
 def read_architecture(model_dir: Path) -> Architecture:
-    """Read the architecture of a model directory. DataError if unreadable, ConfigError if not supported."""
+    """Read the architecture of a model directory or GGUF file. DataError if unreadable, ConfigError if not
+    supported."""
+    if is_gguf(model_dir):
+        return architecture_of(gguf_config(GgufFile(model_dir)), str(model_dir))
     path = model_dir / "config.json"
     return architecture_of(read_json(path), str(path))
 

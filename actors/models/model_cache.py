@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
 from raytide.actors.models.remote_directory import RemoteDirectory
 from raytide.core.config import environment
 from raytide.core.errors import ConfigError, DataError, StorageError
@@ -59,11 +60,15 @@ class StagedModel:
 
 
 def staged_model(location: str, on_progress: Progress = lambda done, total: None) -> StagedModel:
-    """Returns the directory of a model or adapter, which is copied to this node if it is in an object store.
+    """Returns the directory of a model or adapter, which is copied to this node if it is in an object store; of a
+    packaged model or a GGUF file its path.
 
     Blocks, for as long as bytes arrive. Raises DataError for a location that is not allowed or cannot be read,
-    DeniedError for one outside the data roots, StorageError if it does not fit, WaitTimeoutError if nothing arrives.
+    DeniedError for one outside the data roots, StorageError if it does not fit, WaitTimeoutError if nothing arrives,
+    ConfigError for a packaged model that is not installed on this node.
     """
+    if (path := packaged_path(location)) is not None:
+        return StagedModel(path)
     check_url(location)
     check_named(location, "a model", links=True)
     if (path := local_path(location)) is not None:

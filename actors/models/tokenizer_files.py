@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from raytide.actors.models.model_config import read_json
+from raytide.actors.models.model_config import read_bytes, read_json, read_text
+from raytide.actors.models.quantized.gguf.gguf_config import end_token_ids
+from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
+from raytide.actors.models.quantized.gguf.gguf_tokenizer import tokenizer_config, tokenizer_json
 
 _NAMES = (
     "added_tokens.json",
@@ -21,6 +26,33 @@ _NAMES = (
 )
 
 
+WITH_TOKENIZER = "Export the model with its tokenizer.json."
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """What a tokenizer is made of: the contents of a directory's files, or what a GGUF file has in their place."""
+
+    where: str
+    tokenizer: bytes
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    chat_template: str | None
+
+    @classmethod
+    def read(cls, model: Path) -> TokenizerSource:
+        """Raises DataError if a file is unreadable, ConfigError for a GGUF tokenizer that is not supported."""
+        if is_gguf(model):
+            file = GgufFile(model)
+            config = tokenizer_config(file)
+            template = config.get("chat_template")
+            return cls(file.where, tokenizer_json(file), config, {"eos_token_id": end_token_ids(file)}, template)
+        path, template_path = model / "tokenizer.json", model / "chat_template.jinja"
+        tokenizer, config = read_bytes(path, WITH_TOKENIZER), _optional_json(model / "tokenizer_config.json")
+        template = read_text(template_path) if template_path.exists() else config.get("chat_template")
+        return cls(str(path), tokenizer, config, _optional_json(model / "generation_config.json"), template)
+
+
 def tokenizer_files(folder: Path) -> dict[str, Path]:
     """Returns the files that the directory has, by name."""
     return {name: folder / name for name in _NAMES if (folder / name).is_file()}
@@ -30,3 +62,7 @@ def tokenizer_digest(path: Path) -> str:
     """Returns a digest of what the tokenizer encodes, independent of JSON layout, padding and truncation."""
     body = {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

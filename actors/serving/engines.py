@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from raytide.actors.engine.base import Engine
+from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
+from raytide.actors.models.quantized.gguf.packaged_models import PACKAGED_MODELS
 from raytide.core.errors import ConfigError
 from raytide.core.io.private_paths import check_named
 from raytide.core.logs import logger
@@ -90,7 +92,11 @@ ON_REFERENCE = "On a GPU it runs on torch's reference operators, which are slow;
 
 
 def _automatic(spec: ServeSpec) -> EngineChoice:
-    """Returns vLLM on a GPU and raytide's own engine on a CPU; options such as `device: cpu` do not change that."""
+    """Returns vLLM on a GPU and raytide's own engine on a CPU and for GGUF files; options such as `device: cpu` do not
+    change that."""
+    if is_gguf(spec.model) or spec.model in PACKAGED_MODELS:
+        why = "its model is a GGUF file, which it reads."
+        return EngineChoice("native", f"{why} {ON_REFERENCE}" if spec.resources.get("GPU") else why)
     if spec.resources.get("GPU"):
         return EngineChoice("vllm", "its replicas have GPUs, and vLLM's kernels are made for them.")
     return EngineChoice("native", "its replicas have no GPU, and on CPUs raytide's own engine is the faster one.")

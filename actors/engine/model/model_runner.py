@@ -23,6 +23,7 @@ from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import Sampled, ScheduledChunk, Sequence, StepPlan
 from raytide.actors.engine.types import as_request_error
 from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
 from raytide.actors.models.quantized.model_weights import open_weights
 from raytide.core.errors import ConfigError, EngineError
 from raytide.kernels.core import LinearInput
@@ -56,7 +57,7 @@ class ModelRunner:
         self._quantized_input = _quantized_input(config, self._ops)
         self._adapters = LoraManager(config.max_loras)
         self._model: PagedDecoder | None = None
-        self.use(self.load(Path(config.model_dir)))
+        self.use(self.load(Path(packaged_path(config.model_dir) or config.model_dir)))
         self.allocate()
         self._batch = InputBatch(config.max_running, self.max_len, self.block_size, self._device.torch_device)
         self._sampler = Sampler()

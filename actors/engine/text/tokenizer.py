@@ -13,12 +13,12 @@ from raytide.actors.engine.text.tool_prompt import format_of, turns_of
 from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import ChatFormat, Message, as_request_error
 from raytide.actors.models.chat_template import ChatTemplate
-from raytide.actors.models.model_config import Fields, as_ids, read_bytes, read_json, read_text
+from raytide.actors.models.model_config import Fields, as_ids
+from raytide.actors.models.tokenizer_files import WITH_TOKENIZER, TokenizerSource
 from raytide.core.errors import DataError, EngineError, RaytideError, UsageError
 
 T = TypeVar("T")
 
-_WITH_TOKENIZER = "Export the model with its tokenizer.json."
 _INLINE_CHARS = 2000
 _SLICE_CHARS = 1 << 16
 _MARKS = [chr(code) for code in range(0xFDD2, 0xFDF0)]
@@ -27,27 +27,23 @@ _TORN_TOKENS = 16
 
 
 class Tokenizer:
-    """A model directory's tokenizer."""
+    """The tokenizer of a model directory or GGUF file."""
 
     def __init__(self, model_dir: Path) -> None:
-        path = model_dir / "tokenizer.json"
+        source = TokenizerSource.read(model_dir)
         try:
-            self.rust = RustTokenizer.from_buffer(read_bytes(path, _WITH_TOKENIZER))
-        except RaytideError:
-            raise
+            self.rust = RustTokenizer.from_buffer(source.tokenizer)
         except BaseException as cause:  # the library raises bare Exception, and panics
             error = as_request_error(cause)
-            raise DataError(f"cannot read {path}: {error}.", hint=_WITH_TOKENIZER) from None
+            raise DataError(f"cannot read {source.where}: {error}.", hint=WITH_TOKENIZER) from None
         self.pool = TextPool()
         self.rust.no_truncation()
         self.rust.no_padding()
-        self._config = _optional_json(model_dir / "tokenizer_config.json")
-        generation = model_dir / "generation_config.json"
+        self._config = source.config
         named = self.rust.token_to_id(self._special("eos_token") or "")
-        ends = Fields(_optional_json(generation), str(generation)).ids("eos_token_id")
+        ends = Fields(source.generation, str(model_dir / "generation_config.json")).ids("eos_token_id")
         self.eos_token_ids = frozenset(ends + as_ids(named))
-        template = model_dir / "chat_template.jinja"
-        self._template = read_text(template) if template.exists() else self._config.get("chat_template")
+        self._template = source.chat_template
 
     def encode(self, text: str, *, enough: int | None = None) -> list[int]:
         """Returns token ids with the special tokens that the tokenizer's post-processor adds (a BOS, if it has one).
@@ -204,7 +200,3 @@ def _checked(text: str) -> str:
             hint="Send text that is valid Unicode.",
         ) from None
     return text
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 
 from raytide.actors.models.loader import Weights
+from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
+from raytide.actors.models.quantized.gguf.gguf_weights import GgufWeights
 from raytide.actors.models.quantized.quantized_directory import QuantizedDirectory, is_quantized
 from raytide.kernels.core import QuantizedWeight
 
@@ -38,5 +40,7 @@ class ModelWeights(Protocol):
 
 def open_weights(model: Path, dtype: torch.dtype, device: torch.device) -> ModelWeights:
     """Opens a model's files. Raises DataError if they are unreadable, ConfigError for a format that is not read."""
+    if is_gguf(model):
+        return GgufWeights(GgufFile(model), dtype, device)
     weights = Weights(model, dtype, device)
     return QuantizedDirectory(model, dtype, device) if is_quantized(weights) else weights

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raytide.core.config import load_yaml
 from raytide.core.errors import CapacityError, ConfigError, NotFoundError
@@ -24,6 +24,9 @@ from raytide.sizing.search.fixes import misfit
 from raytide.sizing.search.plans import Objective, PlanSearch, SearchOptions, TrainingPlan, search_plans
 from raytide.sizing.serving import ReplicaPlan, ServingLoad, plan_replicas
 from raytide.sizing.workload import TrainWorkload
+
+if TYPE_CHECKING:
+    from raytide.actors.models.quantized.quantization_config import Quantization
 
 COLUMNS = ("nodes", "layout", "step", "MFU", "time", "cost", "energy", "memory", "limited by")
 SERVING_COLUMNS = ("replicas", "each", "slots", "first token", "next token", "requests/s", "cost/h", "limited by")
@@ -167,10 +170,19 @@ def plan_serving(model: str | Path, load: ServingLoad, *, cluster_file: str | Pa
 
 
 def model_named(source: str | Path) -> ModelShape:
-    """Returns the sizes of a known model or of a Hugging Face `config.json`, given by its path or its folder's.
-    NotFoundError if it is neither."""
+    """Returns the sizes of a known model, of a GGUF file, or of a Hugging Face `config.json`, given by its path or its
+    folder's. NotFoundError if it is none of them."""
+    from raytide.actors.models.quantized.gguf.gguf_config import gguf_config
+    from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
+    from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
+
     if str(source) in MODELS:
         return MODELS[str(source)]
+    source = packaged_path(str(source)) or source
+    if is_gguf(source):
+        file = GgufFile(Path(source))
+        shape = _shape(gguf_config(file), str(source), Path(source).stem)
+        return replace(shape, weight_bytes=file.tensor_bytes / shape.parameters)
     path = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
     if not path.is_file():
         raise NotFoundError(
@@ -237,10 +249,25 @@ def _model_of(spec: TrainSpec) -> ModelShape:
 def _shape(config: dict[str, Any], where: str, name: str) -> ModelShape:
     from raytide.actors.models.architecture import model_shape
     from raytide.actors.models.families import architecture_of
+    from raytide.actors.models.quantized.quantization_config import read_quantization
 
     body = dict(config)
     body.setdefault("eos_token_id", 0)
-    return model_shape(architecture_of(body, where), name)
+    shape = model_shape(architecture_of(body, where), name)
+    quantization = read_quantization(body, where)
+    return shape if quantization is None else replace(shape, weight_bytes=_mean_bytes(shape, quantization))
+
+
+def _mean_bytes(shape: ModelShape, quantization: Quantization) -> float:
+    """Returns the mean bytes of a weight: the layers' matrices in their scheme, with scales of 2 bytes, the rest in
+    bfloat16. Several schemes count alike.
+    """
+    matrices = sum(weight.numel for weight in shape.weights(range(shape.layers)) if weight.is_hidden)
+    each = [scheme.bits / 8 + (2 / scheme.group_size if scheme.group_size else 0.0) for scheme in quantization.schemes]
+    if not each:
+        return shape.weight_bytes
+    rest = shape.parameters - matrices
+    return (matrices * sum(each) / len(each) + 2.0 * rest) / shape.parameters
 
 
 def _cheapest_of_each(config: ClusterConfig) -> Sequence[NodeType]:

@@ -56,6 +56,8 @@ class ModelShape:
     expert_ffn: int = 0
     sparse_layers: tuple[int, ...] = ()
     """The layers with experts."""
+    weight_bytes: float = 2.0
+    """The mean bytes of a weight when the model is served: 2 in bfloat16, less if it is quantized."""
 
     @property
     def attention_width(self) -> int:

@@ -100,7 +100,6 @@ def decode_seconds(
     device: Accelerator,
     gpus: int = 1,
     *,
-    bytes_each: float = 2.0,
     memory_efficiency: float = MEMORY_EFFICIENCY,
     compute_efficiency: float = COMPUTE_EFFICIENCY,
     host_s: float = _HOST_S,
@@ -108,7 +107,7 @@ def decode_seconds(
     """Returns the seconds of a decode step of `batch` sequences with `context` tokens each: the larger of reading
     weights and KV caches and of computing, the tensor ranks' all-reduces, and the host's work.
     """
-    weights = bytes_each * min(model.parameters, batch * model.active_parameters)
+    weights = model.weight_bytes * min(model.parameters, batch * model.active_parameters)
     moved = weights + batch * context * model.kv_bytes_per_token()
     reading = moved / (gpus * device.bandwidth * memory_efficiency)
     computing = 2.0 * model.active_parameters * batch / (gpus * device.peak_flops("bf16") * compute_efficiency)
@@ -120,7 +119,9 @@ def kv_room(model: ModelShape, device: Accelerator, gpus: int, batch_tokens: int
     """Returns the bytes for KV caches on all GPUs of a replica; negative if the weights do not fit."""
     factor = _ACTIVATION_FACTORS[max(ranks for ranks in _ACTIVATION_FACTORS if ranks <= gpus)]
     activations = max(_LEAST_ACTIVATIONS, 2.0 * batch_tokens * model.width * factor)
-    per_gpu = UTILIZATION * device.memory_gb * GB - 2.0 * model.parameters / gpus - activations - _OTHER_BYTES
+    per_gpu = (
+        UTILIZATION * device.memory_gb * GB - model.weight_bytes * model.parameters / gpus - activations - _OTHER_BYTES
+    )
     return per_gpu * gpus
 
 

@@ -40,6 +40,7 @@ from raytide.actors.engine.types import (
     check_progress,
 )
 from raytide.actors.models.families import read_architecture
+from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
 from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, OverloadedError, UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class EngineCore:
     It is not thread-safe. `state` shows whether it serves, is paused, sleeps or is dead."""
 
     def __init__(self, config: EngineConfig) -> None:
-        model_dir = Path(config.model_dir)
+        model_dir = Path(packaged_path(config.model_dir) or config.model_dir)
         arch = read_architecture(model_dir)
         self.tokenizer = Tokenizer(model_dir)
         self.state: EngineState = "serving"

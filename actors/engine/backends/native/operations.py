@@ -18,6 +18,7 @@ from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.pooling import pooling_of
 from raytide.actors.models.content import content_digest
 from raytide.actors.models.families import is_same_architecture, read_architecture
+from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
 from raytide.core.errors import ConflictError
 
 
@@ -55,7 +56,7 @@ def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[Pa
     """Loads other weights while the engine runs; thread-safe. Raises ConflictError for another architecture, or when
     the files change meanwhile.
     """
-    model_dir = Path(source)
+    model_dir = Path(packaged_path(source) or source)
     theirs, ours = read_architecture(model_dir), core.runner.arch
     if not is_same_architecture(theirs, ours):
         raise ConflictError(

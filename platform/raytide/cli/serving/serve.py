@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from raytide.actors.models.quantized.gguf.packaged_models import PACKAGED_MODELS
 from raytide.cli.options import Labels, Spot, resources
 from raytide.cli.serving.endpoints import rollout_line
 from raytide.cli.show import ClusterName, Json, as_json, as_table
@@ -29,7 +30,9 @@ from raytide.sdk.serving.endpoint import EndpointHandle
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="A Hugging Face directory or its URL, registry:NAME@ALIAS, or a ServeSpec in a YAML file."),
+        typer.Argument(
+            help="A Hugging Face directory or its URL, a GGUF file, smollm2, registry:NAME@ALIAS, or a ServeSpec in YAML."
+        ),
     ] = None,
     name: Annotated[str, typer.Option(help="The name of the endpoint and of its model.")] = "",
     replicas: Annotated[str, typer.Option(help="`2`, or `1:4` to follow the load; the default is 1.")] = "",
@@ -158,8 +161,8 @@ def serve(
 
 
 def _location(text: str) -> str:
-    """Returns a path as an absolute one; URLs and references unchanged."""
-    is_path = text and "://" not in text and not text.startswith(SCHEME)
+    """Returns a path as an absolute one; URLs, references and names of packaged models unchanged."""
+    is_path = text and "://" not in text and not text.startswith(SCHEME) and text not in PACKAGED_MODELS
     return str(Path(text).resolve()) if is_path else text
 
 

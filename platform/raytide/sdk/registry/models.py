@@ -140,4 +140,4 @@ def named_model(model: str, name: str = "") -> dict[str, object]:
     """Returns the fields of a ServeSpec for a directory or a registered model, which name it by default."""
     if model.startswith(SCHEME):
         return {"name": name or ModelReference.parse(model).name, "model": model}
-    return {"name": name or Path(model).name.lower(), "model": model}
+    return {"name": name or Path(model).name.removesuffix(".gguf").lower(), "model": model}

@@ -120,12 +120,24 @@ class Inputs:
             check_url(url)
 
     def check_model(self, model: str, caller: Caller, adapters: Iterable[str] = ()) -> None:
-        """Raises DataError if a model or adapter is a local path that is none, or if a URL is not allowed."""
-        for location, file in ((model, "config.json"), *((each, "adapter_config.json") for each in adapters)):
+        """Raises DataError if a model or adapter is a local path that is none, or if a URL is not allowed. The nodes
+        look for packaged models.
+        """
+        from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
+        from raytide.actors.models.quantized.gguf.packaged_models import PACKAGED_MODELS
+
+        named = [(each, "an adapter's directory", join(each, "adapter_config.json")) for each in adapters]
+        if is_gguf(model):
+            if local_path(model) is None:
+                raise DataError(f"{model} is a GGUF file in a store.", hint="Copy it to a path that every node reads.")
+            named.append((model, "a GGUF file", model))
+        elif model not in PACKAGED_MODELS:
+            named.append((model, "a model directory", join(model, "config.json")))
+        for location, kind, file in named:
             check_url(location)
-            if self._look(join(location, file), caller, most=0).is_missing:
-                kind = "a model" if location == model else "an adapter's"
-                raise DataError(f"{location} is not {kind} directory: it has no {file}.", hint="Use an exported one.")
+            if self._look(file, caller, most=0).is_missing:
+                lacks = "it does not exist" if file == location else f"it has no {Path(file).name}"
+                raise DataError(f"{location} is not {kind}: {lacks}.", hint="Use an exported one.")
 
     def check_weights(self, model: str, weights: str, caller: Caller) -> None:
         """Raises DataError for weights that are no model, ConflictError if they are known to be of another

@@ -1,0 +1,147 @@
+"""The tokenizer of a GGUF file, as the `tokenizer.json` that the same model has on Hugging Face.
+
+A file holds vocabulary and merges, and names how texts are split before: its expressions are those of llama.cpp's
+`llama-vocab.cpp`. A name that is not known here is refused, because other splits give other tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from raytide.actors.models.quantized.gguf.gguf_file import GgufFile
+from raytide.core.bounds import shortened
+from raytide.core.errors import ConfigError, DataError
+
+Json = dict[str, Any]
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+"""Kinds of tokens that are found in a text before it is split."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _bytes(*, splits: bool) -> Json:
+    """Returns the mapping of bytes to characters; with `splits` GPT-2's expression comes first."""
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": splits}
+
+
+def _split(expression: str) -> Json:
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, _bytes(splits=False)]}
+
+
+_GPT2: Json = {"pre_tokenizer": _bytes(splits=True)}
+_SMOLLM: Json = {
+    "pre_tokenizer": {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "Digits", "individual_digits": True}, _bytes(splits=True)],
+    }
+}
+_LLAMA3: Json = {"pre_tokenizer": _split(_CONTRACTIONS + _WORDS % "{1,3}"), "ignore_merges": True}
+_QWEN2: Json = {"pre_tokenizer": _split(_CONTRACTIONS + _WORDS % ""), "normalizer": {"type": "NFC"}}
+
+_SPLITS: Mapping[str, Json] = {
+    "deepseek-r1-qwen": _QWEN2,
+    "gpt-2": _GPT2,
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "smollm": _SMOLLM,
+}
+
+
+def tokenizer_json(file: GgufFile) -> bytes:
+    """Returns the file's tokenizer. ConfigError for a kind that is not supported, DataError if it is damaged."""
+    kind, splits = file.text("tokenizer.ggml.model"), file.text("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or splits not in _SPLITS:
+        raise ConfigError(
+            f"{file.where}: tokenizer {shortened(kind, 50)}, splits {shortened(splits, 50)}, is not supported.",
+            hint=f"Supported: gpt2 (byte-level BPE) with {', '.join(_SPLITS)}. Else use the Hugging Face directory.",
+        )
+    rules, tokens, kinds = _SPLITS[splits], file.texts("tokenizer.ggml.tokens"), _kinds(file)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        raise DataError(f"{file.where}: two tokens are the same text.", hint="Download or convert the model again.")
+    added = [
+        {
+            "id": index,
+            "content": tokens[index],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": each != _USER_DEFINED,
+        }
+        for index, each in enumerate(kinds[: len(tokens)])
+        if each in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": rules.get("ignore_merges", False),
+        "vocab": vocabulary,
+        "merges": file.texts("tokenizer.ggml.merges"),
+    }
+    body = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": rules.get("normalizer"),
+        "pre_tokenizer": rules["pre_tokenizer"],
+        "post_processor": _post_processor(file, tokens),
+        "decoder": _bytes(splits=True),
+        "model": model,
+    }
+    return json.dumps(body).encode()
+
+
+def tokenizer_config(file: GgufFile) -> Json:
+    """Returns the fields of a `tokenizer_config.json`: special tokens and the chat template."""
+    tokens = file.texts("tokenizer.ggml.tokens")
+    found: Json = {}
+    for name in ("bos", "eos"):
+        if (index := _token_id(file, name, len(tokens))) is not None:
+            found[f"{name}_token"] = tokens[index]
+    if "tokenizer.chat_template" in file:
+        found["chat_template"] = file.text("tokenizer.chat_template")
+    return found
+
+
+def _kinds(file: GgufFile) -> list[int | float]:
+    field = "tokenizer.ggml.token_type"
+    return file.numbers(field) if field in file else []
+
+
+def _token_id(file: GgufFile, name: str, count: int) -> int | None:
+    field = f"tokenizer.ggml.{name}_token_id"
+    if field not in file:
+        return None
+    if not 0 <= (index := int(file.number(field))) < count:
+        raise DataError(f"{file.where}: {field} {index} is no token.", hint="Download or convert the model again.")
+    return index
+
+
+def _post_processor(file: GgufFile, tokens: list[str]) -> Json | None:
+    """Returns what puts the beginning-of-text token before a text, if the file asks for it."""
+    index = _token_id(file, "bos", len(tokens))
+    if index is None or not file.flag("tokenizer.ggml.add_bos_token", False):
+        return None
+    token = tokens[index]
+    first = {"SpecialToken": {"id": token, "type_id": 0}}
+    text, other = ({"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text],
+        "pair": [first, text, first, other],
+        "special_tokens": {token: {"id": token, "ids": [index], "tokens": [token]}},
+    }

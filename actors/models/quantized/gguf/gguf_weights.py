@@ -1,0 +1,143 @@
+"""The weights of a GGUF file under the names of Hugging Face directories."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import torch
+
+from raytide.actors.models.quantized.gguf.blocks import as_floats, as_quantized, is_float
+from raytide.actors.models.quantized.gguf.gguf_config import family_of
+from raytide.actors.models.quantized.gguf.gguf_file import BLOCK_FORMATS, GgufFile, GgufTensor
+from raytide.core.errors import DataError
+from raytide.kernels.core import QuantizedWeight
+
+Tensor = torch.Tensor
+
+_MODULES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_LAYER_MODULES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_NO_WEIGHTS = frozenset({"rope_freqs.weight"})
+_MOST_NAMED = 5
+
+
+class GgufWeights:
+    """A file's tensors, converted to a dtype and device. Implements `ModelWeights`."""
+
+    def __init__(self, file: GgufFile, dtype: torch.dtype, device: torch.device) -> None:
+        self._file, self._dtype, self._device = file, dtype, device
+        self._permutes = family_of(file).permutes
+        name = file.text("general.architecture")
+        self._heads = int(file.number(f"{name}.attention.head_count"))
+        self._kv_heads = int(file.number(f"{name}.attention.head_count_kv", self._heads))
+        self._read = set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return _gguf_name(name) in self._file.tensors
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        tensor = self._tensor(name, shape)
+        if is_float(tensor.format):
+            values = as_floats(self._raw(tensor), tensor.format, shape).to(dtype=self._dtype, device=self._device)
+            rows = self._rows(name, shape[0])
+            return values if rows is None else values[rows]
+        if len(shape) != 2:
+            raise self._wrong(name, "is quantized, but no matrix")
+        weight = self.quantized(name.removesuffix(".weight"), *shape)
+        assert weight is not None
+        return weight.dequantized().to(self._dtype)
+
+    def stack(self, names: list[str], rows: list[int], *rest: int) -> Tensor:
+        return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
+
+    def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
+        name = f"{module}.weight"
+        if name not in self or is_float(self._file.tensors[_gguf_name(name)].format):
+            return None
+        tensor = self._tensor(name, (rows, columns))
+        numbers, block_bytes = BLOCK_FORMATS[tensor.format]
+        raw = self._raw(tensor).view(rows, columns // numbers, block_bytes)
+        order = self._rows(name, rows)
+        weight = as_quantized(raw if order is None else raw[order], tensor.format)
+        for values in (weight.scales_NG, weight.offsets_NG):
+            if values is not None and not bool(values.isfinite().all()):
+                raise self._wrong(name, "has scales that are not finite")
+        return _moved(weight, self._device)
+
+    def check_all_read(self) -> None:
+        if stray := sorted(self._file.tensors.keys() - self._read - _NO_WEIGHTS):
+            raise DataError(
+                f"{self._file.where} has tensors that its architecture does not: {', '.join(stray[:_MOST_NAMED])}.",
+                hint="Its model is a variant that is not computed here; use the Hugging Face directory.",
+            )
+
+    @property
+    def quantization(self) -> str:
+        counts = Counter(self._file.tensors[name].format for name in self._read)
+        blocks = [name for name, _ in counts.most_common() if not is_float(name)]
+        return f"gguf {', '.join(blocks)}" if blocks else ""
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> GgufTensor:
+        there = _gguf_name(name)
+        tensor = self._file.tensors.get(there)
+        if tensor is None:
+            raise DataError(
+                f"{self._file.where} has no tensor {there} ({name}).", hint="Download or convert the model again."
+            )
+        if tensor.shape != shape:
+            raise self._wrong(name, f"has shape {tensor.shape}, its fields imply {shape}")
+        self._read.add(there)
+        return tensor
+
+    def _raw(self, tensor: GgufTensor) -> Tensor:
+        """Returns a tensor's bytes, copied: the file is read-only memory."""
+        return torch.frombuffer(
+            bytearray(self._file.data[tensor.start : tensor.start + tensor.bytes]), dtype=torch.uint8
+        )
+
+    def _rows(self, name: str, rows: int) -> Tensor | None:
+        """Returns the file's rows in the order of Hugging Face. Llama's files have the two numbers that a rotation
+        turns side by side in each query and key head; Hugging Face has them half a head apart.
+        """
+        heads = self._heads if ".q_proj." in name else self._kv_heads if ".k_proj." in name else 0
+        if not self._permutes or not heads or rows % (2 * heads):
+            return None
+        return torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).reshape(-1)
+
+    def _wrong(self, name: str, what: str) -> DataError:
+        return DataError(
+            f"{self._file.where}: tensor {_gguf_name(name)} {what}.", hint="Download or convert the model again."
+        )
+
+
+def _gguf_name(name: str) -> str:
+    """Returns a tensor's name in GGUF; the name itself, which no file has, for those that it does not know."""
+    module, _, suffix = name.rpartition(".")
+    if module in _MODULES:
+        return f"{_MODULES[module]}.{suffix}"
+    match = _LAYER.fullmatch(module)
+    if match is None or match[2] not in _LAYER_MODULES:
+        return name
+    return f"blk.{match[1]}.{_LAYER_MODULES[match[2]]}.{suffix}"
+
+
+def _moved(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    offsets = None if weight.offsets_NG is None else weight.offsets_NG.to(device)
+    return QuantizedWeight(weight.bits, weight.codes_NK.to(device), weight.scales_NG.to(device), offsets)

