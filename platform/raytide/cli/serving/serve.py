@@ -31,7 +31,8 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A Hugging Face directory or its URL, a GGUF file, smollm2, registry:NAME@ALIAS, or a ServeSpec in YAML."
+            help="A Hugging Face directory or its URL, a GGUF file, smollm2, registry:NAME@ALIAS, or a ServeSpec in a "
+            "YAML file."
         ),
     ] = None,
     name: Annotated[str, typer.Option(help="The name of the endpoint and of its model.")] = "",

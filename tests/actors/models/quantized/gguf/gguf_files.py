@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,8 +121,6 @@ def add_tokenizer(writer: Any, folder: Path, splits: str = "gpt-2", special: Seq
     if not (folder / "tokenizer.json").exists():
         save_tokenizer(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    import json
-
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
     writer.add_tokenizer_model("gpt2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
@@ -15,8 +14,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    yield LLM("smollm2", max_running=4, max_model_len=512)
+def llm() -> LLM:
+    return LLM("smollm2", max_running=4, max_model_len=512)
 
 
 def test_it_answers_a_question(llm: LLM) -> None:
@@ -27,8 +26,7 @@ def test_it_answers_a_question(llm: LLM) -> None:
     assert llm.info.quantization.startswith("gguf Q4_1, Q8_0;")
 
 
-def test_its_tokens_are_those_of_the_model_it_was_made_from(llm: LLM) -> None:
-    """The ids of these texts are in the model's page on Hugging Face and in its training data."""
+def test_special_tokens_and_digits_are_tokens_of_their_own(llm: LLM) -> None:
     tokenizer = llm._core.tokenizer
     assert tokenizer.encode("<|im_start|>user\n") == [1, 4093, 198]
     assert tokenizer.decode(tokenizer.encode("x = 2025  # naïve")) == "x = 2025  # naïve"
