@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -11,12 +12,14 @@ from pathlib import Path
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.content import content_digest
 from raytide.actors.models.families import architecture_of
+from raytide.actors.models.model_cache import staged_model
 from raytide.actors.models.model_config import read_json
 from raytide.actors.models.quantized.quantization_config import read_quantization
 from raytide.actors.models.tokenizer_files import tokenizer_digest
 from raytide.actors.trainer.data.mixture_dataset import open_tokens
 from raytide.actors.trainer.data.token_dataset import TokenDataset
 from raytide.core.errors import ConfigError, DataError
+from raytide.core.io.storage import join, local_path
 from raytide.core.specs.train import TrainSpec
 
 
@@ -48,11 +51,9 @@ def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
 
 
 def model_folder(init_from: str) -> Path:
-    """Returns a model directory, or the one that a run exported."""
-    if "://" in init_from:
-        raise ConfigError(
-            f"init_from is {init_from}, but must be a directory.", hint="Copy it to where every member reaches it."
-        )
+    """Returns a model directory, or the one that a run exported; from an object store, a copy on this node."""
+    if local_path(init_from) is None:
+        return _copied(init_from)
     folders = [Path(init_from), Path(init_from) / "model"]
     for folder in folders:
         if (folder / "config.json").is_file():
@@ -61,6 +62,18 @@ def model_folder(init_from: str) -> Path:
         f"{init_from} holds no model: neither it nor its model folder has a config.json.",
         hint="Point at a Hugging Face model directory, or at a finished run.",
     )
+
+
+@functools.cache
+def _copied(url: str) -> Path:
+    """Returns the copy of a directory, which nobody deletes while this process lives."""
+    try:
+        return Path(staged_model(url).path)
+    except DataError as error:
+        try:
+            return Path(staged_model(join(url, "model")).path)
+        except DataError:
+            raise error from None
 
 
 def _config(spec: TrainSpec, data: TokenDataset, folder: Path | None) -> tuple[dict[str, object], str]:

@@ -133,7 +133,8 @@ class TrainSpec(Config):
     """A directory or an fsspec URL (`s3://bucket/run`) for checkpoints; `out`/checkpoints by default."""
     model: ModelSpec = ModelSpec()
     init_from: str | None = None
-    """A Hugging Face directory, or the `out` of a run that exported one, for config, weights and tokenizer."""
+    """A Hugging Face directory, or the `out` of a run that exported one, for config, weights and tokenizer. A URL of an
+    object store is copied to each node once."""
     other_tokenizer: bool = False
     """Allow a dataset made with another tokenizer than that of init_from; the dataset's tokenizer is exported."""
     finetune: FinetuneSpec | None = None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from tests.actors.engine.families import save_family
@@ -23,6 +26,7 @@ from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import CheckpointError, ConfigError, DataError
+from raytide.core.io import storage
 from raytide.core.specs.model import ChatSpec, FinetuneSpec, LoraSpec, ModelSpec
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import MemorySpec, OptimSpec, TrainSpec
@@ -220,13 +224,28 @@ def test_talk_teaches_the_assistant_s_words(start: Start, tmp_path: Path) -> Non
         ({"model": ModelSpec(config={"vocab_size": 40})}, r"vocab_size of 40, below the 96"),
         ({"model": ModelSpec(config={"intermediate_size": 100})}, r"has in another shape model\.layers\.0\.mlp"),
         ({"init_from": "nowhere"}, r"nowhere holds no model"),
-        ({"init_from": "s3://models/one"}, r"must be a directory"),
+        ({"init_from": "http://models/one"}, r"uses the protocol http, which is not supported"),
     ],
 )
 def test_what_does_not_fit_is_refused(start: Start, change: dict[str, Any], message: str) -> None:
     spec = start("llama3-mqa", **change)
     with process_group.single_process() as mine, pytest.raises((ConfigError, DataError), match=message):
         Trainer(spec, mine)
+
+
+@pytest.mark.parametrize("below", ["", "/model"])
+def test_a_model_in_an_object_store_is_copied_to_the_node_and_tuned(
+    start: Start, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory, and the `out` of a run."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(storage, "REMOTE", storage.REMOTE | {"memory"})
+    here = start("llama3-mqa", steps=2)
+    url, fs = f"memory://models/{uuid.uuid4().hex}", fsspec.filesystem("memory")
+    fs.put(f"{here.init_from}/", f"{url}{below}/", recursive=True)
+    there = here.model_copy(update={"init_from": url, "out": str(tmp_path / "there")})
+    assert losses(there) == losses(here)
 
 
 def test_a_target_that_the_model_lacks_is_named(start: Start) -> None:
