@@ -161,6 +161,7 @@ SLOW = (
     "tests/gateway/batches/",
     "tests/kernels/test_other_processors.py",
     "tests/pipelines/compress/prune/",
+    "tests/pipelines/compress/test_distill.py",
     "tests/pipelines/test_build_on_ray.py",
     "tests/workflows/test_flow_cluster.py",
     "tests/gateway/tenancy/test_bills.py",

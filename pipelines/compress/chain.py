@@ -13,7 +13,7 @@ from raytide.core.io.claim import Claim
 from raytide.pipelines.compress.card import CompressionCard, StepCard, read_card, weight_bytes, write_card
 from raytide.pipelines.compress.layer_files import digest_in, remove_others
 from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep
-from raytide.pipelines.compress.step_task import OnProgress, StepTask
+from raytide.pipelines.compress.step_task import OnProgress, StepTask, teacher_of
 
 
 def compress(recipe: CompressRecipe, on_progress: OnProgress = lambda what, done, of: None) -> CompressionCard:
@@ -82,6 +82,10 @@ def _run(task: StepTask) -> None:
         from raytide.pipelines.compress.prune.masks import run_mask
 
         run_mask(step.mask, task)
+    elif step.distill is not None:
+        from raytide.pipelines.compress.distill import run_distill
+
+        run_distill(step.distill, task)
     else:
         from raytide.pipelines.compress.quantize.llm_compressor import run_llm_compressor
 
@@ -94,6 +98,7 @@ def _digest(recipe: CompressRecipe, step: CompressStep, source: Path) -> str:
         "step": step.model_dump(mode="json"),
         "input": content_digest(source),
         "config": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
+        "teacher": None if step.distill is None else content_digest(teacher_of(step.distill, recipe)),
         "text": recipe.calibration.model_dump(mode="json") if step.reads_text and recipe.calibration else None,
     }
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -64,12 +64,18 @@ class LayerFiles:
             for name, file in tokenizer_files(source).items():
                 shutil.copyfile(file, self.folder / name)
             self._json("config.json", config)
-            self._json(RECORD, {**record, "digest": self._digest})
+            write_record(self.folder, self._digest, record)
             publish(self.folder, self._target)
 
     def _json(self, name: str, body: Mapping[str, object]) -> None:
         with full_disk_is_an_error(str(self._target)):
             (self.folder / name).write_text(json.dumps(body, indent=2) + "\n")
+
+
+def write_record(folder: Path, digest: str, record: Mapping[str, object]) -> None:
+    """Writes which step made a directory, before it is published."""
+    with full_disk_is_an_error(str(folder)):
+        (folder / RECORD).write_text(json.dumps({**record, "digest": digest}, indent=2) + "\n")
 
 
 def publish(folder: Path, target: Path) -> None:

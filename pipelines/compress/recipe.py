@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from raytide.actors.quality.suite import HeldOutText, QualitySuite
 from raytide.core import bounds
 from raytide.core.config import Config
 
 Scheme = Literal["w8a16", "w8a8", "w4a16", "fp8"]
-StepKind = Literal["rtn", "gptq", "awq", "smoothquant", "prune", "mask"]
+StepKind = Literal["rtn", "gptq", "awq", "smoothquant", "prune", "mask", "distill"]
 Pattern = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 BITS: dict[Scheme, int] = {"w8a16": 8, "w8a8": 8, "w4a16": 4, "fp8": 8}
@@ -95,6 +95,23 @@ class MaskStep(Config):
         return self
 
 
+class DistillStep(Config):
+    """Trains the model on the recipe's parent's predictions, as a run of raytide's trainer."""
+
+    train: dict[str, object]
+    """Fields of a training run (docs/training.md): dataset, steps, optim, ... Its model, teacher and out are given."""
+    teacher: dict[str, object] = Field(default_factory=dict)
+    """Fields of the run's `distill`: loss, temperature, top_k, cache; `teacher` is the recipe's model by default."""
+
+    @field_validator("train")
+    @classmethod
+    def _leaves_its_fields(cls, fields: dict[str, object]) -> dict[str, object]:
+        taken = sorted({"init_from", "out", "distill", "model", "export", "finetune"} & fields.keys())
+        if taken:
+            raise ValueError(f"{', '.join(taken)} cannot be set: the recipe gives them")
+        return fields
+
+
 class CompressStep(Config):
     """One step; exactly one of its fields is given."""
 
@@ -104,6 +121,7 @@ class CompressStep(Config):
     smoothquant: CalibratedStep | None = None
     prune: PruneStep | None = None
     mask: MaskStep | None = None
+    distill: DistillStep | None = None
 
     @model_validator(mode="after")
     def _one(self) -> CompressStep:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from raytide.actors.quality.evaluate import model_directory
 from raytide.pipelines.compress.layer_files import LayerFiles
-from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep
+from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep, DistillStep
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, and how much of how much."""
@@ -28,3 +29,8 @@ class StepTask:
 
     def files(self) -> LayerFiles:
         return LayerFiles(self.target, self.digest)
+
+
+def teacher_of(step: DistillStep, recipe: CompressRecipe) -> Path:
+    """Returns the directory of a distillation's teacher: the recipe's model by default."""
+    return model_directory(str(step.teacher.get("teacher", recipe.model)))

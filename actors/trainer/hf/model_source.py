@@ -132,6 +132,10 @@ def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
         "order": spec.digest(),
         "first_weights": None if folder is None else content_digest(folder),
     }
+    if spec.distill is not None:
+        body["distill"] = spec.distill.model_dump(exclude={"teacher", "cache"}) | {
+            "teacher": content_digest(model_folder(spec.distill.teacher))
+        }
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

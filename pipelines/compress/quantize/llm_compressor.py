@@ -19,7 +19,7 @@ from raytide.core.config import environment
 from raytide.core.errors import ConfigError, DataError, ScriptError
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.pipelines.compress.calibration import calibration_windows
-from raytide.pipelines.compress.layer_files import RECORD, plain_config, publish
+from raytide.pipelines.compress.layer_files import plain_config, publish, write_record
 from raytide.pipelines.compress.quantize.rtn import check_groups, quantized_linears
 from raytide.pipelines.compress.recipe import BITS, CalibratedStep
 from raytide.pipelines.compress.step_task import StepTask
@@ -66,7 +66,7 @@ def run_llm_compressor(task: StepTask) -> None:
         for name, file in tokenizer_files(source).items():
             shutil.copyfile(file, folder / name)
         _check(folder)
-        (folder / RECORD).write_text(json.dumps({"step": task.step.kind, "digest": task.digest}, indent=2) + "\n")
+        write_record(folder, task.digest, {"step": task.step.kind})
         publish(folder, task.target)
 
 

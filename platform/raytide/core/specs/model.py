@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from raytide.core.config import Config
 
-__all__ = ["ChatSpec", "FinetuneSpec", "LoraSpec", "ModelSpec", "Target"]
+__all__ = ["ChatSpec", "DistillSpec", "FinetuneSpec", "LoraSpec", "ModelSpec", "Target"]
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -119,3 +119,26 @@ class ChatSpec(Config):
 
 def _default(name: str) -> object:
     return ModelSpec.model_fields[name].default
+
+
+class DistillSpec(Config):
+    """Training on a teacher's predictions in place of the tokens that follow."""
+
+    teacher: str = Field(min_length=1)
+    """A Hugging Face directory of a model with the same vocabulary. Every rank loads all of it."""
+    loss: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """KL(teacher | student) covers all that the teacher does, KL(student | teacher) keeps to what it does most."""
+    beta: float = Field(default=0.5, gt=0, lt=1)
+    """For jsd: the teacher's weight in the mixture that both are compared with."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits of both."""
+    top_k: int = Field(default=0, ge=0, le=4096)
+    """Compare the teacher's most likely tokens one by one and all others as one; 0 compares the whole vocabulary."""
+    cache: str = ""
+    """A directory that keeps the most likely tokens of every sequence, 6 bytes each, for later epochs and runs."""
+
+    @model_validator(mode="after")
+    def _caches_the_top(self) -> DistillSpec:
+        if self.cache and not self.top_k:
+            raise ValueError("cache keeps the most likely tokens: give top_k, such as 64")
+        return self

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, model_validator
 from raytide.core.config import Config
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.mixture import AugmentSpec, HeldOutSpec, MixtureSpec, Packing, StreamSpec
-from raytide.core.specs.model import ChatSpec, FinetuneSpec, ModelSpec
+from raytide.core.specs.model import ChatSpec, DistillSpec, FinetuneSpec, ModelSpec
 from raytide.core.specs.optim import OptimSpec
 from raytide.core.specs.parallelism import Parallelism, Sizes
 
@@ -139,6 +139,8 @@ class TrainSpec(Config):
     """Allow a dataset made with another tokenizer than that of init_from; the dataset's tokenizer is exported."""
     finetune: FinetuneSpec | None = None
     """The part of init_from's model that is trained; all of it by default."""
+    distill: DistillSpec | None = None
+    """Train on a teacher's predictions; on the data's own tokens by default."""
     optim: OptimSpec = OptimSpec()
     layout: Parallelism = Parallelism()
     """`auto` leaves the axes, the micro-batch and checkpointing to the planner, when the job is submitted."""
@@ -255,6 +257,14 @@ class TrainSpec(Config):
             (tensor and self.memory.compile, "memory.compile cannot be combined with layout.tensor above 1"),
             (tensor and self.precision == "fp8", "precision fp8 cannot be combined with layout.tensor above 1"),
             (self.finetune is not None and self.precision == "fp8", "precision fp8 cannot be combined with finetune"),
+            (
+                self.distill is not None and (tensor or self.layout.pipeline > 1 or self.layout.context > 1),
+                "distill needs all logits of a sequence on one rank: use only layout.replicate and layout.shard",
+            ),
+            (
+                self.distill is not None and self.memory.loss_chunk > 0,
+                "distill cannot be combined with memory.loss_chunk; distill.top_k bounds what is kept",
+            ),
             (
                 tensor and self.memory.loss_chunk,
                 "memory.loss_chunk cannot be combined with layout.tensor above 1",

@@ -1,0 +1,154 @@
+"""The divergences are those of their definitions, and a student learns its teacher's predictions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.actors.engine.tiny import VOCAB, save_llama
+from torch import Tensor
+
+from raytide.actors.trainer.model.distillation import TopPredictions, distillation_sum, top_predictions
+from raytide.actors.trainer.model.loss import IGNORE
+from raytide.actors.trainer.runners.local import train_local
+from raytide.core.errors import ConfigError
+from raytide.core.io.token_dataset import load_manifest
+from raytide.core.specs.data import DataSpec, TokenizerSpec
+from raytide.core.specs.model import DistillSpec
+from raytide.core.specs.train import TrainSpec
+from raytide.pipelines.build import build
+from raytide.pipelines.runners.inline import InlineRunner
+
+
+def defined(student: Tensor, teacher: Tensor, spec: DistillSpec) -> float:
+    """The definition of GKD's divergence (Agarwal et al. 2024, equation 1), in float64 probabilities."""
+    q, p = ((each.double() / spec.temperature).softmax(-1) for each in (student, teacher))
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a / b).log()).sum()
+
+    if spec.loss == "jsd":
+        mixture = spec.beta * p + (1 - spec.beta) * q
+        return float(spec.beta * kl(p, mixture) + (1 - spec.beta) * kl(q, mixture))
+    return float(kl(p, q) if spec.loss == "forward_kl" else kl(q, p))
+
+
+SPECS = [
+    {"loss": "forward_kl"},
+    {"loss": "reverse_kl", "temperature": 2.0},
+    {"loss": "jsd", "beta": 0.1},
+    {"loss": "jsd", "beta": 0.5, "temperature": 0.7},
+]
+
+
+@pytest.mark.parametrize("fields", SPECS)
+def test_the_loss_is_the_definition_over_the_tokens_that_count(fields: dict[str, object]) -> None:
+    spec = DistillSpec.parse({"teacher": "t", **fields}, where="distill")
+    student, teacher = (3 * torch.randn(6, 40, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    targets = torch.tensor([1, IGNORE, 2, 3, IGNORE, 4])
+    found = distillation_sum(student, teacher, targets, spec)
+    assert float(found) == pytest.approx(defined(student[targets >= 0], teacher[targets >= 0], spec), rel=1e-5)
+    student.requires_grad_()
+    distillation_sum(student, teacher, targets, spec).backward()
+    assert student.grad is not None
+    assert (student.grad[targets < 0] == 0).all()
+    assert (student.grad[targets >= 0].abs().sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize("fields", SPECS)
+def test_the_most_likely_tokens_and_a_bucket_for_the_rest_are_a_distribution_of_their_own(
+    fields: dict[str, object],
+) -> None:
+    """The divergence of a coarser distribution is a lower bound, and the whole one if all tokens are compared."""
+    student, teacher = (3 * torch.randn(6, 40, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    targets = torch.ones(6, dtype=torch.int64)
+    losses = []
+    for top_k in (1, 4, 16, 39):
+        spec = DistillSpec.parse({"teacher": "t", "top_k": top_k, **fields}, where="distill")
+        losses.append(float(distillation_sum(student, top_predictions(teacher, spec), targets, spec)))
+    assert losses == sorted(losses)
+    assert losses[-1] == pytest.approx(defined(student, teacher, spec), rel=1e-3)
+
+
+def test_a_teacher_s_own_predictions_cost_nothing() -> None:
+    logits = torch.randn(5, 40)
+    for loss in ("forward_kl", "reverse_kl", "jsd"):
+        spec = DistillSpec(teacher="t", loss=loss, top_k=8)
+        top = top_predictions(logits, spec)
+        assert float(distillation_sum(logits, top, torch.ones(5, dtype=torch.int64), spec)) == pytest.approx(
+            0, abs=1e-5
+        )
+        assert isinstance(top, TopPredictions)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher, a student of its weights with noise, and a dataset of the teacher's tokenizer."""
+    folder = tmp_path_factory.mktemp("distill")
+    save_llama(folder / "teacher", num_hidden_layers=1)
+    student, generator = save_llama(folder / "student", num_hidden_layers=1), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    student.save_pretrained(folder / "student")
+    (folder / "a.txt").write_text(Path(json.__file__).read_text())
+    file = TokenizerSpec(file=str(folder / "teacher" / "tokenizer.json"), eos="<eos>")
+    build(DataSpec(inputs=(str(folder / "a.txt"),), tokenizer=file, out=str(folder / "data")), runner=InlineRunner())
+    assert load_manifest(str(folder / "data")).vocab_size == VOCAB
+    return folder
+
+
+def spec_of(folder: Path, out: Path, **distill: object) -> TrainSpec:
+    fields = {
+        "dataset": str(folder / "data"),
+        "init_from": str(folder / "student"),
+        "out": str(out),
+        "steps": 24,
+        "global_batch": 4,
+        "micro_batch": 2,
+        "seq_len": 32,
+        "optim": {"lr": 0.005},
+        "distill": {"teacher": str(folder / "teacher"), **distill},
+        "export": False,
+    }
+    return TrainSpec.parse(fields, where="train")
+
+
+def losses(spec: TrainSpec) -> list[float]:
+    found: list[float] = []
+    train_local(spec, on_step=lambda result: found.append(result.loss))
+    return found
+
+
+def test_a_student_comes_nearer_to_its_teacher_and_a_cache_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    plain = losses(spec_of(folder, tmp_path / "a", top_k=64))
+    assert np.mean(plain[-4:]) < 0.8 * np.mean(plain[:4])
+    cached = losses(spec_of(folder, tmp_path / "b", top_k=64, cache=str(tmp_path / "cache")))
+    assert cached == pytest.approx(plain, rel=1e-2)
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.npz")}
+    assert files
+    again = losses(spec_of(folder, tmp_path / "c", top_k=64, cache=str(tmp_path / "cache")))
+    assert again == cached
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.npz")} == files
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(folder: Path, tmp_path: Path) -> None:
+    spec = spec_of(folder, tmp_path / "a")
+    found = losses(spec.model_copy(update={"init_from": str(folder / "teacher"), "steps": 1}))
+    assert found[0] == pytest.approx(0, abs=1e-5)
+
+
+def test_a_teacher_of_another_vocabulary_and_layouts_without_whole_logits_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    save_llama(tmp_path / "other", num_hidden_layers=1, vocab_size=VOCAB + 8)
+    with pytest.raises(ConfigError, match="has a vocabulary of 520, and the student one of 512"):
+        losses(spec_of(folder, tmp_path / "a", teacher=str(tmp_path / "other")))
+    body = spec_of(folder, tmp_path / "b").model_dump(mode="json")
+    with pytest.raises(ConfigError, match="distill needs all logits of a sequence on one rank"):
+        TrainSpec.parse({**body, "layout": {"tensor": 2}}, where="train")
+    with pytest.raises(ConfigError, match="give top_k"):
+        spec_of(folder, tmp_path / "c", cache="somewhere")
