@@ -33,7 +33,12 @@ Tensor = torch.Tensor
 Impl = TypeVar("Impl", bound=Callable[..., object])
 
 # device kind -> the modules whose import registers its variants
-_MODULES = {"any": ("ref", "invariant"), "cpu": ("cpu", "compiled", "quantized", "amx")}
+_MODULES = {
+    "any": ("ref", "invariant"),
+    "cpu": ("cpu", "compiled", "quantized", "amx"),
+    "cuda": ("triton.operators",),
+    "rocm": ("triton.operators",),
+}
 
 
 @dataclass(frozen=True, slots=True)

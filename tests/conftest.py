@@ -160,6 +160,8 @@ SLOW = (
     "tests/dashboards/web/test_browser.py",
     "tests/gateway/batches/",
     "tests/kernels/test_other_processors.py",
+    "tests/kernels/triton/test_interpreter.py",
+    "tests/kernels/triton/test_resources.py",
     "tests/pipelines/compress/prune/",
     "tests/pipelines/compress/test_distill.py",
     "tests/pipelines/test_build_on_ray.py",

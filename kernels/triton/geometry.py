@@ -1,0 +1,68 @@
+"""A step's geometry as tensors on the device, and the batch of single tokens whose tensors a CUDA graph reads.
+
+It needs no Triton. Lens are [B, 3]: a sequence's first token in the flat batch, its new tokens, its context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from raytide.kernels.core import PagedBatch
+
+Tensor = torch.Tensor
+
+
+@dataclass(slots=True)
+class DecodeBatch(PagedBatch):
+    """One new token of each sequence, in tensors that stay where they are while their contents change, so that a
+    captured graph finds the next step in them. `context_lens` holds the greatest lengths that may come.
+    """
+
+    lens_B3: Tensor = field(kw_only=True)
+
+    @classmethod
+    def allocate(cls, size: int, width: int, block_size: int, device: torch.device) -> DecodeBatch:
+        """Returns a batch of `size` sequences of at most `width` blocks each."""
+        lens_B3 = torch.ones(size, 3, dtype=torch.int32, device=device)
+        lens_B3[:, 0] = torch.arange(size, device=device)
+        return cls(
+            query_lens=[1] * size,
+            context_lens=[width * block_size] * size,
+            block_tables_BM=torch.zeros(size, width, dtype=torch.int64, device=device),
+            slots_T=torch.zeros(size, dtype=torch.int64, device=device),
+            block_size=block_size,
+            lens_B3=lens_B3,
+        )
+
+    def first(self, size: int) -> DecodeBatch:
+        """Returns the batch of the first `size` sequences, in the same memory."""
+        return DecodeBatch(
+            query_lens=self.query_lens[:size],
+            context_lens=self.context_lens[:size],
+            block_tables_BM=self.block_tables_BM[:size],
+            slots_T=self.slots_T[:size],
+            block_size=self.block_size,
+            lens_B3=self.lens_B3[:size],
+        )
+
+
+def lens_on_device(batch: PagedBatch) -> Tensor:
+    """Returns the lens [B, 3] in int32, on the device of the block tables."""
+    if isinstance(batch, DecodeBatch):
+        return batch.lens_B3
+    queries = np.array(batch.query_lens, np.int32)
+    lens = np.stack((queries.cumsum() - queries, queries, batch.context_lens), 1).astype(np.int32)
+    return torch.from_numpy(lens).to(batch.block_tables_BM.device, non_blocking=True)
+
+
+def query_blocks(batch: PagedBatch, members: list[int], block_tokens: int) -> Tensor:
+    """Returns the blocks of `block_tokens` new tokens of these sequences, as pairs (sequence, first token) [I, 2]."""
+    device = batch.block_tables_BM.device
+    if isinstance(batch, DecodeBatch):  # made on the device: a graph must not copy from the host's memory
+        sequences = torch.arange(len(members), dtype=torch.int32, device=device)
+        return torch.stack((sequences, torch.zeros_like(sequences)), 1)
+    pairs = [(b, first) for b in members for first in range(0, batch.query_lens[b], block_tokens)]
+    return torch.tensor(pairs, dtype=torch.int32).to(device, non_blocking=True)

@@ -1,0 +1,71 @@
+"""Records the launches of a step once and repeats them in one call: CUDA graphs, and a fake for machines without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Tensor = torch.Tensor
+Pool = tuple[int, int]
+"""The memory that graphs share, as torch names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A recorded step. `replay` repeats it, which overwrites `out` in place."""
+
+    replay: Callable[[], None]
+    out: Tensor
+
+
+class GraphCapture(Protocol):
+    """Graphs of one pool share memory for what they compute in between: only one of them may run at a time."""
+
+    def new_pool(self) -> Pool: ...
+
+    def capture(self, step: Callable[[], Tensor], pool: Pool) -> CapturedStep:
+        """Records `step`, which reads and writes tensors that live as long as the graph. It may run it first."""
+        ...
+
+
+class CudaGraphCapture:
+    """CUDA graphs, on ROCm HIP's. A step must not wait for the device nor copy from the host."""
+
+    def new_pool(self) -> Pool:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, step: Callable[[], Tensor], pool: Pool) -> CapturedStep:
+        # Kernels are compiled and libraries initialised outside of the capture, on a stream as the capture's.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]  # a NewType of this pair
+            out = step()
+        return CapturedStep(graph.replay, out)
+
+
+class FakeGraphCapture:
+    """Repeats a step by calling it again. It keeps what was captured, for tests."""
+
+    def __init__(self) -> None:
+        self.pools = 0
+        self.captured_from: list[Pool] = []
+
+    def new_pool(self) -> Pool:
+        self.pools += 1
+        return (0, self.pools)
+
+    def capture(self, step: Callable[[], Tensor], pool: Pool) -> CapturedStep:
+        self.captured_from.append(pool)
+        out = step()
+
+        def replay() -> None:
+            out.copy_(step())
+
+        return CapturedStep(replay, out)

@@ -1,0 +1,13 @@
+"""Registers the operators for GPUs where Triton is installed. Without it nothing is registered and torch is used."""
+
+from __future__ import annotations
+
+import importlib
+
+from raytide.kernels.triton.support import is_installed
+
+_MODULES = ("activation", "attention", "norm", "quantized_linear", "rope_write")
+
+if is_installed():
+    for _module in _MODULES:
+        importlib.import_module(f"raytide.kernels.triton.{_module}")
