@@ -49,6 +49,16 @@ INLINE vi splat_int(const void *p) {
 INLINE vu low_codes(vu words) { return words & 0x0f0f0f0f; }
 INLINE vu high_codes(vu words) { return words >> 4 & 0x0f0f0f0f; }
 
+/* A part's words of 4 bits as words of 8. */
+INLINE void unpack(const void *codes, vu *words) {
+    const vu_mem *w = codes;
+    for (int step = 0; step < PART / 8; step++)
+        for (int j = 0; j < 2; j++) {
+            words[step * 4 + j] = low_codes(w[step * 2 + j]);
+            words[step * 4 + 2 + j] = high_codes(w[step * 2 + j]);
+        }
+}
+
 /* The sums of `mr` rows with PANEL outputs over one part. Row i's inputs are at x + i * stride, its start in starts[i].
  * The loops over a part stay loops: unrolled, compilers hoist more products than there are registers. */
 INLINE void part_sums(int bits, int mr, const char *x, int64_t stride, const int32_t *starts, const uint32_t *weights,

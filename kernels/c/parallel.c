@@ -2,7 +2,7 @@
 
 #include <stdio.h>
 
-#include "vector.h"
+#include "amx.h"
 
 #define WORTH_A_THREAD 100000
 
@@ -19,7 +19,7 @@ EXPORT void raytide_threads(Parallel runtime, unsigned threads) {
 EXPORT const char *raytide_instructions(void) {
     const char *vectors = VL == 16 ? "AVX512" : VL == 8 ? "AVX2" : "128-bit vectors";
     static char name[40];
-    snprintf(name, sizeof name, "%s%s%s", vectors, HAS_VNNI ? ", VNNI" : "", HAS_DOT ? ", BF16" : "");
+    snprintf(name, sizeof name, "%s%s%s%s", vectors, HAS_VNNI ? ", VNNI" : "", HAS_DOT ? ", BF16" : "", HAS_AMX ? ", AMX" : "");
     return name;
 }
 

@@ -6,13 +6,15 @@
  * follows are fused multiply-adds in a fixed order (`invariant.py` has it in torch). */
 #include <stdlib.h>
 
-#include "dot.h"
+#include "amx.h"
 #include "parallel.h"
 #include "tile.h"
 
 #define TILE_ROWS (VL == 16 ? 8 : 4)
-#define ROWS_AT_ONCE (6 * TILE_ROWS) /* that meet a panel while it is in the second cache */
+#define ROWS_AT_ONCE (HAS_AMX ? 128 : 6 * TILE_ROWS) /* that meet a panel while it is in the second cache */
 #define PANELS_AT_ONCE 2
+#define WORTH_TILES 8 /* rows */
+#define AHEAD 4096 /* bytes */
 #define LINE 64 /* bytes */
 #define PAGE 4096
 
@@ -226,10 +228,96 @@ INLINE void any_quantized_tile(const Call *c, int64_t row, int64_t panel, float 
 #undef CASE
 }
 
+/* Asks for the cache lines of a later part, across the page's end, where the processor itself does not look. */
+INLINE void prefetch(const char *codes, int bits) {
+    for (int64_t at = 0; at < part_bytes(bits); at += LINE) __builtin_prefetch(codes + AHEAD + at);
+}
+
+#if HAS_AMX
+/* What a tile of AMX_ROWS rows keeps in memory, at distances that keep loads from waiting for stores 4096 bytes off. */
+typedef struct {
+    int32_t products[AMX_ROWS * PANEL];
+    char gap[PAGE / 4];
+    vf totals[AMX_ROWS][2];
+    char other_gap[PAGE / 4];
+    vf y[AMX_ROWS][2];
+} Sums;
+
+/* Adds a part's products to the totals of its group, and the group's, if it is complete, to y. */
+INLINE void add_part(const Call *c, const char *x, Sums *s, int rows, int64_t group, int64_t at, const float *scales,
+                     const float *offsets, int is_first, int is_last, int has_offsets) {
+    for (int i = 0; i < rows; i++, x += c->stride) {
+        vi start = splat_int(x + c->starts + at * 4);
+        vf scale = splat(((const float *)(x + c->scales))[at]);
+        vf inputs = has_offsets ? splat(((const float *)(x + c->sums))[group]) : (vf){0};
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            vf products = __builtin_convertvector(*(const vi *)(s->products + i * PANEL + j * VL) + start, vf);
+            vf total = fused(products, scale, is_first ? (vf){0} : s->totals[i][j]);
+            if (!is_last) {
+                s->totals[i][j] = total;
+                continue;
+            }
+            vf y = fused(total, load_f32(scales + j * VL), s->y[i][j]);
+            s->y[i][j] = has_offsets ? fused(inputs, load_f32(offsets + j * VL), y) : y;
+        }
+    }
+}
+
+/* quantized_tile for up to AMX_ROWS rows, into s->y. */
+INLINE void amx_tile(const Call *c, int64_t row, int64_t panel, Sums *s, int rows, int bits) {
+    const Weight *w = c->w;
+    const char *x = c->rows + row * c->stride;
+    const char *codes = (const char *)w->packed + panel * w->groups * w->parts * part_bytes(bits);
+    memset(s->y, 0, sizeof s->y);
+    for (int64_t group = 0, at = 0; group < w->groups; group++) {
+        int64_t number = (panel * w->groups + group) * PANEL;
+        const float *scales = w->scales + number, *offsets = w->offsets ? w->offsets + number : 0;
+        for (int64_t part = 0; part < w->parts; part++, at++, codes += part_bytes(bits)) {
+            vu words[PART / 4 * 2];
+            if (bits == 4) unpack(codes, words);
+            prefetch(codes, bits);
+            tile_sums(rows, x + at * PART, c->stride, bits == 4 ? (const void *)words : codes, s->products);
+            if (part < w->parts - 1) {
+                if (part == 0)
+                    add_part(c, x, s, rows, group, at, scales, offsets, 1, 0, 0);
+                else
+                    add_part(c, x, s, rows, group, at, scales, offsets, 0, 0, 0);
+            } else if (w->offsets)
+                add_part(c, x, s, rows, group, at, scales, offsets, part == 0, 1, 1);
+            else if (part == 0)
+                add_part(c, x, s, rows, group, at, scales, offsets, 1, 1, 0);
+            else
+                add_part(c, x, s, rows, group, at, scales, offsets, 0, 1, 0);
+        }
+    }
+}
+
+INLINE void amx_multiply(const Call *c, int64_t begin, int64_t end, int64_t first, int64_t last, int bits) {
+    Sums sums __attribute__((aligned(LINE)));
+    for (int64_t row = begin; row < end; row += AMX_ROWS) {
+        int rows = (int)(end - row < AMX_ROWS ? end - row : AMX_ROWS);
+        shape_tiles(rows);
+        for (int64_t panel = first; panel < last; panel++) {
+            amx_tile(c, row, panel, &sums, rows, bits);
+            store_sums((const float *)sums.y, PANEL, c->w->bias, 0, c->y, c->w->n, row, row + rows, panel * PANEL, c->bf16);
+        }
+    }
+    release_tiles();
+}
+#endif
+
 INLINE void multiply(const Call *c, int64_t item, int int8, int bits) {
     int64_t begin = item / c->chunks * ROWS_AT_ONCE, end = begin + ROWS_AT_ONCE < c->m ? begin + ROWS_AT_ONCE : c->m;
     int64_t first = item % c->chunks * PANELS_AT_ONCE, last = first + PANELS_AT_ONCE;
-    for (int64_t panel = first; panel < last && panel < panels_of(c->w->n); panel++)
+    if (last > panels_of(c->w->n)) last = panels_of(c->w->n);
+#if HAS_AMX
+    if (int8 && end - begin >= WORTH_TILES && may_use_tiles()) {
+        amx_multiply(c, begin, end, first, last, bits);
+        return;
+    }
+#endif
+    for (int64_t panel = first; panel < last; panel++)
         for (int64_t row = begin; row < end;) {
             int mr = rows_of_tile(row, end, TILE_ROWS);
             float sums[TILE_ROWS * PANEL];

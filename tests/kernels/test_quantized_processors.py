@@ -22,6 +22,11 @@ PROCESSORS = {
     "AVX-VNNI": (["-march=x86-64-v3", "-mavxvnni"], {"avx2", "fma", "avx_vnni"}, "AVX2, VNNI"),
     "AVX512": (["-march=x86-64-v4"], V4, "AVX512"),
     "AVX512-VNNI": (["-march=x86-64-v4", "-mavx512vnni"], V4 | {"avx512_vnni"}, "AVX512, VNNI"),
+    "AMX": (
+        ["-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-int8"],
+        V4 | {"avx512_vnni", "amx_tile", "amx_int8"},
+        "AVX512, VNNI, AMX",
+    ),
     "emulated-AVX512": (["-march=x86-64-v3"], {"avx2", "fma"}, "AVX512"),
     "emulated-AVX512-VNNI": (["-march=x86-64-v3", "-DEMULATE_VNNI"], {"avx2", "fma"}, "AVX512, VNNI"),
 }
