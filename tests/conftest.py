@@ -115,6 +115,7 @@ SLOW = (
     "tests/actors/models/quantized/gguf/test_smollm2.py",
     "tests/actors/models/quantized/test_packed_formats.py",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[chunks]",
+    "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[recompute]",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[swap]",
     "tests/actors/gang/test_groups_cluster.py",
     "tests/actors/gang/test_script.py",

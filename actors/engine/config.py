@@ -46,8 +46,15 @@ class EngineConfig(Config):
         default="auto",
         description="guess next tokens by the request's own text (ngram), earlier answers and draft_model (auto)",
     )
+    draft_model: str | None = Field(default=None, description="a small model of the same vocabulary that guesses too")
     max_loras: int = Field(default=8, ge=0, description="adapters loaded at once")
     seed: int | None = Field(default=None, description="of requests that bring none; default: from the system")
+
+    @model_validator(mode="after")
+    def _draft_model_is_used(self) -> EngineConfig:
+        if self.draft_model is not None and self.speculation != "auto":
+            raise ValueError(f'draft_model is only used with speculation "auto", not "{self.speculation}"')
+        return self
 
     @model_validator(mode="after")
     def _budget_holds_every_decode(self) -> EngineConfig:

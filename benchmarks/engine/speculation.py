@@ -101,6 +101,15 @@ def save_tokenizer(model_dir: Path, vocab: int) -> None:
     tokenizer.save(str(model_dir / "tokenizer.json"))
 
 
+@dataclass(frozen=True)
+class Written:
+    """Answers by request. The seconds by each clock, and the steps, are those since every request had a token."""
+
+    seconds: dict[str, float]
+    answers: dict[str, list[int]]
+    steps: int
+
+
 class Side:
     """An engine, and the texts that it is made to write."""
 
@@ -135,8 +144,8 @@ class Side:
 
         core.runner.logits = forced  # type: ignore[method-assign]
 
-    def generate(self, batch: list[Task], new_tokens: int) -> tuple[float, float, dict[str, list[int]], int]:
-        """Returns the seconds by the clock and of the CPU, from the last first token on, the answers, and the steps."""
+    def generate(self, batch: list[Task], new_tokens: int) -> Written:
+        """Lets the engine write the answers of a batch."""
         from raytide.actors.engine import GenRequest, SamplingParams
         from raytide.actors.engine.types import GenChunk
 
@@ -156,7 +165,8 @@ class Side:
                 assert isinstance(chunk, GenChunk), chunk
                 answers[chunk.request_id] += chunk.token_ids
             steps += bool(began)
-        return time.perf_counter() - began, time.process_time() - began_cpu, answers, steps
+        seconds = {"wall": time.perf_counter() - began, "cpu": time.process_time() - began_cpu}
+        return Written(seconds, answers, steps)
 
 
 def instruction_sets() -> str:
@@ -217,11 +227,10 @@ def measure(model_dir: Path, dtype: str, workload: str, concurrency: int, option
         if turn == 0:  # warms up
             continue
         off, on = found["off"], found[options.speculation]
-        clock = 0 if options.clock == "wall" else 1
-        ratios.append(off[clock] / on[clock])
-        made += sum(map(len, on[2].values())) - len(batch)
-        steps_on += on[3]
-        same += sum(on[2][name] == off[2][name] for name in on[2])
+        ratios.append(off.seconds[options.clock] / on.seconds[options.clock])
+        made += sum(map(len, on.answers.values())) - len(batch)
+        steps_on += on.steps
+        same += sum(on.answers[name] == off.answers[name] for name in on.answers)
         total += len(batch)
     counts = ", ".join(
         f"{each.source} {each.accepted_tokens}/{each.draft_tokens}"
@@ -230,9 +239,8 @@ def measure(model_dir: Path, dtype: str, workload: str, concurrency: int, option
     )
     spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
     differing = "" if same == total else f"  ({total - same} of {total} answers differ)"
-    return (
-        f"{statistics.median(ratios):9.2f}x{spread:>14}{made / max(1, steps_on):13.2f}  {counts or 'none'}{differing}"
-    )
+    cells = f"{statistics.median(ratios):9.2f}x{spread:>14}{made / max(1, steps_on):13.2f}"
+    return f"{cells}  {counts or 'none'}{differing}"
 
 
 if __name__ == "__main__":

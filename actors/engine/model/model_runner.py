@@ -13,6 +13,7 @@ import torch
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
 from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.draft_model import DraftModel, check_same_vocabulary
 from raytide.actors.engine.model.input_batch import InputBatch
 from raytide.actors.engine.model.lora import LoraManager, read_adapter
 from raytide.actors.engine.model.pooling import Pooling, PromptRunner
@@ -23,6 +24,7 @@ from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import Sampled, ScheduledChunk, Sequence, StepPlan
 from raytide.actors.engine.types import as_request_error
 from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.families import read_architecture
 from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
 from raytide.actors.models.quantized.model_weights import open_weights
 from raytide.core.errors import ConfigError, EngineError
@@ -48,19 +50,47 @@ class ModelRunner:
         self.block_size = config.block_size or self._device.block_size
         self.batch_tokens = config.max_batch_tokens or max(self._device.batch_tokens, config.max_running)
         block_bytes = arch.kv_elements * self._dtype.itemsize * self.block_size
+        draft = None if config.draft_model is None else read_architecture(_directory(config.draft_model))
+        draft_bytes = 0 if draft is None else draft.kv_elements * self._dtype.itemsize * self.block_size
         # What kv_memory_gb holds, but no more than max_running sequences can ever use.
         usable = config.max_running * -(-self.max_len // self.block_size)
-        num_blocks = config.num_blocks or min(int(config.kv_memory_gb * 1e9) // block_bytes, usable)
+        num_blocks = config.num_blocks or min(int(config.kv_memory_gb * 1e9) // (block_bytes + draft_bytes), usable)
         self.max_len = min(self.max_len, num_blocks * self.block_size)
         self.cache = KvCache(num_blocks, int(config.host_memory_gb * 1e9) // block_bytes)
         self._ops = ops_for(self._device.kind, config.deterministic)
         self._quantized_input = _quantized_input(config, self._ops)
         self._adapters = LoraManager(config.max_loras)
         self._model: PagedDecoder | None = None
-        self.use(self.load(Path(packaged_path(config.model_dir) or config.model_dir)))
+        self.use(self.load(_directory(config.model_dir)))
+        self.draft_model = None if draft is None else self._load_draft(config, draft)
         self.allocate()
         self._batch = InputBatch(config.max_running, self.max_len, self.block_size, self._device.torch_device)
         self._sampler = Sampler()
+
+    def _load_draft(self, config: EngineConfig, arch: Architecture) -> DraftModel:
+        """Returns the model that guesses. Raises ConfigError for another vocabulary or too short a context."""
+        assert config.draft_model is not None
+        model_dir = _directory(config.draft_model)
+        check_same_vocabulary(self.arch, _directory(config.model_dir), arch, model_dir)
+        if arch.max_model_len < self.max_len:
+            raise ConfigError(
+                f"draft_model {model_dir} has {arch.max_model_len} positions, the engine's sequences {self.max_len}.",
+                hint=f"Set max_model_len to {arch.max_model_len} at most, or take another draft model.",
+            )
+
+        def load() -> PagedDecoder:
+            weights = open_weights(model_dir, self._dtype, self._device.torch_device)
+            return PagedDecoder(arch, weights, self._ops, self.max_len, self._quantized_input)
+
+        return DraftModel(
+            load,
+            max_len=self.max_len,
+            max_running=config.max_running,
+            num_blocks=self.cache.num_blocks,
+            block_size=self.block_size,
+            device=self._device.torch_device,
+            row_cost=self.row_cost,
+        )
 
     def load(self, model_dir: Path) -> PagedDecoder:
         """Reads weights beside the present ones, which stay in use."""
@@ -93,10 +123,14 @@ class ModelRunner:
     def allocate(self) -> None:
         """Allocates the KV memory."""
         self.cache.allocate(self._loaded.new_cache(self.cache.num_blocks, self.block_size))
+        if self.draft_model is not None:
+            self.draft_model.allocate()
 
     def sleep(self, level: Literal[1, 2]) -> None:
         """Frees the KV memory, at level 2 also the weights."""
         self.cache.free()
+        if self.draft_model is not None:
+            self.draft_model.free(weights=level == 2)
         if level == 2:
             self._model = None
         if self._device.torch_device.type == "cuda":
@@ -201,6 +235,8 @@ class ModelRunner:
     def release(self, seq: Sequence) -> None:
         """Frees what is held for a sequence that finished or was preempted."""
         self._batch.release(seq)
+        if self.draft_model is not None:
+            self.draft_model.release(seq)
         self._sampler.forget(seq)
 
     @property
@@ -222,6 +258,11 @@ def _best_s(work: Callable[[], object]) -> float:
         work()
         times.append(time.perf_counter() - began)
     return min(times[1:])
+
+
+def _directory(model: str) -> Path:
+    """Returns the directory of a model that is named by it, or by the package that holds it."""
+    return Path(packaged_path(model) or model)
 
 
 def _quantized_input(config: EngineConfig, ops: Ops) -> LinearInput:

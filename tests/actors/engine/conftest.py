@@ -7,6 +7,7 @@ import torch
 from tests.actors.engine.tiny import save_llama
 from tests.actors.engine.vllm_cores import SharedCores
 
+from raytide.actors.engine.model.draft_model import DraftModel
 from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
 
 
@@ -33,8 +34,9 @@ def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows cost next to nothing, so that engines draft whatever they find."""
+    """Rows and draft models cost next to nothing, so that engines draft whatever they find."""
     monkeypatch.setattr(StepCost, "seconds", lambda self, rows: 1.0 + 1e-6 * rows)
+    monkeypatch.setattr(DraftModel, "seconds", lambda self, rows: 1e-3)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

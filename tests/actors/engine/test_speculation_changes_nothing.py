@@ -144,8 +144,11 @@ def test_answers_are_those_without_speculation(
     monkeypatch.setattr(ModelRunner, "swap_cost", lambda self: SwapCost(0.01) if condition == "swap" else None)
     adapter, options = save_adapter(tmp_path / "adapter"), CONDITIONS[condition]
     outcomes = []
-    for speculation in ("off", "ngram", "auto"):
-        cores = [start(model_dir, adapter, speculation=speculation, **options) for _ in "ab"]
+    for speculation in ("off", "ngram", "auto", "model"):
+        sources: dict[str, object] = {"speculation": speculation}
+        if speculation == "model":
+            sources = {"draft_model": str(model_dir)}
+        cores = [start(model_dir, adapter, **sources, **options) for _ in "ab"]
         found = []
         for seed in (1, 2):
             todo = cases(random.Random(seed), 36)
@@ -158,12 +161,15 @@ def test_answers_are_those_without_speculation(
         counts = {each.source: each for each in cores[0].stats().speculation}
         if speculation == "auto":
             assert 0 < counts["answers"].accepted_tokens < counts["answers"].draft_tokens
-        if speculation != "off":
+        if speculation == "model":
+            assert 0 < counts["model"].accepted_tokens < counts["model"].draft_tokens
+        elif speculation != "off":
             assert 0 < counts["ngram"].accepted_tokens < counts["ngram"].draft_tokens
         if "num_blocks" in options:
             assert cores[0].stats().preemptions > 0
     assert outcomes[0] == outcomes[1]
     assert outcomes[0] == outcomes[2]
+    assert outcomes[0] == outcomes[3]
 
 
 def test_a_step_that_fails_is_repeated_without_its_draft(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

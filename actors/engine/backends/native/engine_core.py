@@ -351,7 +351,9 @@ def speculator_of(config: EngineConfig, runner: ModelRunner) -> Speculator | Non
     if config.speculation == "off":
         return None
     sources: tuple[Source, ...] = ("ngram",) if config.speculation == "ngram" else ("ngram", "answers")
-    return Speculator(sources, runner.allowed, cost=StepCost(runner.row_cost))
+    if runner.draft_model is not None:
+        sources = (*sources, "model")
+    return Speculator(sources, runner.allowed, cost=StepCost(runner.row_cost), model=runner.draft_model)
 
 
 _ALWAYS: frozenset[Feature] = frozenset(

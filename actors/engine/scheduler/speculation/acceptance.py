@@ -16,8 +16,10 @@ SOURCES: tuple[Source, ...] = ("ngram", "answers", "model")
 _CLASSES = 8
 _KEPT = 0.98
 """An observation weighs half after 34 others of its kind."""
-_PRIOR, _PRIOR_WEIGHT = 0.25, 4.0
-"""Guesses are taken to be bad until some have been right."""
+_PRIOR, _MODEL_PRIOR, _PRIOR_WEIGHT = 0.25, 0.7, 4.0
+"""Looked up guesses are taken to be bad until some have been right, a model's to be good until some were wrong, since
+they are known only when it is asked.
+"""
 
 
 def cell_of(source: Source, length: int) -> int:
@@ -38,6 +40,14 @@ class Acceptance:
         self._right[cell] = _KEPT * self._right[cell] + is_right
         self._all[cell] = _KEPT * self._all[cell] + 1.0
 
-    def share(self, cell: int, prior: float = _PRIOR, weight: float = _PRIOR_WEIGHT) -> float:
+    def relax(self, kept: float) -> None:
+        """Forgets a part of what is known about the draft model, so that one that was given up is tried again."""
+        for cell in range(2 * _CLASSES, 3 * _CLASSES):
+            self._right[cell] *= kept
+            self._all[cell] *= kept
+
+    def share(self, cell: int, prior: float | None = None, weight: float = _PRIOR_WEIGHT) -> float:
         """Returns the share of right guesses, beside `weight` guesses of which the share `prior` was right."""
+        if prior is None:
+            prior = _MODEL_PRIOR if cell >= 2 * _CLASSES else _PRIOR
         return (self._right[cell] + weight * prior) / (self._all[cell] + weight)

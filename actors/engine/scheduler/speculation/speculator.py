@@ -6,10 +6,12 @@ such guesses were right. So it adapts to the model, the device, the load and the
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Protocol
 
 from raytide.actors.engine.scheduler.speculation.acceptance import SOURCES, Acceptance, Source, cell_of
 from raytide.actors.engine.scheduler.speculation.answer_history import AnswerHistories, AnswerHistory
@@ -18,14 +20,31 @@ from raytide.actors.engine.scheduler.speculation.suffix_index import Match, Suff
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 from raytide.actors.engine.types import DraftCounts
 
+_log = logging.getLogger(__name__)
+
 MAX_DRAFT = 16
 _LEAST_GAIN = 0.03
 """The share of the time per token that guesses must save."""
 _LEAST_SURVIVAL = 0.05
 _HISTORY_WEIGHT = 8.0
 """The guesses of a request as many as which those under its salt count."""
+_MODEL_DRAFT = 8
+_MOST_CATCH_UP = 4
+"""Tokens that a draft model has to catch up with, for each token that the sequence may still get."""
+_MODEL_KEPT = 0.9
+"""The share of what is known about the draft model that a new request starts from."""
 _INDEXED_TOKENS = 1 << 15
 """The last tokens of a prompt that are searched; a token takes about 100 bytes."""
+
+
+class GuessingModel(Protocol):
+    """A draft model: see `DraftModel`."""
+
+    def seconds(self, rows: int) -> float: ...
+
+    def num_missing(self, seq: Sequence) -> int: ...
+
+    def draft(self, seqs: Items[Sequence], counts: Items[int]) -> list[list[int]]: ...
 
 
 @dataclass(slots=True)
@@ -46,6 +65,7 @@ class _Guesser:
         self._index = SuffixIndex(seq.tokens, max(0, len(seq.tokens) - _INDEXED_TOKENS))
         self._matches: dict[Source, Match | None] = {source: None for source in sources if source != "model"}
         self._known = len(seq.tokens)
+        self.model_draft: list[int] = []  # of the last step
 
     def update(self, seq: Sequence) -> None:
         """Scores the guesses by the tokens that the sequence has gained, and looks up those that were wrong."""
@@ -57,6 +77,11 @@ class _Guesser:
                     self.record(cell, is_right)
                     if not is_right:
                         self._matches[source] = None
+        for at, (guess, token) in enumerate(zip(self.model_draft, seq.tokens[self._known :], strict=False)):
+            self.record(cell_of("model", at), guess == token)
+            if guess != token:
+                break
+        self.model_draft = []
         self._known = len(seq.tokens)
         self._index.extend()
         for source, match in self._matches.items():
@@ -96,7 +121,8 @@ class _Guesser:
 class Speculator:
     """Drafts tokens for decoding sequences, and counts by source what came of it.
 
-    `allowed(seq, draft)` returns how many of a draft's first tokens a sequence's grammar allows.
+    `allowed(seq, draft)` returns how many of a draft's first tokens a sequence's grammar allows. Sequences for which
+    nothing is looked up are left to the draft model, if there is one.
     """
 
     def __init__(
@@ -105,9 +131,11 @@ class Speculator:
         allowed: Callable[[Sequence, list[int]], int],
         *,
         cost: StepCost | None = None,
+        model: GuessingModel | None = None,
     ) -> None:
         self._sources, self._allowed = sources, allowed
         self._cost = cost or StepCost()
+        self._model = model
         self._guessers: dict[str, _Guesser] = {}
         self._histories = AnswerHistories()
         self._drafted: dict[str, Source] = {}  # in this step, by sequence
@@ -133,7 +161,12 @@ class Speculator:
                 proposals[place] = proposal
                 slots += [(survival, place) for survival in proposal.survival]
         slots.sort(key=lambda slot: -slot[0])
-        chosen = Counter(place for _, place in slots[: self._best_count(slots[:budget], num_tokens, len(decodes))])
+        looked_up = slots[: self._best_count(slots[:budget], num_tokens, len(decodes))]
+        chosen = Counter(place for _, place in looked_up)
+        if self._model is not None:
+            others = [chunk for place, chunk in enumerate(decodes) if not chosen[place] and chunk.seq.output_len]
+            likely = [survival for survival, _ in looked_up]
+            self._ask_model(others, num_tokens, len(decodes), likely, budget - len(looked_up), reserve)
         for place, wanted in chosen.items():
             seq, proposal = decodes[place].seq, proposals[place]
             count = reserve(seq, wanted)
@@ -160,10 +193,64 @@ class Speculator:
         if "answers" in self._sources and seq.output_len:
             self._histories.add(seq)
 
+    def _ask_model(
+        self,
+        chunks: list[ScheduledChunk],
+        num_tokens: int,
+        decodes: int,
+        likely: list[float],
+        budget: int,
+        reserve: Callable[[Sequence, int], int],
+    ) -> None:
+        """Lets the draft model guess for these decodes, as far as that lowers the time per token further. `likely` has
+        the probabilities of the step's other guesses.
+        """
+        model = self._model
+        assert model is not None
+        wanted = [
+            chunk
+            for chunk in chunks
+            if model.num_missing(chunk.seq) <= _MOST_CATCH_UP * (chunk.seq.max_len - len(chunk.seq.tokens))
+        ]
+        if not wanted:
+            return
+        survival = [self._guessers[chunk.seq.seq_id].survival("model", 0, _MODEL_DRAFT) for chunk in wanted]
+        right = sum(likely)
+        best, best_depth = self._enough(decodes), 0
+        if likely:
+            best = self._time_per_token(num_tokens, decodes, len(likely), right)
+        for depth in range(1, _MODEL_DRAFT + 1):
+            count = depth * len(wanted)
+            if count > budget:
+                break
+            expected = right + sum(sum(each[:depth]) for each in survival)
+            drafting_s = depth * model.seconds(len(wanted)) / (decodes + expected)
+            time = self._time_per_token(num_tokens, decodes, len(likely) + count, expected) + drafting_s
+            if time < best:
+                best, best_depth = time, depth
+        if not best_depth:
+            return
+        counts = [reserve(chunk.seq, best_depth) for chunk in wanted]
+        try:
+            drafts = model.draft([chunk.seq for chunk in wanted], counts)
+        except Exception:  # the answers do not need it
+            _log.exception("the draft model fails, and is not asked again")
+            self._model = None
+            return
+        for chunk, draft in zip(wanted, drafts, strict=True):
+            seq = chunk.seq
+            if seq.grammar is not None:
+                draft = draft[: self._allowed(seq, draft)]
+            if draft:
+                chunk.add_draft(draft)
+                self._guessers[seq.seq_id].model_draft = draft
+                self._drafted[seq.seq_id] = "model"
+
     def _propose(self, seq: Sequence, most: int) -> _Proposal | None:
         guesser = self._guessers.get(seq.seq_id)
         if guesser is None:
             history = self._histories.of(seq.salt)
+            history.acceptance.relax(_MODEL_KEPT)
             guesser = self._guessers[seq.seq_id] = _Guesser(seq, self._sources, history)
         guesser.update(seq)
         proposal = guesser.proposal(min(most, seq.max_len - len(seq.tokens) - 1))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-_LEARNED = 0.2
-"""The weight of a new measurement."""
+_LEARNED_FROM_FASTER, _LEARNED_FROM_SLOWER = 0.2, 0.05
+"""The weight of a new measurement: what other work on the machine adds says nothing about rows."""
 _MOST_JUMP = 2.0
 """A measurement that is further off counts as this far: a busy machine makes some of any size."""
 _STALE_AFTER = 256
@@ -34,7 +34,8 @@ class StepCost:
         if rows not in self._factors:
             self._rows.insert(bisect_left(self._rows, rows), rows)
             expected = bounded
-        self._factors[rows] = (expected + _LEARNED * (bounded - expected)) / self._shape(rows)
+        weight = _LEARNED_FROM_FASTER if bounded < expected else _LEARNED_FROM_SLOWER
+        self._factors[rows] = (expected + weight * (bounded - expected)) / self._shape(rows)
         self._seen[rows] = self._count
         if self._count % _STALE_AFTER == 0:
             for stale in [each for each in self._rows if self._seen[each] <= self._count - _STALE_AFTER]:

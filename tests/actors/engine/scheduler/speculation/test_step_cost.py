@@ -39,7 +39,7 @@ def test_a_first_measurement_that_was_interrupted_is_not_believed_whole() -> Non
 
 
 def test_what_is_not_measured_for_long_is_guessed_anew() -> None:
-    cost = learned({1: 3.0, 9: 90.0})
+    cost = learned({1: 3.0, 9: 90.0}, times=120)
     slow = cost.seconds(9)
     for _ in range(600):
         cost.observe(1, 3.0)

@@ -1,0 +1,140 @@
+"""A small model that guesses next tokens for a large one of the same vocabulary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from pathlib import Path
+
+import torch
+
+from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.input_batch import InputBatch
+from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
+from raytide.actors.engine.sequence import ScheduledChunk, Sequence
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.model_config import read_json
+from raytide.core.errors import ConfigError
+
+_CATCH_UP_TOKENS = 256
+"""Tokens of all sequences that are computed in a step to catch up with the large model."""
+
+
+class DraftModel:
+    """Guesses the most likely token after each other.
+
+    Its KV lies in the blocks that the sequences have in the large model's cache, in a memory of its own. It is computed
+    when a sequence is first guessed for, and where blocks are shared again with the same result; so it needs no care
+    when blocks are shared, moved or evicted.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], PagedDecoder],
+        *,
+        max_len: int,
+        max_running: int,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        row_cost: float,
+    ) -> None:
+        self._load, self._num_blocks, self._block_size = load, num_blocks, block_size
+        self._model: PagedDecoder | None = None
+        self._cache: list[torch.Tensor] = []
+        self._batch = InputBatch(max_running, max_len, block_size, device)
+        self._cost = StepCost(row_cost)
+        self._known: dict[str, int] = {}  # tokens with KV here, by sequence
+        self._drafted: dict[str, tuple[int, list[int]]] = {}  # the last draft, and the tokens before it
+
+    def allocate(self) -> None:
+        """Loads the weights if they are not there, and allocates the KV memory."""
+        self._model = self._model or self._load()
+        self._cache = self._model.new_cache(self._num_blocks, self._block_size)
+
+    def free(self, weights: bool) -> None:
+        """Frees the KV memory, and the weights if wanted."""
+        self._cache = []
+        self._known.clear()
+        self._drafted.clear()
+        if weights:
+            self._model = None
+
+    def release(self, seq: Sequence) -> None:
+        """Forgets a sequence that has lost its blocks."""
+        self._batch.release(seq)
+        self._known.pop(seq.seq_id, None)
+        self._drafted.pop(seq.seq_id, None)
+
+    def seconds(self, rows: int) -> float:
+        """Returns the estimated seconds for one token of so many sequences."""
+        return self._cost.seconds(rows)
+
+    def num_missing(self, seq: Sequence) -> int:
+        """Returns how many of a sequence's tokens have no KV here."""
+        return len(seq.tokens) - self._known.get(seq.seq_id, 0)
+
+    def draft(self, seqs: Items[Sequence], counts: Items[int]) -> list[list[int]]:
+        """Returns so many guesses for each sequence, whose blocks have room for them; none for one that has not caught
+        up yet.
+        """
+        drafts: dict[str, list[int]] = {seq.seq_id: [] for seq in seqs}
+        left, going, chunks = _CATCH_UP_TOKENS, list[tuple[Sequence, int]](), list[ScheduledChunk]()
+        for seq, count in zip(seqs, counts, strict=True):
+            start = self._keep_right(seq)
+            length = min(len(seq.tokens) - start, left)
+            if length > 0 and count > 0:
+                left -= length
+                chunks.append(ScheduledChunk(seq, start, length))
+                self._known[seq.seq_id] = start + length
+                going += [(seq, count)] * chunks[-1].yields_token
+        while chunks:
+            began = time.perf_counter()
+            tokens = self._next_tokens(chunks)
+            if all(chunk.length == 1 for chunk in chunks):
+                self._cost.observe(len(chunks), time.perf_counter() - began)
+            for (seq, _), token in zip(going, tokens, strict=True):
+                drafts[seq.seq_id].append(token)
+            going = [(seq, count) for seq, count in going if len(drafts[seq.seq_id]) < count]
+            chunks = []
+            for seq, _ in going:
+                draft = drafts[seq.seq_id]
+                chunks.append(ScheduledChunk(seq, len(seq.tokens) + len(draft) - 1, 1, list(draft)))
+                self._known[seq.seq_id] = len(seq.tokens) + len(draft)
+        for seq in seqs:
+            self._drafted[seq.seq_id] = len(seq.tokens), drafts[seq.seq_id]
+        return [drafts[seq.seq_id] for seq in seqs]
+
+    def _keep_right(self, seq: Sequence) -> int:
+        """Returns how many tokens have KV that is right: that of wrong guesses is computed again."""
+        known = self._known.get(seq.seq_id, 0)
+        length, draft = self._drafted.pop(seq.seq_id, (known, []))
+        right = length
+        for guess, token in zip(draft, seq.tokens[length:], strict=False):
+            if guess != token:
+                break
+            right += 1
+        return min(known, right, len(seq.tokens) - 1)
+
+    def _next_tokens(self, chunks: list[ScheduledChunk]) -> list[int]:
+        assert self._model is not None
+        step = self._batch.build(chunks)
+        rows = step.sampled_rows_R
+        logits_RV = self._model.forward(step.ids_T, step.positions_T, step.paged, self._cache, rows)
+        tokens: list[int] = logits_RV.argmax(-1).tolist()
+        return tokens
+
+
+def check_same_vocabulary(arch: Architecture, model_dir: Path, draft: Architecture, draft_dir: Path) -> None:
+    """Raises ConfigError unless token ids mean the same to both models, as far as their files say it."""
+    same = arch.vocab_size == draft.vocab_size
+    files = [each / "tokenizer.json" for each in (model_dir, draft_dir)]
+    if same and all(file.exists() for file in files):
+        vocabularies = [read_json(file).get("model") for file in files]
+        same = vocabularies[0] == vocabularies[1]
+    if not same:
+        raise ConfigError(
+            f"draft_model {draft_dir} has another vocabulary than {model_dir}.",
+            hint="Take a smaller model of the same family, or leave draft_model out.",
+        )
