@@ -178,6 +178,7 @@ SLOW = (
     "tests/test_howtos.py::test_a_file_of_requests_is_answered",
     "tests/test_howtos.py::test_a_flow_goes_from_text_to_an_endpoint_and_a_worse_model_is_not_served",
     "tests/test_howtos.py::test_a_script_runs_on_a_gang",
+    "tests/test_howtos.py::test_a_trained_model_becomes_an_eight_bit_endpoint_with_its_gate",
     "tests/test_howtos.py::test_a_version_is_rolled_out_and_taken_back",
     "tests/test_howtos.py::test_the_example_of_the_api_page_runs",
 )

@@ -216,6 +216,17 @@ def test_a_flow_goes_from_text_to_an_endpoint_and_a_worse_model_is_not_served(ho
     assert tide.endpoint("from-text").status.endpoint.state in ends, "the how-to ends with its deletion"
 
 
+@pytest.mark.usefixtures("trained")
+def test_a_trained_model_becomes_an_eight_bit_endpoint_with_its_gate(how_to: HowTo) -> None:
+    printed = how_to("compress-a-model")
+    small, parent = map(float, re.findall(r"/small/model: ([\d.]+) MB of ([\d.]+) MB", printed)[0])
+    assert small < parent
+    (kl,) = (float(each) for each in re.findall(r"^kl: (\S+)$", printed, re.MULTILINE))
+    assert 0 < kl < 0.015
+    assert "my-small answers at http" in printed
+    assert re.search(r"^code\t500\t", printed, re.MULTILINE), printed
+
+
 def test_an_alert_acts(how_to: HowTo) -> None:
     printed = how_to("an-alert-that-acts")
     (node,) = re.findall(r"^the GPUs of (node-\d+) have uncorrectable errors$", printed, re.MULTILINE)

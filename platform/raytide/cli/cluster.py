@@ -27,7 +27,7 @@ Monitoring = Annotated[
     bool, typer.Option("--monitoring", help="Run Prometheus and Alertmanager beside the cluster, if installed.")
 ]
 Name = Annotated[str, typer.Option("--name", "--cluster", help="The cluster's name, if this machine has several.")]
-SchemaOf = Literal["cluster", "train", "data", "serve", "flow"]
+SchemaOf = Literal["cluster", "train", "data", "serve", "flow", "compress", "eval"]
 
 
 def up(
@@ -241,11 +241,13 @@ def schema(
 
     Editors use it to complete and check these files.
     """
+    from raytide.actors.quality.suite import QualitySuite
     from raytide.core.config import Config
     from raytide.core.objects.cluster_config import RaytideSection
     from raytide.core.objects.endpoint import ServeSpec
     from raytide.core.specs.data import DataSpec
     from raytide.core.specs.train import TrainSpec
+    from raytide.pipelines.compress.recipe import CompressRecipe
     from raytide.workflows.spec import FlowSpec
 
     specs: dict[SchemaOf, type[Config]] = {
@@ -254,6 +256,8 @@ def schema(
         "data": DataSpec,
         "serve": ServeSpec,
         "flow": FlowSpec,
+        "compress": CompressRecipe,
+        "eval": QualitySuite,
     }
     as_json(specs[what].model_json_schema())
 

@@ -32,7 +32,12 @@ _FORMAT = 1
 _KEY_CHARS = 16
 _WITHOUT_EFFECT = frozenset({"name", "team", "gang", "workers", "stall_timeout_s", "spares", "collective_timeout_s"})
 """Fields of DataSpec and TrainSpec that change no result."""
-_READ = {"train": ("dataset", "init_from"), "eval": ("model", "dataset", "prompts"), "register": ("model",)}
+_READ = {
+    "train": ("dataset", "init_from"),
+    "compress": ("model",),
+    "eval": ("model", "dataset", "prompts"),
+    "register": ("model",),
+}
 """Fields of specs that name files to read."""
 
 

@@ -13,6 +13,7 @@ from raytide.workflows.spec import FlowSpec, StageSpec
 OUTPUTS: Mapping[str, tuple[str, ...]] = {
     "data": ("out",),
     "train": ("out", "model", "job"),
+    "compress": ("out", "model", "job"),
     "eval": ("out", "job"),
     "register": ("reference", "version"),
     "serve": ("name", "url"),

@@ -21,7 +21,7 @@ MOST_STAGES = 64
 MOST_FLOW_BYTES = 60 << 10
 """The size of a workflow as JSON: it is one variable of its driver's environment."""
 
-StageKind = Literal["data", "train", "eval", "register", "serve", "script"]
+StageKind = Literal["data", "train", "compress", "eval", "register", "serve", "script"]
 StageName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]{0,39}$")]
 SWEPT = frozenset({"train", "script"})
 """The kinds that a sweep can vary."""

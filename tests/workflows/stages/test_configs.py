@@ -51,7 +51,7 @@ def test_a_flow_of_every_kind_is_good() -> None:
         (spec_with("train", optim={"lrr": 1}), "f-train: unknown key optim.lrr (did you mean lr?)"),
         (spec_with("train", steps="many"), "f-train: steps: Input should be a valid integer"),
         (spec_with("eval", model=""), "stage eval: the loss on a dataset needs model"),
-        (spec_with("eval", dataset=""), "stage eval: give dataset, prompts or both"),
+        (spec_with("eval", dataset=""), "stage eval: give dataset, prompts or suite"),
         (spec_with("ask", endpoint=""), "stage ask: prompts need endpoint and endpoint_model"),
         (spec_with("register", name="No Name"), "stage register: name"),
         (spec_with("serve", replicas={"min": 3, "max": 1}), "stage serve: replicas: min 3 is above max 1"),

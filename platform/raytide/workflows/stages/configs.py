@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from raytide.actors.quality.suite import QualitySuite
 from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.errors import ConfigError
@@ -15,6 +16,7 @@ from raytide.core.specs.data import DataSpec
 from raytide.core.specs.model_version import ModelName
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
+from raytide.pipelines.compress.recipe import CompressRecipe
 from raytide.workflows.graph import order_of
 from raytide.workflows.references import METRICS, PARAMS, Reference, resolved, with_value
 from raytide.workflows.spec import FlowSpec, StageSpec
@@ -59,9 +61,11 @@ class ScriptStageSpec(Config):
 
 
 class EvalSpec(Config):
-    """The evaluation of a model: its loss on a dataset that it has not seen, its answers to prompts, or both.
+    """The evaluation of a model: its loss on a dataset that it has not seen, its answers to prompts, a suite that
+    compares it with its parent, or several of these.
 
-    The metrics are `loss` (nats a token), `perplexity` and `tokens`; and `accuracy` and `prompts`.
+    The metrics are `loss` (nats a token), `perplexity` and `tokens`; `accuracy` and `prompts`; and those of the suite,
+    such as `kl`. A suite's gate that is not passed fails the stage.
     """
 
     model: bounds.Location = ""
@@ -81,11 +85,15 @@ class EvalSpec(Config):
     """A JSONL file of `{"prompt": ..., "expect": ...}`: the answer must hold the text, or match the pattern
     `{"matches": ...}`."""
     max_tokens: int = Field(default=64, ge=1, le=1 << 16)
+    suite: QualitySuite | None = None
+    """As for `raytide eval`."""
 
     @model_validator(mode="after")
     def _has_work(self) -> EvalSpec:
-        if not self.dataset and not self.prompts:
-            raise ValueError("give dataset, prompts or both")
+        if not self.dataset and not self.prompts and self.suite is None:
+            raise ValueError("give dataset, prompts or suite")
+        if self.suite is not None and not self.model:
+            raise ValueError("a suite needs model, a directory")
         if self.dataset and not self.model:
             raise ValueError("the loss on a dataset needs model, a directory")
         if self.prompts and not (self.endpoint and self.endpoint_model):
@@ -130,6 +138,10 @@ def train_spec(spec: dict[str, object], name: str, out: str, stage: StageSpec) -
     return parsed if stage.gang is None else parsed.model_copy(update={"gang": stage.gang})
 
 
+def compress_recipe(spec: dict[str, object], name: str, out: str) -> CompressRecipe:
+    return CompressRecipe.parse({"name": name, **spec, "out": out}, where=name)
+
+
 def check(flow: FlowSpec) -> None:
     """Checks all that can be known before a flow runs. Raises ConfigError that names the stage.
 
@@ -154,6 +166,8 @@ def check(flow: FlowSpec) -> None:
             data_spec(spec, where, flow.out, stage)
         elif stage.kind == "train":
             _check_training(train_spec(spec, where, flow.out, stage), stage, where)
+        elif stage.kind == "compress":
+            compress_recipe(spec, where, flow.out)
         else:
             parsed = _SPECS[stage.kind].parse(spec, where=f"stage {name}")
             if isinstance(parsed, ScriptStageSpec) and parsed.steps is not None:

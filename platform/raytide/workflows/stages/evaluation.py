@@ -71,6 +71,18 @@ def answers(spec: EvalSpec, ask: Callable[[str], str] | None = None) -> dict[str
     return {"accuracy": right / len(cases), "prompts": float(len(cases))}
 
 
+def suite_metrics(spec: EvalSpec) -> dict[str, float]:
+    """Returns the metrics of the suite. Raises DataError if its gate is not passed."""
+    from raytide.actors.quality.evaluate import evaluate
+    from raytide.actors.quality.suite import broken_limits
+
+    assert spec.suite is not None
+    metrics = evaluate(spec.model, spec.suite).metrics()
+    if broken := broken_limits(spec.suite.gate, metrics):
+        raise DataError(f"the gate is not passed: {'; '.join(broken)}.", hint="Compress less, or raise the limits.")
+    return metrics
+
+
 def read_cases(url: str) -> list[Mapping[str, Any]]:
     """Returns the prompts of a JSONL file with what is expected. Raises DataError that names the line."""
     cases: list[Mapping[str, Any]] = []
@@ -121,7 +133,11 @@ def _endpoint(spec: EvalSpec) -> Callable[[str], str]:
 def main(text: str) -> int:
     spec = EvalSpec.parse(json.loads(text), where="eval")
     try:
-        found = {**(held_out_loss(spec) if spec.dataset else {}), **(answers(spec) if spec.prompts else {})}
+        found = {
+            **(held_out_loss(spec) if spec.dataset else {}),
+            **(answers(spec) if spec.prompts else {}),
+            **(suite_metrics(spec) if spec.suite is not None else {}),
+        }
         write_bytes(join(environment("STAGE_OUT") or ".", METRICS_FILE), json.dumps(found).encode())
     except RaytideError as error:
         sys.stderr.write(f"{error.code}: {error}\n")

@@ -15,7 +15,7 @@ from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.specs.script import ScriptSpec
 from raytide.workflows.stages import registry
 from raytide.workflows.stages.base import StageReport, StageTask
-from raytide.workflows.stages.configs import EvalSpec, ScriptStageSpec, data_spec, train_spec
+from raytide.workflows.stages.configs import EvalSpec, ScriptStageSpec, compress_recipe, data_spec, train_spec
 from raytide.workflows.sweep.halving import Curve
 
 METRICS_FILE = "metrics.json"
@@ -75,6 +75,11 @@ def job_spec(task: StageTask, package: str) -> JobSpec:
     elif options.kind == "train":
         train = train_spec(spec, task.name, task.out, options)
         kind, gang, config = JobKind.TRAIN, train.asks, train.model_dump(mode="json")
+    elif options.kind == "compress":
+        text = compress_recipe(spec, task.name, task.out).model_dump_json(exclude_defaults=True)
+        command = ("python", "-m", "raytide.workflows.stages.compression", text)
+        script = ScriptSpec.parse({"command": command, "env": {"RAYTIDE_STAGE_OUT": task.out}}, where=task.name)
+        kind, config = JobKind.SCRIPT, script.model_dump(mode="json")
     elif options.kind == "eval":
         text = EvalSpec.parse(spec, where=task.name).model_dump_json(exclude_defaults=True)
         command = ("python", "-m", "raytide.workflows.stages.evaluation", text)
@@ -115,13 +120,15 @@ def outputs_of(task: StageTask, job: Job) -> dict[str, str]:
         return {"out": task.out}
     if task.options.kind == "train":
         return {"out": task.out, "model": str(job.progress.get("model", join(task.out, "model"))), "job": job.id}
+    if task.options.kind == "compress":
+        return {"out": task.out, "model": join(task.out, "model"), "job": job.id}
     return {"out": task.out, "job": job.id}
 
 
 def metrics_of(task: StageTask, job: Job) -> dict[str, float]:
     """Returns the numbers that a job reported, and those of the metrics.json that it wrote, which count more."""
     reported: dict[str, object] = {name: value for name, value in job.progress.items() if name not in _OF_THE_RUNNER}
-    return {**_numbers(reported), **(_written(task.out) if task.options.kind in ("eval", "script") else {})}
+    return {**_numbers(reported), **(_written(task.out) if task.options.kind in ("compress", "eval", "script") else {})}
 
 
 def _written(out: str) -> dict[str, float]:
