@@ -82,7 +82,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
     model = {
         "type": "BPE",
         "dropout": None,
-        "unk_token": None,
+        "unk_token": None,  # no secret  # nosec B105
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
         "fuse_unk": False,
