@@ -113,6 +113,7 @@ SLOW = (
     "tests/actors/models/quantized/test_compressed_tensors.py",
     "tests/actors/models/quantized/gguf/test_gguf_models.py",
     "tests/actors/models/quantized/gguf/test_smollm2.py",
+    "tests/actors/models/quantized/test_engine_options.py",
     "tests/actors/models/quantized/test_packed_formats.py",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[chunks]",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[recompute]",

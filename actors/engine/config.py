@@ -42,6 +42,9 @@ class EngineConfig(Config):
         description="what quantized weights multiply: their inputs, or these rounded to int8 in groups of 32; "
         "auto: int8 where an operator is made for it",
     )
+    quantized_head: bool = Field(
+        default=True, description="round the head of a model whose layers are quantized to int8 in groups of 32"
+    )
     speculation: Literal["off", "ngram", "auto"] = Field(
         default="auto",
         description="guess next tokens by the request's own text (ngram), earlier answers and draft_model (auto)",

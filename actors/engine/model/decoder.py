@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from raytide.actors.engine.model.lora import LoraRows
-from raytide.actors.engine.model.weight_loader import SparseFfn, WeightLoader
+from raytide.actors.engine.model.weight_loader import QuantizedOptions, SparseFfn, WeightLoader
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.quantized.model_weights import ModelWeights
 from raytide.actors.models.rope import cos_sin
-from raytide.kernels.core import AttentionSpec, LinearInput, PagedBatch, Rope
+from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
@@ -23,17 +23,22 @@ class PagedDecoder:
     """Weights and the forward pass, without state between calls: the KV cache is the caller's."""
 
     def __init__(
-        self, arch: Architecture, weights: ModelWeights, ops: Ops, max_len: int, quantized_input: LinearInput = "float"
+        self,
+        arch: Architecture,
+        weights: ModelWeights,
+        ops: Ops,
+        max_len: int,
+        options: QuantizedOptions,
     ) -> None:
         self.arch, self._ops = arch, ops
-        build = WeightLoader(arch, weights, ops, quantized_input)
+        build = WeightLoader(arch, weights, ops, options)
         self._embedding = build.embedding()
         self._positions = build.positions()
         self._layers = [build.layer(index) for index in range(arch.num_layers)]
         self._norm = build.final_norm()
         self._head = build.head(self._embedding)
         build.check_all_read()
-        self.quantization = weights.quantization
+        self.quantization = build.quantization
         # Rounded as transformers rounds it.
         self._embedding_scale = self._embedding.new_tensor(arch.embedding_scale).item()
         self._ropes = [tuple(each.to(self._embedding) for each in cos_sin(spec, max_len)) for spec in arch.ropes]

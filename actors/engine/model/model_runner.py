@@ -17,6 +17,7 @@ from raytide.actors.engine.model.draft_model import DraftModel, check_same_vocab
 from raytide.actors.engine.model.input_batch import InputBatch
 from raytide.actors.engine.model.lora import LoraManager, read_adapter
 from raytide.actors.engine.model.pooling import Pooling, PromptRunner
+from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.engine.sampling.logprobs import PromptRows
 from raytide.actors.engine.sampling.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams
@@ -58,7 +59,7 @@ class ModelRunner:
         self.max_len = min(self.max_len, num_blocks * self.block_size)
         self.cache = KvCache(num_blocks, int(config.host_memory_gb * 1e9) // block_bytes)
         self._ops = ops_for(self._device.kind, config.deterministic)
-        self._quantized_input = _quantized_input(config, self._ops)
+        self._quantized = QuantizedOptions(_quantized_input(config, self._ops), config.quantized_head)
         self._adapters = LoraManager(config.max_loras)
         self._model: PagedDecoder | None = None
         self.use(self.load(_directory(config.model_dir)))
@@ -95,7 +96,7 @@ class ModelRunner:
     def load(self, model_dir: Path) -> PagedDecoder:
         """Reads weights beside the present ones, which stay in use."""
         weights = open_weights(model_dir, self._dtype, self._device.torch_device)
-        return PagedDecoder(self.arch, weights, self._ops, self.max_len, self._quantized_input)
+        return PagedDecoder(self.arch, weights, self._ops, self.max_len, self._quantized)
 
     def use(self, model: PagedDecoder) -> None:
         """Uses these weights from now on. KV of the former ones is invalid."""
@@ -108,8 +109,7 @@ class ModelRunner:
     @property
     def quantization(self) -> str:
         """The formats of quantized weights and what they are computed with; empty for plain ones."""
-        found = self._loaded.quantization
-        return f"{found}; computed with {self._quantized_input} inputs" if found else ""
+        return self._loaded.quantization
 
     @property
     def row_cost(self) -> float:

@@ -16,10 +16,22 @@ from raytide.actors.models.naming import NAMES, Names, Projection, projections
 from raytide.actors.models.quantized.model_weights import ModelWeights
 from raytide.actors.models.quantized.stacking import can_stack, stacked
 from raytide.kernels.core import HeadNorms, LinearInput, NormWeights, QuantizedWeight
+from raytide.kernels.quantize import round_to_nearest
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]
+
+
+_HEAD_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedOptions:
+    """What quantized linears multiply, and whether the head of a quantized model is rounded to int8 as well."""
+
+    input: LinearInput = "float"
+    rounds_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +61,12 @@ class LayerWeights:
 class WeightLoader:
     """Reads weights in the engine's layout and dtype. Raises DataError for missing ones.
 
-    `quantized_input` is what quantized linears multiply.
+    `options` say how quantized weights are computed.
     """
 
-    def __init__(self, arch: Architecture, weights: ModelWeights, ops: Ops, quantized_input: LinearInput) -> None:
-        self._arch, self._weights, self._ops, self._input = arch, weights, ops, quantized_input
+    def __init__(self, arch: Architecture, weights: ModelWeights, ops: Ops, options: QuantizedOptions) -> None:
+        self._arch, self._weights, self._ops, self._options = arch, weights, ops, options
+        self._is_quantized = self._rounds_head = False
         self._names: Names = NAMES[arch.names]
         full = f"{self._names.root}{self._names.embedding}.weight"
         self._root = self._names.root if full in weights else ""
@@ -71,14 +84,29 @@ class WeightLoader:
         return self._norm(self._root + self._names.norm)
 
     def head(self, embedding: Tensor) -> Linear:
-        """Returns the head: its own weight, or the embedding's. llm-compressor unties a head that it quantizes."""
+        """Returns the head: its own weight, or the embedding's; to be called after the layers. llm-compressor unties a
+        head that it quantizes.
+        """
         shape = (self._arch.vocab_size, self._arch.hidden_size)
         quantized = self._weights.quantized(self._names.head, *shape)
         if quantized is None and self._arch.tied_embeddings:
             quantized = self._weights.quantized(self._root + self._names.embedding, *shape)
         if quantized is not None:
-            return self._ops.quantized_linear(quantized, None, self._input)
-        return self._ops.linear(embedding if self._arch.tied_embeddings else self._get(self._names.head, *shape), None)
+            return self._ops.quantized_linear(quantized, None, self._options.input)
+        weight = embedding if self._arch.tied_embeddings else self._get(self._names.head, *shape)
+        self._rounds_head = self._is_quantized and self._options.rounds_head and shape[1] % _HEAD_GROUP == 0
+        if not self._rounds_head:
+            return self._ops.linear(weight, None)
+        return self._ops.quantized_linear(round_to_nearest(weight, 8, _HEAD_GROUP), None, self._options.input)
+
+    @property
+    def quantization(self) -> str:
+        """The formats of the layers that were built, and what they are computed with; empty for plain ones."""
+        found = self._weights.quantization
+        if not found:
+            return ""
+        head = f", head rounded to int8 g{_HEAD_GROUP}" if self._rounds_head else ""
+        return f"{found}{head}; computed with {self._options.input if self._is_quantized else 'float'} inputs"
 
     def check_all_read(self) -> None:
         self._weights.check_all_read()
@@ -125,6 +153,7 @@ class WeightLoader:
             self._weights.quantized(at + path, size, by.columns) for path, size in zip(by.paths, rows, strict=True)
         ]
         if any(part is not None for part in parts):
+            self._is_quantized = True
             return self._quantized(at, by, parts, bias)
         if self._names.transposed:
             (path,), (size,) = by.paths, rows
@@ -150,7 +179,7 @@ class WeightLoader:
             own_bias = None if bias is None else bias[first : first + rows].contiguous()
             first += rows
             linears.append(
-                self._ops.quantized_linear(whole, own_bias, self._input)
+                self._ops.quantized_linear(whole, own_bias, self._options.input)
                 if isinstance(whole, QuantizedWeight)
                 else self._ops.linear(whole, own_bias)
             )

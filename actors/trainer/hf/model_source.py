@@ -39,15 +39,20 @@ def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
     """Resolve the model. ConfigError if model, data and spec do not fit each other; DataError for unreadable files."""
     folder = None if spec.init_from is None else model_folder(spec.init_from)
     config, where = _config(spec, data, folder)
-    if read_quantization(config, where) is not None:
-        raise ConfigError(
-            f"{where}: quantized weights cannot be trained.", hint="Train the model that they were made from."
-        )
+    refuse_quantized(config, where)
     arch = architecture_of(config, where)
     _check(spec, data, arch, where)
     if folder is not None and not spec.other_tokenizer:
         _check_tokenizer(folder, data)
     return ModelSource(config, arch, folder, _digest(spec, arch, folder))
+
+
+def refuse_quantized(config: Mapping[str, object], where: str) -> None:
+    """Raises ConfigError for a model of quantized weights, which can neither be changed nor take in an adapter."""
+    if read_quantization(config, where) is not None:
+        raise ConfigError(
+            f"{where}: quantized weights cannot be trained.", hint="Train the model that they were made from."
+        )
 
 
 def model_folder(init_from: str) -> Path:

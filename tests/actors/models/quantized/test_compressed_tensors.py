@@ -104,7 +104,7 @@ def config_of(form: str, weights: dict[str, Any], more: dict[str, Any]) -> dict[
 def test_logits_are_those_of_the_dequantized_model(name: str, tmp_path: Path) -> None:
     form, weights, more = CASES[name]
     model = save_quantized(tmp_path, quantizer(form, weights), config_of(form, weights, more))
-    llm = LLM(tmp_path, quantized_input="float")
+    llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)
     kind = "fp8" if weights.get("type") == "float" else f"int{weights['num_bits']}"
     assert llm.info.quantization.startswith(f"compressed-tensors {kind}")
@@ -115,7 +115,7 @@ def test_groups_of_columns_in_another_order_are_read(tmp_path: Path) -> None:
     weights = {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group"}
     quantize = quantizer("pack-quantized", weights, g_idx=True)
     model = save_quantized(tmp_path, quantize, config_of("pack-quantized", weights, {}))
-    llm = LLM(tmp_path, quantized_input="float")
+    llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)
 
 
@@ -127,7 +127,7 @@ def test_parts_of_a_stack_may_have_different_schemes(tmp_path: Path) -> None:
     four, eight = quantizer("pack-quantized", int4), quantizer("int-quantized", INT8)
     parts = iter([four, eight, four, four, four, four, four] * 3)  # q, k, v, o, gate, up, down of each layer
     model = save_quantized(tmp_path, lambda weight: next(parts)(weight), config)
-    llm = LLM(tmp_path, quantized_input="float")
+    llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)
     assert llm.info.quantization.startswith("compressed-tensors int4 g32, int8;")
 
@@ -135,7 +135,7 @@ def test_parts_of_a_stack_may_have_different_schemes(tmp_path: Path) -> None:
 def test_a_quantized_head_is_read_although_the_embedding_was_tied(tmp_path: Path) -> None:
     model = save_quantized(tmp_path, quantizer("int-quantized", INT8), config_of("int-quantized", INT8, {}), "lm_head")
     change_config(tmp_path, tie_word_embeddings=True)
-    llm = LLM(tmp_path, quantized_input="float")
+    llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)
 
 
@@ -150,5 +150,5 @@ def test_modules_that_are_all_ignored_are_computed_as_they_are(tmp_path: Path) -
 def test_self_describing_tensors_need_no_config(tmp_path: Path) -> None:
     model = save_quantized(tmp_path, quantizer("int-quantized", INT8), {})
     change_config(tmp_path, quantization_config=None)
-    llm = LLM(tmp_path, quantized_input="float")
+    llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)

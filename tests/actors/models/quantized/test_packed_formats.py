@@ -104,7 +104,7 @@ def test_gptq(version: int, bits: int, group: int, sym: bool, act_order: bool, t
     form = {} if version == 1 else {"checkpoint_format": "gptq_v2"}
     quantize = gptq(bits, group, sym, version=version, act_order=act_order)
     model = save_quantized(tmp_path, quantize, gptq_config(bits, group, **form), num_hidden_layers=1)
-    llm = LLM(tmp_path, quantized_input="float")
+    llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)
     assert llm.info.quantization.startswith(f"gptq int{bits}")
 
@@ -113,7 +113,7 @@ def test_gptq(version: int, bits: int, group: int, sym: bool, act_order: bool, t
 def test_awq(group: int, tmp_path: Path) -> None:
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
     model = save_quantized(tmp_path, awq(group), config)
-    llm = LLM(tmp_path, quantized_input="float")
+    llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)
 
 
@@ -137,7 +137,7 @@ def test_the_version_differs_between_meanings_of_the_same_tensors(tmp_path: Path
 def test_weights_are_exchanged_between_formats(tmp_path: Path) -> None:
     plain = save_quantized(tmp_path / "a", gptq(4, 32, True, version=1), gptq_config(4, 32))
     other = save_quantized(tmp_path / "b", awq(32), {"quant_method": "awq", "bits": 4, "group_size": 32})
-    llm = LLM(tmp_path / "a", quantized_input="float")
+    llm = LLM(tmp_path / "a", quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(plain), atol=1e-4, rtol=1e-4)
     llm.load_weights(tmp_path / "b")
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(other), atol=1e-4, rtol=1e-4)
@@ -147,5 +147,5 @@ def test_weights_are_exchanged_between_formats(tmp_path: Path) -> None:
 def test_a_quantized_module_of_a_stack_may_stand_beside_plain_ones(tmp_path: Path) -> None:
     quantize = gptq(4, 32, True, version=1)
     model = save_quantized(tmp_path, quantize, gptq_config(4, 32), only="k_proj")
-    llm = LLM(tmp_path, quantized_input="float")
+    llm = LLM(tmp_path, quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=1e-4, rtol=1e-4)

@@ -25,7 +25,7 @@ Q4_K_M = {"v_proj": "Q6_K", "down_proj": "Q6_K", "_proj": "Q4_K", "embed": "Q6_K
 def test_logits_are_those_of_the_stored_weights(form: str, tmp_path: Path) -> None:
     model = save_llama(tmp_path, **WIDE, tie_word_embeddings=form == "Q8_0")
     save_gguf(tmp_path / "m.gguf", model, form)
-    llm = LLM(tmp_path / "m.gguf", quantized_input="float")
+    llm = LLM(tmp_path / "m.gguf", quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=2e-4, rtol=1e-4)
     assert llm.info.quantization == ("" if form[0] in "FB" else f"gguf {form}; computed with float inputs")
 
@@ -33,7 +33,7 @@ def test_logits_are_those_of_the_stored_weights(form: str, tmp_path: Path) -> No
 def test_a_stack_of_two_formats_is_computed(tmp_path: Path) -> None:
     model = save_llama(tmp_path, **WIDE)
     save_gguf(tmp_path / "m.gguf", model, Q4_K_M)
-    llm = LLM(tmp_path / "m.gguf", quantized_input="float")
+    llm = LLM(tmp_path / "m.gguf", quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=2e-4, rtol=1e-4)
     assert llm.info.quantization.startswith("gguf Q4_K, Q6_K;") or "Q6_K, Q4_K" in llm.info.quantization
 
@@ -55,7 +55,7 @@ def test_other_families(kind: str, tmp_path: Path) -> None:
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
     save_gguf(tmp_path / "m.gguf", model, "Q8_0", kind=kind)
-    llm = LLM(tmp_path / "m.gguf", quantized_input="float")
+    llm = LLM(tmp_path / "m.gguf", quantized_input="float", quantized_head=False)
     torch.testing.assert_close(llm.logits(PROMPT), expected_logits(model), atol=2e-4, rtol=1e-4)
 
 
@@ -106,7 +106,7 @@ def test_an_adapter_is_added_to_quantized_layers(tmp_path: Path) -> None:
 
     model = save_llama(tmp_path, intermediate_size=64)
     save_gguf(tmp_path / "m.gguf", model, "Q8_0")
-    llm = LLM(tmp_path / "m.gguf", quantized_input="float")
+    llm = LLM(tmp_path / "m.gguf", quantized_input="float", quantized_head=False)
     before = llm.generate([PROMPT], SamplingParams(max_tokens=4, temperature=0.0))[0].outputs[0].token_ids
     llm.load_lora("a", save_adapter(tmp_path / "adapter", alpha=64))
     with_lora = llm.generate([PROMPT], SamplingParams(max_tokens=4, temperature=0.0), lora="a")[0].outputs[0].token_ids
