@@ -81,7 +81,7 @@ class ModelRunner:
 
         def load() -> PagedDecoder:
             weights = open_weights(model_dir, self._dtype, self._device.torch_device)
-            return PagedDecoder(arch, weights, self._ops, self.max_len, self._quantized_input)
+            return PagedDecoder(arch, weights, self._ops, self.max_len, self._quantized)
 
         return DraftModel(
             load,

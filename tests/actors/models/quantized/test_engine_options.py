@@ -1,4 +1,4 @@
-"""What the engine's options change: the inputs of quantized linears and the head. The rest is the model's."""
+"""The engine's options change the inputs of quantized linears and the head. The rest is the model's."""
 
 from __future__ import annotations
 
