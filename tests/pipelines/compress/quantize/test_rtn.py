@@ -15,9 +15,11 @@ from tests.actors.engine.families import save_family
 from tests.actors.engine.tiny import save_llama
 from transformers import LlamaForCausalLM
 
+from raytide.actors.quality.evaluate import evaluate
+from raytide.actors.quality.suite import HeldOutText, QualitySuite
 from raytide.core.errors import ConfigError, ConflictError, DataError
 from raytide.pipelines.compress.chain import compress
-from raytide.pipelines.compress.quantize.codes import dequantized, packed, round_integers
+from raytide.pipelines.compress.quantize.codes import dequantized, packed, round_fp8, round_integers
 from raytide.pipelines.compress.quantize.rtn import _tensors_of
 from raytide.pipelines.compress.recipe import CompressRecipe, RtnStep
 
@@ -223,3 +225,33 @@ def test_bad_recipes_say_what_is_wrong() -> None:
     held_out = {"model": "m", "out": "o", "steps": [{"gptq": {}}], "calibration": {"path": "a.txt"}}
     with pytest.raises(ConfigError, match="must not be a corpus of quality"):
         CompressRecipe.parse({**held_out, "quality": {"corpora": {"a": {"path": "a.txt"}}}}, where="recipe")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_engine_computes_what_the_codes_stand_for(name: str, llama: Path, tmp_path: Path) -> None:
+    """Its parent here is the same model with the weights that the codes stand for, as floats."""
+    compress(recipe(llama, tmp_path / "out", **SCHEMES[name]))
+    step = RtnStep.parse(SCHEMES[name], where="step")
+    plain = tensors_of(llama)
+    for key, weight in plain.items():
+        if key.endswith("_proj.weight"):
+            bits = 4 if step.scheme == "w4a16" else 8
+            rounded = (
+                round_fp8(weight.float(), torch.bfloat16)
+                if step.scheme == "fp8"
+                else round_integers(weight.float(), bits, step.group_size, torch.bfloat16, symmetric=step.symmetric)
+            )
+            plain[key] = dequantized(rounded)
+    (tmp_path / "plain").mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (tmp_path / "plain" / file).write_text((llama / file).read_text())
+    save_file(plain, tmp_path / "plain" / "model.safetensors")
+    suite = QualitySuite(
+        parent=str(tmp_path / "plain"),
+        corpora={"code": HeldOutText(path=json.__file__, tokens=300)},
+        dtype="float32",
+        quantized_input="float",
+    )
+    found = evaluate(str(tmp_path / "out" / "model"), suite).corpora["code"]
+    assert found.kl is not None
+    assert found.kl < (0.02 if step.scheme in ("w8a8", "fp8") else 1e-6), "activations are rounded too in these two"
