@@ -18,7 +18,7 @@ import triton.language as tl
 from raytide.kernels import ref
 from raytide.kernels.core import AttentionSpec, PagedBatch
 from raytide.kernels.triton.dot import INTERPRETED, dot
-from raytide.kernels.triton.geometry import lens_on_device, query_blocks
+from raytide.kernels.triton.geometry import DecodeBatch, lens_on_device, longest_context, query_blocks
 from raytide.kernels.triton.support import fits, gpu_variant, num_processors
 
 Tensor = torch.Tensor
@@ -208,14 +208,17 @@ def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tenso
             and q_THD.stride(1) == dim <= _LARGEST_DIM
             and heads % kv_heads == 0
         ):
+            if isinstance(batch, DecodeBatch):
+                raise RuntimeError(f"attention: no kernel for {heads} heads of {dim} in {q_THD.dtype}.")
             return ref.attention(batch, spec)(q_THD, cache_2SKD)
         out_THD = q_THD.new_empty(q_THD.shape)
         group_p2, dim_p2 = triton.next_power_of_2(heads // kv_heads), max(triton.next_power_of_2(dim), 16)
         shape = (group_p2, dim_p2, kv_heads)
         if shape not in launches:
             launches[shape] = _plan(batch, *shape, q_THD.element_size())
-        for launch in launches[shape]:
-            _launch(launch, batch, spec, lens_B3, q_THD, cache_2SKD, out_THD)
+        with torch.cuda.device_of(q_THD):
+            for launch in launches[shape]:
+                _launch(launch, batch, spec, lens_B3, q_THD, cache_2SKD, out_THD)
         return out_THD
 
     return attend
@@ -239,9 +242,8 @@ def _plan(batch: PagedBatch, group_p2: int, dim_p2: int, kv_heads: int, itemsize
         if members:
             tile = tile_for(group_p2, dim_p2, itemsize, is_decode)
             blocks_I2 = query_blocks(batch, members, tile.rows // group_p2)
-            longest = max(batch.context_lens[b] for b in members)
-            programs = len(blocks_I2) * kv_heads
-            splits = num_splits(programs, triton.cdiv(longest, tile.keys), batch.block_tables_BM.device)
+            programs, tiles = len(blocks_I2) * kv_heads, triton.cdiv(longest_context(batch, members), tile.keys)
+            splits = num_splits(programs, tiles, batch.block_tables_BM.device)
             most_tokens = min(max(batch.query_lens[b] for b in members), tile.rows // group_p2)
             launches.append(_Launch(blocks_I2, tile, splits, most_tokens))
     return launches

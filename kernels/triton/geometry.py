@@ -18,10 +18,14 @@ Tensor = torch.Tensor
 @dataclass(slots=True)
 class DecodeBatch(PagedBatch):
     """One new token of each sequence, in tensors that stay where they are while their contents change, so that a
-    captured graph finds the next step in them. `context_lens` holds the greatest lengths that may come.
+    captured graph finds the next step in them.
+
+    The contexts' lengths are in `lens_B3` alone, and may grow to `most_context`. `context_lens` is empty: an operator
+    that reads it would compute the step of the capture for ever, and fails instead.
     """
 
     lens_B3: Tensor = field(kw_only=True)
+    most_context: int = field(kw_only=True)
 
     @classmethod
     def allocate(cls, size: int, width: int, block_size: int, device: torch.device) -> DecodeBatch:
@@ -30,23 +34,32 @@ class DecodeBatch(PagedBatch):
         lens_B3[:, 0] = torch.arange(size, device=device)
         return cls(
             query_lens=[1] * size,
-            context_lens=[width * block_size] * size,
+            context_lens=[],
             block_tables_BM=torch.zeros(size, width, dtype=torch.int64, device=device),
             slots_T=torch.zeros(size, dtype=torch.int64, device=device),
             block_size=block_size,
             lens_B3=lens_B3,
+            most_context=width * block_size,
         )
 
     def first(self, size: int) -> DecodeBatch:
         """Returns the batch of the first `size` sequences, in the same memory."""
         return DecodeBatch(
             query_lens=self.query_lens[:size],
-            context_lens=self.context_lens[:size],
+            context_lens=[],
             block_tables_BM=self.block_tables_BM[:size],
             slots_T=self.slots_T[:size],
             block_size=self.block_size,
             lens_B3=self.lens_B3[:size],
+            most_context=self.most_context,
         )
+
+
+def longest_context(batch: PagedBatch, members: list[int]) -> int:
+    """Returns the longest context of these sequences, or that they may have."""
+    if isinstance(batch, DecodeBatch):
+        return batch.most_context
+    return max(batch.context_lens[b] for b in members)
 
 
 def lens_on_device(batch: PagedBatch) -> Tensor:

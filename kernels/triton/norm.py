@@ -72,22 +72,23 @@ def _launch(x_TN: Tensor, delta_TN: Tensor | None, by: NormWeights) -> Tensor:
     if not rows:
         return out_TN
     block = triton.next_power_of_2(size)
-    norm_kernel[(rows,)](
-        x_TN,
-        delta_TN if delta_TN is not None else x_TN,
-        by.weight,
-        by.bias if by.bias is not None else by.weight,
-        out_TN,
-        x_TN.stride(0),
-        delta_TN.stride(0) if delta_TN is not None else 0,
-        size,
-        by.eps,
-        ADD=delta_TN is not None,
-        IS_LAYER=by.kind == "layer",
-        HAS_BIAS=by.bias is not None,
-        BLOCK=block,
-        num_warps=min(max(block // _PER_WARP, 1), 16),
-    )
+    with torch.cuda.device_of(x_TN):
+        norm_kernel[(rows,)](
+            x_TN,
+            delta_TN if delta_TN is not None else x_TN,
+            by.weight,
+            by.bias if by.bias is not None else by.weight,
+            out_TN,
+            x_TN.stride(0),
+            delta_TN.stride(0) if delta_TN is not None else 0,
+            size,
+            by.eps,
+            ADD=delta_TN is not None,
+            IS_LAYER=by.kind == "layer",
+            HAS_BIAS=by.bias is not None,
+            BLOCK=block,
+            num_warps=min(max(block // _PER_WARP, 1), 16),
+        )
     return out_TN
 
 

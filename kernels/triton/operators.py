@@ -6,7 +6,7 @@ import importlib
 
 from raytide.kernels.triton.support import is_installed
 
-_MODULES = ("activation", "attention", "norm", "quantized_linear", "rope_write")
+_MODULES = ("attention", "feed_forward", "norm", "quantized_linear", "rope_write")
 
 if is_installed():
     for _module in _MODULES:

@@ -259,12 +259,13 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
             x_TK = x_TK.contiguous()
         if x_TK.dtype not in DTYPES:
             raise TypeError(f"quantized_linear: inputs are {x_TK.dtype}, not one of {DTYPES}")
-        if input_as == "int8":
-            out_TN = _product(*_rounded(x_TK, packed), packed, bias, x.dtype)
-        elif x_TK.shape[0] == 1:
-            out_TN = _vector(x_TK, packed, bias)
-        else:
-            out_TN = _product(x_TK, None, packed, bias, x.dtype)
+        with torch.cuda.device_of(x):  # kernels run on torch's present device, which may be another
+            if input_as == "int8":
+                out_TN = _product(*_rounded(x_TK, packed), packed, bias, x.dtype)
+            elif x_TK.shape[0] == 1:
+                out_TN = _vector(x_TK, packed, bias)
+            else:
+                out_TN = _product(x_TK, None, packed, bias, x.dtype)
         return out_TN.view(*x.shape[:-1], packed.num_outputs)
 
     return apply

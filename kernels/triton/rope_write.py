@@ -115,23 +115,24 @@ def rope_write(
     if not tokens:
         return
     block = max(1, min(_HEADS, _LARGEST_TILE // dim))
-    rope_write_kernel[(tokens, triton.cdiv(heads, block))](
-        qkv_TAD,
-        cos if cos is not None else qkv_TAD,
-        sin if sin is not None else qkv_TAD,
-        weights[0] if weights[0] is not None else qkv_TAD,
-        weights[1] if weights[1] is not None else qkv_TAD,
-        cache_2SKD,
-        slots_T,
-        cache_2SKD.shape[1],
-        norms.eps if norms is not None else 0.0,
-        HEADS=heads - 2 * kv_heads,
-        KV_HEADS=kv_heads,
-        DIM=dim,
-        HALF=half,
-        HALF_P2=triton.next_power_of_2(max(half, 1)),
-        REST_P2=triton.next_power_of_2(max(dim - 2 * half, 1)),
-        HAS_NORMS=norms is not None,
-        BLOCK=block,
-        num_warps=2,
-    )
+    with torch.cuda.device_of(qkv_TAD):
+        rope_write_kernel[(tokens, triton.cdiv(heads, block))](
+            qkv_TAD,
+            cos if cos is not None else qkv_TAD,
+            sin if sin is not None else qkv_TAD,
+            weights[0] if weights[0] is not None else qkv_TAD,
+            weights[1] if weights[1] is not None else qkv_TAD,
+            cache_2SKD,
+            slots_T,
+            cache_2SKD.shape[1],
+            norms.eps if norms is not None else 0.0,
+            HEADS=heads - 2 * kv_heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            HALF=half,
+            HALF_P2=triton.next_power_of_2(max(half, 1)),
+            REST_P2=triton.next_power_of_2(max(dim - 2 * half, 1)),
+            HAS_NORMS=norms is not None,
+            BLOCK=block,
+            num_warps=2,
+        )

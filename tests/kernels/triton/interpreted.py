@@ -22,7 +22,7 @@ from raytide.kernels.core import (
     QuantizedWeight,
     Rope,
 )
-from raytide.kernels.triton import activation, attention, norm, quantized_linear, rope_write
+from raytide.kernels.triton import attention, feed_forward, norm, quantized_linear, rope_write
 from raytide.kernels.triton.dot import INTERPRETED
 from raytide.kernels.triton.geometry import DecodeBatch
 
@@ -106,6 +106,14 @@ def test_contexts_that_change_in_place_are_followed_by_a_bound_attention() -> No
         assert_close(bound(q, cache), ref.attention(plain, spec)(q, cache))
 
 
+def test_a_bound_attention_refuses_what_it_has_no_kernel_for_instead_of_repeating_the_captured_step() -> None:
+    decode = DecodeBatch.allocate(1, width=2, block_size=16, device=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="no kernel for 1 heads of 300"):
+        attention.attention(decode, AttentionSpec(0.3))(random(1, 1, 300), random(2, 32, 1, 300))
+    with pytest.raises(IndexError):
+        ref.attention(decode, AttentionSpec(0.3))
+
+
 @settings(max_examples=20)
 @examples(
     heads=st.sampled_from([(1, 1), (4, 2), (9, 3)]),
@@ -156,7 +164,17 @@ def test_norms(rows: int, size: int, kind: str, has_bias: bool, dtype: torch.dty
 @pytest.mark.parametrize("size", [1, 30, 1100])
 def test_activate_mul(kind: Activation, dtype: torch.dtype, size: int) -> None:
     gate_up = 3 * random(2, 2 * size, dtype=dtype)
-    assert_close(activation.activate_mul(gate_up, kind), ref.activate_mul(gate_up, kind))
+    assert_close(feed_forward.activate_mul(gate_up, kind), ref.activate_mul(gate_up, kind))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(("tokens", "size"), [(1, 32), (9, 32), (9, 20)])
+def test_experts_of_which_some_are_chosen_by_no_token(dtype: torch.dtype, tokens: int, size: int) -> None:
+    torch.manual_seed(tokens)
+    gate_up, down = random(5, 48, size, dtype=dtype) / 4, random(5, size, 24, dtype=dtype) / 4
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)])
+    given = random(tokens, size, dtype=dtype), chosen, torch.rand(tokens, 2)
+    assert_close(feed_forward.experts(gate_up, down, "silu")(*given), ref.experts(gate_up, down, "silu")(*given))
 
 
 def random_weight(bits: int, outputs: int, inputs: int, groups: int, offset: bool, ordered: bool) -> QuantizedWeight:

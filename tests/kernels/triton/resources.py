@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from raytide.kernels.core import AttentionSpec, HeadNorms, LinearInput, NormWeights, QuantizedWeight, Rope
-from raytide.kernels.triton import activation, attention, norm, quantized_linear, rope_write
+from raytide.kernels.triton import attention, feed_forward, norm, quantized_linear, rope_write
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "gpu-kernels.md"
@@ -84,7 +84,7 @@ def _recording(launches: list[Launch]) -> Iterator[None]:
             return lambda *values, **named: launches.append(Launch(self.kernel, values, named))
 
     patches = [patch.object(module, "num_processors", lambda device: 108) for module in (attention, quantized_linear)]
-    for module in (activation, attention, norm, quantized_linear, rope_write):
+    for module in (attention, feed_forward, norm, quantized_linear, rope_write):
         kernels = {name: value for name, value in vars(module).items() if name.endswith("_kernel")}
         patches += [patch.object(module, name, Recorder(value)) for name, value in kernels.items()]
     for each in patches:
@@ -168,7 +168,7 @@ def _add_norm() -> None:
 
 
 def _activate_mul() -> None:
-    activation.activate_mul(_random(4, 2 * 14336), "silu")
+    feed_forward.activate_mul(_random(4, 2 * 14336), "silu")
 
 
 OPERATORS: dict[str, Callable[[], None]] = {

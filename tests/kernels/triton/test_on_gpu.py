@@ -95,6 +95,15 @@ def test_short_kernels(dtype: torch.dtype) -> None:
     assert_close(ops.activate_mul(x, "silu"), ref.activate_mul(x, "silu"))
 
 
+@DTYPES
+def test_experts(dtype: torch.dtype) -> None:
+    gate_up, down = random(8, 512, 256, dtype=dtype) / 16, random(8, 256, 256, dtype=dtype) / 16
+    chosen = torch.stack([torch.randperm(8, device=GPU)[:2] for _ in range(40)])
+    given = random(40, 256, dtype=dtype), chosen, torch.rand(40, 2, device=GPU)
+    ops = ops_for(resolve_device().kind)
+    assert_close(ops.experts(gate_up, down, "silu")(*given), ref.experts(gate_up, down, "silu")(*given))
+
+
 def test_a_cuda_graph_follows_contexts_that_grow() -> None:
     ops, cache = ops_for(resolve_device().kind), random(2, 100 * 16, 2, 64, dtype=torch.bfloat16)
     q = random(16, 8, 64, dtype=torch.bfloat16)

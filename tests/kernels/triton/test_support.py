@@ -63,11 +63,11 @@ def test_where_a_launch_succeeds_the_kernels_are_used_and_a_deterministic_engine
     of_triton = {
         op.name for op in fields(Ops) if getattr(found, op.name).__module__.startswith("raytide.kernels.triton.")
     }
-    assert of_triton == {"norm", "add_norm", "quantized_linear", "activate_mul", "rope_write", "attention"}
+    assert of_triton == {"norm", "add_norm", "quantized_linear", "activate_mul", "experts", "rope_write", "attention"}
     assert found.linear is ref.linear
     for op in ("norm", "add_norm", "activate_mul", "rope_write"):
         assert getattr(deterministic, op) is getattr(found, op)
-    for op in ("attention", "quantized_linear"):
+    for op in ("attention", "experts", "quantized_linear"):
         assert "triton" not in getattr(deterministic, op).__module__
 
 
