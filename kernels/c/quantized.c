@@ -14,7 +14,6 @@
 #define ROWS_AT_ONCE (HAS_AMX ? 128 : 6 * TILE_ROWS) /* that meet a panel while it is in the second cache */
 #define PANELS_AT_ONCE 2
 #define WORTH_TILES 8 /* rows */
-#define AHEAD 4096 /* bytes */
 #define LINE 64 /* bytes */
 #define PAGE 4096
 
@@ -172,6 +171,11 @@ INLINE void part_products(int bits, int mr, const char *x, int64_t stride, const
             }
 }
 
+/* Asks for a later part's cache lines. */
+INLINE void prefetch(const char *codes, int bits) {
+    for (int64_t at = 0; at < part_bytes(bits); at += LINE) __builtin_prefetch(codes + AHEAD * 4 + at);
+}
+
 /* The sums of `mr` rows from `row` on with a panel's outputs, into sums [mr, PANEL]. */
 INLINE void quantized_tile(const Call *c, int64_t row, int64_t panel, float *sums, int mr, int int8, int bits) {
     const Weight *w = c->w;
@@ -181,6 +185,7 @@ INLINE void quantized_tile(const Call *c, int64_t row, int64_t panel, float *sum
     for (int64_t group = 0, at = 0; group < w->groups; group++) {
         vf totals[TILE_ROWS][2] = {0};
         for (int64_t part = 0; part < w->parts; part++, at++, codes += part_bytes(bits)) {
+            if (mr <= 2) prefetch(codes, bits);
             if (!int8) {
                 part_products(bits, mr, x + at * PART * 4, c->stride, codes, totals);
                 continue;
@@ -226,11 +231,6 @@ INLINE void any_quantized_tile(const Call *c, int64_t row, int64_t panel, float 
 #endif
     }
 #undef CASE
-}
-
-/* Asks for the cache lines of a later part, across the page's end, where the processor itself does not look. */
-INLINE void prefetch(const char *codes, int bits) {
-    for (int64_t at = 0; at < part_bytes(bits); at += LINE) __builtin_prefetch(codes + AHEAD + at);
 }
 
 #if HAS_AMX

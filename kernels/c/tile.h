@@ -7,6 +7,7 @@
 #include "vector.h"
 
 #define PANEL (2 * VL)
+#define AHEAD 1024 /* words: past the end of a page the processor itself does not look */
 #define MAX_ROWS (VL == 16 ? 14 : 6) /* x 2 accumulators, and 2 of B and 1 of A, fill the register file */
 
 /* What a word of B is. PAIRS: two bfloat16 that follow each other in K, multiplied with A's by the dot instruction.
@@ -27,12 +28,18 @@ INLINE void tile(Words words, int mr, int panels, const void *a, int64_t lda, co
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * panels; j++)
             w[j] = *(const vu_mem *)(b + ((j / 2) * ldb + k) * PANEL + (j % 2) * VL);
+        if (mr <= 2) /* then memory is what one waits for */
+#pragma GCC unroll 8
+            for (int j = 0; j < 2 * panels; j += 16 / VL)
+                __builtin_prefetch(b + ((j / 2) * ldb + k) * PANEL + (j % 2) * VL + AHEAD);
 #pragma GCC unroll 16
         for (int i = 0; i < mr; i++) {
             if (words == WIDENED) {
                 float even = ((const float *)a)[i * lda + 2 * k], odd = ((const float *)a)[i * lda + 2 * k + 1];
 #pragma GCC unroll 8
-                for (int j = 0; j < 2 * panels; j++) acc[i][j] += low_half(w[j]) * even + high_half(w[j]) * odd;
+                for (int j = 0; j < 2 * panels; j++) acc[i][j] += low_half(w[j]) * even;
+#pragma GCC unroll 8
+                for (int j = 0; j < 2 * panels; j++) acc[i][j] += high_half(w[j]) * odd;
             } else if (words == FLOATS) {
                 float x = ((const float *)a)[i * lda + k];
 #pragma GCC unroll 8
