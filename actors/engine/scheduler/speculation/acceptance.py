@@ -16,10 +16,10 @@ SOURCES: tuple[Source, ...] = ("ngram", "answers", "model")
 _CLASSES = 8
 _KEPT = 0.98
 """An observation weighs half after 34 others of its kind."""
-_PRIOR, _MODEL_PRIOR, _PRIOR_WEIGHT = 0.25, 0.7, 4.0
-"""Looked up guesses are taken to be bad until some have been right, a model's to be good until some were wrong, since
-they are known only when it is asked.
-"""
+_LOOKUP_PRIORS = (0.25, 0.25, 0.25, 0.4, 0.6, 0.75, 0.75, 0.75)
+"""The share that is assumed before guesses were seen, by class of length: a long match says more than a short one."""
+_MODEL_PRIOR = 0.7
+_PRIOR_WEIGHT = 4.0
 
 
 def cell_of(source: Source, length: int) -> int:
@@ -49,5 +49,5 @@ class Acceptance:
     def share(self, cell: int, prior: float | None = None, weight: float = _PRIOR_WEIGHT) -> float:
         """Returns the share of right guesses, beside `weight` guesses of which the share `prior` was right."""
         if prior is None:
-            prior = _MODEL_PRIOR if cell >= 2 * _CLASSES else _PRIOR
+            prior = _MODEL_PRIOR if cell >= 2 * _CLASSES else _LOOKUP_PRIORS[cell % _CLASSES]
         return (self._right[cell] + weight * prior) / (self._all[cell] + weight)
