@@ -28,6 +28,8 @@ _LEAST_GAIN = 0.03
 _LEAST_SURVIVAL = 0.05
 _HISTORY_WEIGHT = 8.0
 """The guesses of a request as many as which those under its salt count."""
+_PATIENCE, _EVERY, _MANY = 8, 4, 8
+"""After this many steps without a draft, each fourth step of so many decodes looks for one: lookups add up there."""
 _MODEL_DRAFT = 8
 _MOST_CATCH_UP = 4
 """Tokens that a draft model has to catch up with, for each token that the sequence may still get."""
@@ -136,6 +138,7 @@ class Speculator:
         self._sources, self._allowed = sources, allowed
         self._cost = cost or StepCost()
         self._model = model
+        self._fruitless = 0  # steps since the last draft
         self._guessers: dict[str, _Guesser] = {}
         self._histories = AnswerHistories()
         self._drafted: dict[str, Source] = {}  # in this step, by sequence
@@ -150,6 +153,9 @@ class Speculator:
     ) -> None:
         """Adds drafts to decodes: see `Drafter`."""
         self._drafted.clear()
+        self._fruitless += 1
+        if self._fruitless > _PATIENCE and len(decodes) >= _MANY and self._fruitless % _EVERY:
+            return
         most = min(MAX_DRAFT, budget)
         if not self._may_pay(num_tokens, len(decodes), min(budget, most * len(decodes))):
             return
@@ -173,6 +179,8 @@ class Speculator:
             if count > 0:
                 decodes[place].add_draft(proposal.tokens[:count])
                 self._drafted[seq.seq_id] = proposal.source
+        if self._drafted:
+            self._fruitless = 0
 
     def observe(self, plan: StepPlan, accepted: Callable[[str], int], seconds: float) -> None:
         """Learns from a step that has been computed. `accepted(seq_id)` returns how many of a sequence's draft tokens
