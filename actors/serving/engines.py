@@ -72,7 +72,7 @@ def choose_engine(spec: ServeSpec) -> EngineChoice:
             hint=f"The engines are: auto, {', '.join(sorted(ENGINES))}.",
         )
     elif asked == "native" and spec.resources.get("GPU"):
-        choice = EngineChoice("native", f"its options name it. {ON_REFERENCE}")
+        choice = EngineChoice("native", f"its options name it. {UNMEASURED}")
     else:
         choice = EngineChoice(asked, "its options name it.")
     if spec.adapters and choice.kind == "vllm" and not spec.engine.get("max_loras"):
@@ -88,7 +88,10 @@ def choose_engine(spec: ServeSpec) -> EngineChoice:
     return choice
 
 
-ON_REFERENCE = "On a GPU it runs on torch's reference operators, which are slow; engine kind vllm is made for GPUs."
+UNMEASURED = (
+    "On a GPU its kernels are unmeasured, and where Triton does not work it runs on torch's reference operators, which "
+    "are slow; engine kind vllm is made for GPUs."
+)
 
 
 def _automatic(spec: ServeSpec) -> EngineChoice:
@@ -96,7 +99,7 @@ def _automatic(spec: ServeSpec) -> EngineChoice:
     change that."""
     if is_gguf(spec.model) or spec.model in PACKAGED_MODELS:
         why = "its model is a GGUF file, which it reads."
-        return EngineChoice("native", f"{why} {ON_REFERENCE}" if spec.resources.get("GPU") else why)
+        return EngineChoice("native", f"{why} {UNMEASURED}" if spec.resources.get("GPU") else why)
     if spec.resources.get("GPU"):
         return EngineChoice("vllm", "its replicas have GPUs, and vLLM's kernels are made for them.")
     return EngineChoice("native", "its replicas have no GPU, and on CPUs raytide's own engine is the faster one.")
@@ -114,9 +117,9 @@ def build_engine(spec: ServeSpec, model_dir: str | None = None) -> Engine:
         raise ConfigError(
             f"endpoint {spec.name} runs on vLLM, which is not installed here: {choice.why}",
             hint="Install it on the nodes (`./dev setup --vllm` for CPUs, `pip install vllm` for GPUs), or serve with "
-            f"engine kind native. {ON_REFERENCE}",
+            f"engine kind native. {UNMEASURED}",
         )
-    if choice.why.endswith(ON_REFERENCE):
-        log.warning("the native engine runs on reference operators", extra={"endpoint": spec.name, "why": choice.why})
+    if choice.why.endswith(UNMEASURED):
+        log.warning("the native engine is unmeasured on GPUs", extra={"endpoint": spec.name, "why": choice.why})
     options = {key: value for key, value in spec.engine.items() if key != "kind"}
     return ENGINES[choice.kind](spec, model_dir or spec.model, options)

@@ -34,7 +34,7 @@ from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import Ops, ops_for
 
 _MEASURED_TOKENS = 256
-_TORCH_OPERATORS = ("raytide.kernels.ref", "raytide.kernels.invariant")
+_C_OPERATORS = "raytide.kernels.quantized"
 _ROW_COST, _ROW_COST_GPU = 0.25, 0.02
 
 
@@ -266,10 +266,11 @@ def _directory(model: str) -> Path:
 
 
 def _quantized_input(config: EngineConfig, ops: Ops) -> LinearInput:
-    """Returns what quantized linears multiply. Rounding to int8 is for speed, which torch's operators do not gain."""
+    """Returns what quantized linears multiply. Rounding to int8 is for speed, which only the C operators are known to
+    gain."""
     if config.quantized_input != "auto":
         return config.quantized_input
-    return "float" if ops.quantized_linear.__module__ in _TORCH_OPERATORS else "int8"
+    return "int8" if ops.quantized_linear.__module__ == _C_OPERATORS else "float"
 
 
 def _max_len(config: EngineConfig, arch: Architecture) -> int:
