@@ -84,7 +84,7 @@ def evaluate(
     if own_dir is None:
         own = EndpointScorer(model, endpoint_model, api_key)
     else:
-        own = DirectoryScorer(own_dir, suite.dtype, window, suite.quantized_input)
+        own = DirectoryScorer(own_dir, suite.dtype, window, suite.quantized_input, suite.quantized_head)
         _check_same_tokens(own, parent)
     owner = parent or own
     assert isinstance(owner, DirectoryScorer)  # an endpoint has a parent

@@ -33,7 +33,14 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
 class DirectoryScorer:
     """A model directory in the form in which the native engine serves it, quantised weights included."""
 
-    def __init__(self, folder: Path, dtype: Dtype, window: int, quantized_input: QuantizedInput = "auto") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: Dtype,
+        window: int,
+        quantized_input: QuantizedInput = "auto",
+        quantized_head: bool = True,
+    ) -> None:
         arch = read_architecture(folder)
         if window > arch.max_model_len:
             raise ConfigError(
@@ -42,7 +49,12 @@ class DirectoryScorer:
             )
         self.folder, self.vocab_size = folder, arch.vocab_size
         config = EngineConfig(
-            model_dir=str(folder), dtype=dtype, max_model_len=window, max_running=1, quantized_input=quantized_input
+            model_dir=str(folder),
+            dtype=dtype,
+            max_model_len=window,
+            max_running=1,
+            quantized_input=quantized_input,
+            quantized_head=quantized_head,
         )
         self._runner = ModelRunner(config, arch)
 

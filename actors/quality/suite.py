@@ -84,6 +84,8 @@ class QualitySuite(Config):
     """The dtype of computation of both models; by default each one's own."""
     quantized_input: Literal["auto", "float", "int8"] = "auto"
     """The inputs of quantised weights, as the engine's option of this name."""
+    quantized_head: bool = True
+    """Whether a quantised model's head is quantised too, as the engine's option of this name."""
     gate: QualityGate = QualityGate()
 
     @model_validator(mode="after")

@@ -205,25 +205,28 @@ class GrammarCompiler:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-grammar")
             job = self._compiling[key] = _Compilation()
-            job.future.add_done_callback(partial(self._keep, key, len(spec)))
-            self._pool.submit(self._run, job, structured)
+            self._pool.submit(self._run, job, structured, key, len(spec))
         return job
 
-    def _run(self, job: _Compilation, structured: Structured) -> None:
+    def _run(self, job: _Compilation, structured: Structured, key: bytes, chars: int) -> None:
+        """Compiles a grammar, and keeps it before anybody who waits for it goes on: what is older leaves first."""
         job.begin()
         try:
-            job.future.set_result(self._compile(structured))
+            grammar = self._compile(structured)
         except BaseException as error:
+            self._keep(key, chars, error)
             job.future.set_exception(error)
+        else:
+            self._keep(key, chars, grammar)
+            job.future.set_result(grammar)
 
-    def _keep(self, key: bytes, chars: int, future: Future[Grammar]) -> None:
-        error = future.exception()
+    def _keep(self, key: bytes, chars: int, result: Grammar | BaseException) -> None:
         with self._lock:
             self._compiling.pop(key, None)
-            if error is None:
-                self._kept[key] = future.result(), max(chars, _LEAST_CHARS)
-            elif isinstance(error, UsageError) and not isinstance(error, ConfigError):
-                self._kept[key] = copy(error), len(error.message)
+            if isinstance(result, Grammar):
+                self._kept[key] = result, max(chars, _LEAST_CHARS)
+            elif isinstance(result, UsageError) and not isinstance(result, ConfigError):
+                self._kept[key] = copy(result), len(result.message)
             else:
                 return
             self._kept_chars += self._kept[key][1]

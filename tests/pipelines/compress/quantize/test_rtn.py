@@ -251,6 +251,7 @@ def test_the_engine_computes_what_the_codes_stand_for(name: str, llama: Path, tm
         corpora={"code": HeldOutText(path=json.__file__, tokens=300)},
         dtype="float32",
         quantized_input="float",
+        quantized_head=False,
     )
     found = evaluate(str(tmp_path / "out" / "model"), suite).corpora["code"]
     assert found.kl is not None
