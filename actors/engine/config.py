@@ -40,7 +40,7 @@ class EngineConfig(Config):
     quantized_input: Literal["auto", "float", "int8"] = Field(
         default="auto",
         description="what quantized weights multiply: their inputs, or these rounded to int8 in groups of 32; "
-        "auto: int8 where an operator is made for it",
+        "auto: int8 for models of a billion weights or more where an operator is made for it",
     )
     quantized_head: bool = Field(
         default=True, description="round the head of a model whose layers are quantized to int8 in groups of 32"

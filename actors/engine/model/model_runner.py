@@ -24,7 +24,7 @@ from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import Sampled, ScheduledChunk, Sequence, StepPlan
 from raytide.actors.engine.types import as_request_error
-from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.architecture import Architecture, model_shape
 from raytide.actors.models.families import read_architecture
 from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
 from raytide.actors.models.quantized.model_weights import open_weights
@@ -35,6 +35,9 @@ from raytide.kernels.registry import Ops, ops_for
 
 _MEASURED_TOKENS = 256
 _C_OPERATORS = "raytide.kernels.quantized"
+_INT8_PARAMETERS = 1_000_000_000
+"""Weights from which int8 inputs are the default: a model of 135 million gave other answers than with float inputs (a
+KL of 0.014 to 0.020 on text), and published losses shrink with size."""
 _ROW_COST, _ROW_COST_GPU = 0.25, 0.02
 
 
@@ -59,7 +62,7 @@ class ModelRunner:
         self.max_len = min(self.max_len, num_blocks * self.block_size)
         self.cache = KvCache(num_blocks, int(config.host_memory_gb * 1e9) // block_bytes)
         self._ops = ops_for(self._device.kind, config.deterministic)
-        self._quantized = QuantizedOptions(_quantized_input(config, self._ops), config.quantized_head)
+        self._quantized = QuantizedOptions(_quantized_input(config, arch, self._ops), config.quantized_head)
         self._adapters = LoraManager(config.max_loras)
         self._model: PagedDecoder | None = None
         self.use(self.load(_directory(config.model_dir)))
@@ -265,12 +268,13 @@ def _directory(model: str) -> Path:
     return Path(packaged_path(model) or model)
 
 
-def _quantized_input(config: EngineConfig, ops: Ops) -> LinearInput:
+def _quantized_input(config: EngineConfig, arch: Architecture, ops: Ops) -> LinearInput:
     """Returns what quantized linears multiply. Rounding to int8 is for speed, which only the C operators are known to
-    gain."""
+    gain, and for models that are large enough not to lose by it."""
     if config.quantized_input != "auto":
         return config.quantized_input
-    return "int8" if ops.quantized_linear.__module__ == _C_OPERATORS else "float"
+    gains = ops.quantized_linear.__module__ == _C_OPERATORS
+    return "int8" if gains and model_shape(arch).parameters >= _INT8_PARAMETERS else "float"
 
 
 def _max_len(config: EngineConfig, arch: Architecture) -> int:

@@ -13,6 +13,7 @@ from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConfigError
 from raytide.kernels.quantize import round_to_nearest
+from raytide.kernels.registry import ops_for
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 INT8 = {
@@ -50,6 +51,16 @@ def test_the_embedding_of_a_tied_head_is_not_rounded(tmp_path: Path) -> None:
     assert torch.equal(llm._core.runner._loaded._embedding, plain.weight)
 
 
+def test_inputs_are_rounded_by_default_where_that_is_fast_and_the_model_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_quantized(tmp_path, int8, INT8)
+    assert "int8 inputs" not in LLM(tmp_path).info.quantization
+    monkeypatch.setattr("raytide.actors.engine.model.model_runner._INT8_PARAMETERS", 1)
+    is_fast = "int8 inputs" in LLM(tmp_path).info.quantization
+    assert is_fast == (ops_for("cpu").quantized_linear.__module__ == "raytide.kernels.quantized")
+
+
 def test_a_plain_model_is_not_rounded(tmp_path: Path) -> None:
     model = save_llama(tmp_path)
     llm = LLM(tmp_path, quantized_input="int8", quantized_head=True)
@@ -57,7 +68,7 @@ def test_a_plain_model_is_not_rounded(tmp_path: Path) -> None:
     assert llm.info.quantization == ""
 
 
-@pytest.mark.parametrize("quantized_input", ["auto", "float"])
+@pytest.mark.parametrize("quantized_input", ["auto", "int8", "float"])
 def test_a_deterministic_engine_s_answers_do_not_depend_on_the_batch(quantized_input: str, tmp_path: Path) -> None:
     save_quantized(tmp_path, int8, INT8)
     llm = LLM(tmp_path, deterministic=True, quantized_input=quantized_input, block_size=32)
