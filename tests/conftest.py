@@ -105,7 +105,6 @@ LONGEST = ("tests/test_howtos.py", "tests/workflows/test_flow_cluster.py", "test
 
 SLOW = (
     "tests/pipelines/runners/test_gang.py",
-    "tests/pipelines/test_resume.py::test_after_twenty_kills_the_bytes_are_those_of_a_build_that_ran_through",
     "tests/kernels/test_quantized_processors.py",
     "tests/live/",
     "tests/actors/engine/backends/test_vllm.py",
@@ -193,6 +192,17 @@ SLOW = (
 """The files that `./dev test` leaves to `./dev test --slow`. tests/test_howtos.py is the one path through data,
 training and serving that it keeps."""
 
+SOAKS = (
+    "tests/actors/trainer/elastic/test_elastic.py::test_random_kills_end_with_the_curve_of_one_process",
+    "tests/live/test_kills.py::test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node",
+    "tests/live/test_node_bench.py",
+    "tests/live/test_rollouts.py::test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request[dies]",
+    "tests/live/test_rollouts.py::test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request[slow]",
+    "tests/pipelines/test_resume.py::test_after_twenty_kills_the_bytes_are_those_of_a_build_that_ran_through",
+    "tests/workflows/test_flow_cluster.py::test_a_flow_killed_at_each_stage_goes_on_and_does_no_stage_twice",
+)
+"""Random kills, and others that take a minute each, which `./dev soak` runs beside tests/soak."""
+
 ENGINE_OF_OTHERS = "[vllm"
 """Tests of the conformance suite with this parameter wait for vLLM's start, which takes half a minute."""
 
@@ -202,6 +212,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(SLOW) or ENGINE_OF_OTHERS in item.nodeid:
             item.add_marker(pytest.mark.slow)
+        if item.nodeid.startswith(SOAKS):
+            item.add_marker(pytest.mark.soak)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: begins_at(item.nodeid.partition("::")[0]))
 
