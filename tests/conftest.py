@@ -85,10 +85,11 @@ def starts_ray(file: str) -> bool:
     return "mark.cluster" in (ROOT / file).read_text()
 
 
-def scope(file: str, config: pytest.Config) -> str:
-    """Which of two workers' tests go to the same one: those of the engines, of one file, and in the fast suite those
-    that start a Ray. The slow suite has so many of these that each worker has a cluster."""
-    if starts_ray(file) and "not slow" in config.option.markexpr:
+def scope(file: str) -> str:
+    """Which of two workers' tests go to the same one: those that start a Ray, those of the engines, or of one file.
+
+    A second cluster beside the first would make all of them wait: two cores are no more than one keeps busy."""
+    if starts_ray(file):
         return "cluster"
     return "engine" if file.startswith("tests/actors/engine/") else file
 
@@ -224,7 +225,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class Sharing(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return scope(nodeid.partition("::")[0], config)
+            return scope(nodeid.partition("::")[0])
 
     return Sharing(config, log)
 
