@@ -200,7 +200,6 @@ SOAKS = (
     "tests/live/test_rollouts.py::test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request[dies]",
     "tests/live/test_rollouts.py::test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request[slow]",
     "tests/pipelines/test_resume.py::test_after_twenty_kills_the_bytes_are_those_of_a_build_that_ran_through",
-    "tests/workflows/test_flow_cluster.py::test_a_flow_killed_at_each_stage_goes_on_and_does_no_stage_twice",
 )
 """Random kills, and others that take a minute each, which `./dev soak` runs beside tests/soak."""
 
