@@ -81,27 +81,11 @@ def is_helper(process: psutil.Process) -> bool:
 
 
 @functools.cache
-def starts_ray(file: str) -> bool:
-    return "mark.cluster" in (ROOT / file).read_text()
-
-
-def scope(file: str) -> str:
-    """Which of two workers' tests go to the same one: those that start a Ray, those of the engines, or of one file.
-
-    A second cluster beside the first would make all of them wait: two cores are no more than one keeps busy."""
-    if starts_ray(file):
+def shared(file: str) -> str:
+    """Which of two workers' tests go to the same one: those that start a Ray, those of the engines, or of one file."""
+    if "mark.cluster" in (ROOT / file).read_text():
         return "cluster"
     return "engine" if file.startswith("tests/actors/engine/") else file
-
-
-def begins_at(file: str) -> int:
-    """With two workers, what takes longest begins first."""
-    if file.startswith(LONGEST):
-        return 0
-    return 1 if starts_ray(file) or file.startswith("tests/actors/engine/") else 2
-
-
-LONGEST = ("tests/test_howtos.py", "tests/workflows/test_flow_cluster.py", "tests/live/test_rollouts.py")
 
 
 SLOW = (
@@ -193,29 +177,18 @@ SLOW = (
 """The files that `./dev test` leaves to `./dev test --slow`. tests/test_howtos.py is the one path through data,
 training and serving that it keeps."""
 
-SOAKS = (
-    "tests/actors/trainer/elastic/test_elastic.py::test_random_kills_end_with_the_curve_of_one_process",
-    "tests/live/test_kills.py::test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node",
-    "tests/live/test_node_bench.py",
-    "tests/live/test_rollouts.py::test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request[dies]",
-    "tests/live/test_rollouts.py::test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request[slow]",
-    "tests/pipelines/test_resume.py::test_after_twenty_kills_the_bytes_are_those_of_a_build_that_ran_through",
-)
-"""Random kills, and others that take a minute each, which `./dev soak` runs beside tests/soak."""
-
 ENGINE_OF_OTHERS = "[vllm"
 """Tests of the conformance suite with this parameter wait for vLLM's start, which takes half a minute."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With two workers, what takes longest begins first."""
     for item in items:
         if item.nodeid.startswith(SLOW) or ENGINE_OF_OTHERS in item.nodeid:
             item.add_marker(pytest.mark.slow)
-        if item.nodeid.startswith(SOAKS):
-            item.add_marker(pytest.mark.soak)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: begins_at(item.nodeid.partition("::")[0]))
+        items.sort(key=lambda item: shared(item.nodeid.partition("::")[0]) not in ("cluster", "engine"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -224,7 +197,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     class Sharing(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return scope(nodeid.partition("::")[0])
+            return shared(nodeid.partition("::")[0])
 
     return Sharing(config, log)
 

@@ -31,6 +31,7 @@ def kill(live: LocalCluster, what: str) -> None:
     process.send(signal.SIGKILL)
 
 
+@pytest.mark.soak
 def test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node(
     live: LocalCluster,
     tide: rt.Client,

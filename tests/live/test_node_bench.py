@@ -11,7 +11,7 @@ import pytest
 import raytide as rt
 from raytide.core.objects.job import JobState
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.soak]
 
 
 def test_two_nodes_of_a_type_are_measured(

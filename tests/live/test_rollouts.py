@@ -120,12 +120,11 @@ def _state(handle: rt.EndpointHandle) -> RolloutState:
 @pytest.mark.parametrize(
     ("broken", "because"),
     [
-        ({"fail_on": "hello"}, "failed requests"),
-        ({"tokens_per_s": 0.25}, "late first tokens"),
-        ({"die_on": "hello"}, "failed requests"),
-        ({"kind": "native"}, "the challenger"),
+        pytest.param({"fail_on": "hello"}, "failed requests", id="fails"),
+        pytest.param({"tokens_per_s": 0.25}, "late first tokens", id="slow", marks=pytest.mark.soak),
+        pytest.param({"die_on": "hello"}, "failed requests", id="dies", marks=pytest.mark.soak),
+        pytest.param({"kind": "native"}, "the challenger", id="never-ready"),
     ],
-    ids=["fails", "slow", "dies", "never-ready"],
 )
 def test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request(
     tide: rt.Client,

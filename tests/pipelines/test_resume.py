@@ -42,6 +42,7 @@ def killed(corpus: Path, out: Path, tokenizer: str, kills: int, seed: int) -> li
     return [[int(number) for number in line.split()] for line in done.stdout.splitlines()]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("is_given", [False, True])
 def test_after_twenty_kills_the_bytes_are_those_of_a_build_that_ran_through(
     corpus: Path, tmp_path: Path, is_given: bool

@@ -169,6 +169,7 @@ def test_a_notice_too_short_for_a_checkpoint_loses_no_step(start: Start) -> None
     assert_undisturbed(run.spec)
 
 
+@pytest.mark.soak
 def test_random_kills_end_with_the_curve_of_one_process(start: Start) -> None:
     run = start(3, 1, steps=60, checkpoint_every=3, collective_timeout_s=8.0)
     killed = kill_at_random(run, kills=5, chance=random.Random(11))
