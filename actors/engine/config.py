@@ -46,7 +46,7 @@ class EngineConfig(Config):
         default=True, description="round the head of a model whose layers are quantized to int8 in groups of 32"
     )
     speculation: Literal["off", "ngram", "auto"] = Field(
-        default="auto",
+        default="off",
         description="guess next tokens by the request's own text (ngram), earlier answers and draft_model (auto)",
     )
     draft_model: str | None = Field(default=None, description="a small model of the same vocabulary that guesses too")

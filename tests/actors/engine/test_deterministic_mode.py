@@ -51,6 +51,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Logits]:
 
 def start(model_dir: Path, dtype: str, **options: object) -> EngineCore:
     fields = {"model_dir": str(model_dir), "dtype": dtype, "block_size": 16, "deterministic": True}
+    fields["speculation"] = "auto"
     return EngineCore(EngineConfig.parse(fields | options, where="test"))
 
 

@@ -149,7 +149,7 @@ def test_answers_are_those_without_speculation(
     for speculation in ("off", "ngram", "auto", "model"):
         sources: dict[str, object] = {"speculation": speculation}
         if speculation == "model":
-            sources = {"draft_model": str(model_dir)}
+            sources = {"speculation": "auto", "draft_model": str(model_dir)}
         cores = [start(model_dir, adapter, **sources, **options) for _ in "ab"]
         found = []
         for seed in (1, 2):
@@ -182,7 +182,7 @@ def test_a_step_that_fails_is_repeated_without_its_draft(model_dir: Path, monkey
             raise MemoryError("no room for so many rows")
         return logits(self, chunks, more_rows)
 
-    llm = LLM(model_dir, deterministic=True)
+    llm = LLM(model_dir, speculation="auto", deterministic=True)
     llm.generate([[5] * 9], params)
     monkeypatch.setattr(ModelRunner, "logits", failing)
     assert llm.generate([[5] * 9], params)[0].token_ids == expected
@@ -190,7 +190,7 @@ def test_a_step_that_fails_is_repeated_without_its_draft(model_dir: Path, monkey
 
 
 def test_what_one_salt_has_generated_is_never_drafted_under_another(model_dir: Path) -> None:
-    core = EngineCore(EngineConfig.parse({"model_dir": str(model_dir)}, where="test"))
+    core = EngineCore(EngineConfig.parse({"model_dir": str(model_dir), "speculation": "auto"}, where="test"))
     request = GenRequest(
         request_id="r", prompt=[5, 6, 7, 8], sampling=SamplingParams(temperature=1.0, seed=1, max_tokens=40)
     )
@@ -209,7 +209,7 @@ def test_what_one_salt_has_generated_is_never_drafted_under_another(model_dir: P
 
 def test_tokens_behind_a_stop_string_are_neither_sent_nor_counted(model_dir: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    llm = LLM(model_dir, deterministic=True)
+    llm = LLM(model_dir, speculation="auto", deterministic=True)
     whole = llm.generate([[9, 8, 7]], params)[0]
     stopped = replace(params, stop=(whole.text[12:15],))
     expected = LLM(model_dir, speculation="off", deterministic=True).generate([[9, 8, 7]], stopped)[0]

@@ -27,7 +27,8 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(model_dir: Path, draft_dir: Path, **options: object) -> EngineCore:
-    fields = {"model_dir": str(model_dir), "draft_model": str(draft_dir), "block_size": 4, "deterministic": True}
+    fields = {"model_dir": str(model_dir), "draft_model": str(draft_dir), "speculation": "auto"}
+    fields |= {"block_size": 4, "deterministic": True}
     return EngineCore(EngineConfig.parse(fields | options, where="test"))
 
 
