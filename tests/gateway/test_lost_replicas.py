@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from tests.gateway.conftest import Gateway, running_gateway, until
 
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.backends.remote.load_counters import LoadCounters, TrackedRequest
+from raytide.actors.engine.types import GenChunk
 from raytide.gateway.replicas.directory import EndpointEntry
+from raytide.gateway.replicas.replica_set import Replica
+from raytide.gateway.replicas.routed_engine import RoutedEngine
 from raytide.gateway.replicas.routing.router import Route
 
 TOKENS = 100
@@ -185,6 +189,52 @@ async def test_the_request_that_kills_engines_is_refused_and_takes_no_other_with
         await asyncio.sleep(0.2)
         assert (await ask(gateway, prompt="poison"))[:2] == (503, "engine_dead")
         assert {text for _, text, _ in await asyncio.gather(*streams)} == {TEXT}
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_waits_for_its_turn_is_not_blamed_for_a_death_it_had_no_part_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The suspects of one death have chosen the next replica already when the one that goes first kills it."""
+    choose, generate = RoutedEngine._choose, Replica.generate
+    chosen: list[str] = []
+    asked: list[str] = []
+
+    async def noted(engine: RoutedEngine, *args: Any, **options: Any) -> tuple[Replica, Route]:
+        replica, route = await choose(engine, *args, **options)
+        chosen.append(replica.name)
+        return replica, route
+
+    def counted(replica: Replica, *args: Any) -> AsyncIterator[GenChunk]:
+        asked.append(replica.name)
+        return generate(replica, *args)
+
+    async def until_chosen(replica: str) -> None:
+        async def is_chosen() -> bool:
+            return chosen[-1:] == [replica]
+
+        await until(is_chosen)
+
+    monkeypatch.setattr(RoutedEngine, "_choose", noted)
+    monkeypatch.setattr(Replica, "generate", counted)
+    async with running_gateway() as gateway:
+        await gateway.deploy("m", FakeEngine(tokens_per_s=0.01))
+        stream = asyncio.create_task(ask(gateway, max_tokens=5))
+        await until_chosen("m-0")
+        server, replicas = gateway.models.endpoint("m")
+
+        async def is_lost() -> bool:
+            return not replicas.connected
+
+        async with server.engine._suspects:
+            await gateway.kill("m-0")
+            await gateway.deploy("m", FakeEngine())
+            await until_chosen("m-1")
+            await gateway.kill("m-1")
+            await until(is_lost)
+        await gateway.deploy("m", FakeEngine())
+        assert (await stream)[:2] == (200, "tide ")
+        assert asked == ["m-0", "m-2"]
 
 
 @pytest.mark.asyncio

@@ -39,6 +39,10 @@ _MAX_DEATHS = 3
 what kills them."""
 
 
+class _GoneError(Exception):
+    """A replica died before it got a request."""
+
+
 class RoutedEngine(BasicEngine):
     """Sends each request to a replica. One that refuses or dies before the first token is replaced by another; after
     it, the request goes on from its tokens elsewhere.
@@ -101,6 +105,8 @@ class RoutedEngine(BasicEngine):
                 return
             except OverloadedError:
                 full.add(replica.name)
+            except _GoneError:
+                pass
             except EngineDeadError:
                 died_with = {*died_with, replica.name} if chunks == before else set()
                 if len(died_with) >= _MAX_DEATHS or (chunks and "resume" not in replica.info.features):
@@ -125,11 +131,13 @@ class RoutedEngine(BasicEngine):
     ) -> AsyncIterator[GenChunk]:
         """Generates a request on one replica, its prompt on that of `prefill`. With `alone` no other such request
         starts there or elsewhere until this one has its first token: one of several that died together may be the
-        cause.
+        cause. Raises _GoneError where the replica died of another one meanwhile.
         """
         async with AsyncExitStack() as until_first_chunk:
             if alone:
                 await until_first_chunk.enter_async_context(self._suspects)
+                if not replica.takes_requests:
+                    raise _GoneError
             prefill_at = self.prefill.address(prefill) if self.prefill and prefill else None
             stream = replica.generate(request, waited_s, join_keys(route.keys), prefill_at)
             async with aclosing(stream):  # type: ignore[type-var]
