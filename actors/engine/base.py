@@ -55,7 +55,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def tokenize(self, text: str) -> list[int]: ...
+    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
+        """Returns the token ids of a text, or of two joined as the model's tokenizer joins a pair."""
+        ...
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Returns the texts of prompts given as tokens, special tokens by their names."""
@@ -132,6 +134,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def classify(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
+        """Returns the logits of the model's labels (feature "classification") for each text or list of token ids."""
+        ...
+
     async def export_kv(self, request_id: str) -> KvHandle:
         """Feature "kv_transfer". Take a request of one sample out of this engine between two steps: its stream ends
         with finish reason "abort", and the handle has all that another engine needs to continue with its next token.
@@ -189,6 +195,9 @@ class BasicEngine:
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
         refuse(self.backend, "embeddings")
+
+    async def classify(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
+        refuse(self.backend, "classification")
 
     async def export_kv(self, request_id: str) -> KvHandle:
         refuse(self.backend, "kv_transfer")

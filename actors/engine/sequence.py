@@ -5,18 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import FinishReason, TokenLogprobs
 from raytide.core.errors import RaytideError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from raytide.actors.engine.text.bad_words import BadWords
     from raytide.actors.engine.text.structured_output import Grammar
 
 Rank = tuple[float, float, int]
 """Level, due time, arrival: the smallest goes first."""
+Pooling = Literal["cls", "last", "mean"]
+
+
+@dataclass(slots=True)
+class PooledPrompt:
+    """How the last hidden states of a prompt become one vector: see `model/pooling.py`. With `classify` the model's
+    head reads them; else the vector has length 1 if `normalize`.
+    """
+
+    pooling: Pooling
+    normalize: bool = True
+    classify: bool = False
+    sums: dict[int, Tensor] = field(default_factory=dict)  # float64, of each computed chunk by its first position
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +67,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     bad_words: BadWords | None = None  # that the output must not contain
     grammar: Grammar | None = None  # that the output must match
+    pooled: PooledPrompt | None = None  # the output is this vector; no token follows the prompt
     # The scheduler's state. `host_ids` are the blocks of a swapped out sequence.
     host_ids: list[int] = field(default_factory=list)
     num_registered: int = 0  # blocks offered to the prefix cache
@@ -86,7 +102,7 @@ class ScheduledChunk:
     @property
     def yields_token(self) -> bool:
         """True if the step brings the sequence up to date, so that a next token is sampled."""
-        return self.start + self.length == len(self.seq.tokens) + len(self.draft)
+        return self.seq.pooled is None and self.start + self.length == len(self.seq.tokens) + len(self.draft)
 
     def add_draft(self, tokens: Items[int]) -> None:
         """Computes these too. Where the sampled token equals the draft's, the logits behind it count as well."""

@@ -19,6 +19,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Feature = Literal[
     "bad_words",
     "best_of",
+    "classification",
     "deterministic",
     "embeddings",
     "handover",
@@ -220,7 +221,8 @@ class RequestOutput:
 class EngineInfo:
     """The properties of a started engine. `features` decides which conformance tests apply. `max_running` sequences run
     at once, and `max_waiting` further requests may wait; 0 where that is not known. `quantization` names the formats of
-    quantized weights and what they are computed with; it is empty for plain ones.
+    quantized weights and what they are computed with; it is empty for plain ones. A model with `num_labels` has a
+    classification head in place of the one that generates.
     """
 
     model: str
@@ -234,6 +236,7 @@ class EngineInfo:
     max_running: int = 0
     max_waiting: int = 0
     quantization: str = ""
+    num_labels: int = 0
 
 
 @dataclass(frozen=True, slots=True)

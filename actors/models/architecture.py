@@ -71,6 +71,7 @@ class Architecture:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     experts: Experts | None = None
+    num_labels: int = 0  # of a classification head, in place of the one that generates
 
     @property
     def num_layers(self) -> int:

@@ -37,13 +37,13 @@ _MOST_ALL_EXPERTS = 1 << 17
 """The experts of all layers, for each of which the weights have a few names."""
 
 
-def read_architecture(model_dir: Path) -> Architecture:
+def read_architecture(model_dir: Path, *, classifies: bool = False) -> Architecture:
     """Read the architecture of a model directory or GGUF file. DataError if unreadable, ConfigError if not
-    supported."""
+    supported: a model with a classification head is, for a caller that `classifies`."""
     if is_gguf(model_dir):
         return architecture_of(gguf_config(GgufFile(model_dir)), str(model_dir))
     path = model_dir / "config.json"
-    return architecture_of(read_json(path), str(path))
+    return architecture_of(read_json(path), str(path), classifies=classifies)
 
 
 def is_same_architecture(theirs: Architecture, ours: Architecture) -> bool:
@@ -51,16 +51,24 @@ def is_same_architecture(theirs: Architecture, ours: Architecture) -> bool:
     return replace(theirs, dtype=ours.dtype, eos_token_ids=ours.eos_token_ids) == ours
 
 
-def architecture_of(config: Mapping[str, object], where: str) -> Architecture:
+def architecture_of(config: Mapping[str, object], where: str, *, classifies: bool = False) -> Architecture:
     """Returns the architecture that a `config.json` describes; `where` names it in errors."""
     fields = Fields(config, where)
     name = shortened(str((fields.items("architectures") or ["(none)"])[0]), 100)
-    if name not in _FAMILIES:
+    family = _CLASSIFIERS.get(name)
+    if family is not None and not classifies:
+        raise ConfigError(
+            f"{where}: {name} has a classification head, which only the native engine computes.",
+            hint=f"Use a model of the architecture {family}.",
+        )
+    if (family or name) not in _FAMILIES:
         raise ConfigError(f"{where}: architecture {name} is not supported.", hint=f"Supported: {', '.join(SUPPORTED)}.")
     read_quantization(fields.body, where)  # refuses here, before anything is planned or started
     if fields.body.get("use_bidirectional_attention") or fields.body.get("add_cross_attention"):
         raise ConfigError(f"{where}: the model is not a causal decoder.", hint="Use its decoder-only variant.")
-    arch = _FAMILIES[name](fields)
+    arch = _FAMILIES[family or name](fields)
+    if family is not None:
+        arch = replace(arch, num_labels=_num_labels(fields), tied_embeddings=False, logit_softcap=None)
     if arch.head_dim > _MOST_HEAD_DIM:
         raise DataError(
             f"{where}: heads of {arch.head_dim} elements are not supported.", hint=f"At most {_MOST_HEAD_DIM}."
@@ -286,6 +294,12 @@ def _balance(fields: Fields) -> float:
     return fields.number("router_aux_loss_coef", 0.001) if fields.flag("output_router_logits", False) else 0.0
 
 
+def _num_labels(fields: Fields) -> int:
+    """Returns the number of labels, which transformers writes as a map of their names unless there are two."""
+    names = fields.section("id2label").body
+    return len(names) if 0 < len(names) <= _MOST_LABELS else fields.whole("num_labels", 2, most=_MOST_LABELS)
+
+
 def _checked(experts: Experts, fields: Fields) -> Experts:
     if experts.count * _depth(fields) > _MOST_ALL_EXPERTS:
         raise DataError(
@@ -325,5 +339,13 @@ _FAMILIES: Mapping[str, Callable[[Fields], Architecture]] = {
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
 }
+
+_CLASSIFIERS: Mapping[str, str] = {
+    f"{name.removesuffix('LMHeadModel').removesuffix('ForCausalLM')}ForSequenceClassification": name
+    for name in _FAMILIES
+    if name != "Gemma3ForCausalLM"  # its classifier reads images too
+}
+"""The family of each architecture with a classification head on the last token's state."""
+_MOST_LABELS = 1024
 
 SUPPORTED = tuple(_FAMILIES)

@@ -91,6 +91,8 @@ async def test_without_a_key_nothing_is_answered_where_keys_are_demanded() -> No
             await gateway.http.post("/v1/chat/completions", json=chat("tide")),
             await gateway.http.get("/v1/models"),
             await gateway.http.post("/tide/v1/completions", json={"model": "tide", "prompt": "x"}),
+            await gateway.http.post("/v2/rerank", json={"model": "tide", "query": "x", "documents": ["y"]}),
+            await gateway.http.post("/tide/v2/rerank", json={"model": "tide", "query": "x", "documents": ["y"]}),
         ):
             assert (answer.status_code, answer.json()["error"]["type"]) == (401, "invalid_request_error")
         assert (await gateway.http.get("/health")).status_code == 200

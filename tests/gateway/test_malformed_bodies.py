@@ -31,6 +31,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
     "/v1/embeddings": {"model": "m", "input": "hello"},
     "/v1/responses": {"model": "m", "input": "hello", "max_output_tokens": 2},
+    "/v1/score": {"model": "m", "text_1": "hello", "text_2": ["tide", "ebb"]},
+    "/v1/rerank": {"model": "m", "query": "hello", "documents": ["tide", {"text": "ebb"}]},
 }
 WRONG: dict[str, dict[str, list[Any]]] = {
     "/v1/completions": {
@@ -47,6 +49,13 @@ WRONG: dict[str, dict[str, list[Any]]] = {
         "response_format": [5, {}, {"type": "x"}, {"type": "json_schema"}],
     },
     "/v1/embeddings": {"input": [None, 5, [], "", [[]], [None]], "encoding_format": ["x", 5], "dimensions": [0, "x"]},
+    "/v1/score": {"text_1": [None, 5, "", [], ["a", "b", "c"], ["a", 1]], "text_2": [None, [[]], [""], {"text": "a"}]},
+    "/v1/rerank": {
+        "query": [None, 5, "", [], ["a"], {"text": "a"}],
+        "documents": [None, "x", [], [""], [5], [{}], [{"text": ""}], [{"text": "a", "image": "b"}]],
+        "top_n": [-1, 1.5, "x", 2**40],
+        "return_documents": [1, "yes"],
+    },
     "/v1/responses": {
         "input": [None, 5, [], [5], [{"type": "x"}], [{"role": "nobody", "content": "x"}]],
         "tools": [5, [5], [{"type": "web_search"}], [{"type": "function"}]],

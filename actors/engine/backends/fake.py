@@ -240,8 +240,8 @@ class FakeEngine(BasicEngine):
             self._end(live)
         return live is not None
 
-    async def tokenize(self, text: str) -> list[int]:
-        return list(text.encode())
+    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
+        return list((text + (pair or "")).encode())
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token % 256])

@@ -21,7 +21,7 @@ class PrefixCache:
     def computed(self, seq: Sequence) -> list[bytes | None]:
         """Returns the hashes of the blocks that hold computed tokens; None for one that is not full."""
         full, count = seq.num_computed // self._size, self._pool.blocks_for(seq.num_computed)
-        hashes: list[bytes | None] = [*self._hashes(seq, full)] if self._enabled else []
+        hashes: list[bytes | None] = [*self._hashes(seq, full)] if self._keeps(seq) else []
         return hashes + [None] * (count - len(hashes))
 
     def cached(self, seq: Sequence) -> list[Place]:
@@ -47,14 +47,14 @@ class PrefixCache:
 
     def promise(self, seq: Sequence) -> None:
         """Notes the full blocks that a sequence will compute when it begins to run."""
-        if self._enabled:
+        if self._keeps(seq):
             for block_hash in self._hashes(seq, len(seq.tokens) // self._size)[seq.num_computed // self._size :]:
                 self._producers.setdefault(block_hash, seq)
 
     def register(self, seq: Sequence) -> list[bytes]:
         """Offers newly filled blocks to later sequences; returns their hashes."""
         first, end = seq.num_registered, seq.num_computed // self._size
-        if not self._enabled or end <= first:
+        if not self._keeps(seq) or end <= first:
             return []
         hashes = self._hashes(seq, end)[first:]
         for block, block_hash in zip(seq.block_ids[first:end], hashes, strict=True):
@@ -69,6 +69,12 @@ class PrefixCache:
         for block_hash in broken:
             del self._producers[block_hash]
         return broken
+
+    def _keeps(self, seq: Sequence) -> bool:
+        """Returns whether a sequence's blocks are kept for later ones. Pooled prompts have no continuation, and a
+        corpus of them would drive out the prefixes of chats.
+        """
+        return self._enabled and seq.pooled is None
 
     def _shareable(self, seq: Sequence) -> int:
         return (len(seq.tokens) - 1) // self._size

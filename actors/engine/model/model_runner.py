@@ -16,7 +16,8 @@ from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.draft_model import DraftModel, check_same_vocabulary
 from raytide.actors.engine.model.input_batch import InputBatch
 from raytide.actors.engine.model.lora import LoraManager, read_adapter
-from raytide.actors.engine.model.pooling import Pooling, PromptRunner
+from raytide.actors.engine.model.pooling import PooledRows
+from raytide.actors.engine.model.prompt_logits import prompt_logits
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.engine.sampling.logprobs import PromptRows
 from raytide.actors.engine.sampling.sampler import Sampler
@@ -178,7 +179,7 @@ class ModelRunner:
 
     def execute(self, chunks: list[ScheduledChunk]) -> dict[str, list[Sampled]]:
         """Computes the chunks. Returns the next tokens of each sequence that they bring up to date, several where a
-        draft is right, and records prompt log probabilities in the sequences.
+        draft is right, and records prompt log probabilities and pooled states in the sequences.
 
         Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
         """
@@ -193,28 +194,22 @@ class ModelRunner:
 
     def logits(self, chunks: list[ScheduledChunk], more_rows: Items[int] = ()) -> torch.Tensor:
         """Runs the forward pass alone. Returns float32 logits: a row for each sequence that is brought up to date and
-        one for each token of its draft, then one for each of `more_rows` of the flat batch.
+        one for each token of its draft, then one for each of `more_rows` of the flat batch. Records pooled states.
         """
-        step = self._batch.build(chunks)
+        step, pooled = self._batch.build(chunks), PooledRows.of(chunks)
         rows_R = step.sampled_rows_R
-        if more_rows:
-            rows_R = torch.cat((rows_R, rows_R.new_tensor(more_rows)))
-        loras = self._adapters.rows(chunks)
-        return self._loaded.forward(step.ids_T, step.positions_T, step.paged, self.cache.layers, rows_R, loras)
+        if more_rows or pooled.rows:
+            rows_R = torch.cat((rows_R, rows_R.new_tensor([*more_rows, *pooled.rows])))
+        inputs = step.ids_T, step.positions_T, step.paged, self.cache.layers, rows_R, self._adapters.rows(chunks)
+        if not pooled.rows:
+            return self._loaded.forward(*inputs)
+        hidden_RN, head, num_logits = self._loaded.hidden(*inputs), self._loaded.head, len(rows_R) - len(pooled.rows)
+        pooled.record(hidden_RN[num_logits:], head)
+        return head(hidden_RN[:num_logits])
 
     def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
         """Returns float32 logits [T, V] after each token of a prompt, computed apart from running sequences."""
-        return self._whole.logits(tokens)
-
-    def embed(
-        self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True, lora: str | None = None
-    ) -> list[list[float]]:
-        """Returns a vector for each prompt, computed in one pass apart from running sequences: see `pooling.groups`.
-        Raises NotFoundError for an adapter that is not loaded.
-        """
-        adapter = None if lora is None else self._adapters.adapter(lora)
-        vectors: list[list[float]] = self._whole.embed(prompts, pooling, normalize, adapter).tolist()
-        return vectors
+        return prompt_logits(self._loaded, tokens, self.block_size, self._device.torch_device)
 
     def load_lora(self, name: str, path: Path) -> None:
         """Loads a PEFT adapter for sequences whose `lora` is `name`. On ConflictError, CapacityError, ConfigError or
@@ -241,10 +236,6 @@ class ModelRunner:
         if self.draft_model is not None:
             self.draft_model.release(seq)
         self._sampler.forget(seq)
-
-    @property
-    def _whole(self) -> PromptRunner:
-        return PromptRunner(self._loaded, self.block_size, self._device.torch_device)
 
     @property
     def _loaded(self) -> PagedDecoder:

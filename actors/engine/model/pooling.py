@@ -1,24 +1,22 @@
-"""Prompts computed whole, apart from the schedule and with temporary KV memory: the logits of every position, and
-embeddings, which pool a prompt's last hidden states into one vector.
+"""Prompts whose output is one vector: hidden states pooled into an embedding, or the logits of a classification head.
+
+They run in the schedule beside sequences that generate, so that one step computes both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
-from raytide.actors.engine.model.decoder import PagedDecoder
-from raytide.actors.engine.model.lora import Adapter, LoraRows
+from raytide.actors.engine.sequence import PooledPrompt, Pooling, ScheduledChunk, Sequence
 from raytide.actors.models.model_config import Fields, read_json
-from raytide.core.errors import ConfigError
-from raytide.kernels.core import PagedBatch
+from raytide.core.errors import ConfigError, EngineError
 
 Tensor = torch.Tensor
-Pooling = Literal["cls", "last", "mean"]
 
 
 def pooling_of(model_dir: Path) -> Pooling:
@@ -43,56 +41,55 @@ def pooling_of(model_dir: Path) -> Pooling:
     return by_flag[asked[0]]
 
 
-def groups(prompts: list[list[int]], max_tokens: int) -> Iterator[list[list[int]]]:
-    """Yields the prompts in order, in groups of at most `max_tokens` (or of one longer prompt)."""
-    group: list[list[int]] = []
-    for prompt in prompts:
-        if group and sum(map(len, group)) + len(prompt) > max_tokens:
-            yield group
-            group = []
-        group.append(prompt)
-    if group:
-        yield group
+def pooled_vector(seq: Sequence) -> list[float]:
+    """Returns the vector of a prompt that is computed whole. Raises EngineError if it is not finite."""
+    prompt = seq.pooled
+    assert prompt is not None
+    total = torch.stack(list(prompt.sums.values())).sum(0)
+    pooled = (total / seq.prompt_len if prompt.pooling == "mean" else total).float()
+    if not bool(torch.isfinite(pooled).all()):
+        raise EngineError("the model's hidden states are not finite.", hint="Check its weights and its dtype.")
+    if prompt.normalize and not prompt.classify:
+        pooled = torch.nn.functional.normalize(pooled, dim=-1)
+    values: list[float] = pooled.tolist()
+    return values
 
 
-class PromptRunner:
-    """Computes prompts apart from running sequences, which wait: the caller bounds the number of tokens in a call."""
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """The rows of a step's flat batch whose states are pooled."""
 
-    def __init__(self, model: PagedDecoder, block_size: int, device: torch.device) -> None:
-        self._model, self._block_size, self._device = model, block_size, device
+    chunks: list[tuple[PooledPrompt, int, int]]  # with the first position of a chunk, and the number of its rows
+    rows: list[int]
 
-    def logits(self, tokens: list[int]) -> Tensor:
-        """Returns float32 logits [T, V]: row t follows the first t + 1 tokens."""
-        return self._model.head(self._hidden([tokens]))
+    @classmethod
+    def of(cls, chunks: Items[ScheduledChunk]) -> PooledRows:
+        pooled, rows, offset = list[tuple[PooledPrompt, int, int]](), list[int](), 0
+        for chunk in chunks:
+            prompt = chunk.seq.pooled
+            if prompt is not None and (wanted := _wanted(chunk, prompt.pooling)):
+                pooled.append((prompt, chunk.start, len(wanted)))
+                rows += [offset + row for row in wanted]
+            offset += chunk.length
+        return cls(pooled, rows)
 
-    def embed(
-        self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True, adapter: Adapter | None = None
-    ) -> Tensor:
-        """Returns float32 [B, N]: a vector for each prompt, of length 1 if `normalize`."""
-        states_N = self._hidden(prompts, adapter).float().split([len(prompt) for prompt in prompts])
-        if pooling == "mean":
-            vectors_BN = torch.stack([states.mean(0) for states in states_N])
-        else:
-            vectors_BN = torch.stack([states[0 if pooling == "cls" else -1] for states in states_N])
-        return F.normalize(vectors_BN, dim=-1) if normalize else vectors_BN
+    def record(self, states_RN: Tensor, head: Callable[[Tensor], Tensor]) -> None:
+        """Adds the last hidden states of the rows to their prompts; `head` is that of a model that classifies.
+        Recording a chunk again changes nothing, and after an eviction it replaces all from its start on.
+        """
+        at = 0
+        for prompt, start, count in self.chunks:
+            states = states_RN[at : at + count]
+            total = (head(states) if prompt.classify else states).sum(0, dtype=torch.float64)
+            prompt.sums = {first: each for first, each in prompt.sums.items() if first < start} | {start: total}
+            at += count
 
-    def _hidden(self, prompts: list[list[int]], adapter: Adapter | None = None) -> Tensor:
-        """Returns the last hidden states [T, N] of all prompts' tokens, prompt by prompt."""
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        blocks = -(-lengths // self._block_size)
-        first_blocks = blocks.cumsum(0) - blocks
-        # Rows are padded with the blocks of the next prompts, which nothing reads.
-        tables_BM = (first_blocks[:, None] + torch.arange(int(blocks.max()))).clamp_(max=int(blocks.sum()) - 1)
-        positions_T = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        batch = PagedBatch(
-            query_lens=lengths.tolist(),
-            context_lens=lengths.tolist(),
-            block_tables_BM=tables_BM.to(self._device),
-            slots_T=(positions_T + (first_blocks * self._block_size).repeat_interleave(lengths)).to(self._device),
-            block_size=self._block_size,
-        )
-        ids_T = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
-        cache = self._model.new_cache(int(blocks.sum()), self._block_size)
-        rows_R = torch.arange(len(ids_T), device=self._device)
-        loras = LoraRows.of([(adapter, len(ids_T))])
-        return self._model.hidden(ids_T, positions_T.to(self._device), batch, cache, rows_R, loras)
+
+def _wanted(chunk: ScheduledChunk, pooling: Pooling) -> range:
+    """Returns the rows of a chunk whose states count."""
+    if pooling == "mean":
+        return range(chunk.length)
+    if pooling == "cls":
+        return range(int(chunk.start == 0))
+    is_last = chunk.start + chunk.length == chunk.seq.prompt_len
+    return range(chunk.length - int(is_last), chunk.length)

@@ -87,6 +87,8 @@ class WeightLoader:
         """Returns the head: its own weight, or the embedding's; to be called after the layers. llm-compressor unties a
         head that it quantizes.
         """
+        if self._arch.num_labels:
+            return self._ops.linear(self._get("score", self._arch.num_labels, self._arch.hidden_size), None)
         shape = (self._arch.vocab_size, self._arch.hidden_size)
         quantized = self._weights.quantized(self._names.head, *shape)
         if quantized is None and self._arch.tied_embeddings:

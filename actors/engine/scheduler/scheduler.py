@@ -172,6 +172,8 @@ class Scheduler:
                 self.waiting.wake(block_hash)
             if chunk.start < seq.prompt_len <= seq.num_computed:
                 self.waiting.wake(seq.seq_id)
+            if seq.pooled is not None and seq.num_computed == seq.prompt_len:
+                self.finish(seq, "stop")
             if not tokens:
                 continue
             if tokens[-1] in seq.stop_token_ids:

@@ -53,6 +53,15 @@ class Tokenizer:
         """
         return self.encode_all([self._cut(_checked(text), enough)])[0]
 
+    def encode_pair(self, text: str, pair: str, *, enough: int | None = None) -> list[int]:
+        """Returns token ids of two texts, joined as the tokenizer's post-processor joins a pair. Long ones are cut as
+        `encode` does.
+        """
+        texts = self._cut(_checked(text), enough), self._cut(_checked(pair), enough)
+        (encoding,) = self.rust.encode_batch_fast([texts], add_special_tokens=True)
+        ids: list[int] = encoding.ids
+        return ids
+
     def encode_all(self, texts: list[str], *, plain: bool = False) -> list[list[int]]:
         """Returns token ids of each text, with special tokens unless `plain`. The library releases Python's lock for a
         batch, not for a single text.
@@ -73,12 +82,18 @@ class Tokenizer:
     def _special_names(self) -> list[str]:
         return [token.content for token in self.rust.get_added_tokens_decoder().values() if token.special]
 
-    async def encode_off_loop(self, text: str, *, enough: int | None = None) -> list[int]:
-        """Returns the token ids without blocking the event loop: long texts are encoded in a thread."""
-        if len(text) > _INLINE_CHARS:
-            return await self.pool.run(lambda: self.encode(text, enough=enough))
+    async def encode_off_loop(self, text: str, pair: str | None = None, *, enough: int | None = None) -> list[int]:
+        """Returns the token ids of a text or of a pair without blocking the event loop: long texts are encoded in a
+        thread.
+        """
+
+        def encode() -> list[int]:
+            return self.encode(text, enough=enough) if pair is None else self.encode_pair(text, pair, enough=enough)
+
+        if len(text) + len(pair or "") > _INLINE_CHARS:
+            return await self.pool.run(encode)
         try:
-            return self.encode(text)
+            return encode()
         except RaytideError:
             raise
         except BaseException as error:

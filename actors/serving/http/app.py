@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -17,9 +18,17 @@ from starlette.routing import Match, Route
 from raytide.actors.serving.http.body import JsonRoute
 from raytide.actors.serving.http.headers import ResponseHeaders
 from raytide.actors.serving.metrics import engine_samples
-from raytide.actors.serving.openai_api.admission import caller_of
-from raytide.actors.serving.openai_api.embeddings import EmbeddingList, EmbeddingRequest, embed
+from raytide.actors.serving.openai_api.admission import RequestCaller, caller_of
 from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
+from raytide.actors.serving.openai_api.pooling.embeddings import EmbeddingList, EmbeddingRequest, embed
+from raytide.actors.serving.openai_api.pooling.scores import (
+    Ranking,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+    rerank,
+    score,
+)
 from raytide.actors.serving.openai_api.respond import failed, respond
 from raytide.actors.serving.openai_api.response_writer import ChatWriter, CompletionWriter
 from raytide.actors.serving.openai_api.server import Server
@@ -38,7 +47,9 @@ from raytide.core.errors import RaytideError
 from raytide.core.telemetry.metrics import CONTENT_TYPE, render
 
 T = TypeVar("T")
+B = TypeVar("B", EmbeddingRequest, ScoreRequest, RerankRequest)
 _ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+_API = re.compile(r"/v[12]/([^/]*)")
 _STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """Answers that may be streamed, beside JSON."""
 
@@ -169,12 +180,18 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
 
         return await models.answer(body.model, request, chat, answer)
 
-    @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest, request: Request) -> EmbeddingList:
-        async def answer(server: Server) -> EmbeddingList:
-            track = server.metrics.track("embeddings")
+    _add_pooling_routes(app, models)
+    return app
+
+
+def _add_pooling_routes(app: FastAPI, models: Models) -> None:
+    async def tracked(
+        api: str, body: B, request: Request, work: Callable[[Server, B, RequestCaller], Awaitable[T]]
+    ) -> T:
+        async def answer(server: Server) -> T:
+            track = server.metrics.track(api)
             try:
-                found = await embed(server, body, caller_of(request.scope))
+                found = await work(server, body, caller_of(request.scope))
             except Exception as error:
                 raise failed(error, track) from error
             track.finish("ok")
@@ -182,12 +199,23 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
 
         return await models.answer(body.model, request, body, answer)
 
-    return app
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> EmbeddingList:
+        return await tracked("embeddings", body, request, embed)
+
+    @app.post("/v1/score")
+    async def scores(body: ScoreRequest, request: Request) -> ScoreList:
+        return await tracked("score", body, request, score)
+
+    @app.post("/v1/rerank")
+    @app.post("/v2/rerank", include_in_schema=False)  # where Cohere's newer clients ask
+    async def ranking(body: RerankRequest, request: Request) -> Ranking:
+        return await tracked("rerank", body, request, rerank)
 
 
 def _add_error_handlers(app: FastAPI, models: Models) -> None:
     def count_refused_body(path: str) -> None:
-        models.count_refused_body(path.rpartition("/v1/")[2].partition("/")[0])
+        models.count_refused_body(api_of(path))
 
     app.state.count_refused_body = count_refused_body
 
@@ -218,6 +246,12 @@ def _allowed_methods(request: Request) -> list[str]:
         each for route in routes if route.matches(request.scope)[0] is not Match.NONE for each in route.methods or ()
     }
     return sorted(found | ({"HEAD"} if "GET" in found else set()))
+
+
+def api_of(path: str) -> str:
+    """Returns the API that a path names, such as `chat`; empty if it names none."""
+    found = _API.search(path)
+    return found[1] if found is not None else ""
 
 
 def error_response(error: ApiError) -> Response:

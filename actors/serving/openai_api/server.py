@@ -114,6 +114,8 @@ class Server:
         """
         caller = caller or Anybody()
         self.check_name(request.model)
+        if self.info.num_labels:
+            raise invalid(f"{self.model} classifies: it generates no text.", param="model")
         use = tool_use_of(request, self.info.chat) if isinstance(request, ChatRequest) else NO_TOOLS
         sampling, echoes = sampling_of(request, use.structured), [""]
         if isinstance(request, ChatRequest):
@@ -154,12 +156,21 @@ class Server:
             raise invalid(f"{field} is empty.", param=field)
         prompts = [tokens] if tokens else []
         for text in texts:
-            prompts.append(await self._tokens(text))
-            self._check_length(prompts[-1], field)
-            await asyncio.sleep(0)  # many short prompts together must not block the event loop
+            if isinstance(text, str):
+                prompts.append(await self.tokens(text, field=field))
+            else:
+                self._check_length(text, field)
+                prompts.append(text)
         if tokens:
             self._check_length(tokens, field)
         return prompts
+
+    async def tokens(self, text: str, pair: str | None = None, *, field: str) -> list[int]:
+        """Returns the token ids of a text, or of two that are read together; they fit into the context."""
+        tokens = await self.engine.tokenize(text, pair)
+        self._check_length(tokens, field)
+        await asyncio.sleep(0)  # many short ones together must not block the event loop
+        return tokens
 
     def _priority(self, asked: int | None, caller: RequestCaller) -> int:
         """Returns the request's priority, which is at most as urgent as the caller or the endpoint allows."""
@@ -170,9 +181,6 @@ class Server:
         """Returns the most tokens that all choices together can have."""
         room = [self.info.max_model_len - len(prompt) for prompt in prompts]
         return sampling.num_samples * sum(min(each, sampling.max_tokens or each) for each in room)
-
-    async def _tokens(self, prompt: str | list[int]) -> list[int]:
-        return await self.engine.tokenize(prompt) if isinstance(prompt, str) else prompt
 
     async def _echoes(self, given: str | Sequence[object], prompts: list[list[int]]) -> list[str]:
         """Returns the prompts as texts, unchanged where they were given as texts."""

@@ -19,7 +19,7 @@ from raytide.gateway.tenancy.authentication import Authentication
 from raytide.gateway.tenancy.tenancy import Tenancy
 from raytide.gateway.tracing import RequestTracing, TracedRequests
 
-_OWN = frozenset({"v1", "health", "metrics", "docs", "openapi.json", "redoc"})
+_OWN = frozenset({"v1", "v2", "health", "metrics", "docs", "openapi.json", "redoc"})
 _LOCAL_ORIGIN = r"(app|file|tauri|vscode-(file|webview))://.*|https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins on the browser's own machine. Pages from elsewhere must not use a gateway that demands no keys."""
 
@@ -64,7 +64,7 @@ def create_app(
 
 
 class EndpointPaths:
-    """Middleware that serves `/NAME/v1/...` as `/v1/...` of the endpoint NAME alone."""
+    """Middleware that serves `/NAME/v1/...` as `/v1/...` of the endpoint NAME alone, and other routes likewise."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -14,6 +14,7 @@ from uuid import uuid4
 from fastapi import Request
 from pydantic import BaseModel
 
+from raytide.actors.serving.http.app import api_of
 from raytide.actors.serving.metrics import engine_samples
 from raytide.actors.serving.openai_api.admission import HEADERS, caller_of
 from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
@@ -175,7 +176,7 @@ class EndpointModels:
         self, found: _Application, backend: HostedBackend, model: str, request: Request, body: BaseModel
     ) -> T:
         self._check_use(model, request)
-        track = found.metrics.track(_api_of(request))
+        track = found.metrics.track(api_of(request.url.path))
         return cast(T, await in_request(request, body, self._hosted.answer(backend, model, request, track)))
 
     def _count_failure(self, model: str, request: Request, error: Exception) -> None:
@@ -183,11 +184,11 @@ class EndpointModels:
         failure = to_api_error(error)
         if failure.is_counted:
             return
-        code = failure.body.error.code or ""
+        api, code = api_of(request.url.path), failure.body.error.code or ""
         if endpoint_of_model(model) in self._listing:
-            self._serving(endpoint_of_model(model)).metrics.count_outcome(_api_of(request), outcome_of(error), code)
+            self._serving(endpoint_of_model(model)).metrics.count_outcome(api, outcome_of(error), code)
         else:
-            self._unserved.add("", "", _api_of(request), outcome_of(error), code)
+            self._unserved.add("", "", api, outcome_of(error), code)
 
     async def _own_answer(
         self, model: str, request: Request, body: BaseModel, respond: Callable[[Server], Awaitable[T]]
@@ -368,11 +369,6 @@ def _marked(response: T, request: Request, revision: int) -> T:
     if revision:
         request.scope[HEADERS] = {**request.scope.get(HEADERS, {}), "x-raytide-revision": str(revision)}
     return response
-
-
-def _api_of(request: Request) -> str:
-    """Returns the API that a path names, such as `chat`."""
-    return request.url.path.partition("/v1/")[2].partition("/")[0]
 
 
 def endpoint_of_model(model: str) -> str:

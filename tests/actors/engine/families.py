@@ -116,7 +116,7 @@ _COMMON: dict[str, Any] = {
 _GPT2: dict[str, Any] = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 96, "n_positions": 256}
 
 
-def save_family(model_dir: Path, family: str, **overrides: Any) -> Any:
+def save_family(model_dir: Path, family: str, *, classifies: bool = False, **overrides: Any) -> Any:
     """Random weights in the form in which transformers writes them. Returns the model itself, the reference."""
     torch.manual_seed(11)
     base, differences = FAMILIES[family]
@@ -128,7 +128,7 @@ def save_family(model_dir: Path, family: str, **overrides: Any) -> Any:
     shape = common | (_GPT2 if base == "GPT2" else {}) | differences | overrides
     config = getattr(transformers, f"{base}{'Text' if base == 'Gemma3' else ''}Config")(**shape)
     config._attn_implementation = "eager"  # the others leave Gemma 2's soft-cap out
-    head = "LMHeadModel" if base == "GPT2" else "ForCausalLM"
+    head = "ForSequenceClassification" if classifies else "LMHeadModel" if base == "GPT2" else "ForCausalLM"
     model = getattr(transformers, base + head)(config).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # norms and biases start at 0 or 1, where mistakes do not show

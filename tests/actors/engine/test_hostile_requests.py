@@ -20,12 +20,13 @@ from tests.actors.engine.sampling_cases import sequence
 from tests.actors.engine.tiny import EOS, VOCAB, save_tokenizer
 
 from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams, limits
-from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.sampling.grammar_mask import GrammarMask
 from raytide.actors.engine.sampling.sampler import banned_tokens
 from raytide.actors.engine.sampling_params import Structured
+from raytide.actors.engine.scheduler.scheduler import Scheduler
+from raytide.actors.engine.sequence import StepPlan
 from raytide.actors.engine.text.bad_words import BadWords
 from raytide.actors.engine.text.structured_output import GrammarCompiler
 from raytide.actors.engine.text.tokenizer import Tokenizer
@@ -142,23 +143,23 @@ async def test_a_long_text_is_cut_once_it_is_known_to_be_too_long(engine: Native
 
 
 async def test_embeddings_do_not_keep_steps_away(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several requests, each of many groups: what generates takes a step after each group."""
-    order: list[str] = []
+    """Several requests, each of many prompts: what generates gets its token in each step that computes some of them."""
+    plans: list[StepPlan] = []
+    plan = Scheduler.plan
 
-    def noting(owner: Any, name: str) -> None:
-        work = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **named: order.append(name) or work(*args, **named))
+    def noting(scheduler: Scheduler, now_s: float = 0.0) -> StepPlan:
+        plans.append(plan(scheduler, now_s))
+        return plans[-1]
 
-    noting(operations, "embed")
-    noting(EngineCore, "step")
+    monkeypatch.setattr(Scheduler, "plan", noting)
     generating = asyncio.ensure_future(answer(engine, "it", max_tokens=60))
     await asyncio.gather(*(engine.embed([[5] * 200] * 20) for _ in range(6)))
     await generating
-    last = max(place for place, name in enumerate(order) if name == "step")
-    first = order.index("step")
-    runs = "".join(name[0] for name in order[first:last]).split("s")
-    assert max(map(len, runs)) <= 1
-    assert "e" in runs
+    with_it = [place for place, each in enumerate(plans) if any(chunk.seq.seq_id == "it" for chunk in each.chunks)]
+    beside = [each for each in plans[with_it[0] : with_it[-1] + 1] if any(chunk.seq.pooled for chunk in each.chunks)]
+    assert beside
+    assert len(with_it) == with_it[-1] + 1 - with_it[0]
+    assert max(each.num_tokens for each in plans) <= engine._started().runner.batch_tokens
 
 
 async def test_half_a_surrogate_pair_is_refused(engine: NativeEngine) -> None:

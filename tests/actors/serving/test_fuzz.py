@@ -23,24 +23,29 @@ from tests.actors.serving.asgi import Answer, ask
 
 from raytide.actors.engine import EngineConfig, NativeEngine
 from raytide.actors.serving.http.app import create_app
+from raytide.actors.serving.openai_api.pooling.scores import RerankRequest, ScoreRequest
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 from raytide.actors.serving.responses_api.request import ResponsesRequest
 
 TEXT, CHAT, EMBED = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-RESPONSES = "/v1/responses"
+RESPONSES, SCORE, RERANK = "/v1/responses", "/v1/score", "/v1/rerank"
 OTHERS = ("/v1/models", "/v1/models/m", "/v1/models/\ufffd", "/health", "/metrics", "/docs", "/nothing")
 VALID: dict[str, dict[str, Any]] = {
     TEXT: {"model": "m", "prompt": "hello", "max_tokens": 2},
     CHAT: {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
     EMBED: {"model": "m", "input": "hello"},
     RESPONSES: {"model": "m", "input": "hello", "max_output_tokens": 2},
+    SCORE: {"model": "m", "text_1": "hello", "text_2": ["tide"]},
+    RERANK: {"model": "m", "query": "hello", "documents": ["tide", {"text": "ebb"}]},
 }
 FIELDS = sorted(
     {
         *CompletionRequest.model_fields,
         *ChatRequest.model_fields,
         *ResponsesRequest.model_fields,
+        *ScoreRequest.model_fields,
+        *RerankRequest.model_fields,
         "input",
         "encoding_format",
         "dimensions",
@@ -181,14 +186,14 @@ FUZZ = settings(max_examples=80, suppress_health_check=list(HealthCheck), derand
 
 
 @FUZZ
-@given(st.sampled_from((TEXT, CHAT, EMBED, RESPONSES)), bodies)
+@given(st.sampled_from(tuple(VALID)), bodies)
 def test_no_body_is_the_servers_failure(rig: Rig, path: str, fields: dict[str, Any]) -> None:
     rig.check(path, dumps(VALID[path] | fields))
 
 
 @FUZZ
 @given(
-    st.sampled_from((TEXT, CHAT, EMBED, RESPONSES)),
+    st.sampled_from(tuple(VALID)),
     st.one_of(
         st.binary(max_size=200),
         hostile.map(dumps),
@@ -204,7 +209,7 @@ def test_no_bytes_are_the_servers_failure(rig: Rig, path: str, raw: bytes, leave
 
 @FUZZ
 @given(
-    st.sampled_from((TEXT, CHAT, EMBED, RESPONSES, *OTHERS)),
+    st.sampled_from((*VALID, *OTHERS)),
     st.sampled_from(("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "X")),
     st.sampled_from(
         ("application/json", "text/plain", "", "application/json; charset=utf-16", "a/b; c=\xff", "/" * 9000)
@@ -219,8 +224,9 @@ def test_no_method_or_header_is_the_servers_failure(
 
 
 def test_every_route_is_among_those_that_are_tried(rig: Rig) -> None:
-    tried = {TEXT, CHAT, EMBED, RESPONSES, *OTHERS} | {
+    tried = {*VALID, *OTHERS} | {
         "/v1/models/{model}",
+        "/v2/rerank",
         "/openapi.json",
         "/docs/oauth2-redirect",
         "/redoc",

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from copy import copy
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
+from uuid import uuid4
 
 from raytide.actors.engine.backends.native import kv_transfer, operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.input_processor import Prepared
-from raytide.actors.engine.backends.native.output_processor import Output, RequestFailure
+from raytide.actors.engine.backends.native.output_processor import Output, PooledOutput, RequestFailure
 from raytide.actors.engine.backends.native.thread import EngineThread
-from raytide.actors.engine.base import BasicEngine, Prompt, aborted_chunks, check_features
+from raytide.actors.engine.base import BasicEngine, Prompt, aborted_chunks, check_features, refuse
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.handle import KvHandle
-from raytide.actors.engine.model.pooling import groups
+from raytide.actors.engine.model.pooling import pooling_of
+from raytide.actors.engine.sequence import PooledPrompt
 from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest, Message
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
 
@@ -36,7 +38,8 @@ class NativeEngine(BasicEngine):
         self._config = config
         self._streams: dict[str, asyncio.Queue[Output]] = {}
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}  # of requests that have not entered
-        self._embedding = asyncio.Lock()
+        self._pooling = asyncio.Semaphore(2 * config.max_running)
+        """Prompts to pool, of all callers together, that are in the core: their rest leaves room in its queue."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = False
@@ -59,13 +62,16 @@ class NativeEngine(BasicEngine):
             self._thread.tap = take
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        return self._stream(request, lambda core, prompt, prepared: core.add(request, prompt, prepared))
+        return cast(
+            AsyncIterator[GenChunk],
+            self._stream(request, lambda core, prompt, prepared: core.add(request, prompt, prepared)),
+        )
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
         def enter(core: EngineCore, prompt: Sequence[int], prepared: Prepared) -> None:
             kv_transfer.import_kv(core, handle, request, prompt, prepared)
 
-        return self._stream(request, enter)
+        return cast(AsyncIterator[GenChunk], self._stream(request, enter))
 
     async def export_kv(self, request_id: str) -> KvHandle:
         return await self._call(lambda core: kv_transfer.export_kv(core, request_id))
@@ -79,9 +85,9 @@ class NativeEngine(BasicEngine):
         except EngineError:  # it has stopped: nothing is here
             return False
 
-    async def tokenize(self, text: str) -> list[int]:
+    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
         core = self._started()
-        return await core.tokenizer.encode_off_loop(text, enough=core.info.max_model_len)
+        return await core.tokenizer.encode_off_loop(text, pair, enough=core.info.max_model_len)
 
     def token_bytes(self, token: int) -> bytes:
         return self._started().vocabulary.token_bytes(token)
@@ -125,14 +131,13 @@ class NativeEngine(BasicEngine):
         await self._call(lambda core: operations.unload_lora(core, name))
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
-        core, vectors = self._started(), list[list[float]]()
-        check = core.input_processor.checked
-        prompts = [await self.tokenize(each) if isinstance(each, str) else each for each in batch]
-        checked = [check(f"input {index}", prompt) for index, prompt in enumerate(prompts)]
-        for group in groups(checked, core.runner.batch_tokens):
-            async with self._embedding:  # one group of all requests together between two steps of what generates
-                vectors += await self._call(partial(operations.embed, prompts=group, lora=lora))
-        return vectors
+        pooling = await asyncio.to_thread(pooling_of, self._started().weights.model_dir)
+        return await self._pool(batch, lora, lambda: PooledPrompt(pooling))
+
+    async def classify(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
+        if not self._started().info.num_labels:
+            refuse(self.backend, "classification")
+        return await self._pool(batch, lora, lambda: PooledPrompt("last", classify=True))
 
     async def drain(self, timeout_s: float) -> bool:
         self._accepting = False
@@ -160,9 +165,36 @@ class NativeEngine(BasicEngine):
         assert self._thread is not None
         return self._thread.call(command)
 
+    async def _pool(
+        self, batch: Sequence[Prompt], lora: str | None, pooled: Callable[[], PooledPrompt]
+    ) -> list[list[float]]:
+        """Returns the vector of each prompt. All are checked before the first one is computed; when one fails, the
+        others are aborted.
+        """
+        check, group = self._started().input_processor.checked, uuid4().hex
+        prompts = [await self.tokenize(each) if isinstance(each, str) else each for each in batch]
+        checked = [check(f"input {index}", prompt) for index, prompt in enumerate(prompts)]
+
+        async def vector(index: int, prompt: list[int]) -> list[float]:
+            request = GenRequest(request_id=f"{group}-{index}", prompt=prompt, lora=lora)
+            async with self._pooling:
+                stream = self._stream(request, lambda core, tokens, _: core.add_pooled(request, tokens, pooled()))
+                async with aclosing(stream):  # type: ignore[type-var]
+                    async for output in stream:
+                        if isinstance(output, PooledOutput):
+                            return output.vector
+            raise EngineError(f"input {index} was aborted.", hint="Send it again.")
+
+        tasks = [asyncio.ensure_future(vector(index, prompt)) for index, prompt in enumerate(checked)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
     async def _stream(
         self, request: GenRequest, enter: Callable[[EngineCore, Sequence[int], Prepared], None]
-    ) -> AsyncIterator[GenChunk]:
+    ) -> AsyncIterator[GenChunk | PooledOutput]:
         """Adds a request to the core and yields its output. Its texts are prepared outside of the core's thread."""
         request_id = request.request_id
         prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt

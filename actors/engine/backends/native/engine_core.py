@@ -13,29 +13,36 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytide.actors.engine.backends.native.features import native_features
 from raytide.actors.engine.backends.native.input_processor import InputProcessor, Prepared, salt_of
-from raytide.actors.engine.backends.native.output_processor import Output, RequestFailure, RequestState, SampleState
+from raytide.actors.engine.backends.native.output_processor import (
+    Output,
+    PooledOutput,
+    RequestFailure,
+    RequestState,
+    SampleState,
+)
 from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.limits import MAX_PROMPT_LOGITS, MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.model.model_runner import ModelRunner
+from raytide.actors.engine.model.pooling import pooled_vector
 from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.scheduler.speculation.acceptance import Source
 from raytide.actors.engine.scheduler.speculation.speculator import Speculator
 from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
-from raytide.actors.engine.sequence import Sampled, Sequence, StepPlan
+from raytide.actors.engine.sequence import PooledPrompt, Sampled, Sequence, StepPlan
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.stop_strings import StopScanner
-from raytide.actors.engine.text.structured_output import can_structure
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.types import (
     EngineInfo,
     EngineState,
     EngineStats,
-    Feature,
     GenRequest,
+    TokenUsage,
     as_request_error,
     check_progress,
 )
@@ -60,7 +67,7 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig) -> None:
         model_dir = Path(packaged_path(config.model_dir) or config.model_dir)
-        arch = read_architecture(model_dir)
+        arch = read_architecture(model_dir, classifies=True)
         self.tokenizer = Tokenizer(model_dir)
         self.state: EngineState = "serving"
         self.weights = WeightsSource.at(model_dir)
@@ -102,12 +109,13 @@ class EngineCore:
             max_model_len=self.runner.max_len,
             block_size=self.pool.block_size,
             num_blocks=self.pool.num_blocks,
-            features=native_features(config),
+            features=native_features(config, arch),
             weights_version=self.weights.version,
             chat=self.tokenizer.chat_format,
             max_running=config.max_running,
             max_waiting=config.max_waiting,
             quantization=self.runner.quantization,
+            num_labels=arch.num_labels,
         )
 
     @property
@@ -121,6 +129,8 @@ class EngineCore:
     def add(self, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None) -> None:
         """Queues a request whose prompt is token ids already. Raises UsageError, ConflictError or OverloadedError."""
         now_s = time.monotonic()
+        if self.info.num_labels:
+            raise UsageError(f"{self.info.model} classifies: it generates no text.", hint="Use another model for that.")
         check_features(request, self.info.features, self.info.backend)
         parent, *children = seqs = self.input_processor.sequences(
             request, prompt, self.salt(request.lora, request.cache_salt), now_s, prepared
@@ -136,6 +146,15 @@ class EngineCore:
             for child in children:
                 self.scheduler.fork(parent, child)
         self.track_outputs(answer)
+
+    def add_pooled(self, request: GenRequest, prompt: Items[int], pooled: PooledPrompt) -> None:
+        """Queues a prompt whose output is a vector. Raises as `add` does."""
+        now_s = time.monotonic()
+        salt = self.salt(request.lora, request.cache_salt)
+        seq = self.input_processor.pooled_sequence(request, prompt, salt, now_s, pooled)
+        self.check_room([seq])
+        self.scheduler.add(seq)
+        self.track_outputs(self.new_state(request, [seq], now_s))
 
     def salt(self, lora: str | None, cache_salt: str) -> bytes:
         """Returns the salt of a request's block hashes. Raises NotFoundError for an adapter that is not loaded."""
@@ -194,11 +213,15 @@ class EngineCore:
             failures[seq_id] = sampled.pop(seq_id)[0].error or ArithmeticError("the model's logits are not finite")
         for seq_id, error in failures.items():
             self._fail(seq_id, error)
-        self._check_model(bool(sampled), bool(failures))
+        pooled = [chunk.seq for chunk in plan.chunks if chunk.seq.pooled is not None]
+        self._check_model(bool(sampled) or any(seq.seq_id not in failures for seq in pooled), bool(failures))
         self.scheduler.commit(plan, {seq_id: [each.token for each in run] for seq_id, run in sampled.items()})
         now = time.monotonic()
         for seq_id, run in sampled.items():
             self._advance(seq_id, run, now)
+        for seq in pooled:
+            if seq.finish_reason == "stop":
+                self._finish_pooled(seq)
         if self.speculator is not None and not failures:
             self.speculator.observe(plan, lambda seq_id: len(sampled[seq_id]) - 1, now - began)
         counters = self._counters
@@ -313,6 +336,15 @@ class EngineCore:
             if answer.is_done:
                 self._forget(answer)
 
+    def _finish_pooled(self, seq: Sequence) -> None:
+        try:
+            vector = pooled_vector(seq)
+        except BaseException as error:
+            self._fail(seq.seq_id, as_request_error(error))
+            return
+        self._outputs.append(PooledOutput(seq.request_id, vector, TokenUsage(seq.prompt_len, 0)))
+        self._forget(self._samples[seq.seq_id][0])
+
     def _fail(self, seq_id: str, error: Exception) -> None:
         """End the request that a sequence belongs to, and no other."""
         if seq_id not in self._samples:
@@ -354,36 +386,3 @@ def speculator_of(config: EngineConfig, runner: ModelRunner) -> Speculator | Non
     if runner.draft_model is not None:
         sources = (*sources, "model")
     return Speculator(sources, runner.allowed, cost=StepCost(runner.row_cost), model=runner.draft_model)
-
-
-_ALWAYS: frozenset[Feature] = frozenset(
-    (
-        "bad_words",
-        "best_of",
-        "embeddings",
-        "kv_transfer",
-        "logit_bias",
-        "logprobs",
-        "min_tokens",
-        "n",
-        "pause",
-        "penalties",
-        "priority",
-        "prompt_logprobs",
-        "resume",
-        "sampling",
-        "sleep",
-        "stop_strings",
-        "weights_swap",
-    )
-)
-
-
-def native_features(config: EngineConfig) -> frozenset[Feature]:
-    optional: dict[Feature, bool] = {
-        "deterministic": config.deterministic,
-        "lora": config.max_loras > 0,
-        "prefix_cache": config.prefix_cache,
-        "structured": can_structure(),
-    }
-    return _ALWAYS | {name for name, on in optional.items() if on}

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from raytide.actors.engine.base import check_prompt, check_resume
 from raytide.actors.engine.limits import MAX_COPIED_TOKENS
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.sequence import Sequence
+from raytide.actors.engine.sequence import PooledPrompt, Sequence
 from raytide.actors.engine.text.bad_words import BadWords, bad_word_tokens
 from raytide.actors.engine.text.stop_strings import prepare_stops
 from raytide.actors.engine.text.structured_output import Grammar, GrammarCompiler
@@ -131,6 +131,28 @@ class InputProcessor:
             )
             for index, done in enumerate(progress)
         ]
+
+    def pooled_sequence(
+        self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, pooled: PooledPrompt
+    ) -> Sequence:
+        """Returns the sequence of a prompt whose output is a vector. It reads no cache, which has no hidden states."""
+        tokens = self.checked(f"request {request.request_id}", prompt)
+        return Sequence(
+            seq_id=request.request_id,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            params=request.sampling,
+            max_len=len(tokens),
+            stop_token_ids=frozenset(),
+            seed=0,
+            priority=request.priority,
+            arrival_s=now_s,
+            lora=request.lora,
+            salt=salt,
+            reads_cache=False,
+            request_id=request.request_id,
+            pooled=pooled,
+        )
 
     def _check_tokens(self, request_id: str, params: SamplingParams) -> None:
         for name in ("logit_bias", "stop_token_ids"):

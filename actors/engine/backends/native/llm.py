@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING
 
 from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
-from raytide.actors.engine.backends.native.output_processor import Output, RequestFailure
+from raytide.actors.engine.backends.native.output_processor import PooledOutput, RequestFailure
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.model.pooling import groups
+from raytide.actors.engine.model.pooling import pooling_of
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.types import CompletionOutput, EngineStats, GenRequest, Message, RequestOutput, TokenUsage
+from raytide.actors.engine.sequence import PooledPrompt
+from raytide.actors.engine.types import (
+    CompletionOutput,
+    EngineStats,
+    GenChunk,
+    GenRequest,
+    Message,
+    RequestOutput,
+    TokenUsage,
+)
 from raytide.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,13 +95,14 @@ class LLM:
 
     def embed(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
         """Returns a vector of length 1 for each prompt, pooled as the model directory says (else the last token's)."""
-        texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        tokens = [self._core.input_processor.checked(f"input {i}", self._tokens(text)) for i, text in enumerate(texts)]
-        return [
-            each
-            for group in groups(tokens, self._core.runner.batch_tokens)
-            for each in operations.embed(self._core, group)
-        ]
+        pooling = pooling_of(self._core.weights.model_dir)
+        return self._pool(prompts, lambda: PooledPrompt(pooling))
+
+    def classify(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
+        """Returns the logits of the labels for each prompt, by the model's classification head."""
+        if not self.info.num_labels:
+            raise UsageError(f"{self.info.model} has no classification head.", hint="Use embed() for vectors.")
+        return self._pool(prompts, lambda: PooledPrompt("last", classify=True))
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """Loads a PEFT adapter under `name`."""
@@ -119,6 +129,30 @@ class LLM:
             raise UsageError("a prompt is one token id.", hint="Give a list of texts, or a list of lists of token ids.")
         return list(prompt)
 
+    def _pool(
+        self, prompts: str | Items[str] | Items[Items[int]], pooled: Callable[[], PooledPrompt]
+    ) -> list[list[float]]:
+        texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        tokens = [self._core.input_processor.checked(f"input {i}", self._tokens(text)) for i, text in enumerate(texts)]
+        vectors: dict[str, list[float]] = {}
+        try:
+            for prompt in tokens:
+                self._count += 1
+                request = GenRequest(request_id=f"prompt {self._count}", prompt=prompt)
+                vectors[request.request_id] = []
+                self._core.add_pooled(request, prompt, pooled())
+            while self._core.has_work:
+                for output in self._core.step():
+                    if isinstance(output, RequestFailure):
+                        raise output.error
+                    if isinstance(output, PooledOutput):
+                        vectors[output.request_id] = output.vector
+        finally:
+            for request_id in vectors:
+                self._core.abort(request_id)
+            self._core.drain_outputs()
+        return list(vectors.values())
+
     def _run(
         self, prompts: list[list[int]], params: list[SamplingParams], lora: str | None = None, progress: bool = False
     ) -> list[RequestOutput]:
@@ -134,6 +168,7 @@ class LLM:
             with progress_bar(len(prompts), shown=progress) as update:
                 while self._core.has_work:
                     for output in self._core.step():
+                        assert not isinstance(output, PooledOutput)
                         ended = _take_in(output, outputs[output.request_id])
                         done += ended
                         made += 0 if isinstance(output, RequestFailure) else len(output.token_ids)
@@ -146,7 +181,7 @@ class LLM:
         return list(outputs.values())
 
 
-def _take_in(output: Output, answer: RequestOutput) -> bool:
+def _take_in(output: GenChunk | RequestFailure, answer: RequestOutput) -> bool:
     """Adds an output to its answer; returns whether that is complete."""
     if isinstance(output, RequestFailure):
         for completion in answer.outputs:

@@ -1,4 +1,4 @@
-"""Commands that run between two steps: pause, sleep, change of weights, embeddings, adapters, cache lookup.
+"""Commands that run between two steps: pause, sleep, change of weights, adapters, cache lookup.
 
 None of them loses a request: KV that is gone is computed again from the tokens.
 """
@@ -15,7 +15,6 @@ from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.kv_cache.block_pool import chain_hash
 from raytide.actors.engine.model.decoder import PagedDecoder
-from raytide.actors.engine.model.pooling import pooling_of
 from raytide.actors.models.content import content_digest
 from raytide.actors.models.families import is_same_architecture, read_architecture
 from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
@@ -57,7 +56,7 @@ def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[Pa
     the files change meanwhile.
     """
     model_dir = Path(packaged_path(source) or source)
-    theirs, ours = read_architecture(model_dir), core.runner.arch
+    theirs, ours = read_architecture(model_dir, classifies=True), core.runner.arch
     if not is_same_architecture(theirs, ours):
         raise ConflictError(
             f"{model_dir} holds a model of another architecture than {core.weights.model_dir}.",
@@ -76,11 +75,6 @@ def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -
     core.info = replace(core.info, weights_version=weights.version, quantization=core.runner.quantization)
     core.salt_again()
     core.scheduler.invalidate()
-
-
-def embed(core: EngineCore, prompts: list[list[int]], lora: str | None = None) -> list[list[float]]:
-    """Returns one vector for each prompt, pooled as the model directory says. The caller bounds the tokens."""
-    return core.runner.embed(prompts, pooling_of(core.weights.model_dir), lora=lora)
 
 
 def load_lora(core: EngineCore, name: str, path: str) -> None:

@@ -27,7 +27,16 @@ class RequestFailure:
         return cls(request_id, EngineError(f"request {request_id} failed: {error!r}."))
 
 
-Output = GenChunk | RequestFailure
+@dataclass(frozen=True, slots=True)
+class PooledOutput:
+    """The vector of a prompt: all of the request's output."""
+
+    request_id: str
+    vector: list[float]
+    usage: TokenUsage
+
+
+Output = GenChunk | PooledOutput | RequestFailure
 
 
 @dataclass(slots=True, eq=False)

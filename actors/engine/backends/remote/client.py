@@ -98,8 +98,8 @@ class RemoteEngine(BasicEngine):
         packed = await self._connected().call("prefill", [wire.pack_request(request)], parts)
         return [wire.unpack_chunk(request.request_id, each) for each in packed], bytes(parts)
 
-    async def tokenize(self, text: str) -> list[int]:
-        return list(await self._call("tokenize", text))
+    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
+        return list(await self._call("tokenize", text, pair))
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         return list(await self._call("decode", prompts))
@@ -122,10 +122,10 @@ class RemoteEngine(BasicEngine):
         return int(await self._call("cached_prefix", token_ids, lora, cache_salt))
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
-        vectors: list[list[float]] = []
-        for start in range(0, len(batch), _EMBEDDED_AT_ONCE):
-            vectors += await self._call("embed", batch[start : start + _EMBEDDED_AT_ONCE], lora)
-        return vectors
+        return await self._vectors("embed", batch, lora)
+
+    async def classify(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
+        return await self._vectors("classify", batch, lora)
 
     async def pause(self) -> None:
         await self._call("pause")
@@ -161,6 +161,12 @@ class RemoteEngine(BasicEngine):
             raise EngineDeadError(f"engine {self.name} is not connected.", hint="Await start() first.")
         self._connection.check()
         return self._connection
+
+    async def _vectors(self, method: str, batch: Sequence[Prompt], lora: str | None) -> list[list[float]]:
+        vectors: list[list[float]] = []
+        for start in range(0, len(batch), _EMBEDDED_AT_ONCE):
+            vectors += await self._call(method, batch[start : start + _EMBEDDED_AT_ONCE], lora)
+        return vectors
 
     async def _call(self, method: str, *arguments: object) -> Any:
         return await self._connected().call(method, arguments)

@@ -35,13 +35,14 @@ _MAX_UNSENT_BYTES = 64 << 20
 
 
 _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
-    "tokenize": lambda engine, text: engine.tokenize(text),
+    "tokenize": lambda engine, text, pair: engine.tokenize(text, pair),
     "decode": lambda engine, prompts: engine.decode(prompts),
     "chat_prompt": lambda engine, turns, tools: engine.chat_prompt(
         wire.unpack_messages(turns), wire.unpack_tools(tools)
     ),
     "cached_prefix": lambda engine, ids, lora, salt: engine.cached_prefix(ids, lora=lora, cache_salt=salt),
     "embed": lambda engine, batch, lora: engine.embed(batch, lora=lora),
+    "classify": lambda engine, batch, lora: engine.classify(batch, lora=lora),
     "pause": lambda engine: engine.pause(),
     "resume": lambda engine: engine.resume(),
     "sleep": lambda engine, level: engine.sleep(level),

@@ -146,8 +146,8 @@ class VllmEngine(BasicEngine):
         await core.llm.is_paused()  # a round trip: its core has freed the blocks
         return True
 
-    async def tokenize(self, text: str) -> list[int]:
-        return await self._tokenizer.encode_off_loop(text, enough=self._running().max_model_len)
+    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
+        return await self._tokenizer.encode_off_loop(text, pair, enough=self._running().max_model_len)
 
     def token_bytes(self, token: int) -> bytes:
         self._running()

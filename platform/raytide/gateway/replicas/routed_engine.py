@@ -145,8 +145,8 @@ class RoutedEngine(BasicEngine):
                     await until_first_chunk.aclose()
                     yield replace(chunk, replica=replica.name)
 
-    async def tokenize(self, text: str) -> list[int]:
-        return await self._ask(lambda engine: engine.tokenize(text))
+    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
+        return await self._ask(lambda engine: engine.tokenize(text, pair))
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         return await self._ask(lambda engine: engine.decode(prompts))
@@ -156,6 +156,9 @@ class RoutedEngine(BasicEngine):
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
         return await self._ask(lambda engine: engine.embed(batch, lora=lora), lora)
+
+    async def classify(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
+        return await self._ask(lambda engine: engine.classify(batch, lora=lora), lora)
 
     def token_bytes(self, token: int) -> bytes:
         return self._replicas.token_texts.get(token, b"")

@@ -12,11 +12,12 @@ from raytide.gateway.tenancy.tenancy import Tenancy
 
 __all__ = ["Authentication"]
 
-_CLOSED = ("/v1/", "/metrics")
+_CLOSED = ("/v1/", "/v2/", "/metrics")
 
 
 class Authentication:
-    """Authenticates requests for `/v1/...` and `/metrics`, and refuses those without a valid key as OpenAI does.
+    """Authenticates requests for `/v1/...`, `/v2/...` and `/metrics`. It refuses those without a valid key as OpenAI
+    does.
 
     It belongs inside the middleware that takes the endpoint's name from the path. Other paths, such as `/health`, stay
     open, and so do requests that come with a caller: rows of batches, which come from this process.

@@ -205,6 +205,7 @@ OPTIONAL: dict[Feature, Callable[[Engine], Awaitable[object]]] = {
     "weights_swap": lambda engine: engine.load_weights("x"),
     "lora": lambda engine: engine.load_lora("a", "x"),
     "embeddings": lambda engine: engine.embed(["x"]),
+    "classification": lambda engine: engine.classify(["x"]),
     "kv_transfer": lambda engine: engine.export_kv("x"),
 }
 ASKING: dict[Feature, dict[str, object]] = {

@@ -1,6 +1,5 @@
-"""Embeddings against the hidden states of transformers."""
+"""Embeddings and classification against transformers, computed in the schedule beside what generates."""
 
-import itertools
 import json
 import random
 from pathlib import Path
@@ -8,30 +7,56 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.actors.engine.families import save_family
 from tests.actors.engine.tiny import VOCAB
 
+from raytide.actors.engine.backends.native.engine_core import EngineCore
+from raytide.actors.engine.backends.native.output_processor import PooledOutput, RequestFailure
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.model.model_runner import ModelRunner
-from raytide.actors.engine.model.pooling import Pooling, groups, pooling_of
+from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.pooling import pooling_of
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.sequence import PooledPrompt, Pooling
+from raytide.actors.engine.types import GenChunk, GenRequest
 from raytide.actors.models.families import read_architecture
-from raytide.core.errors import ConfigError
+from raytide.core.errors import ConfigError, EngineError, UsageError
+
+GENERATED = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+
+
+def core_of(path: Path, **options: object) -> EngineCore:
+    """Returns an engine whose steps are so small that most prompts take several."""
+    fields = {"max_model_len": 128, "block_size": 8, "max_running": 6, "max_batch_tokens": 24, "max_waiting": 999}
+    return EngineCore(EngineConfig(model_dir=str(path), device="cpu", **{**fields, **options}))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=["qwen3-tied", "gemma2", "gpt2"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Any]:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineCore, Any]:
     path = tmp_path_factory.mktemp(request.param)
     model = save_family(path, request.param)
-    return ModelRunner(
-        EngineConfig(model_dir=str(path), max_model_len=128, block_size=8), read_architecture(path)
-    ), model
+    return core_of(path), model
 
 
 def prompts(count: int) -> list[list[int]]:
     rng = random.Random(5)
     return [[rng.randrange(1, VOCAB) for _ in range(rng.choice([1, 7, 8, 9, 40]))] for _ in range(count)]
+
+
+def pooled(
+    core: EngineCore, whole: list[list[int]], pooling: Pooling, *, classify: bool = False, normalize: bool = True
+) -> list[list[float]]:
+    for index, prompt in enumerate(whole):
+        request = GenRequest(request_id=f"p{index}", prompt=prompt)
+        core.add_pooled(request, prompt, PooledPrompt(pooling, normalize, classify))
+    vectors: dict[str, list[float]] = {}
+    while core.has_work:
+        for output in core.step():
+            assert not isinstance(output, RequestFailure), output.error
+            if isinstance(output, PooledOutput):
+                vectors[output.request_id] = output.vector
+                assert output.usage.prompt_tokens == len(whole[int(output.request_id[1:])])
+    assert core.pool.num_free == core.pool.num_blocks
+    return [vectors[f"p{index}"] for index in range(len(whole))]
 
 
 def states_of(model: Any, prompt: list[int]) -> torch.Tensor:
@@ -41,31 +66,109 @@ def states_of(model: Any, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("pooling", ["cls", "last", "mean"])
-def test_vectors_are_pooled_hidden_states(saved: tuple[ModelRunner, Any], pooling: Pooling) -> None:
-    runner, model = saved
+def test_vectors_are_pooled_hidden_states(saved: tuple[EngineCore, Any], pooling: Pooling) -> None:
+    core, model = saved
     whole = prompts(12)
     states = [states_of(model, prompt) for prompt in whole]
     expected = [{"cls": each[0], "last": each[-1], "mean": each.mean(0)}[pooling] for each in states]
-    plain = runner.embed(whole, pooling, normalize=False)
-    unit = runner.embed(whole, pooling)
+    plain = pooled(core, whole, pooling, normalize=False)
+    unit = pooled(core, whole, pooling)
     for want, vector, normal in zip(expected, plain, unit, strict=True):
         assert (torch.tensor(vector) - want).abs().max() < 1e-4
         assert (torch.tensor(normal) - want / want.norm()).abs().max() < 1e-5
 
 
-def test_a_vector_does_not_depend_on_the_others_in_the_group(saved: tuple[ModelRunner, Any]) -> None:
-    runner, whole = saved[0], prompts(6)
-    together = torch.tensor(runner.embed(whole, "mean"))
-    alone = torch.tensor([runner.embed([prompt], "mean")[0] for prompt in whole])
+def test_a_vector_does_not_depend_on_the_others_in_the_batch(saved: tuple[EngineCore, Any]) -> None:
+    core, whole = saved[0], prompts(6)
+    together = torch.tensor(pooled(core, whole, "mean"))
+    alone = torch.tensor([pooled(core, [prompt], "mean")[0] for prompt in whole])
     assert torch.allclose(together, alone, atol=1e-5)
 
 
-@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=9)), st.integers(1, 12))
-def test_groups_keep_all_prompts_in_order_and_within_the_bound(prompts: list[list[int]], bound: int) -> None:
-    made = list(groups(prompts, bound))
-    assert [prompt for group in made for prompt in group] == prompts
-    assert all(len(group) == 1 or sum(map(len, group)) <= bound for group in made)
-    assert all(sum(map(len, first)) + len(second[0]) > bound for first, second in itertools.pairwise(made))
+def test_what_generates_beside_them_has_the_same_tokens(saved: tuple[EngineCore, Any]) -> None:
+    core, whole = saved[0], prompts(12)
+
+    def tokens(others: list[list[int]]) -> list[int]:
+        core.add(GenRequest(request_id="it", prompt=[5, 6, 7], sampling=GENERATED), [5, 6, 7])
+        for index, prompt in enumerate(others):
+            core.add_pooled(GenRequest(request_id=f"p{index}", prompt=prompt), prompt, PooledPrompt("mean"))
+        found: list[int] = []
+        while core.has_work:
+            for output in core.step():
+                found += output.token_ids if isinstance(output, GenChunk) else []
+        return found
+
+    assert tokens(whole) == tokens([])
+
+
+@pytest.mark.parametrize("host_memory_gb", [0.0, 0.1])
+def test_an_evicted_prompt_has_the_vector_of_one_that_was_not(tmp_path: Path, host_memory_gb: float) -> None:
+    save_family(tmp_path, "qwen3-tied")
+    prompt = [random.Random(3).randrange(1, VOCAB) for _ in range(90)]
+    whole = pooled(core_of(tmp_path), [prompt], "mean")[0]
+    core = core_of(tmp_path, num_blocks=14, host_memory_gb=host_memory_gb)
+    core.add_pooled(GenRequest(request_id="it", prompt=prompt, priority=9), prompt, PooledPrompt("mean"))
+    found: list[list[float]] = []
+    for step in range(60):
+        if step == 2:
+            core.add(GenRequest(request_id="urgent", prompt=[4] * 60, sampling=GENERATED), [4] * 60)
+        found += [each.vector for each in core.step() if isinstance(each, PooledOutput)]
+    assert core.stats().preemptions > 0
+    assert torch.allclose(torch.tensor(found), torch.tensor([whole]), atol=1e-5)
+
+
+def test_a_corpus_of_prompts_leaves_the_cached_prefix_of_a_chat_alone(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3-tied")
+    core, chat = core_of(tmp_path, num_blocks=16), [9] * 41
+
+    def cached() -> int:
+        core.add(GenRequest(request_id="chat", prompt=chat, sampling=SamplingParams(max_tokens=1)), chat)
+        outputs = [each for _ in range(9) for each in core.step() if isinstance(each, GenChunk)]
+        assert outputs[-1].usage is not None
+        return outputs[-1].usage.cached_tokens
+
+    assert cached() == 0
+    pooled(core, prompts(40), "last")
+    assert cached() == 40
+
+
+def test_a_vector_that_is_not_finite_fails_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_family(tmp_path, "qwen3-tied")
+    core = core_of(tmp_path)
+    hidden, is_first = PagedDecoder.hidden, torch.tensor([[True], [False]])
+    monkeypatch.setattr(PagedDecoder, "hidden", lambda *inputs: hidden(*inputs).masked_fill(is_first, float("nan")))
+    for index in range(2):
+        core.add_pooled(GenRequest(request_id=f"p{index}", prompt=[3, 4]), [3, 4], PooledPrompt("last"))
+    failure, vector = core.step()
+    assert isinstance(failure, RequestFailure)
+    assert isinstance(failure.error, EngineError)
+    assert isinstance(vector, PooledOutput)
+
+
+@pytest.mark.parametrize(
+    ("family", "labels"), [("llama2-mha-untied-biased", 1), ("qwen3-tied", 2), ("gemma2", 3), ("gpt2", 1)]
+)
+def test_a_classification_head_gives_the_logits_of_transformers(tmp_path: Path, family: str, labels: int) -> None:
+    model = save_family(tmp_path, family, classifies=True, num_labels=labels)
+    core, whole = core_of(tmp_path), prompts(6)
+    assert (core.info.num_labels, "classification" in core.info.features) == (labels, True)
+    with torch.inference_mode():
+        expected = torch.cat([_logits_of_last(model, prompt) for prompt in whole])
+    assert (torch.tensor(pooled(core, whole, "last", classify=True)) - expected).abs().max() < 1e-4
+
+
+def _logits_of_last(model: Any, prompt: list[int]) -> torch.Tensor:
+    """transformers asks for a padding token only where a batch has several prompts."""
+    logits: torch.Tensor = model(torch.tensor([prompt])).logits
+    return logits
+
+
+def test_a_model_that_classifies_generates_nothing_and_is_no_base_for_anything_else(tmp_path: Path) -> None:
+    save_family(tmp_path, "qwen3-tied", classifies=True)
+    with pytest.raises(UsageError, match="classifies: it generates no text"):
+        core_of(tmp_path).add(GenRequest(request_id="it", prompt=[5], sampling=GENERATED), [5])
+    with pytest.raises(ConfigError, match="Qwen3ForSequenceClassification has a classification head"):
+        read_architecture(tmp_path)
 
 
 def test_the_pooling_is_what_the_directory_says(tmp_path: Path) -> None:

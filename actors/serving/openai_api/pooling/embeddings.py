@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from raytide.actors.engine.limits import MAX_EMBEDDING_TOKENS, MAX_NAME_CHARS
-from raytide.actors.engine.types import TokenUsage
+from raytide.actors.engine.limits import MAX_NAME_CHARS
 from raytide.actors.serving.openai_api.admission import RequestCaller
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.params import refuse_unknown
+from raytide.actors.serving.openai_api.pooling.pooled_request import compute
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import NO_EFFECT, Inputs, only_these
 
@@ -52,15 +52,9 @@ async def embed(server: Server, request: EmbeddingRequest, caller: RequestCaller
         raise invalid("dimensions is not supported by this model server.", param="dimensions")
     prompts = await server.prompts(request.input, field="input")
     tokens = sum(map(len, prompts))
-    if tokens > MAX_EMBEDDING_TOKENS:
-        raise invalid(f"input has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param="input")
-    grant = await caller.admit(server.model, tokens, 0)
-    try:
-        vectors = await server.engine.embed(prompts, lora=server.lora)
-    except BaseException:
-        grant.release()
-        raise
-    grant.settle(TokenUsage(tokens, 0), 200, version=server.version or server.info.weights_version)
+    vectors = await compute(
+        server, caller, tokens, lambda: server.engine.embed(prompts, lora=server.lora), param="input"
+    )
     return EmbeddingList(
         data=[
             Embedding(index=index, embedding=_packed(vector) if request.encoding_format == "base64" else vector)

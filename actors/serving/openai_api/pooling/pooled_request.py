@@ -1,0 +1,30 @@
+"""The course that all pooling requests share: their size is checked, their caller admitted, their tokens billed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from raytide.actors.engine.limits import MAX_EMBEDDING_TOKENS
+from raytide.actors.engine.types import TokenUsage
+from raytide.actors.serving.openai_api.admission import RequestCaller
+from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.server import Server
+
+T = TypeVar("T")
+
+
+async def compute(
+    server: Server, caller: RequestCaller, tokens: int, work: Callable[[], Awaitable[T]], *, param: str
+) -> T:
+    """Returns the result of `work` on this many tokens. Raises ApiError for too many, or if the caller may not."""
+    if tokens > MAX_EMBEDDING_TOKENS:
+        raise invalid(f"{param} has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param=param)
+    grant = await caller.admit(server.model, tokens, 0)
+    try:
+        result = await work()
+    except BaseException:
+        grant.release()
+        raise
+    grant.settle(TokenUsage(tokens, 0), 200, version=server.version or server.info.weights_version)
+    return result

@@ -1,0 +1,175 @@
+"""/v1/score and /v1/rerank: how well texts match a query, in the shapes that vLLM, Jina and Cohere share.
+
+A model with a classification head reads both texts at once (a cross-encoder). Any other one embeds each text, and the
+score is the cosine of the two vectors (a bi-encoder). `method` in the answer says which.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+
+from raytide.actors.engine.limits import MAX_EMBEDDING_INPUTS
+from raytide.actors.serving.openai_api.admission import RequestCaller
+from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.params import refuse_unknown
+from raytide.actors.serving.openai_api.pooling.embeddings import EmbeddingUsage
+from raytide.actors.serving.openai_api.pooling.pooled_request import compute
+from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.openai_api.wire import NO_EFFECT, Name, only_these
+
+Method = Literal["cross_encoder", "bi_encoder"]
+_Text = Annotated[str, Field(min_length=1)]
+_Texts = _Text | Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
+
+
+class _Asked(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(NO_EFFECT))
+
+    model: Name
+
+
+class ScoreRequest(_Asked):
+    """One text against one, one against many, or as many pairs as each list has texts."""
+
+    text_1: _Texts
+    text_2: _Texts
+
+
+class Document(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    text: _Text
+
+
+class RerankRequest(_Asked):
+    query: _Text
+    documents: Annotated[list[_Text | Document], Field(fail_fast=True, min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
+    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    return_documents: bool = True
+
+
+class Score(BaseModel):
+    object: Literal["score"] = "score"
+    index: int
+    score: float
+
+
+class ScoreList(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    method: Method
+    usage: EmbeddingUsage
+
+
+class RankedDocument(BaseModel):
+    """A document's place in the request and its score. `document` is left out where it was not asked for."""
+
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+    @model_serializer(mode="wrap")
+    def _present(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class Ranking(BaseModel):
+    """The documents, best first."""
+
+    id: str
+    model: str
+    results: list[RankedDocument]
+    method: Method
+    usage: EmbeddingUsage
+
+
+async def score(server: Server, request: ScoreRequest, caller: RequestCaller) -> ScoreList:
+    server.check_name(request.model)
+    refuse_unknown(request)
+    first = [request.text_1] if isinstance(request.text_1, str) else request.text_1
+    second = [request.text_2] if isinstance(request.text_2, str) else request.text_2
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second):
+        raise invalid(
+            f"text_1 has {len(first)} texts and text_2 {len(second)}: text_1 must have one, or as many.", param="text_1"
+        )
+    scores, tokens, method = await _scores(server, list(zip(first, second, strict=True)), caller, ("text_1", "text_2"))
+    return ScoreList(
+        id=f"score-{uuid4().hex}",
+        created=int(time.time()),
+        model=server.model,
+        data=[Score(index=index, score=each) for index, each in enumerate(scores)],
+        method=method,
+        usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
+    )
+
+
+async def rerank(server: Server, request: RerankRequest, caller: RequestCaller) -> Ranking:
+    server.check_name(request.model)
+    refuse_unknown(request)
+    texts = [each if isinstance(each, str) else each.text for each in request.documents]
+    pairs = [(request.query, text) for text in texts]
+    scores, tokens, method = await _scores(server, pairs, caller, ("query", "documents"))
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])[: request.top_n or None]
+    return Ranking(
+        id=f"rerank-{uuid4().hex}",
+        model=server.model,
+        results=[
+            RankedDocument(
+                index=index,
+                relevance_score=scores[index],
+                document=Document(text=texts[index]) if request.return_documents else None,
+            )
+            for index in order
+        ],
+        method=method,
+        usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
+    )
+
+
+async def _scores(
+    server: Server, pairs: list[tuple[str, str]], caller: RequestCaller, fields: tuple[str, str]
+) -> tuple[list[float], int, Method]:
+    """Returns the score of each pair, the tokens that were computed, and the method."""
+    if "classification" in server.info.features:
+        if server.info.num_labels != 1:
+            raise invalid(
+                f"{server.model} tells {server.info.num_labels} labels apart: that is no single score.", param="model"
+            )
+        prompts = [await server.tokens(text, pair, field=fields[1]) for text, pair in pairs]
+        logits = await compute(
+            server,
+            caller,
+            sum(map(len, prompts)),
+            lambda: server.engine.classify(prompts, lora=server.lora),
+            param=fields[1],
+        )
+        return [_sigmoid(logit) for (logit,) in logits], sum(map(len, prompts)), "cross_encoder"
+    server.require("embeddings", param="model")
+    texts = {text: field for pair in pairs for text, field in zip(pair, fields, strict=True)}  # each is embedded once
+    embedded = [await server.tokens(text, field=field) for text, field in texts.items()]
+    vectors = await compute(
+        server,
+        caller,
+        sum(map(len, embedded)),
+        lambda: server.engine.embed(embedded, lora=server.lora),
+        param=fields[1],
+    )
+    by_text = dict(zip(texts, np.asarray(vectors), strict=True))
+    cosines = [float(by_text[text] @ by_text[pair]) for text, pair in pairs]
+    return cosines, sum(map(len, embedded)), "bi_encoder"
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
