@@ -82,36 +82,46 @@ def is_helper(process: psutil.Process) -> bool:
 
 @functools.cache
 def shared(file: str) -> str:
-    """Which of two workers' tests go to the same one: those that start a Ray, those of the engines, or of one file."""
+    """Returns the group of tests that one worker runs: those with a Ray, the engine's, the sources', or a file's."""
     if "mark.cluster" in (ROOT / file).read_text():
         return "cluster"
-    return "engine" if file.startswith("tests/actors/engine/") else file
+    if file.startswith("tests/actors/engine/"):
+        return "engine"
+    return "sources" if file in SOURCES else file
+
+
+SOURCES = ("tests/test_dependencies.py", "tests/test_floors.py", "tests/test_house.py")
+"""They read all Python files, each once in a process."""
 
 
 SLOW = (
-    "tests/pipelines/runners/test_gang.py",
-    "tests/kernels/test_quantized_processors.py",
-    "tests/live/",
+    "tests/actors/engine/backends/remote/test_direct_output.py",
+    "tests/actors/engine/backends/remote/test_fair_admission.py",
     "tests/actors/engine/backends/test_vllm.py",
     "tests/actors/engine/model/test_tuned_models.py",
-    "tests/actors/models/quantized/test_compressed_tensors.py",
-    "tests/actors/models/quantized/gguf/test_gguf_models.py",
-    "tests/actors/models/quantized/gguf/test_smollm2.py",
-    "tests/actors/models/quantized/test_engine_options.py",
-    "tests/actors/models/quantized/test_packed_formats.py",
+    "tests/actors/engine/test_combinations.py",
+    "tests/actors/engine/test_hostile_requests.py",
+    "tests/actors/engine/test_resume_at_any_token.py::test_cut_after_any_token_it_ends_as_if_it_had_not_been",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[chunks]",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[recompute]",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[swap]",
     "tests/actors/gang/test_groups_cluster.py",
     "tests/actors/gang/test_script.py",
+    "tests/actors/models/quantized/gguf/test_gguf_models.py",
+    "tests/actors/models/quantized/gguf/test_smollm2.py",
+    "tests/actors/models/quantized/test_compressed_tensors.py",
+    "tests/actors/models/quantized/test_engine_options.py",
+    "tests/actors/models/quantized/test_packed_formats.py",
+    "tests/actors/models/test_hostile_directory.py",
     "tests/actors/serving/batch/",
     "tests/actors/serving/http/test_heads.py",
     "tests/actors/serving/http/test_limits.py",
     "tests/actors/serving/ray_serve/test_serve_cluster.py",
     "tests/actors/serving/test_fuzz.py",
-    "tests/actors/serving/tools/test_random_schemas.py",
     "tests/actors/serving/test_vllm_engine.py",
+    "tests/actors/serving/tools/test_random_schemas.py",
     "tests/actors/trainer/checkpoint/test_async_save.py",
+    "tests/actors/trainer/checkpoint/test_hostile_checkpoint.py",
     "tests/actors/trainer/checkpoint/test_reshard.py",
     "tests/actors/trainer/checkpoint/test_snapshots.py",
     "tests/actors/trainer/elastic/test_elastic.py",
@@ -119,6 +129,7 @@ SLOW = (
     "tests/actors/trainer/model/test_compiled_training.py",
     "tests/actors/trainer/model/test_distillation.py::test_a_student_comes_nearer_to_its_teacher_and_a_cache_changes_nothing",
     "tests/actors/trainer/optim/test_optimizers.py",
+    "tests/actors/trainer/parallel/test_document_layouts.py",
     "tests/actors/trainer/parallel/test_layouts.py",
     "tests/actors/trainer/parallel/test_parity.py",
     "tests/actors/trainer/parallel/test_replica_check.py",
@@ -126,13 +137,13 @@ SLOW = (
     "tests/actors/trainer/runners/test_ray_train.py",
     "tests/actors/trainer/test_gpu_benchmark.py",
     "tests/actors/trainer/test_predicted_memory.py",
-    "tests/actors/trainer/parallel/test_document_layouts.py",
     "tests/actors/trainer/test_techniques.py",
     "tests/autoscaler/providers/test_cloud.py",
-    "tests/sdk/bench/load/test_against_vllm.py",
+    "tests/autoscaler/providers/test_kuberay.py::test_whatever_happens_pods_and_purchases_agree_in_the_end",
+    "tests/autoscaler/test_invariants.py",
+    "tests/autoscaler/test_ray_gcs.py",
+    "tests/control/api/services/test_training_plan.py",
     "tests/control/api/test_fuzz.py",
-    "tests/core/state/test_store.py::test_more_ids_than_a_statement_can_name_are_read_booked_and_committed[postgresql]",
-    "tests/gateway/rollouts/test_feedback.py::test_in_an_a_b_test_a_judgement_is_of_its_users_group_through_any_gateway",
     "tests/control/bootstrap/test_local_real.py",
     "tests/control/bootstrap/test_monitoring_real.py",
     "tests/control/bootstrap/test_owner_watch.py",
@@ -140,39 +151,53 @@ SLOW = (
     "tests/control/bootstrap/test_replica_roots.py",
     "tests/control/reconcile/test_clock_steps.py",
     "tests/control/reconcile/test_hostile_specs.py",
+    "tests/control/reconcile/test_quarantine.py",
     "tests/control/reconcile/test_two_controllers.py",
     "tests/control/supervision/test_log_rotation.py",
+    "tests/control/test_controller.py::test_killed_at_any_call_it_loses_no_job_leaks_no_node_and_books_nothing_twice",
     "tests/control/test_doctor.py",
     "tests/control/test_full_disk.py",
+    "tests/control/test_job_ends.py",
+    "tests/control/test_rollouts.py",
+    "tests/core/state/tenancy/test_spending.py",
+    "tests/core/state/test_store.py::test_more_ids_than_a_statement_can_name_are_read_booked_and_committed[postgresql]",
+    "tests/dashboards/rules/test_evaluation.py",
     "tests/dashboards/rules/test_rule_files.py",
     "tests/dashboards/web/test_browser.py",
-    "tests/autoscaler/providers/test_kuberay.py::test_whatever_happens_pods_and_purchases_agree_in_the_end",
-    "tests/autoscaler/test_ray_gcs.py",
-    "tests/control/test_controller.py::test_killed_at_any_call_it_loses_no_job_leaks_no_node_and_books_nothing_twice",
-    "tests/pipelines/compress/quantize/",
     "tests/gateway/batches/",
+    "tests/gateway/rollouts/test_feedback.py::test_in_an_a_b_test_a_judgement_is_of_its_users_group_through_any_gateway",
+    "tests/gateway/tenancy/test_bills.py",
+    "tests/kernels/test_library.py",
     "tests/kernels/test_other_processors.py",
+    "tests/kernels/test_quantized_processors.py",
     "tests/kernels/triton/test_interpreter.py",
     "tests/kernels/triton/test_resources.py",
+    "tests/live/",
+    "tests/pipelines/cleaning/corpus/test_near_duplicates.py",
     "tests/pipelines/compress/prune/",
+    "tests/pipelines/compress/quantize/",
     "tests/pipelines/compress/test_distill.py",
     "tests/pipelines/compress/test_killed_recipe.py",
-    "tests/pipelines/test_build_on_ray.py",
-    "tests/workflows/test_flow_cluster.py",
-    "tests/gateway/tenancy/test_bills.py",
+    "tests/pipelines/runners/test_gang.py",
+    "tests/pipelines/writers/test_shards.py::test_documents_that_are_not_kept_leave_no_trace",
+    "tests/pipelines/writers/test_shards.py::test_the_chunks_that_tokens_come_in_leave_no_trace",
+    "tests/pipelines/writers/test_shards.py::test_the_index_beside_each_shard_holds_the_ends_of_the_documents_that_end_in_it",
+    "tests/registry/rollout/test_ab_test.py",
+    "tests/sdk/bench/load/test_against_vllm.py",
+    "tests/simulate/test_live.py",
+    "tests/sizing/search/test_plans.py",
     "tests/test_howtos.py::test_a_driver_holds_a_gang",
-    "tests/test_howtos.py::test_a_run_outlives_a_spot_notice",
-    "tests/test_howtos.py::test_a_training_is_planned_and_its_gang_chosen",
-    "tests/test_howtos.py::test_an_alert_acts",
-    "tests/test_howtos.py::test_dashboards_are_there_in_five_minutes",
-    "tests/test_howtos.py::test_adapters_are_served_beside_their_base_model",
-    "tests/test_howtos.py::test_a_key_is_made_used_and_ended",
     "tests/test_howtos.py::test_a_file_of_requests_is_answered",
-    "tests/test_howtos.py::test_a_flow_goes_from_text_to_an_endpoint_and_a_worse_model_is_not_served",
+    "tests/test_howtos.py::test_a_key_is_made_used_and_ended",
+    "tests/test_howtos.py::test_a_run_outlives_a_spot_notice",
     "tests/test_howtos.py::test_a_script_runs_on_a_gang",
     "tests/test_howtos.py::test_a_trained_model_becomes_an_eight_bit_endpoint_with_its_gate",
+    "tests/test_howtos.py::test_a_training_is_planned_and_its_gang_chosen",
     "tests/test_howtos.py::test_a_version_is_rolled_out_and_taken_back",
+    "tests/test_howtos.py::test_adapters_are_served_beside_their_base_model",
+    "tests/test_howtos.py::test_an_alert_acts",
     "tests/test_howtos.py::test_the_example_of_the_api_page_runs",
+    "tests/workflows/test_flow_cluster.py",
 )
 """The files that `./dev test` leaves to `./dev test --slow`. tests/test_howtos.py is the one path through data,
 training and serving that it keeps."""
@@ -183,7 +208,7 @@ ENGINE_OF_OTHERS = "[vllm"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With two workers, what takes longest begins first."""
+    """With several workers, what takes longest begins first."""
     for item in items:
         if item.nodeid.startswith(SLOW) or ENGINE_OF_OTHERS in item.nodeid:
             item.add_marker(pytest.mark.slow)

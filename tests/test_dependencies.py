@@ -1,11 +1,12 @@
 """Imports are declared, declared packages are pinned, and the pins name no place."""
 
-import ast
 import re
 import sys
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
+
+from tests import source_file
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "platform" / "raytide"
@@ -51,15 +52,12 @@ def declared(requirements: Iterable[str]) -> set[str]:
 
 def imported(files: Iterable[Path]) -> dict[str, str]:
     """Third-party distribution -> one file that imports it."""
-    found = {}
+    found, known = {}, sys.stdlib_module_names | {"raytide", "tests"}
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for name in names:
-                top = name.partition(".")[0]
-                if top not in sys.stdlib_module_names | {"raytide", "tests"}:
-                    found[normal(DISTRIBUTION.get(name, DISTRIBUTION.get(top, top)))] = str(file.relative_to(ROOT))
+        for _, name, _ in source_file.read(file).imports:
+            top = name.partition(".")[0]
+            if top not in known:
+                found[normal(DISTRIBUTION.get(name, DISTRIBUTION.get(top, top)))] = str(file.relative_to(ROOT))
     return found
 
 

@@ -1,11 +1,11 @@
 """A module imports only from floors below its own. Imports in functions and for type checking count too."""
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests import source_file
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "platform" / "raytide"
@@ -58,12 +58,8 @@ MODULES = modules()
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """(line, name) of each import anywhere in the file; `from a.b import c` gives `a.b.c`, which may be a submodule."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}:{node.lineno}: relative import"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+    for line, module, names in source_file.read(file).imports:
+        yield from ((line, f"{module}.{name}") for name in names) if names else [(line, module)]
 
 
 def place(name: str) -> tuple[int, str]:

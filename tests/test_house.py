@@ -1,11 +1,11 @@
 """The folders show the architecture: small, without circles, and no two things of one name."""
 
-import ast
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests import source_file
 from tests.test_floors import MODULES, PACKAGE, ROOT, imports
 
 MOST_ENTRIES = 13
@@ -40,15 +40,15 @@ def test_folders_do_not_import_each_other_in_a_circle() -> None:
 
 def test_no_two_classes_of_different_packages_share_a_name() -> None:
     """Unless one derives from the other. Names that begin with an underscore stay in their file."""
-    found: dict[str, dict[str, ast.ClassDef]] = defaultdict(dict)
+    found: dict[str, dict[str, frozenset[str]]] = defaultdict(dict)
     for module, file in MODULES.items():
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name][module] = node
+        for name, bases in source_file.read(file).classes:
+            if not name.startswith("_"):
+                found[name][module] = bases
     twice = {
         name: sorted(classes)
         for name, classes in found.items()
-        if len(classes) > 1 and not any(_bases(node) & {name} for node in classes.values())
+        if len(classes) > 1 and not any(name in bases for bases in classes.values())
     }
     assert twice == {}
 
@@ -58,20 +58,10 @@ def test_docstrings_are_sentences() -> None:
     begun = []
     for root in (PACKAGE, ROOT / "benchmarks", ROOT / "tests"):
         for file in root.rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                for line, text in _strings_alone(node):
-                    if text.lstrip().startswith(NO_SENTENCE):
-                        begun.append(f"{file.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}")
+            for line, text in source_file.read(file).docstrings:
+                if text.lstrip().startswith(NO_SENTENCE):
+                    begun.append(f"{file.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}")
     assert begun == []
-
-
-def _strings_alone(node: ast.AST) -> list[tuple[int, str]]:
-    """Returns the docstring of a module, class or function, and of each of its attributes."""
-    body = getattr(node, "body", None)
-    alone = [each.value for each in body if isinstance(each, ast.Expr)] if isinstance(body, list) else []
-    return [
-        (each.lineno, each.value) for each in alone if isinstance(each, ast.Constant) and isinstance(each.value, str)
-    ]
 
 
 def _is_counted(entry: Path) -> bool:
@@ -94,10 +84,6 @@ _FOLDERS = {_folder(module) for module in MODULES}
 def _unit(module: str) -> str:
     folder = _folder(module)
     return module if any(other.startswith(f"{folder}.") for other in _FOLDERS) else folder
-
-
-def _bases(node: ast.ClassDef) -> set[str]:
-    return {base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases}
 
 
 def _circles(edges: Mapping[str, Mapping[str, str]]) -> list[list[str]]:

@@ -205,6 +205,7 @@ def test_adapters_are_served_beside_their_base_model(how_to: HowTo) -> None:
     assert re.search(r"^adapted:other\s+1/1\s", printed, re.MULTILINE), printed
 
 
+@pytest.mark.soak  # tests/workflows/test_flow_cluster.py has its parts
 def test_a_flow_goes_from_text_to_an_endpoint_and_a_worse_model_is_not_served(how_to: HowTo, tide: rt.Client) -> None:
     printed = how_to("text-to-endpoint")
     assert re.search(r"^eval done: job-\d+: loss \d", printed, re.MULTILINE), printed
@@ -238,6 +239,7 @@ def test_an_alert_acts(how_to: HowTo) -> None:
 
 
 @needs_prometheus
+@pytest.mark.soak  # tests/live/test_prometheus.py has the pages on the session's cluster
 def test_dashboards_are_there_in_five_minutes(how_to: HowTo, live: LocalCluster) -> None:
     try:
         printed = how_to("dashboards-in-five-minutes")

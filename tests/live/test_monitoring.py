@@ -61,6 +61,7 @@ def restart_monitor(live: LocalCluster, eventually: Callable[..., None]) -> None
     eventually(is_new, within_s=60)
 
 
+@pytest.mark.soak
 def test_a_gpu_with_rising_ecc_errors_is_drained_and_its_gang_goes_on_elsewhere(
     live: LocalCluster,
     tide: rt.Client,

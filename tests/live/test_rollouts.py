@@ -123,7 +123,7 @@ def _state(handle: rt.EndpointHandle) -> RolloutState:
         pytest.param({"fail_on": "hello"}, "failed requests", id="fails"),
         pytest.param({"tokens_per_s": 0.25}, "late first tokens", id="slow", marks=pytest.mark.soak),
         pytest.param({"die_on": "hello"}, "failed requests", id="dies", marks=pytest.mark.soak),
-        pytest.param({"kind": "native"}, "the challenger", id="never-ready"),
+        pytest.param({"kind": "native"}, "the challenger", id="never-ready", marks=pytest.mark.soak),
     ],
 )
 def test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request(

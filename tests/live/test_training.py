@@ -25,6 +25,7 @@ pytestmark = pytest.mark.cluster
 SPOT = {"ray.io/market-type": "spot"}
 
 
+@pytest.mark.soak  # tests/actors/trainer/elastic/test_elastic.py has it in processes of this machine
 def test_four_members_become_two_by_a_dead_raylet_and_a_notice_and_four_again(
     live: LocalCluster, tide: rt.Client, train_spec: Callable[..., TrainSpec], eventually: Callable[..., None]
 ) -> None:

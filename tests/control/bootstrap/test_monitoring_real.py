@@ -52,6 +52,7 @@ def test_measurements_outlive_down_and_up(
         assert not third.alertmanager_token_file.exists()
 
 
+@pytest.mark.soak  # tests/live/test_monitoring.py restarts one by its alert too
 def test_a_hung_replica_reaches_alertmanager_by_prometheus_and_is_replaced(
     tmp_path: Path, eventually: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,6 @@ def start(spec: TrainSpec) -> Iterator[Start]:
         run.close()
 
 
-@pytest.mark.soak  # tests/live/test_training.py has it on real raylets
 def test_four_become_two_by_a_death_and_a_notice_and_four_again(start: Start) -> None:
     run = start(4, 2, steps=60)
     run.until_step(6)
