@@ -27,8 +27,8 @@ class Place(BaseModel, extra="forbid"):
 
 
 @function_tool
-def weather(city: str) -> str:
-    """Returns the weather of a city."""
+def weather(city: Literal["Oslo", "Rome"]) -> str:
+    """Returns the weather of a city. A model that learned nothing may never end a string of any length."""
     return f"rain in {city}"
 
 
