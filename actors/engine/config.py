@@ -50,6 +50,12 @@ class EngineConfig(Config):
         description="guess next tokens by the request's own text (ngram), earlier answers and draft_model (auto)",
     )
     draft_model: str | None = Field(default=None, description="a small model of the same vocabulary that guesses too")
+    tensor_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="processes that share the model; kv_memory_gb is of each",
+    )
     max_loras: int = Field(default=8, ge=0, description="adapters loaded at once")
     seed: int | None = Field(default=None, description="of requests that bring none; default: from the system")
 

@@ -80,6 +80,11 @@ def choose_engine(spec: ServeSpec) -> EngineChoice:
             f"endpoint {spec.name} has adapters, but engine vllm was asked for none.",
             hint="Set `engine: {max_loras: NUMBER}`: vLLM makes room for that many when it starts.",
         )
+    if choice.kind == "native" and spec.engine.get("tensor_parallel", 1) != 1 and spec.adapters:
+        raise ConfigError(
+            f"endpoint {spec.name} has adapters, which engine native does not compute with tensor_parallel.",
+            hint="Leave tensor_parallel out, merge the adapters into models, or use engine kind vllm.",
+        )
     if spec.members > 1 and choice.kind not in SPANNING:
         raise ConfigError(
             f"endpoint {spec.name} asks for {spec.members} members a replica; engine {choice.kind} computes on one.",

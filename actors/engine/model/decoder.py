@@ -6,6 +6,8 @@ Shape suffixes: see `kernels/core.py`, and N hidden size, R rows whose logits ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from raytide.actors.engine.model.lora import LoraRows
@@ -33,6 +35,7 @@ class PagedDecoder:
         self.arch, self._ops = arch, ops
         build = WeightLoader(arch, weights, ops, options)
         self._embedding = build.embedding()
+        self._lookup: Callable[[Tensor], Tensor] = self._embedding.__getitem__
         self._positions = build.positions()
         self._layers = [build.layer(index) for index in range(arch.num_layers)]
         self._norm = build.final_norm()
@@ -109,7 +112,7 @@ class PagedDecoder:
         return ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)
 
     def _embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        x_TN = self._embedding[ids_T]
+        x_TN = self._lookup(ids_T)
         if self._embedding_scale != 1.0:
             x_TN *= self._embedding_scale
         if self._positions is not None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -29,10 +29,14 @@ from raytide.actors.models.architecture import Architecture, model_shape
 from raytide.actors.models.families import read_architecture
 from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
 from raytide.actors.models.quantized.model_weights import open_weights
-from raytide.core.errors import ConfigError, EngineError
+from raytide.core.errors import ConfigError, EngineDeadError, EngineError
 from raytide.kernels.core import LinearInput
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import Ops, ops_for
+
+if TYPE_CHECKING:
+    from raytide.actors.engine.model.tensor_parallel.launcher import Launcher
+    from raytide.actors.engine.model.tensor_parallel.leader import GroupLeader
 
 _MEASURED_TOKENS = 256
 _C_OPERATORS = "raytide.kernels.quantized"
@@ -48,29 +52,57 @@ class ModelRunner:
     Owns the weights, the KV cache and all device memory. The scheduler knows nothing of it.
     """
 
-    def __init__(self, config: EngineConfig, arch: Architecture) -> None:
+    def __init__(self, config: EngineConfig, arch: Architecture, launcher: Launcher | None = None) -> None:
+        """Loads the model. `launcher` brings the other members with `tensor_parallel`; None: processes here."""
         self.arch, self._device = arch, resolve_device(config.device)
         self._dtype = self._device.dtype(arch.dtype if config.dtype == "auto" else config.dtype)
         self.max_len = _max_len(config, arch)
         self.block_size = config.block_size or self._device.block_size
         self.batch_tokens = config.max_batch_tokens or max(self._device.batch_tokens, config.max_running)
-        block_bytes = arch.kv_elements * self._dtype.itemsize * self.block_size
+        block_bytes = _own_kv_elements(config, arch) * self._dtype.itemsize * self.block_size
         draft = None if config.draft_model is None else read_architecture(_directory(config.draft_model))
         draft_bytes = 0 if draft is None else draft.kv_elements * self._dtype.itemsize * self.block_size
         # What kv_memory_gb holds, but no more than max_running sequences can ever use.
         usable = config.max_running * -(-self.max_len // self.block_size)
         num_blocks = config.num_blocks or min(int(config.kv_memory_gb * 1e9) // (block_bytes + draft_bytes), usable)
         self.max_len = min(self.max_len, num_blocks * self.block_size)
-        self.cache = KvCache(num_blocks, int(config.host_memory_gb * 1e9) // block_bytes)
+        num_host_blocks = int(config.host_memory_gb * 1e9) // block_bytes
         self._ops = ops_for(self._device.kind, config.deterministic)
+        self._leader = None if config.tensor_parallel == 1 else self._form_group(config, launcher)
+        if self._leader is None:
+            self.cache = KvCache(num_blocks, num_host_blocks)
+        else:
+            self.cache = self._leader.new_cache(num_blocks, num_host_blocks, self.block_size)
         self._quantized = QuantizedOptions(_quantized_input(config, arch, self._ops), config.quantized_head)
         self._adapters = LoraManager(config.max_loras)
         self._model: PagedDecoder | None = None
-        self.use(self.load(_directory(config.model_dir)))
-        self.draft_model = None if draft is None else self._load_draft(config, draft)
-        self.allocate()
+        try:
+            self.use(self.load(_directory(config.model_dir)))
+            self.draft_model = None if draft is None else self._load_draft(config, draft)
+            self.allocate()
+        except BaseException:
+            self.close()
+            raise
         self._batch = InputBatch(config.max_running, self.max_len, self.block_size, self._device.torch_device)
         self._sampler = Sampler()
+
+    def _form_group(self, config: EngineConfig, launcher: Launcher | None) -> GroupLeader:
+        """Returns the leader of the members that share the model. Raises ConfigError for a model that they cannot."""
+        from raytide.actors.engine.model.tensor_parallel.decoder import plain_weights
+        from raytide.actors.engine.model.tensor_parallel.launcher import LocalMembers
+        from raytide.actors.engine.model.tensor_parallel.leader import Computation, GroupLeader
+
+        size = config.tensor_parallel
+        plain_weights(_directory(config.model_dir), self._dtype, self._device.torch_device)
+        local_size = size if launcher is None else launcher.local_size
+        if self._device.kind == "cpu":
+            torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+        if launcher is None:
+            launcher = LocalMembers(range(1, size), local_size=size, threads=torch.get_num_threads())
+        computation = Computation(
+            self.arch, self._ops, self._device.torch_device, self._dtype, self.max_len, config.deterministic
+        )
+        return GroupLeader(computation, size, launcher)
 
     def _load_draft(self, config: EngineConfig, arch: Architecture) -> DraftModel:
         """Returns the model that guesses. Raises ConfigError for another vocabulary or too short a context."""
@@ -99,12 +131,26 @@ class ModelRunner:
 
     def load(self, model_dir: Path) -> PagedDecoder:
         """Reads weights beside the present ones, which stay in use."""
+        if self._leader is not None:
+            return self._leader.load(model_dir)
         weights = open_weights(model_dir, self._dtype, self._device.torch_device)
         return PagedDecoder(self.arch, weights, self._ops, self.max_len, self._quantized)
 
     def use(self, model: PagedDecoder) -> None:
         """Uses these weights from now on. KV of the former ones is invalid."""
+        if self._leader is not None:
+            self._leader.use(model)
         self._model = model
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """The error with which a member's end has ended this engine."""
+        return None if self._leader is None else self._leader.death
+
+    def close(self) -> None:
+        """Ends the other members. Idempotent."""
+        if self._leader is not None:
+            self._leader.close()
 
     @property
     def dtype_name(self) -> str:
@@ -137,6 +183,8 @@ class ModelRunner:
             self.draft_model.free(weights=level == 2)
         if level == 2:
             self._model = None
+            if self._leader is not None:
+                self._leader.free_weights()
         if self._device.torch_device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -164,6 +212,8 @@ class ModelRunner:
             return {}, {}
         try:
             return self.execute(chunks), {}
+        except EngineDeadError:
+            raise
         except BaseException as error:
             fault = as_request_error(error)
             if len(chunks) == 1 and not chunks[0].draft:
@@ -215,6 +265,11 @@ class ModelRunner:
         """Loads a PEFT adapter for sequences whose `lora` is `name`. On ConflictError, CapacityError, ConfigError or
         DataError nothing has changed.
         """
+        if self._leader is not None:
+            raise ConfigError(
+                f"adapter {name} cannot be loaded with tensor_parallel.",
+                hint="Leave tensor_parallel out, or merge the adapter into the model (`raytide merge`).",
+            )
         self._adapters.check_free(name)
         self._adapters.add(name, read_adapter(path, self.arch, self._ops, self._dtype, self._device.torch_device))
 
@@ -252,6 +307,15 @@ def _best_s(work: Callable[[], object]) -> float:
         work()
         times.append(time.perf_counter() - began)
     return min(times[1:])
+
+
+def _own_kv_elements(config: EngineConfig, arch: Architecture) -> int:
+    """Returns the elements of KV a token that one member holds. Raises ConfigError for heads that do not divide."""
+    if config.tensor_parallel == 1:
+        return arch.kv_elements
+    from raytide.actors.engine.model.tensor_parallel.shard import ModelShard
+
+    return ModelShard(0, config.tensor_parallel).architecture(arch).kv_elements
 
 
 def _directory(model: str) -> Path:

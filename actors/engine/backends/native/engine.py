@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from copy import copy
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from uuid import uuid4
 
 from raytide.actors.engine.backends.native import kv_transfer, operations
@@ -23,6 +23,9 @@ from raytide.actors.engine.sequence import PooledPrompt
 from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest, Message
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
 
+if TYPE_CHECKING:
+    from raytide.actors.engine.model.tensor_parallel.launcher import Launcher
+
 T = TypeVar("T")
 
 _ABORT_S = 10.0
@@ -30,12 +33,15 @@ _ABORT_S = 10.0
 
 
 class NativeEngine(BasicEngine):
-    """One model in this process. Use it from the event loop that called `start`."""
+    """One model in this process. Use it from the event loop that called `start`.
+
+    `launcher` brings the other members with `tensor_parallel`; None: processes of this machine.
+    """
 
     backend = "native"
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, launcher: Launcher | None = None) -> None:
+        self._config, self._launcher = config, launcher
         self._streams: dict[str, asyncio.Queue[Output]] = {}
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}  # of requests that have not entered
         self._pooling = asyncio.Semaphore(2 * config.max_running)
@@ -50,7 +56,7 @@ class NativeEngine(BasicEngine):
     async def start(self) -> EngineInfo:
         if self._thread is not None:
             raise ConflictError("this engine has been started already.", hint="Make a new one.")
-        self._thread = EngineThread(self._config, self._deliver, self._end)
+        self._thread = EngineThread(self._config, self._deliver, self._end, self._launcher)
         self._thread.tap = self._tap
         self._core = await self._thread.start()
         self._accepting = True

@@ -53,6 +53,8 @@ from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, O
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from raytide.actors.engine.model.tensor_parallel.launcher import Launcher
+
 _log = logging.getLogger(__name__)
 
 _MOVES_MAY_FAIL = 3  # times in a row
@@ -65,14 +67,14 @@ class EngineCore:
 
     It is not thread-safe. `state` shows whether it serves, is paused, sleeps or is dead."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, launcher: Launcher | None = None) -> None:
         model_dir = Path(packaged_path(config.model_dir) or config.model_dir)
         arch = read_architecture(model_dir, classifies=True)
         self.tokenizer = Tokenizer(model_dir)
         self.state: EngineState = "serving"
         self.weights = WeightsSource.at(model_dir)
         self.vocabulary = Vocabulary(self.tokenizer)
-        self.runner = ModelRunner(config, arch)
+        self.runner = ModelRunner(config, arch, launcher)
         self.speculator = speculator_of(config, self.runner)
         self.pool = BlockPool(self.runner.cache.num_blocks, self.runner.block_size, self.runner.cache.num_host_blocks)
         self.scheduler = Scheduler(
@@ -286,6 +288,8 @@ class EngineCore:
         """
         try:
             self.runner.cache.move(plan)
+        except EngineDeadError:
+            raise
         except BaseException as error:
             as_request_error(error)
             self._failed_moves += 1

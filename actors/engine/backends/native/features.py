@@ -12,7 +12,6 @@ _ALWAYS: frozenset[Feature] = frozenset(
         "bad_words",
         "best_of",
         "embeddings",
-        "kv_transfer",
         "logit_bias",
         "logprobs",
         "min_tokens",
@@ -35,7 +34,8 @@ def native_features(config: EngineConfig, arch: Architecture) -> frozenset[Featu
     optional: dict[Feature, bool] = {
         "classification": arch.num_labels > 0,
         "deterministic": config.deterministic,
-        "lora": config.max_loras > 0,
+        "kv_transfer": config.tensor_parallel == 1,
+        "lora": config.max_loras > 0 and config.tensor_parallel == 1,
         "prefix_cache": config.prefix_cache,
         "structured": can_structure(),
     }

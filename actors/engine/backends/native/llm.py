@@ -122,6 +122,10 @@ class LLM:
         """Returns the counters since the engine was created."""
         return self._core.stats()
 
+    def close(self) -> None:
+        """Ends the other processes of `tensor_parallel`, which end with this one otherwise. No call may follow."""
+        self._core.runner.close()
+
     def _tokens(self, prompt: str | Items[int]) -> list[int]:
         if isinstance(prompt, str):
             return self._core.tokenizer.encode(prompt)

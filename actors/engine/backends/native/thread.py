@@ -11,13 +11,16 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import Output
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.types import as_request_error
 from raytide.core.errors import EngineDeadError, EngineError, RaytideError
+
+if TYPE_CHECKING:
+    from raytide.actors.engine.model.tensor_parallel.launcher import Launcher
 
 T = TypeVar("T")
 
@@ -43,9 +46,14 @@ class EngineThread:
     """
 
     def __init__(
-        self, config: EngineConfig, deliver: Callable[[list[Output]], None], ended: Callable[[EngineError], None]
+        self,
+        config: EngineConfig,
+        deliver: Callable[[list[Output]], None],
+        ended: Callable[[EngineError], None],
+        launcher: Launcher | None = None,
     ) -> None:
-        self._config, self._deliver, self._on_end = config, deliver, ended
+        self._config, self._deliver, self._on_end, self._launcher = config, deliver, ended, launcher
+        self._core: EngineCore | None = None
         self.tap: Callable[[list[Output]], list[Output]] = list
         """Gets all outputs on the thread and returns those to deliver."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -69,6 +77,8 @@ class EngineThread:
             return None
         if self._end_error is None and not self._thread.is_alive():
             return _died("it ended without a word")
+        if self._end_error is None and self._core is not None:
+            return self._core.runner.death
         return self._end_error
 
     async def start(self) -> EngineCore:
@@ -101,7 +111,7 @@ class EngineThread:
     def _serve(self, loaded: concurrent.futures.Future[EngineCore]) -> None:
         """Runs the thread's main loop: commands, then a step while there is work."""
         try:
-            core = EngineCore(self._config)
+            core = self._core = EngineCore(self._config, self._launcher)
         except BaseException as error:
             loaded.set_exception(error)
             return
@@ -112,8 +122,9 @@ class EngineThread:
                 pass
         except BaseException as error:  # no caller would see it
             _log.critical("the engine's thread has died", exc_info=error)
-            ended = _died(repr(error))
+            ended = core.runner.death or _died(repr(error))
         finally:
+            core.runner.close()
             self._publish(self._end, ended)
 
     def _turn(self, core: EngineCore) -> bool:

@@ -1,0 +1,185 @@
+"""The connection between the leader and a member: orders one way, answers the other.
+
+Each side proves that it knows the secret. Nothing is pickled: a step is an array of integers, all else is JSON. A watch
+thread notices the end of the other side at once, also while this one computes; TCP keepalive finds lost machines.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raytide.core.errors import EngineDeadError
+from raytide.kernels.core import PagedBatch
+
+Ints = npt.NDArray[np.int64]
+Tensor = torch.Tensor
+
+_HEADER = struct.Struct("<BQ")  # kind, bytes
+_JSON, _STEP = 0, 1
+_MOST_BYTES = 1 << 30
+_NONCE, _PROOF = 32, 32
+_HANDSHAKE_S = 10.0
+_KEEPALIVE_S, _KEEPALIVE_COUNT = 5, 4
+
+
+class MemberLink:
+    """One end of an authenticated connection. Any thread may send; one at a time receives."""
+
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        self._socket, self.rank = connection, rank
+        self._sending = threading.Lock()
+
+    @classmethod
+    def accept(cls, connection: socket.socket, secret: str) -> MemberLink:
+        """Answers a member that connects. Raises OSError or ValueError for anybody else."""
+        _prepare(connection)
+        nonce = secrets.token_bytes(_NONCE)
+        connection.sendall(nonce)
+        said = _receive_exactly(connection, 4 + _NONCE + _PROOF)
+        rank_bytes, theirs, proof = said[:4], said[4 : 4 + _NONCE], said[4 + _NONCE :]
+        if not hmac.compare_digest(proof, _proof(secret, b"member", nonce + rank_bytes + theirs)):
+            raise ValueError("a connection without the secret")
+        connection.sendall(_proof(secret, b"leader", theirs))
+        connection.settimeout(None)
+        return cls(connection, int.from_bytes(rank_bytes, "little"))
+
+    @classmethod
+    def connect(cls, host: str, port: int, secret: str, rank: int) -> MemberLink:
+        """Connects to the leader. Raises OSError, or ValueError if it does not know the secret."""
+        connection = socket.create_connection((host, port), _HANDSHAKE_S)
+        _prepare(connection)
+        nonce, own = _receive_exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
+        rank_bytes = rank.to_bytes(4, "little")
+        connection.sendall(rank_bytes + own + _proof(secret, b"member", nonce + rank_bytes + own))
+        if not hmac.compare_digest(_receive_exactly(connection, _PROOF), _proof(secret, b"leader", own)):
+            raise ValueError("the leader does not know the secret")
+        connection.settimeout(None)
+        return cls(connection, rank)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._send(_JSON, json.dumps(message).encode())
+
+    def send_step(self, step: Ints) -> None:
+        self._send(_STEP, step.tobytes())
+
+    def receive(self) -> dict[str, Any] | Ints:
+        """Returns the next message. Raises OSError when the other side has gone."""
+        kind, size = _HEADER.unpack(_receive_exactly(self._socket, _HEADER.size))
+        if size > _MOST_BYTES:
+            raise OSError(f"a message of {size} bytes")
+        body = _receive_exactly(self._socket, size)
+        if kind == _STEP:
+            return np.frombuffer(body, np.int64)
+        message: dict[str, Any] = json.loads(body)
+        return message
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it has gone already
+        finally:
+            self._socket.close()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def _send(self, kind: int, body: bytes) -> None:
+        with self._sending:
+            self._socket.sendall(_HEADER.pack(kind, len(body)) + body)
+
+
+def watch(descriptors: Sequence[int], ended: Callable[[int], None]) -> None:
+    """Calls `ended` from a thread of its own, once, with the index of a socket or pipe whose other side has gone."""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLRDHUP)  # errors and hang-ups are always reported
+
+    def wait() -> None:
+        (descriptor, _), *_ = poll.poll()
+        ended(descriptors.index(descriptor))
+
+    threading.Thread(target=wait, name="raytide-members", daemon=True).start()
+
+
+def pack_step(
+    ids_T: Tensor, positions_T: Tensor, batch: PagedBatch, rows_R: Tensor, *, own_blocks: int, wants_logits: bool
+) -> Ints:
+    """Returns the inputs of a forward pass as integers. `own_blocks`: the size of a cache for this pass alone; 0 for
+    the engine's."""
+    tables_BM = batch.block_tables_BM.cpu().numpy()
+    counts = (len(ids_T), len(rows_R), *tables_BM.shape, batch.block_size, own_blocks, wants_logits)
+    parts = (batch.query_lens, batch.context_lens)
+    tensors = (each.cpu().numpy() for each in (ids_T, positions_T, batch.slots_T, rows_R))
+    packed: Ints = np.concatenate(
+        [np.array(counts), *map(np.array, parts), *tensors, tables_BM.ravel()], dtype=np.int64
+    )
+    return packed
+
+
+class StepArrays:
+    """What `pack_step` has packed, as tensors on a device."""
+
+    def __init__(self, packed: Ints, device: torch.device) -> None:
+        tokens, rows, sequences, width, block_size, self.own_blocks, wants_logits = packed[:7].tolist()
+        self.wants_logits = bool(wants_logits)
+        sizes = (sequences, sequences, tokens, tokens, tokens, rows)
+        *parts, tables = np.split(packed[7:], np.cumsum(sizes))
+        query_lens, context_lens, ids, positions, slots, sampled = parts
+        self.ids_T, self.positions_T, slots_T, self.rows_R, tables_BM = (
+            torch.from_numpy(each.copy()).to(device) for each in (ids, positions, slots, sampled, tables)
+        )
+        self.batch = PagedBatch(
+            query_lens=query_lens.tolist(),
+            context_lens=context_lens.tolist(),
+            block_tables_BM=tables_BM.view(sequences, width),
+            slots_T=slots_T,
+            block_size=block_size,
+        )
+
+
+def member_died(rank: int, why: str) -> EngineDeadError:
+    return EngineDeadError(
+        f"member {rank} of this replica has ended: {why}.",
+        hint="Retry elsewhere; the replica is formed anew. The member's log says why it ended.",
+    )
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.settimeout(_HANDSHAKE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _KEEPALIVE_S),
+        (socket.TCP_KEEPINTVL, _KEEPALIVE_S),
+        (socket.TCP_KEEPCNT, _KEEPALIVE_COUNT),
+        (socket.TCP_USER_TIMEOUT, 1000 * _KEEPALIVE_S * _KEEPALIVE_COUNT),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    body = bytearray(size)
+    view, at = memoryview(body), 0
+    while at < size:
+        count = connection.recv_into(view[at:])
+        if not count:
+            raise OSError("the other side has closed the connection")
+        at += count
+    return bytes(body)
+
+
+def _proof(secret: str, side: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret.encode(), side + nonces, "sha256")

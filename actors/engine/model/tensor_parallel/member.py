@@ -1,0 +1,159 @@
+"""A member other than the leader: `python -m raytide.actors.engine.model.tensor_parallel.member`.
+
+It reads its invitation as a line of JSON from stdin and follows the leader's orders. It ends when the leader or the
+process that started it has gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raytide.actors.engine.kv_cache.kv_cache import KvCache
+from raytide.actors.engine.model.tensor_parallel.collectives import Collectives, connect_store
+from raytide.actors.engine.model.tensor_parallel.decoder import ShardedDecoder
+from raytide.actors.engine.model.tensor_parallel.link import MemberLink, StepArrays, watch
+from raytide.actors.engine.model.tensor_parallel.shard import ModelShard
+from raytide.actors.engine.sequence import StepPlan
+from raytide.actors.models.content import content_digest
+from raytide.actors.models.families import read_architecture
+from raytide.core.errors import ConflictError, EngineError, RaytideError
+from raytide.core.logs import log_to
+from raytide.kernels.device import resolve_device
+from raytide.kernels.registry import ops_for
+
+_log = logging.getLogger(__name__)
+
+
+class GroupMember:
+    """Holds this member's weights and KV, and follows orders."""
+
+    def __init__(self, link: MemberLink, invitation: dict[str, Any]) -> None:
+        self._link, self._invitation = link, invitation
+        self._models: dict[int, ShardedDecoder] = {}
+        self._used = 0
+        self._group: Collectives
+        self._cache: KvCache
+        self._hidden_RN: torch.Tensor
+
+    def follow(self) -> None:
+        """Follows orders until the leader has gone."""
+        while True:
+            try:
+                message = self._link.receive()
+            except OSError:
+                return
+            if isinstance(message, dict):
+                ((name, value),) = message.items()
+                getattr(self, f"_order_{name}")(value)
+            else:
+                self._compute(StepArrays(message, self._device))
+
+    def _order_join(self, terms: dict[str, Any]) -> None:
+        rank, size = self._invitation["rank"], self._invitation["size"]
+        name = f"cuda:{self._invitation['local_rank']}" if terms["device"] == "cuda" else terms["device"]
+        device = resolve_device(name)
+        self._device = device.torch_device
+        self._dtype, self._max_len = device.dtype(terms["dtype"]), terms["max_len"]
+        self._ops = ops_for(device.kind, terms["deterministic"])
+        store = connect_store(*terms["store"])
+        own_host = self._invitation["own_host"]
+        self._group = Collectives(
+            store, ModelShard(rank, size), self._device, own_host=own_host, ordered=terms["deterministic"]
+        )
+
+    def _order_load(self, order: dict[str, Any]) -> None:
+        """Loads beside the steps, which go on."""
+        threading.Thread(target=self._load, args=(order["number"], order["model_dir"], order["digest"])).start()
+
+    def _load(self, number: int, model_dir: str, digest: str) -> None:
+        try:
+            # The first is the replica's own, of which this machine may have a copy elsewhere.
+            own = Path(self._invitation["model_dir"]) if number == 1 and self._invitation["model_dir"] else None
+            path = own or Path(model_dir)
+            if content_digest(path) != digest:
+                raise ConflictError(
+                    f"{path} holds other weights for member {self._link.rank} than for the leader.",
+                    hint="Give every node the same files.",
+                )
+            arch = read_architecture(path, classifies=True)
+            self._models[number] = ShardedDecoder(
+                arch, path, self._ops, self._max_len, self._dtype, self._device, self._group
+            )
+        except RaytideError as error:
+            self._link.send({"error": error.to_json()})
+        except Exception as error:
+            _log.exception("member %d cannot load %s", self._link.rank, model_dir)
+            failed = EngineError(f"member {self._link.rank} cannot load {model_dir}: {error!r}.", hint="See its log.")
+            self._link.send({"error": failed.to_json()})
+        else:
+            self._link.send({"loaded": number})
+
+    def _order_use(self, number: int) -> None:
+        self._used = number
+        self._models = {number: self._models[number]}
+
+    def _order_free_weights(self, _: bool) -> None:
+        self._models.clear()
+
+    def _order_cache(self, sizes: list[int]) -> None:
+        num_blocks, num_host_blocks, self._block_size = sizes
+        self._cache = KvCache(num_blocks, num_host_blocks)
+
+    def _order_allocate(self, _: bool) -> None:
+        self._cache.allocate(self._models[self._used].new_cache(self._cache.num_blocks, self._block_size))
+
+    def _order_free(self, _: bool) -> None:
+        self._cache.free()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _order_move(self, pairs: list[list[tuple[int, int]]]) -> None:
+        swap_out, swap_in, copies = pairs
+        self._cache.move(StepPlan(swap_out=swap_out, swap_in=swap_in, copies=copies))
+
+    def _order_zero(self, blocks: list[int]) -> None:
+        self._cache.zero_blocks(blocks)
+
+    def _order_head(self, count: int) -> None:
+        self._models[self._used].head(self._hidden_RN[:count])
+
+    def _compute(self, step: StepArrays) -> None:
+        model = self._models[self._used]
+        own = step.own_blocks
+        cache = model.new_cache(own, step.batch.block_size) if own else self._cache.layers
+        hidden_RN = model.hidden(step.ids_T, step.positions_T, step.batch, cache, step.rows_R)
+        if step.wants_logits:
+            model.head(hidden_RN)
+        else:
+            self._hidden_RN = hidden_RN
+
+
+def main() -> None:
+    log_to()
+    invitation = json.loads(sys.stdin.readline())
+    rank = invitation["rank"]
+    try:
+        link = MemberLink.connect(invitation["host"], invitation["port"], invitation["secret"], rank)
+    except (OSError, ValueError) as error:
+        _log.error("member %d cannot reach its leader: %s", rank, error)
+        sys.exit(1)
+    # At once, whatever this process computes: a member without its group is of no use.
+    watch([link.fileno(), sys.stdin.fileno()], lambda _: os._exit(0))
+    try:
+        GroupMember(link, invitation).follow()
+    except BaseException:
+        _log.critical("member %d ends", rank, exc_info=True)
+        os._exit(1)
+    os._exit(0)  # a load that goes on would keep the process
+
+
+if __name__ == "__main__":
+    main()

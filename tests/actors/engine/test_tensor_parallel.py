@@ -1,0 +1,141 @@
+"""Several processes that compute one model: the same tokens as one, and one end for all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tests.actors.engine.tiny import save_llama
+
+from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
+from raytide.core.errors import ConfigError, EngineDeadError
+
+PROMPTS = ["import os", "def main(", "class Tide:\n    def", "for x in range("] * 2
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=24, repetition_penalty=1.1)
+SMALL = {"max_batch_tokens": 16, "max_running": 8, "block_size": 8, "num_blocks": 14, "host_memory_gb": 0.001}
+
+
+def members() -> list[psutil.Process]:
+    here = psutil.Process().children(recursive=True)
+    return [each for each in here if any("tensor_parallel.member" in word for word in each.cmdline())]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    _, alive = psutil.wait_procs(members(), timeout=10)
+    assert not alive
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    both = llm.generate(PROMPTS * 2, [GREEDY] * len(PROMPTS) + [SAMPLED] * len(PROMPTS))
+    return [each.outputs[0].token_ids for each in both]
+
+
+@pytest.mark.usefixtures("free_drafts")
+def test_two_members_give_the_tokens_of_one(model_dir: Path, tmp_path: Path) -> None:
+    """With prefills in chunks, evictions to host memory, prefix hits, drafts and other weights."""
+    save_llama(tmp_path, initializer_range=0.3)
+    alone, group = (
+        LLM(model_dir, tensor_parallel=each, speculation="ngram", **SMALL)  # type: ignore[arg-type]
+        for each in (1, 2)
+    )
+    try:
+        assert len(members()) == 1
+        expected = answers(alone)
+        assert answers(group) == expected
+        assert answers(group) == expected, "from the prefix cache"
+        assert group.stats().preemptions > 0
+        drafted = [llm.generate([[5, 6, 7, 8] * 6], GREEDY)[0].outputs[0].token_ids for llm in (alone, group)]
+        assert drafted[0] == drafted[1]
+        assert group.stats().speculation[0].draft_tokens > 0
+        torch.testing.assert_close(group.logits([5, 6, 7, 8]), alone.logits([5, 6, 7, 8]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(*(torch.tensor(each.embed(PROMPTS[:3])) for each in (group, alone)))
+        assert alone.load_weights(tmp_path) == group.load_weights(tmp_path)
+        other = answers(alone)
+        assert other != expected
+        assert answers(group) == other
+        with pytest.raises(ConfigError, match="adapter a cannot be loaded with tensor_parallel"):
+            group.load_lora("a", tmp_path)
+    finally:
+        group.close()
+    with pytest.raises(EngineDeadError, match="has been closed"):
+        group.generate(["x"], GREEDY)
+
+
+def test_four_members_that_share_two_kv_heads_give_the_tokens_of_one(model_dir: Path) -> None:
+    alone, group = (LLM(model_dir, tensor_parallel=each, deterministic=True) for each in (1, 4))
+    try:
+        assert len(members()) == 3
+        found, expected = (
+            [each.outputs[0].token_ids for each in llm.generate(PROMPTS[:2], [GREEDY, SAMPLED])]
+            for llm in (group, alone)
+        )
+        assert found == expected
+    finally:
+        group.close()
+
+
+async def test_a_killed_member_ends_the_stream_and_all_members(model_dir: Path) -> None:
+    engine = NativeEngine(EngineConfig(model_dir=str(model_dir), tensor_parallel=2))
+    info = await engine.start()
+    assert not info.features & {"lora", "kv_transfer"}
+    (member,) = members()
+    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    request = GenRequest(request_id="1", prompt=[5, 6, 7], sampling=endless)
+
+    async def read_and_kill() -> None:
+        async for chunk in engine.generate(request):
+            if chunk.token_ids and member.is_running():
+                member.kill()
+
+    with pytest.raises(EngineDeadError, match="member 1 of this replica has ended"):
+        await asyncio.wait_for(read_and_kill(), 30)
+    with pytest.raises(EngineDeadError):
+        await engine.stats()
+    await engine.shutdown()
+    assert members() == []
+
+
+async def test_members_wake_with_their_weights_and_an_idle_engine_notices_a_killed_one(model_dir: Path) -> None:
+    engine = NativeEngine(EngineConfig(model_dir=str(model_dir), tensor_parallel=2))
+    await engine.start()
+
+    async def answer(name: str) -> list[int]:
+        request = GenRequest(request_id=name, prompt=[5, 6, 7], sampling=GREEDY)
+        return [token async for chunk in engine.generate(request) for token in chunk.token_ids]
+
+    async def until_dead() -> None:
+        while True:
+            await engine.stats()
+            await asyncio.sleep(0.01)
+
+    before = await answer("1")
+    await engine.sleep(2)
+    await engine.wake()
+    assert await answer("2") == before
+    members()[0].kill()
+    with pytest.raises(EngineDeadError, match="member 1"):
+        await asyncio.wait_for(until_dead(), 30)
+    await engine.shutdown()
+
+
+def test_what_members_cannot_share_is_refused_before_any_starts(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    with pytest.raises(ConfigError, match="does not divide the model's 4 heads"):
+        LLM(tmp_path, tensor_parallel=3)
+    os.rename(tmp_path / "model.safetensors", tmp_path / "whole")
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tmp_path / "whole")
+    tensors["model.layers.0.mlp.down_proj.weight_packed"] = torch.zeros(4, dtype=torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="is quantized; tensor_parallel computes plain weights only"):
+        LLM(tmp_path, tensor_parallel=2)
+    assert members() == []
