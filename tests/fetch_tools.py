@@ -1,4 +1,4 @@
-"""Fetches what tests need and what is no Python package: Prometheus, Alertmanager, SIMDe and Chromium.
+"""Fetches what tests need and what is no Python package: Prometheus, Alertmanager, SIMDe, restic and Chromium.
 
 `./dev setup` runs it. Debian's packages are unpacked into the venv instead of installed, because Prometheus and
 Alertmanager would run as services of this machine, and installing takes root. SIMDe is the headers that emulate
@@ -17,7 +17,10 @@ PACKAGES = {
     "prometheus": ("prometheus", "promtool"),
     "prometheus-alertmanager": ("alertmanager", "amtool"),
     "libsimde-dev": (),
+    "restic": ("restic",),
 }
+WHOLE = ("restic",)
+"""Programs that read no folders of their own, and that work in the caller's."""
 MOVED = {
     b"/usr/share/prometheus/alertmanager": b"usr/share/prometheus/alertmanager/",
     b"/usr/share/prometheus/web/": b"usr/share/prometheus/web//",
@@ -53,11 +56,15 @@ def unpack_packages() -> bool:
     (TOOLS / "bin").mkdir()
     for names in PACKAGES.values():
         for name in names:
+            if name in WHOLE:
+                (TOOLS / "bin" / name).symlink_to(programs / name)
+                continue
             move_folders(programs / name)
             wrapper = TOOLS / "bin" / name
             wrapper.write_text(WRAPPER.format(program=name))
             wrapper.chmod(0o755)
-    return all(run(str(TOOLS / "bin" / name), "--version") for names in PACKAGES.values() for name in names)
+    asked = {name: "version" if name in WHOLE else "--version" for names in PACKAGES.values() for name in names}
+    return all(run(str(TOOLS / "bin" / name), how) for name, how in asked.items())
 
 
 def move_folders(program: Path) -> None:
@@ -80,7 +87,8 @@ def main() -> None:
     if not unpack_packages():
         shutil.rmtree(TOOLS)
         TOOLS.mkdir()
-        missing.append("Prometheus, Alertmanager and SIMDe (Debian: prometheus, prometheus-alertmanager, libsimde-dev)")
+        debian = ", ".join(PACKAGES)
+        missing.append(f"Prometheus, Alertmanager, SIMDe and restic (Debian: {debian})")
     if not install_chromium():
         missing.append("Chromium (Debian: apt-get install chromium)")
     if missing:

@@ -16,6 +16,7 @@ from raytide.core.specs.order import Order
 
 __all__ = ["DRAIN_S", "carry_out"]
 
+_NODE_ORDERS = ("replace_node", "quarantine_node", "release_node")
 DRAIN_S = 60.0
 """The time that work on the node has to end or to move."""
 
@@ -26,7 +27,7 @@ def carry_out(
     """Returns the nodes with the orders about them carried out, and those orders with their outcomes."""
     after, done = dict(nodes), []
     for order in orders:
-        if order.kind == "restart_replica":
+        if order.kind not in _NODE_ORDERS:
             continue
         node = after.get(order.subject)
         if node is None or node.state is NodeState.GONE:

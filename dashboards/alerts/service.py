@@ -166,6 +166,10 @@ class MonitoringService:
         if spec.kind == "restart_replica":
             endpoint = self._store.endpoint(spec.subject)
             caller.require_person().require_team(endpoint.spec.team)
+        elif spec.kind == "resume":
+            caller.require_person().require_all()
+            if self._store.orders.hold() is None:
+                raise NotFoundError("the cluster is not on hold.", hint="Only a restored cluster is.")
         else:
             caller.require_person().require_all()
             if spec.subject not in {node.id for node in self._store.nodes(live=True)}:

@@ -114,7 +114,7 @@ def test_drivers_and_nodes_have_nothing_of_the_operators(
             assert not OPERATORS.keys() & environment.keys(), command
             assert "RAYTIDE_TOKEN" not in command
             seen.append(command)
-    assert any("raytide.control.job_driver" in command for command in seen)
+    assert any("raytide.control.drivers.job_driver" in command for command in seen)
     assert any("raylet" in command for command in seen)
 
 

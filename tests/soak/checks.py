@@ -16,7 +16,7 @@ from raytide.autoscaler.providers.local.files import node_folders
 from raytide.autoscaler.providers.local.provider import NODE_ID_LABEL
 from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.bootstrap.wiring import local_provider
-from raytide.control.ray_jobs import RayJobs
+from raytide.control.drivers.ray_jobs import RayJobs
 from raytide.core.io.process import marked
 from raytide.core.objects.job import FINAL_STATES, Job, JobKind, JobState
 from raytide.core.state import Store

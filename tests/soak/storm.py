@@ -143,7 +143,7 @@ class Storm:
         local.up(self.config_path, self.cluster.name)
 
     def kill_driver(self) -> str:
-        return self._kill_one("raytide.control.job_driver", "driver killed")
+        return self._kill_one("raytide.control.drivers.job_driver", "driver killed")
 
     def kill_replica(self) -> str:
         return self._kill_one("ray::ServeReplica", "replica killed")

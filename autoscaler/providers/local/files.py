@@ -109,6 +109,10 @@ class NodeFolder:
         assert end is not None
         return end
 
+    def record_earlier_end(self, ended_at_s: float, reason: str) -> None:
+        """Records the end of a node of a restored cluster, unless it is recorded. Ends no process."""
+        create_json(self.path / "ended.json", {"ended_at_s": ended_at_s, "reason": reason})
+
     def meter(self) -> str:
         """Returns `host:port` of its fake GPU exporter; empty without one."""
         record = read_json(self.path / "meter.json")

@@ -49,6 +49,11 @@ COMMANDS = {
     "nodes": ("operations.alerts:nodes", "Show nodes, replace them, and keep bad ones out of use."),
     "autoscaler": ("operations.autoscaler:scaler", "Show the autoscaler's decisions."),
     "simulate": ("simulate:simulation", "Replay recorded traces, or look ahead (--from-live)."),
+    "backup": ("operations.backup:backups", "Back a cluster up, restore it, and prove that it can be restored."),
+    "resume": (
+        "operations.backup:resume",
+        "Let a restored controller act, after it has compared its records with the provider.",
+    ),
     "checkpoint": ("jobs.runs:checkpoints", "Check checkpoints."),
 }
 """Module and name of each command or group of commands, and its line in `--help`. A test compares that line with the

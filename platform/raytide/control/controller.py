@@ -23,8 +23,9 @@ from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.signals import with_signals
 from raytide.control.accounting.billing_intervals import Booking, energy_of, update_intervals
 from raytide.control.accounting.lost_work import book_losses, settled_losses
+from raytide.control.accounting.restored_records import step_hold
 from raytide.control.accounting.team_usage import team_usage, with_team_usage
-from raytide.control.reconcile.apply import ApplyResult, apply
+from raytide.control.reconcile.apply import ApplyResult, apply, log_plan
 from raytide.control.reconcile.decide import decide_constrained, waiting_reasons
 from raytide.control.reconcile.decision_inputs import DecisionInputs
 from raytide.control.reconcile.driver_silence import DriverSilence
@@ -53,7 +54,7 @@ from raytide.core.logs import log_to, logger
 from raytide.core.money import month_of, to_us
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.ledger_entry import Occupancy
-from raytide.core.objects.plan import Admit, Assign, Plan, Wait, describe
+from raytide.core.objects.plan import Admit, Plan, Wait
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Store
 from raytide.core.state.write import REMOVED_AT_ONCE
@@ -136,6 +137,11 @@ class Controller:
         began_s = time.monotonic()
         now_s, wall_ahead_s = self._clock.now_s(), self._clock.wall_ahead_s()
         stored = self._store.load()
+        if why := step_hold(self._store, stored, self._sources.provider.machines, self._node_types, now_s):
+            self._ticks += 1
+            self._live = replace(self._live, at_s=now_s, errors=(why,), ticks=self._ticks)
+            self._write(self._live)
+            return Plan(at_s=now_s)
         records = ClusterRecords.of(stored)
         observed = self._observe(records, now_s, wall_ahead_s)
         if observed.ray_nodes is not None:
@@ -167,7 +173,7 @@ class Controller:
         )
         self._store.commit(changes(stored, records, booking, plan, now_s))
         self._sources.meters.energy.settle(energy_of(booking.entries), booking.closed)
-        _log(plan)
+        log_plan(plan)
         self._store.check_lead()
         result = apply(records, plan, observed, self._sources, self._node_types, now_s)
         routed = self._quarantine.attempt(
@@ -356,18 +362,6 @@ class Controller:
         if not 0 <= snapshot.at_s - at_s < _FORECAST_S:
             at_s, found = self._forecast = snapshot.at_s, forecast_starts(snapshot)
         return {job_id: max(0.0, at_s + in_s - snapshot.at_s) for job_id, in_s in found.items()}
-
-
-def _log(plan: Plan) -> None:
-    """Logs a line for each action, but one line for all assignments of a lease."""
-    assigned: dict[str, list[int]] = {}
-    for action in plan.actions:
-        if isinstance(action, Assign):
-            assigned.setdefault(action.lease_id, []).append(action.member)
-        elif not isinstance(action, Wait):
-            log.info("decided", extra=describe(action))
-    for lease_id, members in assigned.items():
-        log.info("decided", extra={"action": "assign", "lease_id": lease_id, "members": members})
 
 
 def main(run_dir: str) -> None:

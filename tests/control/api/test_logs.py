@@ -15,7 +15,7 @@ from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.queue.lifecycle.jobs import DriverKey
 
 SETTING_UP = "2026-11-22 00:50:07,258\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
-PREFACE = f"{SETTING_UP}Running entrypoint for job raytide-job-3-0: exec python -m raytide.control.job_driver\n"
+PREFACE = f"{SETTING_UP}Running entrypoint for job raytide-job-3-0: exec python -m raytide.control.drivers.job_driver\n"
 
 TEXTS = st.lists(st.text(st.sampled_from("a\n\u00fc\u20ac\U0001f600")), min_size=1, max_size=3)
 

@@ -12,8 +12,8 @@ from raytide.control.api.server import allow_connections, server
 from raytide.control.api.services.service import ApiService
 from raytide.control.bootstrap.cluster_record import load
 from raytide.control.bootstrap.wiring import bill
+from raytide.control.drivers.ray_jobs import RayJobs
 from raytide.control.job_tokens import key_in
-from raytide.control.ray_jobs import RayJobs
 from raytide.control.supervision.daemon import hold_lock
 from raytide.control.views import last_pass_s
 from raytide.core.clock import SystemClock

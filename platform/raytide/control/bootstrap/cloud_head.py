@@ -59,7 +59,8 @@ def start(
             raise ConfigError(f"{run_dir} belongs to an embedded cluster.", hint="Use another cluster_name.")
         if before is not None:
             end_children(before)
-        shutil.copyfile(config_path, run_dir / "cluster.yaml")
+        if config_path.resolve() != run_dir / "cluster.yaml":  # a restored cluster starts with its own
+            shutil.copyfile(config_path, run_dir / "cluster.yaml")
         cluster = HeadCluster(
             name=config.name,
             cluster_id=before.cluster_id if before else f"{config.name}-{secrets.token_hex(6)}",

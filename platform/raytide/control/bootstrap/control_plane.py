@@ -11,10 +11,11 @@ import httpx
 
 from raytide.control.bootstrap.cluster_record import RunningCluster
 from raytide.control.supervision.daemon import spawn
-from raytide.control.supervision.supervisor import CHILDREN, MONITORING, arguments
+from raytide.control.supervision.supervisor import BACKUP, CHILDREN, MONITORING, arguments
 from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.io.atomic_file import read_json, write_json, write_text
 from raytide.core.io.process import Process, running, terminate_all
+from raytide.core.objects.cluster_config import load_cluster
 
 __all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
 
@@ -57,9 +58,13 @@ def start_supervisor(
     cluster: RunningCluster, children: Mapping[str, str] = CHILDREN, *, pass_fds: Sequence[int] = ()
 ) -> None:
     argv = [sys.executable, "-m", "raytide.control.supervision.supervisor", str(cluster.run_dir)]
-    more = MONITORING if cluster.monitoring else {}
+    more = {**(MONITORING if cluster.monitoring else {}), **(BACKUP if _is_backed_up(cluster) else {})}
     argv += [f"{what}={module}" for what, module in (*children.items(), *more.items())]
     spawn("supervisor", argv, run_dir=cluster.run_dir, environment=cluster.environment(), pass_fds=pass_fds)
+
+
+def _is_backed_up(cluster: RunningCluster) -> bool:
+    return load_cluster(cluster.config_path).settings.backup is not None
 
 
 def wait_for_api(cluster: RunningCluster, *, timeout_s: float) -> None:
@@ -83,7 +88,7 @@ def wait_for_api(cluster: RunningCluster, *, timeout_s: float) -> None:
 
 def end_children(cluster: RunningCluster) -> None:
     """Ends the supervisor first, so that it restarts nothing, and then its children."""
-    for whats in (["supervisor"], [*CHILDREN, *MONITORING]):
+    for whats in (["supervisor"], [*CHILDREN, *MONITORING, *BACKUP]):
         recorded = [process for what in whats if (process := cluster.process(what))]
         terminate_all([*recorded, *_unrecorded(cluster, whats)], grace_s=_STOP_GRACE_S)
 

@@ -173,7 +173,8 @@ def _create(
     run_dir = run_dir_of(name)
     for folder in (run_dir, *(run_dir / name for name in ("pids", "nodes", "logs"))):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a killed `up` may have left some of them
-    shutil.copyfile(config_path, run_dir / "cluster.yaml")
+    if config_path.resolve() != run_dir / "cluster.yaml":  # a restored cluster starts with its own
+        shutil.copyfile(config_path, run_dir / "cluster.yaml")
     ip = f"127.0.{k}.1"
     cluster = LocalCluster(
         name=name,

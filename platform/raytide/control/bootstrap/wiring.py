@@ -21,7 +21,7 @@ from raytide.autoscaler.providers.notices.watch import board_at
 from raytide.autoscaler.providers.purchases import Purchases
 from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.control.bootstrap.cluster_record import LocalCluster, RunningCluster
-from raytide.control.ray_jobs import RayJobs
+from raytide.control.drivers.ray_jobs import RayJobs
 from raytide.control.reconcile.observation import ApiProbe, Sources
 from raytide.core import ray_internals
 from raytide.core.clock import SystemClock

@@ -18,7 +18,7 @@ from raytide.control.reconcile.records import ClusterRecords
 from raytide.core.errors import ProviderError
 from raytide.core.logs import logger
 from raytide.core.objects.node import Node, NodeState, NodeType
-from raytide.core.objects.plan import Drain, Plan
+from raytide.core.objects.plan import Assign, Drain, Plan, Wait, describe
 from raytide.core.specs.order import Order
 from raytide.queue.lifecycle.jobs import wanted_drivers
 from raytide.queue.lifecycle.leases import wanted_groups
@@ -129,3 +129,15 @@ def _drain(records: ClusterRecords, action: Drain, sources: Sources, result: App
     accepted = sources.gcs.drain(node.ray_node_id, action.kind, action.deadline_s, action.reason)
     if accepted and action.kind == "idle":
         result.nodes[node.id] = lifecycle.drained(node, action)
+
+
+def log_plan(plan: Plan) -> None:
+    """Logs a line for each action, but one line for all assignments of a lease."""
+    assigned: dict[str, list[int]] = {}
+    for action in plan.actions:
+        if isinstance(action, Assign):
+            assigned.setdefault(action.lease_id, []).append(action.member)
+        elif not isinstance(action, Wait):
+            log.info("decided", extra=describe(action))
+    for lease_id, members in assigned.items():
+        log.info("decided", extra={"action": "assign", "lease_id": lease_id, "members": members})

@@ -14,7 +14,7 @@ from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.ray_gcs import GcsReader, RayNode
-from raytide.control.ray_jobs import RayJobs
+from raytide.control.drivers.ray_jobs import RayJobs
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.objects.node import NodeMeasurement, Use

@@ -41,6 +41,8 @@ MONITORING = {
     "alertmanager": "raytide.dashboards.prometheus alertmanager",
 }
 """The further children of a cluster that was started with `--monitoring`."""
+BACKUP = {"backup": "raytide.control.backup"}
+"""The further child of a cluster whose cluster.yaml asks for backups."""
 
 _log = logging.getLogger(__name__)
 

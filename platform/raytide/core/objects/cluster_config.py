@@ -117,6 +117,39 @@ class EnergySection(Config):
     """The emissions of electricity where the nodes are: the world's mean in 2024 (IEA, Electricity 2025)."""
 
 
+class BackupRetention(Config):
+    """The snapshots that stay: the newest `last`, and the newest of each of the last hours, days, weeks and so on."""
+
+    last: int = Field(default=4, ge=1, le=10_000)
+    hourly: int = Field(default=24, ge=0, le=10_000)
+    daily: int = Field(default=7, ge=0, le=10_000)
+    weekly: int = Field(default=5, ge=0, le=10_000)
+    monthly: int = Field(default=12, ge=0, le=10_000)
+    yearly: int = Field(default=0, ge=0, le=1000)
+
+
+class BackupSection(Config):
+    """Backups through restic, which `raytide backup` and, on a schedule, a process of the cluster make."""
+
+    repository: Annotated[str, Field(min_length=1, max_length=4096)]
+    """A path, or what restic takes: `s3:s3.amazonaws.com/bucket/path`, `sftp:user@host:/path`, `rest:https://host/`."""
+    password_file: Annotated[str, Field(pattern=r"^(/|~/)", max_length=4096)]
+    """The file with the password that encrypts the repository. Keep a copy of it outside of the cluster."""
+    every_s: float = Field(default=900.0, ge=60, le=30 * 86_400)
+    """The time between two backups: what a loss of the head can cost."""
+    keep: BackupRetention = BackupRetention()
+    """Applied once a day."""
+    drill_every_s: float = Field(default=86_400.0, ge=600, le=366 * 86_400)
+    """The time between two restores into a scratch folder, which are checked and measured."""
+    drill_parts: int = Field(default=30, ge=1, le=1000)
+    """Each drill reads one of so many parts of the whole repository, besides all that the newest snapshot needs."""
+    cold_repository: Annotated[str, Field(max_length=4096)] = ""
+    """A second repository with the same password, to which the newest snapshot is copied; none if empty."""
+    cold_every_s: float = Field(default=7 * 86_400.0, ge=600, le=366 * 86_400)
+    paths: tuple[Annotated[str, Field(pattern=r"^(/|~/)", max_length=4096)], ...] = Field(default=(), max_length=1000)
+    """Further files and folders of this machine."""
+
+
 class RaytideSection(Config):
     """`metadata.raytide` of cluster.yaml."""
 
@@ -130,6 +163,8 @@ class RaytideSection(Config):
     monitoring: MonitoringSection = MonitoringSection()
     tracing: TracingSection = TracingSection()
     energy: EnergySection = EnergySection()
+    backup: BackupSection | None = None
+    """None: nothing is backed up."""
     teams: dict[str, TeamSpec] = Field(default_factory=lambda: {"default": TeamSpec()})
     priorities: dict[str, int] = Field(default_factory=lambda: dict(CLASSES))
     """Priority classes: a higher number goes first, and may preempt a lower one."""

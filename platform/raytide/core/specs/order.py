@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
 from raytide.core.config import Config
 
-OrderKind = Literal["restart_replica", "replace_node", "quarantine_node", "release_node"]
+OrderKind = Literal["restart_replica", "replace_node", "quarantine_node", "release_node", "resume"]
+"""`resume` lets a controller that is on hold go on; see `HOLD`."""
+HOLD: Final = "hold"
+"""The kind of an order that a restore leaves in the restored state: until it ends, the controller does nothing."""
 
 
 class OrderSpec(Config):
@@ -18,7 +21,7 @@ class OrderSpec(Config):
     id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{8,100}$")]
     kind: OrderKind
     subject: Annotated[str, Field(min_length=1, max_length=200)]
-    """The id of a node, or the name of an endpoint."""
+    """The id of a node, or the name of an endpoint or, for `resume`, of the cluster."""
     replica: str = Field(default="", max_length=200)
     """For `restart_replica`: its id in Ray Serve."""
     reason: str = Field(default="", max_length=1000)
@@ -35,7 +38,7 @@ class Order:
     """A stored intervention."""
 
     id: str
-    kind: OrderKind
+    kind: OrderKind | Literal["hold"]
     subject: str
     replica: str
     reason: str

@@ -14,7 +14,7 @@ from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.logs import job_log
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.api.services.uploads import Packages
-from raytide.control.ray_jobs import RayJobs
+from raytide.control.drivers.ray_jobs import RayJobs
 from raytide.control.views import JobView, Live, LogPart, Waiting, WhyView
 from raytide.core import bounds
 from raytide.core.clock import Clock

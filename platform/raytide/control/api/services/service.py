@@ -19,7 +19,7 @@ from raytide.control.api.services.registry.models import ModelService
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.api.services.tenancy import TenancyService
 from raytide.control.api.services.uploads import Packages
-from raytide.control.ray_jobs import RayJobs
+from raytide.control.drivers.ray_jobs import RayJobs
 from raytide.control.reconcile.snapshot_request import request_snapshot
 from raytide.control.supervision.wake_pipe import wake_controller
 from raytide.control.views import ClusterStatus, CostReport, CostTable, Live, TeamView

@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from raytide.core.errors import ConflictError, NotFoundError, QuotaError
-from raytide.core.specs.order import Order, OrderSpec
+from raytide.core.specs.order import HOLD, Order, OrderSpec
 from raytide.core.state.database import Database
 from raytide.core.state.tables import orders
 from raytide.core.state.tenancy.audit import record
@@ -46,6 +46,11 @@ class OrderRecords:
             detail = {"order": spec.id, "replica": spec.replica, "reason": spec.reason}
             record(c, f"order.{spec.kind}", spec.subject, {name: value for name, value in detail.items() if value})
             return made
+
+    def hold(self) -> Order | None:
+        """Returns the order that keeps the controller from acting; None if it may act."""
+        with self._db.read() as c:
+            return next((order for order in open_orders(c) if order.kind == HOLD), None)
 
     def note(self, action: str, object: str, detail: Mapping[str, Any]) -> None:
         """Writes an entry of the caller into the audit log."""

@@ -1,4 +1,6 @@
-"""The driver process of a managed job, which Ray runs on the head: `python -m raytide.control.job_driver RUN_DIR JOB`.
+"""The driver process of a managed job, which Ray runs on the head.
+
+`python -m raytide.control.drivers.job_driver RUN_DIR JOB`
 
 It runs the trainer, build or script of the job's kind with the API client. A RaytideError becomes the job's reason.
 After a failure of the cluster (a lost node, an API that restarts) the driver exits and is started again.

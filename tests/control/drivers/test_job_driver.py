@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raytide.control import job_driver
+from raytide.control.drivers import job_driver
 from raytide.core.errors import (
     AuthError,
     ClusterError,
@@ -60,7 +60,7 @@ class Api:
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     taken: list[float] = []
-    monkeypatch.setattr("raytide.control.job_driver.time.sleep", taken.append)
+    monkeypatch.setattr("raytide.control.drivers.job_driver.time.sleep", taken.append)
     return taken
 
 
@@ -70,10 +70,10 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api, error: Exceptio
             raise error
 
     (folder / "cluster.json").write_text(json.dumps({"gcs_address": "127.0.9.1:6379"}))
-    (folder / "cluster.yaml").write_text((Path(job_driver.__file__).parent / "bootstrap" / "local.yaml").read_text())
+    (folder / "cluster.yaml").write_text((Path(job_driver.__file__).parents[1] / "bootstrap" / "local.yaml").read_text())
     monkeypatch.setenv(ROOTS, "[]")  # restored afterwards
     monkeypatch.setattr("ray.init", lambda **_: None)
-    monkeypatch.setattr("raytide.control.job_driver.ApiClient.of_job", lambda *_: api)
+    monkeypatch.setattr("raytide.control.drivers.job_driver.ApiClient.of_job", lambda *_: api)
     monkeypatch.setattr(job_driver, "DRIVERS", {JobKind.DATA: work})
     return job_driver.main(str(folder), "job-1")
 
@@ -87,7 +87,7 @@ def test_an_api_that_restarts_is_waited_for(naps: list[float]) -> None:
 
 def test_a_driver_waits_for_its_turn_for_days(naps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     days = iter(range(100))
-    monkeypatch.setattr("raytide.control.job_driver.time.monotonic", lambda: next(days) * 86400.0)
+    monkeypatch.setattr("raytide.control.drivers.job_driver.time.monotonic", lambda: next(days) * 86400.0)
     seatless = replace(LEASE, state=LeaseState.ACTIVE)
     active = replace(seatless, members=(Member(0, READY, "node-1"),), epoch=9)
     assert job_driver.active_lease(Api(LEASE, LEASE, seatless, active), "job-1") == active  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_a_build_with_users_code_is_refused_where_users_code_runs_as_another_use
 ) -> None:
     cleaning = {"rules": {"stages": [{"function": "textwrap:dedent"}]}}
     spec = DataSpec.model_validate({"inputs": ("x",), "out": "y", "cleaning": cleaning})
-    yaml = (Path(job_driver.__file__).parent / "bootstrap" / "local.yaml").read_text()
+    yaml = (Path(job_driver.__file__).parents[1] / "bootstrap" / "local.yaml").read_text()
     own = "  raytide:\n"
     assert own in yaml
     (tmp_path / "cluster.yaml").write_text(yaml.replace(own, f"{own}    run_as: nobody\n" if is_separate else own))
@@ -155,9 +155,11 @@ def test_a_build_works_on_the_members_that_its_lease_has_and_ends_without_any(
         seen.append([str(code)])
         raise SystemExit
 
-    monkeypatch.setattr("raytide.control.job_driver.os._exit", leave)
+    monkeypatch.setattr("raytide.control.drivers.job_driver.os._exit", leave)
     monkeypatch.setattr("raytide.actors.gang.placement_groups.placement_group_of", lambda m: m.placement_group_id)
-    monkeypatch.setattr("raytide.control.job_driver.threading.Thread", lambda **_: type("T", (), {"start": int})())
+    monkeypatch.setattr(
+        "raytide.control.drivers.job_driver.threading.Thread", lambda **_: type("T", (), {"start": int})()
+    )
     members = job_driver.LeasedMembers(active, api, "job-1")  # type: ignore[arg-type]
     update = members._update
 

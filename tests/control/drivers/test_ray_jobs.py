@@ -9,7 +9,7 @@ from threading import Thread
 import httpx
 import pytest
 
-from raytide.control.ray_jobs import RayJobs
+from raytide.control.drivers.ray_jobs import RayJobs
 from raytide.core.errors import ClusterError
 from raytide.queue.lifecycle.jobs import DriverKey
 
@@ -89,7 +89,7 @@ def test_it_is_said_who_of_ray_does_not_answer(tmp_path: Path) -> None:
 
 
 def test_agents_of_long_ago_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytide.control.ray_jobs._AGENTS", 2)
+    monkeypatch.setattr("raytide.control.drivers.ray_jobs._AGENTS", 2)
     agents = httpx.MockTransport(lambda _: httpx.Response(200, json={"driver_agent_http_address": "http://agent:1"}))
     drivers = RayJobs("http://ray", tmp_path, {})
     drivers._http = httpx.Client(base_url="http://ray", transport=agents)

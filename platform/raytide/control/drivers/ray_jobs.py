@@ -36,7 +36,7 @@ class RayJobs:
 
     def start(self, key: DriverKey) -> None:
         """Submits the attempt; has no effect if it was submitted before."""
-        argv = [sys.executable, "-m", "raytide.control.job_driver", str(self._run_dir), key.job_id]
+        argv = [sys.executable, "-m", "raytide.control.drivers.job_driver", str(self._run_dir), key.job_id]
         body = {
             "entrypoint": "exec " + shlex.join(argv),
             "submission_id": _submission_id(key),

@@ -1,0 +1,202 @@
+"""Lists the folders that a copy of the state names: checkpoints, datasets, models, and the files of runs.
+
+Checkpoints, datasets and exported models are sealed: a manifest, written last, has the hash of each of their files. One
+that is not whole is not taken, and a restored one is compared with the hash that was noted at the backup.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.storage import open_store
+from raytide.core.config import Config
+from raytide.core.errors import CheckpointError, DataError, StorageError
+from raytide.core.io import token_dataset
+from raytide.core.io.storage import local_path
+from raytide.core.objects.endpoint import EndpointState
+from raytide.core.objects.job import FINAL_STATES, JobKind
+from raytide.core.state.database import Database
+from raytide.core.state.registry import tables as registry
+from raytide.core.state.tables import endpoints, jobs
+from raytide.registry.content_digest import digest_of_directory
+
+__all__ = ["Contents", "SavedFolder", "contents_of", "problem_of"]
+
+FolderKind = Literal["checkpoint", "dataset", "model", "run", "path"]
+_CHECKPOINTS = "checkpoints"
+"""A run's folder of checkpoints, if its spec names no other."""
+
+
+class SavedFolder(Config):
+    """A folder in a snapshot."""
+
+    kind: FolderKind
+    path: str
+    stored_as: str
+    """Its path in the snapshot, which differs where links lead to it."""
+    sha256: str = ""
+    """The hash of a checkpoint's or dataset's manifest, or of a registered model's content; empty where none is
+    known."""
+    owner: str = ""
+    """The job, or the version in the registry, that names it."""
+
+
+class Contents(Config):
+    """The folders and URLs that a copy of the state names."""
+
+    folders: tuple[SavedFolder, ...] = ()
+    remote: tuple[str, ...] = ()
+    """URLs of object stores, which stay where they are."""
+    missing: tuple[str, ...] = ()
+    """Paths that are not on this machine, or not whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    kind: FolderKind
+    location: str
+    owner: str
+    sha256: str = ""
+    is_needed: bool = True
+    """False for what a finished job used, which is often removed afterwards."""
+
+
+def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:
+    """Returns what the copied state names, and the further paths that the configuration asks for."""
+    database = Database(f"sqlite:///{state}")
+    try:
+        with database.read() as c:
+            named = [*_of_registry(c), *_of_jobs(c), *_of_endpoints(c)]  # the registry knows the hashes
+    finally:
+        database.engine.dispose()
+    named += [_Named("path", path, "metadata.raytide.backup.paths") for path in paths]
+    folders: dict[tuple[str, str], SavedFolder] = {}
+    remote: dict[str, None] = {}
+    missing: dict[str, None] = {}
+    for each in named:
+        path = local_path(each.location)
+        if path is None:
+            remote[each.location] = None
+        elif (found := _on_disk(each, Path(path))) is not None:
+            folders.setdefault((found.kind, found.path), found)
+        elif each.is_needed:
+            missing[path] = None
+    return Contents(folders=tuple(folders.values()), remote=tuple(remote), missing=tuple(missing))
+
+
+def paths_to_save(contents: Contents) -> list[Path]:
+    """Returns the files and folders to save. Of a run's folder these are its entries without its checkpoints, of which
+    the chosen ones are folders of their own."""
+    found: dict[Path, None] = {}
+    for folder in contents.folders:
+        path = Path(folder.stored_as)
+        if folder.kind == "run":
+            found |= dict.fromkeys(sorted(entry for entry in path.iterdir() if entry.name != _CHECKPOINTS))
+        else:
+            found[path] = None
+    return [path for path in found if not any(parent in found for parent in path.parents)]
+
+
+def problem_of(folder: SavedFolder, path: Path) -> str:
+    """Reads every byte of a sealed folder, which lies at `path` now; returns what is wrong with it, or nothing."""
+    try:
+        if folder.kind == "checkpoint":
+            manifest.verify(open_store(str(path.parent)), path.name)
+            found = _manifest_sha256(path)
+        elif folder.kind == "dataset":
+            token_dataset.verify(str(path))
+            found = token_dataset.sha256_of(str(path))
+        elif folder.kind == "model" and folder.sha256:
+            found = digest_of_directory(str(path)).sha256
+        else:
+            return "" if path.exists() else f"{folder.path} was not restored."
+    except (CheckpointError, DataError, StorageError, OSError) as error:
+        return f"{folder.kind} {folder.path}: {error}"
+    is_same = not folder.sha256 or found == folder.sha256
+    return "" if is_same else f"{folder.kind} {folder.path} is not the one that was saved: its hash differs."
+
+
+def _of_jobs(c: sa.Connection) -> Iterator[_Named]:
+    query = sa.select(jobs.c.id, jobs.c.state, jobs.c.spec).where(jobs.c.kind == JobKind.TRAIN).order_by(jobs.c.number)
+    for row in c.execute(query):
+        config = _mapping(_mapping(row.spec).get("config"))
+        is_live = row.state not in FINAL_STATES
+        if isinstance(out := config.get("out"), str):
+            yield _Named("run", out, row.id, is_needed=False)
+            where = config.get("checkpoint_dir") or f"{out.rstrip('/')}/{_CHECKPOINTS}"
+            yield _Named("checkpoint", str(where), row.id, is_needed=False)
+        if is_live and isinstance(dataset := config.get("dataset"), str):
+            yield _Named("dataset", dataset, row.id)
+        if is_live and isinstance(model := config.get("init_from"), str) and model.startswith(("/", "~")):
+            yield _Named("model", model, row.id)
+
+
+def _of_registry(c: sa.Connection) -> Iterator[_Named]:
+    for kind, table in (("dataset", registry.datasets), ("model", registry.models)):
+        for row in c.execute(sa.select(table).order_by(table.c.name, table.c.version)):
+            spec = _mapping(row.spec)
+            if isinstance(location := spec.get("location"), str):
+                owner, sha256 = f"{row.name}:{row.version}", str(spec.get("sha256") or "")
+                yield _Named("dataset" if kind == "dataset" else "model", location, owner, sha256)
+
+
+def _of_endpoints(c: sa.Connection) -> Iterator[_Named]:
+    query = sa.select(endpoints.c.name, endpoints.c.spec).where(endpoints.c.state != EndpointState.DELETED)
+    for row in c.execute(query.order_by(endpoints.c.name)):
+        model = _mapping(row.spec).get("model")
+        if isinstance(model, str) and model.startswith(("/", "~", "file:")):
+            yield _Named("model", model, row.name)
+
+
+def _on_disk(named: _Named, path: Path) -> SavedFolder | None:
+    """Returns the folder to save; None if it is not there, or not whole."""
+    sha256 = named.sha256
+    try:
+        if named.kind == "checkpoint":
+            newest = _newest_checkpoint(path)
+            if newest is None:
+                return None
+            path, sha256 = newest, _manifest_sha256(newest)
+        elif named.kind == "dataset":
+            sha256 = token_dataset.sha256_of(str(path))
+            if sha256 != (named.sha256 or sha256):
+                return None
+    except (DataError, StorageError, OSError):
+        return None
+    if not path.exists() or (named.kind != "path" and not path.is_dir()):
+        return None
+    stored_as = str(path.resolve())
+    return SavedFolder(
+        kind=named.kind, path=str(path.absolute()), stored_as=stored_as, sha256=sha256, owner=named.owner
+    )
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    """Returns the newest checkpoint whose files all have the sizes in its manifest."""
+    if not folder.is_dir():
+        return None
+    store = open_store(str(folder))
+    for name in manifest.folders_newest_first(store):
+        try:
+            files = manifest.read(store, name).manifest.files
+        except CheckpointError:
+            continue
+        sizes = store.sizes(name)
+        if all(sizes.get(file) == record.size for file, record in files.items()):
+            return folder / name
+    return None
+
+
+def _manifest_sha256(checkpoint: Path) -> str:
+    return hashlib.sha256((checkpoint / manifest.MANIFEST).read_bytes()).hexdigest()
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,241 @@
+"""A drill: restores the newest snapshot into a scratch folder, starts a control plane on it, and checks what it holds.
+
+A backup that was never restored counts as none. A drill reads the whole snapshot and a part of the rest of the
+repository, measures the time to restore (RTO) and the age of the snapshot (RPO), and touches nothing of the cluster.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import sqlalchemy as sa
+
+from raytide.autoscaler.nodes.idleness import IdleClock
+from raytide.control.backup.contents import SavedFolder, problem_of
+from raytide.control.backup.place import CONFIG, BackupPlace
+from raytide.control.backup.repository import Repository
+from raytide.control.backup.restore import Unpacked, below, find_snapshot, hold_back, unpack
+from raytide.control.backup.results import DrillResult, record_drill, record_failure
+from raytide.control.backup.run import STATE, working
+from raytide.control.bootstrap.cluster_record import HeadCluster, installed_version
+from raytide.control.reconcile.decide import decide
+from raytide.control.reconcile.observation import ClusterObservation
+from raytide.control.reconcile.records import ClusterRecords, take_snapshot
+from raytide.core.errors import RaytideError, StorageError
+from raytide.core.io.atomic_file import write_json
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.state import Store
+from raytide.core.state.database import Database
+from raytide.core.state.tables import entries, totals
+
+__all__ = ["drill", "problems_of_state"]
+
+_API_S = 60.0
+_FORWARD_S = 1800.0
+_POLL_S = 0.1
+_DAY_S = 86_400.0
+
+
+def drill(place: BackupPlace, *, is_cold: bool = False, now_s: Callable[[], float] = time.time) -> DrillResult:
+    """Restores, checks and measures; the result is recorded, for the metrics. Raises what keeps it from being made."""
+    with working(place.cluster):
+        scratch = place.work_dir / f"drill-{secrets.token_hex(4)}"
+        for left in place.work_dir.glob("drill-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        repository = place.cold if is_cold else place.hot
+        if repository is None:
+            raise StorageError("there is no cold repository.", hint="Set metadata.raytide.backup.cold_repository.")
+        try:
+            result = _drill(place, repository, scratch, now_s())
+        except (RaytideError, OSError) as error:
+            record_failure(place, "drill", str(error), now_s())
+            raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        if not is_cold:
+            record_drill(place, result)
+        return result
+
+
+def _drill(place: BackupPlace, repository: Repository, scratch: Path, at_s: float) -> DrillResult:
+    """Checks the repository first: where data is missing, a restore would only wait for it."""
+    parts = place.settings.drill_parts
+    snapshot = find_snapshot(repository, place.cluster)
+    found = DrillResult(at_s=at_s, snapshot=snapshot.id, lost_s=max(0.0, at_s - snapshot.at_s))
+    part = int(at_s // _DAY_S) % parts + 1
+    if problems := repository.check() or repository.check(part, parts):  # reading waits for packs that are missing
+        return found.model_copy(update={"problems": problems, "skipped": ("the restore: the repository is damaged",)})
+    began_s = time.monotonic()
+    try:
+        unpacked = unpack(repository, snapshot, scratch)
+    except StorageError as error:
+        return found.model_copy(update={"problems": (str(error),), "skipped": ("all that follows the restore",)})
+    state = unpacked.staging / STATE
+    hold_back(state, unpacked.manifest, snapshot.id)
+    from_api = _problems_of_api(unpacked, state)
+    restore_s = time.monotonic() - began_s
+    from_folders, skipped = _problems_of_folders(unpacked)
+    every = [*unpacked.problems, *from_api, *problems_of_state(unpacked, state), *from_folders]
+    size = sum(file.stat().st_size for file in scratch.rglob("*") if file.is_file() and not file.is_symlink())
+    measured = {"restore_s": restore_s, "lost_s": max(0.0, at_s - unpacked.manifest.at_s), "bytes": size}
+    return found.model_copy(update={**measured, "problems": tuple(dict.fromkeys(every)), "skipped": tuple(skipped)})
+
+
+def _problems_of_folders(unpacked: Unpacked) -> tuple[list[str], list[str]]:
+    """Reads every byte of the sealed folders, and tries the newest model; returns what is wrong, and what was not
+    tried."""
+    folders = unpacked.manifest.contents.folders
+    found = [problem for each in folders if (problem := problem_of(each, below(unpacked.scratch, each.stored_as)))]
+    model = _newest_model(folders, unpacked.scratch)
+    if model is None:
+        return found, []
+    broken, unchecked = _try_model(model)
+    return [*found, *broken], unchecked
+
+
+def problems_of_state(unpacked: Unpacked, state: Path) -> Iterator[str]:
+    """Yields what is wrong with the records: sums of the ledger, the audit log's chain, specs, and one decision."""
+    database = Database(f"sqlite:///{state}")
+    try:
+        with database.read() as c:
+            booked, kept = (
+                c.execute(sa.select(sa.func.sum(each.c.amount_micro_usd))).scalar() for each in (entries, totals)
+            )
+    finally:
+        database.engine.dispose()
+    if (booked or 0) != (kept or 0):
+        yield f"the ledger's entries sum to {booked} micro-dollars, and its totals to {kept}."
+    store = Store.open(f"sqlite:///{state}")
+    try:
+        chain = store.tenancy.audit.verify()
+        if not chain.is_whole:
+            yield f"the audit log is broken at entry {chain.broken_seq}: {chain.problem}."
+        stored = store.load()
+        yield from (f"the spec of {job.id} cannot be read: {job.unreadable}." for job in stored.jobs if job.unreadable)
+        if store.orders.hold() is None:
+            yield "the restored controller would act at once: its state has no hold."
+        config = load_cluster(unpacked.run_dir / CONFIG)
+        nothing = ClusterObservation(None, (), None, (), None, None, {})
+        records = ClusterRecords.of(stored)
+        try:
+            decide(take_snapshot(records, nothing, IdleClock(), config, unpacked.manifest.at_s))
+        except Exception as error:  # whatever it is, the restored controller would meet it
+            yield f"no decision can be made on the restored records: {type(error).__name__}: {error}."
+    finally:
+        store.close()
+
+
+def _problems_of_api(unpacked: Unpacked, state: Path) -> list[str]:
+    """Starts an API on the copy, and compares what it answers with the records."""
+    run_dir, port = unpacked.run_dir, _free_port()
+    token = secrets.token_urlsafe(24)
+    address = f"http://127.0.0.1:{port}"
+    config = load_cluster(run_dir / CONFIG)
+    (run_dir / "logs").mkdir(exist_ok=True)
+    HeadCluster(
+        name=config.name,
+        cluster_id=f"drill-{secrets.token_hex(6)}",
+        run_dir=run_dir,
+        gcs_address="127.0.0.1:1",
+        dashboard_url="http://127.0.0.1:1",
+        api_url=address,
+        serve_url="http://127.0.0.1:1",
+        state_url=f"sqlite:///{state}",
+        config_path=run_dir / CONFIG,
+        created_at_s=unpacked.manifest.at_s,
+        version=installed_version(),
+    ).save()
+    write_json(run_dir / "tokens.json", {token: {"user": "drill", "team": "*"}})
+    log = run_dir / "logs" / "api.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "raytide.control.api", str(run_dir)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "RAYTIDE_HOME": str(unpacked.scratch)},
+        )
+    try:
+        found = _ask(process, address, token)
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if isinstance(found, str):
+        return [f"the restored API did not answer: {found} {_tail(log)}".rstrip()]
+    store = Store.open(f"sqlite:///{state}")
+    try:
+        live = {node.id for node in store.nodes(live=True)}
+    finally:
+        store.close()
+    missing = live - found
+    return [f"the restored API does not list {', '.join(sorted(missing))}."] if missing else []
+
+
+def _ask(process: subprocess.Popen[bytes], address: str, token: str) -> set[str] | str:
+    """Returns the nodes that the API lists, or why it lists none."""
+    deadline, why = time.monotonic() + _API_S, "it did not start in time."
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            return f"it ended with exit code {process.returncode}."
+        try:
+            answer = httpx.get(
+                f"{address}/v1/status", headers={"Authorization": f"Bearer {token}"}, timeout=10.0, trust_env=False
+            )
+            if answer.is_success:
+                return {str(node["id"]) for node in answer.json()["nodes"]}
+            return f"it answered {answer.status_code}: {answer.text[:300]}"
+        except httpx.HTTPError as error:
+            why = f"{error}."
+        time.sleep(_POLL_S)
+    return why
+
+
+def _try_model(model: Path) -> tuple[list[str], list[str]]:
+    """Runs a forward pass of a restored model in another process; returns its problems and why it was left out."""
+    if importlib.util.find_spec("torch") is None:
+        return [], [f"no forward pass of {model.name}: torch is not installed here"]
+    command = [sys.executable, "-m", "raytide.control.backup.forward_pass", str(model)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_FORWARD_S, stdin=subprocess.DEVNULL, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [f"the forward pass of {model.name} took longer than {_FORWARD_S:.0f} s."], []
+    if done.returncode == 0:
+        return [], []
+    return [f"the model {model.name} does not run: {done.stderr.strip()[-300:]}"], []
+
+
+def _newest_model(folders: tuple[SavedFolder, ...], scratch: Path) -> Path | None:
+    """Returns where the newest model is that can be loaded: one of the registry, or the export of a run."""
+    found = []
+    for folder in folders:
+        path = below(scratch, folder.stored_as)
+        path = path / "model" if folder.kind == "run" else path
+        if folder.kind in ("model", "run") and (path / "config.json").exists():
+            found.append(path)
+    return max(found, key=lambda path: (path / "config.json").stat().st_mtime, default=None)
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def _tail(log: Path) -> str:
+    return " ".join(log.read_text(errors="replace").split())[-300:]

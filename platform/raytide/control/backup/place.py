@@ -1,0 +1,72 @@
+"""The places of one cluster's backup: what is saved, the repositories, and a folder for work in progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytide.control.backup.repository import Repository
+from raytide.control.bootstrap.cluster_record import load, run_dir_of
+from raytide.core.config import home
+from raytide.core.errors import ConfigError, NotFoundError
+from raytide.core.objects.cluster_config import BackupSection, load_cluster
+
+__all__ = ["BackupPlace", "place_of", "repository_at", "work_dir_of"]
+
+CONFIG = "cluster.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class BackupPlace:
+    """A cluster whose configuration asks for backups."""
+
+    cluster: str
+    run_dir: Path
+    state_url: str
+    settings: BackupSection
+
+    @property
+    def work_dir(self) -> Path:
+        return work_dir_of(self.cluster)
+
+    @property
+    def hot(self) -> Repository:
+        return repository_at(self.settings.repository, self.settings.password_file)
+
+    @property
+    def cold(self) -> Repository | None:
+        url = self.settings.cold_repository
+        return repository_at(url, self.settings.password_file) if url else None
+
+
+def place_of(cluster: str) -> BackupPlace:
+    """Returns the place of a cluster of this machine, running or not. NotFoundError without its run folder, and
+    ConfigError if its configuration has no `backup`."""
+    run_dir = run_dir_of(cluster)
+    config_path = run_dir / CONFIG
+    if not config_path.exists():
+        raise NotFoundError(
+            f"there is no cluster {cluster} on this machine.",
+            hint="To restore a lost one, name its repository: --repository R --password-file F.",
+        )
+    settings = load_cluster(config_path).settings
+    if settings.backup is None:
+        raise ConfigError(
+            f"{config_path} has no metadata.raytide.backup.",
+            hint="Add `backup: {repository: ..., password_file: ...}`; docs/backup.md describes both.",
+        )
+    record = load(run_dir)
+    state_url = settings.state_url or f"sqlite:///{run_dir / 'state.db'}"
+    return BackupPlace(cluster, run_dir, state_url if record is None else record.state_url, settings.backup)
+
+
+def repository_at(url: str, password_file: str) -> Repository:
+    """Returns the repository at a path or a restic URL; a leading `~` is this user's home."""
+    where = str(Path(url).expanduser()) if url.startswith("~") else url
+    return Repository(where, Path(password_file).expanduser(), home().resolve() / "backup" / ".cache")
+
+
+def work_dir_of(cluster: str) -> Path:
+    """Returns the folder of a cluster's backups in progress, their lock and their results. It is outside of the run
+    folder, which may be lost or set aside."""
+    return home().resolve() / "backup" / cluster

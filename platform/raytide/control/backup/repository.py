@@ -1,0 +1,261 @@
+"""A restic repository, through the program `restic`.
+
+restic cuts files into chunks, encrypts each and stores it once. Each snapshot is full to its reader and incremental in
+storage. A snapshot exists from the moment its file is written, last, so a killed backup leaves only unused chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from raytide.core.errors import ConfigError, NotFoundError, StorageError
+from raytide.core.io.storage import full_disk_is_an_error
+
+__all__ = ["BackupSummary", "Repository", "RepositorySnapshot", "find_restic"]
+
+HOW_TO_INSTALL = "Debian and Ubuntu: apt-get install restic. In a checkout, ./dev setup fetches it."
+TAG = "raytide"
+_QUERY_S, _TRANSFER_S = 600.0, 86_400.0
+"""The time limits of commands that read a repository's index, and of those that move data."""
+_INCOMPLETE = 3
+"""restic's exit code when it has saved a snapshot without files that it could not read."""
+_TAIL = 600
+
+
+@dataclass(frozen=True, slots=True)
+class RepositorySnapshot:
+    """A snapshot as the repository lists it."""
+
+    id: str
+    at_s: float
+    cluster: str
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BackupSummary:
+    """The result of one backup."""
+
+    snapshot: str
+    files: int
+    bytes: int
+    """The size of the files."""
+    added_bytes: int
+    """The size of the chunks that the repository did not have, before their compression."""
+
+
+def find_restic() -> str:
+    """Returns the path of restic: on the PATH, or where a checkout's `./dev setup` unpacked it. ConfigError without
+    it."""
+    unpacked = str(Path(sys.prefix) / "tools" / "bin")
+    found = shutil.which("restic") or shutil.which("restic", path=unpacked)
+    if found is None:
+        raise ConfigError("restic is not installed, and backups need it.", hint=HOW_TO_INSTALL)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A repository at a path or a URL that restic knows (`s3:...`, `sftp:...`), with the file of its password."""
+
+    url: str
+    password_file: Path
+    cache_dir: Path
+
+    def init(self, like: Repository | None = None) -> bool:
+        """Creates the repository; returns False if it exists. With `like` both cut files at the same places, so that
+        snapshots that are copied between them are stored once.
+
+        Raises StorageError if it exists with another password.
+        """
+        if self._call(["cat", "config"], timeout_s=_QUERY_S).returncode == 0:
+            return False
+        more = [] if like is None else ["--copy-chunker-params", *self._from(like)]
+        done = self._call(["init", *more], timeout_s=_QUERY_S)
+        if done.returncode != 0:
+            raise self._failed("cannot be created", done)
+        return True
+
+    def backup(
+        self,
+        paths: Sequence[Path],
+        *,
+        cluster: str,
+        list_file: Path,
+        exclude: Sequence[str] = (),
+        parent: str | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> BackupSummary:
+        """Saves these paths as one snapshot, without reading files that are as they were in the `parent`.
+
+        `list_file` is written with the paths. `pass_fds` stay open as long as restic runs. Raises StorageError; a
+        snapshot that lacks files is then removed again.
+        """
+        with full_disk_is_an_error(str(list_file)):
+            list_file.write_text("".join(f"{path}\n" for path in paths))
+        command = ["backup", "--json", "--quiet", "--host", cluster, "--tag", TAG, "--files-from-verbatim"]
+        command += [str(list_file), *(f"--exclude={pattern}" for pattern in exclude)]
+        command += [] if parent is None else ["--parent", parent]
+        done = self._call(command, timeout_s=_TRANSFER_S, pass_fds=pass_fds)
+        summary = next((line for line in _json_lines(done.stdout) if line.get("message_type") == "summary"), None)
+        if done.returncode == 0 and summary is not None:
+            return BackupSummary(
+                str(summary["snapshot_id"])[:8],
+                int(summary["total_files_processed"]),
+                int(summary["total_bytes_processed"]),
+                int(summary["data_added"]),
+            )
+        if done.returncode == _INCOMPLETE and summary is not None:
+            self._checked(["forget", str(summary["snapshot_id"])], "kept an incomplete snapshot")
+        raise self._failed("has no new snapshot", done)
+
+    def snapshots(self, cluster: str | None = None) -> tuple[RepositorySnapshot, ...]:
+        """Returns raytide's snapshots, oldest first. Raises NotFoundError without the repository."""
+        command = ["snapshots", "--json", "--tag", TAG, *([] if cluster is None else ["--host", cluster])]
+        found = json.loads(self._checked(command, "cannot be read").stdout or "null") or []
+        listed = (
+            RepositorySnapshot(
+                str(each["short_id"]),
+                datetime.fromisoformat(_to_microseconds(each["time"])).timestamp(),
+                str(each["hostname"]),
+                tuple(each["paths"]),
+            )
+            for each in found
+        )
+        return tuple(sorted(listed, key=lambda each: each.at_s))
+
+    def restore(self, snapshot: str, target: Path, *, include: Sequence[str] = ()) -> tuple[str, ...]:
+        """Writes a snapshot's files below `target` under their absolute paths; returns what could not be restored.
+
+        All of it is read from the repository, not from the cache. What restic writes is checked against its hashes.
+        """
+        command = ["restore", snapshot, "--target", str(target), "--no-cache"]
+        done = self._call([*command, *(f"--include={path}" for path in include)], timeout_s=_TRANSFER_S)
+        if done.returncode == 0:
+            return ()
+        return tuple(line for line in done.stderr.splitlines() if line.strip()) or ("restic failed",)
+
+    def check(self, part: int | None = None, parts: int = 1) -> tuple[str, ...]:
+        """Returns the problems of the repository's structure, and of the `part`-th of `parts` of its data if given."""
+        command = ["check", *([] if part is None else [f"--read-data-subset={part}/{parts}"])]
+        done = self._call(command, timeout_s=_TRANSFER_S)
+        if done.returncode == 0:
+            return ()
+        return tuple(line for line in done.stderr.splitlines() if line.strip()) or ("restic failed",)
+
+    def forget(self, cluster: str, keep: Mapping[str, int]) -> tuple[int, int]:
+        """Removes the snapshots that no rule keeps, and the data that no other uses; returns the numbers of those that
+        are kept and removed. The newest always stays."""
+        rules = [f"--keep-{name}={count}" for name, count in keep.items() if count]
+        command = ["forget", "--json", "--prune", "--tag", TAG, "--host", cluster, "--group-by", "host"]
+        done = self._checked([*command, *(rules or ["--keep-last=1"])], "was not cleaned", timeout_s=_TRANSFER_S)
+        groups = next((each for each in map(_json, done.stdout.splitlines()) if isinstance(each, list)), [])
+        sizes = [(len(each.get("keep") or ()), len(each.get("remove") or ())) for each in groups]
+        return sum(kept for kept, _ in sizes), sum(removed for _, removed in sizes)
+
+    def copy_from(self, other: Repository, snapshots: Sequence[str]) -> None:
+        """Copies snapshots of another repository that this one does not have."""
+        self._checked(["copy", *self._from(other), *snapshots], "did not take the copy", timeout_s=_TRANSFER_S)
+
+    def stored_bytes(self) -> int:
+        """Returns the size of everything that the repository's snapshots use, as it is stored."""
+        done = self._checked(["stats", "--json", "--mode", "raw-data"], "cannot be measured", timeout_s=_TRANSFER_S)
+        return int(json.loads(done.stdout)["total_size"])
+
+    def unlock(self) -> None:
+        """Removes the locks of processes that are dead."""
+        self._checked(["unlock"], "cannot be unlocked")
+
+    def _from(self, other: Repository) -> list[str]:
+        return ["--from-repo", other.url, "--from-password-file", str(other.password_file)]
+
+    def _checked(self, command: Sequence[str], what: str, *, timeout_s: float = _QUERY_S) -> Any:
+        done = self._call(command, timeout_s=timeout_s)
+        if done.returncode != 0:
+            raise self._failed(what, done)
+        return done
+
+    def _call(
+        self, command: Sequence[str], *, timeout_s: float, pass_fds: Sequence[int] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs restic; a second time if only the lock of a dead process was in its way."""
+        done = self._run(command, timeout_s, pass_fds)
+        if done.returncode != 0 and "already locked" in done.stderr and command[0] != "unlock":
+            self._run(["unlock"], _QUERY_S, ())
+            done = self._run(command, timeout_s, pass_fds)
+        return done
+
+    def _run(
+        self, command: Sequence[str], timeout_s: float, pass_fds: Sequence[int]
+    ) -> subprocess.CompletedProcess[str]:
+        if not self.password_file.is_file():
+            raise ConfigError(
+                f"the password file {self.password_file} does not exist.",
+                hint="`raytide backup init` writes one; keep a copy of it outside of the cluster.",
+            )
+        self.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        options = ["--repo", self.url, "--password-file", str(self.password_file), "--cache-dir", str(self.cache_dir)]
+        if "--no-cache" in command:
+            options = options[:-2]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RESTIC_")}
+        try:
+            return subprocess.run(
+                [find_restic(), *options, *command],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                stdin=subprocess.DEVNULL,
+                timeout=timeout_s,
+                env=inherited,
+                pass_fds=pass_fds,
+            )
+        except subprocess.TimeoutExpired:
+            raise StorageError(
+                f"`restic {command[0]}` took longer than {timeout_s:.0f} s with the repository {self.url}.",
+                hint="Check the network and the store; the next run goes on with what was stored.",
+            ) from None
+        except OSError as error:
+            raise StorageError(f"restic cannot be run: {error}.", hint=HOW_TO_INSTALL) from error
+
+    def _failed(self, what: str, done: subprocess.CompletedProcess[str]) -> StorageError | NotFoundError:
+        said = " ".join(done.stderr.split())[-_TAIL:] or f"exit code {done.returncode}"
+        if "Is there a repository at" in done.stderr or "repository does not exist" in done.stderr:
+            return NotFoundError(
+                f"there is no backup repository at {self.url}.", hint="`raytide backup init` creates it."
+            )
+        if "wrong password" in done.stderr:
+            return StorageError(
+                f"the password in {self.password_file} does not open the repository {self.url}.",
+                hint="Use the password file that the repository was created with.",
+            )
+        hint = "`raytide backup drill` shows whether the repository is damaged (docs/runbooks)."
+        if "already locked" in done.stderr:
+            hint = "Another machine works on it. Wait for it, or see docs/runbooks/damaged-repository.md."
+        return StorageError(f"the backup repository {self.url} {what}: {said}.", hint=hint)
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _json_lines(text: str) -> list[dict[str, Any]]:
+    return [found for line in text.splitlines() if isinstance(found := _json(line), dict)]
+
+
+def _to_microseconds(time: str) -> str:
+    """Returns restic's time, which has nanoseconds, as Python reads it."""
+    head, _, rest = time.partition(".")
+    digits = rest.rstrip("Z").partition("+")[0].partition("-")[0]
+    return f"{head}.{digits[:6]:0<6}{'+00:00' if rest.endswith('Z') else rest[len(digits) :]}" if rest else time

@@ -1,0 +1,292 @@
+"""Restores a snapshot: into a scratch folder first, and from there, once it was checked, into its place.
+
+The folders that the state names come first and the state last, so that whatever is killed in between, no state names
+anything that is not there. Nothing that exists is overwritten.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from raytide.autoscaler.providers.local.files import node_folders
+from raytide.control.accounting.restored_records import ENDED
+from raytide.control.backup.contents import SavedFolder, problem_of
+from raytide.control.backup.place import CONFIG, work_dir_of
+from raytide.control.backup.repository import Repository, RepositorySnapshot
+from raytide.control.backup.run import FILES, MANIFEST, STATE, BackupManifest, sha256_of, working
+from raytide.control.backup.state_copy import check_state, write_state
+from raytide.core.errors import ConflictError, NotFoundError, RaytideError, StorageError
+from raytide.core.io.atomic_file import read_json
+from raytide.core.io.storage import full_disk_is_an_error
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.specs.order import HOLD
+from raytide.core.state.database import Database
+from raytide.core.state.tables import counters, leaders, orders
+
+__all__ = ["Restored", "Unpacked", "find_snapshot", "hold_back", "restore_cluster", "unpack"]
+
+SKIPPED_NUMBERS = 1000
+"""Ids that jobs, leases and nodes may have got after the backup and that are not given again: Ray and the provider may
+still know them."""
+_NUMBERED = ("job", "lease", "node")
+_SCRATCH = "restore-"
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """A snapshot in a scratch folder."""
+
+    snapshot: RepositorySnapshot
+    scratch: Path
+    manifest: BackupManifest
+    problems: tuple[str, ...]
+    """Files that restic could not read, in its words."""
+
+    @property
+    def staging(self) -> Path:
+        return below(self.scratch, self.manifest.staging)
+
+    @property
+    def run_dir(self) -> Path:
+        return below(self.scratch, self.manifest.run_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The result of a restore."""
+
+    snapshot: str
+    at_s: float
+    run_dir: Path
+    folders: tuple[str, ...]
+    """Folders that were restored, or were there already and whole."""
+    problems: tuple[str, ...]
+    """Folders that were not restored, and why."""
+
+
+def find_snapshot(repository: Repository, cluster: str | None, id: str = "latest") -> RepositorySnapshot:
+    """Returns a snapshot by its id, or the newest. NotFoundError without it, or if `latest` could be of several
+    clusters."""
+    found = repository.snapshots(cluster)
+    if id != "latest":
+        found = tuple(each for each in found if each.id.startswith(id[:8]))
+    if not found:
+        what = f"snapshot {id}" + (f" of cluster {cluster}" if cluster else "")
+        raise NotFoundError(
+            f"there is no {what} in {repository.url}.", hint="`raytide backup list` shows the snapshots."
+        )
+    if len(names := sorted({each.cluster for each in found})) > 1:
+        raise NotFoundError(
+            f"{repository.url} has snapshots of the clusters {', '.join(names)}.", hint="Choose one with --cluster."
+        )
+    return found[-1]
+
+
+def restore_cluster(
+    repository: Repository, snapshot: RepositorySnapshot, run_dir: Path, *, state_url: str | None = None
+) -> Restored:
+    """Restores a lost cluster into this run folder, and its folders into their own places."""
+    with working(run_dir.name):
+        work_dir = work_dir_of(run_dir.name)
+        for left in work_dir.glob(f"{_SCRATCH}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        check_is_free(run_dir)
+        scratch = work_dir / f"{_SCRATCH}{secrets.token_hex(4)}"
+        try:
+            return put_in_place(unpack(repository, snapshot, scratch), run_dir, state_url=state_url)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_is_free(run_dir: Path) -> None:
+    """Raises ConflictError if a cluster has this run folder."""
+    for name in ("cluster.json", CONFIG, STATE):
+        if (run_dir / name).exists():
+            raise ConflictError(
+                f"{run_dir} holds a cluster already ({name}).",
+                hint="Move the folder away, or restore under another name: --name NAME.",
+            )
+
+
+def unpack(repository: Repository, snapshot: RepositorySnapshot, scratch: Path) -> Unpacked:
+    """Restores all of a snapshot into an empty scratch folder. Raises StorageError without a whole state."""
+    with full_disk_is_an_error(str(scratch)):
+        scratch.mkdir(mode=0o700, parents=True)
+    problems = repository.restore(snapshot.id, scratch)
+    staged = next((below(scratch, path) for path in snapshot.paths if (below(scratch, path) / MANIFEST).exists()), None)
+    if staged is None:
+        raise StorageError(
+            f"snapshot {snapshot.id} of {repository.url} has no {MANIFEST}: {'; '.join(problems[:3]) or 'incomplete'}.",
+            hint="Use an earlier snapshot (`raytide backup list`).",
+        )
+    try:
+        manifest = BackupManifest.parse(read_json(staged / MANIFEST) or {}, where=str(staged / MANIFEST))
+    except ValueError as error:
+        raise StorageError(f"{MANIFEST} of snapshot {snapshot.id} is damaged: {error}.", hint=_EARLIER) from None
+    state = staged / STATE
+    if not state.exists() or sha256_of(state) != manifest.state_sha256:
+        raise StorageError(f"the state in snapshot {snapshot.id} is not the one that was saved.", hint=_EARLIER)
+    check_state(state)
+    return Unpacked(snapshot, scratch, manifest, problems)
+
+
+_EARLIER = "Use an earlier snapshot: `raytide backup list`."
+
+
+def put_in_place(unpacked: Unpacked, run_dir: Path, *, state_url: str | None = None) -> Restored:
+    """Moves what was unpacked into its place, and returns what could not be.
+
+    `state_url` replaces that of the restored configuration. Raises ConflictError if the run folder or the store holds
+    a cluster; a repeated restore goes on where a killed one stopped.
+    """
+    check_is_free(run_dir)
+    restored, problems = [], []
+    for folder in sorted(unpacked.manifest.contents.folders, key=_from_the_inside):
+        problem = _put_folder(folder, below(unpacked.scratch, folder.stored_as))
+        if problem:
+            problems.append(problem)
+        else:
+            restored.append(folder.path)
+    with full_disk_is_an_error(str(run_dir)):
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in unpacked.manifest.databases:
+            _move_file(unpacked.staging / FILES / name, run_dir / name)
+        _merge(unpacked.run_dir, run_dir, last=CONFIG)
+        for node in node_folders(run_dir) if (run_dir / "nodes").is_dir() else ():
+            node.record_earlier_end(unpacked.manifest.at_s, ENDED)
+    _put_state(unpacked, run_dir, state_url)
+    with full_disk_is_an_error(str(run_dir)):
+        _move_file(unpacked.run_dir / CONFIG, run_dir / CONFIG)
+    return Restored(unpacked.snapshot.id, unpacked.manifest.at_s, run_dir, tuple(restored), tuple(problems))
+
+
+def hold_back(state: Path, manifest: BackupManifest, snapshot: str) -> None:
+    """Makes a copied state one that a controller only observes until `raytide resume`; does nothing the second time.
+
+    Ids that may have been given after the backup are skipped, and the leader of that time is forgotten.
+    """
+    database = Database(f"sqlite:///{state}")
+    try:
+        database.upgrade()
+        with database.write() as c:
+            id = f"restore-{snapshot}"
+            if c.execute(orders.select().where(orders.c.id == id)).first() is not None:
+                return
+            order = {
+                "id": id,
+                "kind": HOLD,
+                "subject": manifest.cluster,
+                "replica": "",
+                "reason": f"the state was restored from snapshot {snapshot}",
+                "user": "raytide",
+                "at_s": manifest.at_s,
+                "outcome": "",
+            }
+            c.execute(orders.insert(), order)
+            c.execute(leaders.update().values(holder=""))
+            skipped = counters.update().where(counters.c.name.in_(_NUMBERED))
+            c.execute(skipped.values(next=counters.c.next + sa.literal(SKIPPED_NUMBERS)))
+    finally:
+        database.engine.dispose()
+
+
+def below(root: Path, path: str) -> Path:
+    """Returns where restic puts an absolute path below its target."""
+    return root / path.lstrip("/")
+
+
+def _put_folder(folder: SavedFolder, found: Path) -> str:
+    """Moves one folder to its path; returns why not, or nothing. A folder that is there and whole stays."""
+    target = Path(folder.path)
+    if folder.kind in ("run", "path"):
+        if not found.exists():
+            return "" if folder.kind == "run" else f"{folder.path} was not restored."
+        try:
+            with full_disk_is_an_error(str(target)):
+                _merge(found, target) if found.is_dir() else _move_file(found, target)
+        except RaytideError as error:
+            return str(error)
+        return ""
+    if target.exists():
+        problem = problem_of(folder, target)
+        return f"{problem} It was there already: move it away, and restore again." if problem else ""
+    if problem := problem_of(folder, found):
+        return problem
+    try:
+        with full_disk_is_an_error(str(target)):
+            _move_folder(found, target)
+    except RaytideError as error:
+        return str(error)
+    return ""
+
+
+def _from_the_inside(folder: SavedFolder) -> tuple[bool, int]:
+    """Orders sealed folders before those of runs, which may contain them, and inner ones before outer ones."""
+    return folder.kind in ("run", "path"), -len(Path(folder.path).parts)
+
+
+def _put_state(unpacked: Unpacked, run_dir: Path, state_url: str | None) -> None:
+    state = unpacked.staging / STATE
+    hold_back(state, unpacked.manifest, unpacked.snapshot.id)
+    url = state_url or load_cluster(unpacked.run_dir / CONFIG).settings.state_url or f"sqlite:///{run_dir / STATE}"
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() != "sqlite":
+        write_state(state, url)
+        return
+    target = Path(str(parsed.database))
+    if target.exists():
+        raise ConflictError(f"{target} exists already.", hint="Move it away: nothing is overwritten.")
+    with closing(sqlite3.connect(state)) as copy:
+        copy.execute("PRAGMA journal_mode=DELETE")
+    with full_disk_is_an_error(str(target)):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _move_file(state, target)
+
+
+def _move_folder(source: Path, target: Path) -> None:
+    """Moves a folder so that it appears whole at its target, on another disk too."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        source.rename(target)
+    except OSError:  # another file system
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.restored")
+        try:
+            shutil.copytree(source, part, symlinks=True)
+            part.rename(target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _move_file(source: Path, target: Path) -> None:
+    """Moves a file so that it appears whole; one that is there stays."""
+    if target.exists() or target.is_symlink() or not (source.is_file() or source.is_symlink()):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        source.rename(target)
+    except OSError:  # another file system
+        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.restored")
+        try:
+            shutil.copy2(source, part, follow_symlinks=False)
+            part.rename(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _merge(source: Path, target: Path, last: str | None = None) -> None:
+    """Moves the files of a folder into another one, except one that comes later. Pipes and sockets are left out."""
+    target.mkdir(mode=source.stat().st_mode & 0o777, parents=True, exist_ok=True)
+    for entry in sorted(source.iterdir()):
+        if entry.name == last:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            _merge(entry, target / entry.name)
+        else:
+            _move_file(entry, target / entry.name)

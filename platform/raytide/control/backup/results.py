@@ -1,0 +1,96 @@
+"""The results of a cluster's last backup, drill and copy, in a file that the API shows as metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytide.core.config import Config
+from raytide.core.errors import RaytideError
+from raytide.core.io.atomic_file import read_json, write_json
+from raytide.core.io.storage import full_disk_is_an_error
+
+if TYPE_CHECKING:
+    from raytide.control.backup.place import BackupPlace
+    from raytide.control.backup.repository import BackupSummary
+
+__all__ = ["BackupResults", "DrillResult", "LastRun", "read_results", "record_backup", "record_drill", "record_failure"]
+
+FILE = "results.json"
+
+
+class LastRun(Config):
+    """The last successful run of one kind, and the last failure after it."""
+
+    at_s: float = 0.0
+    """For a backup: the time from which on changes are not in it. 0: never."""
+    took_s: float = 0.0
+    snapshot: str = ""
+    bytes: int = 0
+    added_bytes: int = 0
+    failed_at_s: float = 0.0
+    error: str = ""
+    """The failure after it; empty if there is none."""
+
+
+class DrillResult(Config):
+    """The measurements and findings of a drill."""
+
+    at_s: float
+    snapshot: str
+    restore_s: float = 0.0
+    """The time to restore (RTO): from the start until the restored control plane answered; 0 if it never did."""
+    lost_s: float
+    """The data lost if the head had been lost at the start (RPO): the age of the snapshot."""
+    bytes: int = 0
+    problems: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    """Checks that could not be made here, with the reason."""
+
+
+class BackupResults(Config):
+    backup: LastRun = LastRun()
+    forget: LastRun = LastRun()
+    cold: LastRun = LastRun()
+    drill: LastRun = LastRun()
+    found: DrillResult | None = None
+    """The result of the last drill that could be made."""
+
+
+def read_results(work_dir: Path) -> BackupResults:
+    """Returns the results; empty ones if there are none, or the file cannot be read."""
+    try:
+        return BackupResults.parse(read_json(work_dir / FILE) or {}, where=FILE)
+    except (OSError, ValueError, RaytideError):
+        return BackupResults()
+
+
+def record_backup(place: BackupPlace, at_s: float, summary: BackupSummary, took_s: float) -> None:
+    run = LastRun(
+        at_s=at_s, took_s=took_s, snapshot=summary.snapshot, bytes=summary.bytes, added_bytes=summary.added_bytes
+    )
+    _update(place, {"backup": run})
+
+
+def record_run(place: BackupPlace, kind: str, took_s: float, snapshot: str = "") -> None:
+    """Records a successful `forget` or `cold`."""
+    _update(place, {kind: LastRun(at_s=time.time(), took_s=took_s, snapshot=snapshot)})
+
+
+def record_failure(place: BackupPlace, kind: str, error: str, now_s: float) -> None:
+    before: LastRun = getattr(read_results(place.work_dir), kind)
+    _update(place, {kind: before.model_copy(update={"failed_at_s": now_s, "error": error})})
+
+
+def record_drill(place: BackupPlace, result: DrillResult) -> None:
+    run = LastRun(at_s=result.at_s, took_s=result.restore_s, snapshot=result.snapshot, bytes=result.bytes)
+    _update(place, {"drill": run, "found": result})
+
+
+def _update(place: BackupPlace, fields: Mapping[str, Any]) -> None:
+    after = read_results(place.work_dir).model_copy(update=dict(fields))
+    with full_disk_is_an_error(str(place.work_dir / FILE)):
+        place.work_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(place.work_dir / FILE, after.model_dump(mode="json"))

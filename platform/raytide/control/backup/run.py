@@ -1,0 +1,181 @@
+"""Makes one backup: the state is copied first, then everything that it names, so that nothing in a snapshot dangles."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+from raytide.control.backup.contents import Contents, contents_of, paths_to_save
+from raytide.control.backup.place import CONFIG, BackupPlace, work_dir_of
+from raytide.control.backup.repository import BackupSummary
+from raytide.control.backup.results import record_backup, record_failure
+from raytide.control.backup.state_copy import copy_sqlite, copy_state, is_sqlite_file
+from raytide.control.bootstrap.cluster_record import installed_version
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.core.errors import ConflictError, RaytideError, StorageError
+from raytide.core.io.atomic_file import write_json
+from raytide.core.io.private_folder import lock_file, take
+from raytide.core.io.storage import full_disk_is_an_error
+
+__all__ = ["MANIFEST", "STATE", "BackupManifest", "back_up", "working"]
+
+MANIFEST, STATE, FILES, STAGING = "backup.json", "state.db", "files", "staging"
+_LOCK = "lock"
+_CHUNK = 1 << 20
+_TRANSIENT = (
+    *("pids", "logs", "monitoring", "targets"),
+    *("nodes/events", "nodes/*/[^me]*", "nodes/*/meter*"),  # the bill stays: machine.json and ended.json
+    *("cluster.json", "client.json", "gateway.json", "alertmanager.token", "live.json", "*.lock", "page.html"),
+)
+"""Entries of a run folder that describe processes of this machine, or can always be made again."""
+_DATABASES = ("*.db", "*.sqlite")
+
+
+class BackupManifest(Config):
+    """`backup.json` of a snapshot: what belongs to it. A restore trusts nothing that this does not name."""
+
+    most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
+
+    version: int = 1
+    cluster: str
+    at_s: float
+    """The time from which on changes are not in it."""
+    raytide: str
+    run_dir: str
+    state_sha256: str
+    staging: str
+    """The folder in the snapshot with this file and the copies of databases."""
+    databases: tuple[str, ...] = ()
+    """Paths of other databases, relative to the run folder."""
+    contents: Contents
+
+
+def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple[BackupManifest, BackupSummary]:
+    """Saves a new snapshot. Raises ConflictError if another backup, restore or drill of this cluster runs.
+
+    A failure is recorded, for the metrics, and raised.
+    """
+    with working(place.cluster) as handle:
+        try:
+            began_s = time.monotonic()
+            with _staging(place) as staging, ThreadPoolExecutor(1) as pool:
+                parents = pool.submit(place.hot.snapshots, place.cluster)
+                manifest = _stage(place, staging, now_s())
+                known = parents.result()
+                summary = place.hot.backup(
+                    [staging, *_of_run_dir(place), *paths_to_save(manifest.contents)],
+                    cluster=place.cluster,
+                    list_file=place.work_dir / "paths",
+                    exclude=_excluded(place),
+                    parent=known[-1].id if known else None,
+                    pass_fds=[handle],
+                )
+        except (RaytideError, OSError) as error:
+            record_failure(place, "backup", str(error), now_s())
+            raise
+        record_backup(place, manifest.at_s, summary, time.monotonic() - began_s)
+        return manifest, summary
+
+
+@contextmanager
+def working(cluster: str) -> Iterator[int]:
+    """Holds the lock of a cluster's backups, and yields its descriptor.
+
+    restic inherits it: when this process is killed, nobody changes what restic still reads.
+    """
+    folder = work_dir_of(cluster)
+    with full_disk_is_an_error(str(folder)):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle = lock_file(folder / _LOCK)
+    try:
+        if not take(handle, fcntl.LOCK_EX):
+            raise ConflictError(
+                f"another backup, restore or drill of cluster {cluster} runs.", hint="Wait until it has ended."
+            )
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _stage(place: BackupPlace, staging: Path, at_s: float) -> BackupManifest:
+    """Copies the databases, the state first, and writes the manifest."""
+    copy_state(place.state_url, staging / STATE)
+    contents = contents_of(staging / STATE, place.settings.paths)
+    databases = []
+    for source in _databases(place):
+        relative = source.relative_to(place.run_dir)
+        target = staging / FILES / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        copy_sqlite(source, target)
+        databases.append(str(relative))
+    manifest = BackupManifest(
+        cluster=place.cluster,
+        at_s=at_s,
+        raytide=installed_version(),
+        run_dir=str(place.run_dir),
+        state_sha256=sha256_of(staging / STATE),
+        staging=str(staging),
+        databases=tuple(databases),
+        contents=contents,
+    )
+    with full_disk_is_an_error(str(staging)):
+        write_json(staging / MANIFEST, manifest.model_dump(mode="json"))
+    return manifest
+
+
+def sha256_of(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _of_run_dir(place: BackupPlace) -> list[Path]:
+    if not (place.run_dir / CONFIG).exists():
+        raise StorageError(f"{place.run_dir} has no {CONFIG}.", hint="It was removed or moved while it was backed up.")
+    return [place.run_dir]
+
+
+def _databases(place: BackupPlace) -> list[Path]:
+    """Returns the SQLite files of the run folder, besides the state's."""
+    found = sorted(path for pattern in _DATABASES for path in place.run_dir.rglob(pattern))
+    transient = {place.run_dir / name for name in _TRANSIENT}
+    own = [path for path in found if path.is_file() and not transient & set(path.parents)]
+    return [path for path in own if path != place.run_dir / STATE and is_sqlite_file(path)]
+
+
+def _excluded(place: BackupPlace) -> list[str]:
+    """Returns restic's patterns: databases are in the staging folder as whole copies."""
+    patterns = [str(place.run_dir / name) for name in _TRANSIENT]
+    for name in (place.run_dir / STATE, *_databases(place)):
+        patterns += [str(name), f"{name}-wal", f"{name}-shm", f"{name}-journal"]
+    return [_literal_parent(pattern, place.run_dir) for pattern in patterns]
+
+
+def _literal_parent(pattern: str, run_dir: Path) -> str:
+    """Returns the pattern with the run folder's own characters taken as they are."""
+    folder = "".join(f"\\{char}" if char in "*?[\\" else char for char in str(run_dir))
+    return folder + pattern.removeprefix(str(run_dir))
+
+
+@contextmanager
+def _staging(place: BackupPlace) -> Iterator[Path]:
+    """Yields an empty folder, at the same path each time, so that restic finds what did not change."""
+    staging = place.work_dir / STAGING
+    with full_disk_is_an_error(str(staging)):
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(mode=0o700)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

@@ -1,0 +1,141 @@
+"""Copies a cluster's state as one consistent whole into a SQLite file, and from such a file into a new store.
+
+A copy of PostgreSQL is a SQLite file too: it opens without a server, so a drill needs none, and a cluster can move from
+one kind of store to the other.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from raytide.core.errors import ConflictError, StorageError
+from raytide.core.io.storage import full_disk_is_an_error
+from raytide.core.state.database import Database
+from raytide.core.state.registry import tables as registry
+from raytide.core.state.tables import metadata
+
+__all__ = ["check_state", "copy_sqlite", "copy_state", "is_sqlite_file", "write_state"]
+
+_ROWS = 1000
+_BUSY_S = 30.0
+_HEADER = b"SQLite format 3\0"
+_REVISION = "SELECT version_num FROM alembic_version"
+
+assert registry.models.metadata is metadata  # importing the registry's tables adds them to those of the state
+
+
+def copy_state(url: str, target: Path) -> None:
+    """Writes the state at this URL to the SQLite file `target`, as of one instant. Other processes go on writing."""
+    database = Database(url)
+    try:
+        if database.is_sqlite:
+            copy_sqlite(Path(str(database.engine.url.database)), target)
+        else:
+            _copy_rows(database, f"sqlite:///{target}")
+            _leave_write_ahead_mode(target)
+    finally:
+        database.engine.dispose()
+    check_state(target)
+
+
+def copy_sqlite(source: Path, target: Path) -> None:
+    """Copies a SQLite file that others write to. Copied in several steps, each of their writes would begin it anew."""
+    try:
+        with (
+            full_disk_is_an_error(str(target)),
+            closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S)) as old,
+            closing(sqlite3.connect(target)) as new,
+        ):
+            old.backup(new, pages=-1)
+        _leave_write_ahead_mode(target)
+    except sqlite3.Error as error:
+        raise StorageError(
+            f"{source} cannot be copied to {target}: {error}.", hint="Free space there, and check its permissions."
+        ) from error
+
+
+def check_state(file: Path) -> None:
+    """Raises StorageError if SQLite finds the file damaged."""
+    try:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as copy:
+            found = [str(row[0]) for row in copy.execute("PRAGMA integrity_check(3)")]
+    except sqlite3.Error as error:
+        found = [str(error)]
+    if found != ["ok"]:
+        raise StorageError(f"{file} is damaged: {'; '.join(found)}.", hint="Use an earlier snapshot.")
+
+
+def write_state(file: Path, url: str) -> None:
+    """Fills the empty store at this URL from a copy, in one transaction. Raises ConflictError if it holds anything."""
+    source = Database(f"sqlite:///{file}")
+    try:
+        source.upgrade()
+        _copy_rows(source, url)
+    finally:
+        source.engine.dispose()
+
+
+def is_sqlite_file(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_HEADER)) == _HEADER
+
+
+def _copy_rows(source: Database, url: str) -> None:
+    target = Database(url)
+    try:
+        target.upgrade()
+        with source.read() as old, target.write() as new:
+            have, need = (c.exec_driver_sql(_REVISION).scalar() for c in (old, new))
+            if have != need:
+                raise ConflictError(
+                    f"the state has the schema {have}, and this raytide writes {need}.",
+                    hint="Start the cluster with this raytide first, which upgrades its state.",
+                )
+            _require_empty(new, url)
+            for table in metadata.sorted_tables:
+                rows = old.execution_options(yield_per=_ROWS).execute(table.select())
+                for part in rows.partitions(_ROWS):
+                    _insert(new, table, part)
+            if not target.is_sqlite:
+                _advance_sequences(new)
+    finally:
+        target.engine.dispose()
+
+
+def _insert(c: sa.Connection, table: sa.Table, rows: Sequence[sa.Row[Any]]) -> None:
+    c.execute(table.insert(), [dict(row._mapping) for row in rows])
+
+
+def _require_empty(c: sa.Connection, url: str) -> None:
+    for table in metadata.sorted_tables:
+        if c.execute(sa.select(sa.literal(1)).select_from(table).limit(1)).first() is not None:
+            shown = sa.make_url(url).render_as_string()
+            raise ConflictError(
+                f"the store at {shown} holds records already ({table.name}).",
+                hint="Restore into a new database: nothing is overwritten.",
+            )
+
+
+def _advance_sequences(c: sa.Connection) -> None:
+    """Lets PostgreSQL number new rows after the copied ones."""
+    for table in metadata.sorted_tables:
+        key = table.autoincrement_column
+        if key is not None:
+            sequence = c.execute(sa.select(sa.func.pg_get_serial_sequence(table.name, key.name))).scalar()
+            last = c.execute(sa.select(sa.func.max(key))).scalar()
+            if sequence is not None and last is not None:
+                c.execute(sa.select(sa.func.setval(sequence, last)))
+
+
+def _leave_write_ahead_mode(file: Path) -> None:
+    """Makes the file whole without a write-ahead log beside it."""
+    with closing(sqlite3.connect(file)) as copy:
+        copy.execute("PRAGMA journal_mode=DELETE")
+    for suffix in ("-wal", "-shm", ".lock"):
+        file.with_name(file.name + suffix).unlink(missing_ok=True)

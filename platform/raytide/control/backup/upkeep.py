@@ -1,0 +1,52 @@
+"""Keeps a cluster's repositories: applies the retention, and copies the newest snapshot to the cold repository."""
+
+from __future__ import annotations
+
+import time
+
+from raytide.control.backup.place import BackupPlace
+from raytide.control.backup.repository import Repository
+from raytide.control.backup.results import record_failure, record_run
+from raytide.control.backup.run import working
+from raytide.core.errors import ConfigError, RaytideError
+
+__all__ = ["copy_to_cold", "create_repositories", "forget"]
+
+
+def create_repositories(place: BackupPlace) -> list[Repository]:
+    """Creates the repositories that do not exist yet, and returns them."""
+    created = [place.hot] if place.hot.init() else []
+    if place.cold is not None and place.cold.init(like=place.hot):
+        created.append(place.cold)
+    return created
+
+
+def forget(place: BackupPlace) -> tuple[int, int]:
+    """Removes the snapshots that the retention does not keep; returns the numbers of those kept and removed."""
+    with working(place.cluster):
+        began_s = time.monotonic()
+        try:
+            found = place.hot.forget(place.cluster, place.settings.keep.model_dump())
+        except RaytideError as error:
+            record_failure(place, "forget", str(error), time.time())
+            raise
+        record_run(place, "forget", time.monotonic() - began_s)
+        return found
+
+
+def copy_to_cold(place: BackupPlace) -> str:
+    """Copies the newest snapshot to the cold repository, and returns its id. Data that is there is not sent again."""
+    if place.cold is None:
+        raise ConfigError("there is no cold repository.", hint="Set metadata.raytide.backup.cold_repository.")
+    with working(place.cluster):
+        began_s = time.monotonic()
+        try:
+            known = place.hot.snapshots(place.cluster)
+            if not known:
+                raise ConfigError("there is no snapshot to copy.", hint="`raytide backup run` makes one.")
+            place.cold.copy_from(place.hot, [known[-1].id])
+        except RaytideError as error:
+            record_failure(place, "cold", str(error), time.time())
+            raise
+        record_run(place, "cold", time.monotonic() - began_s, known[-1].id)
+        return known[-1].id
