@@ -70,7 +70,9 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api, error: Exceptio
             raise error
 
     (folder / "cluster.json").write_text(json.dumps({"gcs_address": "127.0.9.1:6379"}))
-    (folder / "cluster.yaml").write_text((Path(job_driver.__file__).parents[1] / "bootstrap" / "local.yaml").read_text())
+    (folder / "cluster.yaml").write_text(
+        (Path(job_driver.__file__).parents[1] / "bootstrap" / "local.yaml").read_text()
+    )
     monkeypatch.setenv(ROOTS, "[]")  # restored afterwards
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr("raytide.control.drivers.job_driver.ApiClient.of_job", lambda *_: api)
