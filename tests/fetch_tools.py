@@ -1,8 +1,8 @@
-"""Fetches what tests need and what is no Python package: Prometheus, Alertmanager, SIMDe, restic and Chromium.
+"""Fetches what tests need and what is no Python package: Prometheus, Alertmanager, SIMDe, restic, sshd and Chromium.
 
-`./dev setup` runs it. Debian's packages are unpacked into the venv instead of installed, because Prometheus and
-Alertmanager would run as services of this machine, and installing takes root. SIMDe is the headers that emulate
-instructions which the processor lacks. Chromium is installed, which only root can do. A program that
+`./dev setup` runs it. Debian's packages are unpacked into the venv instead of installed, because Prometheus,
+Alertmanager and sshd would run as services of this machine, and installing takes root. SIMDe is the headers that
+emulate instructions which the processor lacks. Chromium is installed, which only root can do. A program that
 cannot be had is named in the file `missing`, and its tests are skipped.
 """
 
@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 TOOLS = Path(sys.prefix) / "tools"
@@ -26,6 +27,17 @@ MOVED = {
     b"/usr/share/prometheus/web/": b"usr/share/prometheus/web//",
 }
 """The folders that the programs read, and paths of the same length that lead there from TOOLS."""
+SSHD_PACKAGES = ("openssh-server", "libwrap0", "libnss-wrapper")
+SSHD_FOLDER = (b"/run/sshd", b"/usr/sbin")
+"""The folder of root that sshd enters before the login, which only an installed sshd has, and one that exists. The end
+of its name is also that of the user that sshd becomes there, whom nss_wrapper makes up where sshd runs as root."""
+SSHD_WRAPPER = """#!/bin/sh
+tools=$(cd -- "${0%/*}/.." && pwd)
+LD_LIBRARY_PATH=$(echo "$tools"/usr/lib/*-linux-gnu*)
+export LD_LIBRARY_PATH
+[ "$(id -u)" != 0 ] || export LD_PRELOAD="$LD_LIBRARY_PATH/libnss_wrapper.so"
+exec "$tools/usr/sbin/sshd" "$@"
+"""
 WRAPPER = '#!/bin/sh\ncd -- "${{0%/*}}/.." && exec usr/bin/{program} "$@"\n'
 
 
@@ -74,6 +86,24 @@ def move_folders(program: Path) -> None:
     program.write_bytes(data)
 
 
+def unpack_sshd() -> bool:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if not with_apt("download", *SSHD_PACKAGES, cwd=folder):
+            return False
+        for package in folder.glob("*.deb"):
+            if not run("dpkg-deb", "-x", str(package), str(folder / "unpacked")):
+                return False
+        for name in ("usr/sbin", "usr/lib"):
+            shutil.copytree(folder / "unpacked" / name, TOOLS / name, symlinks=True, dirs_exist_ok=True)
+    program, wrapper = TOOLS / "usr" / "sbin" / "sshd", TOOLS / "bin" / "sshd"
+    program.write_bytes(program.read_bytes().replace(*SSHD_FOLDER))
+    wrapper.parent.mkdir(exist_ok=True)
+    wrapper.write_text(SSHD_WRAPPER)
+    wrapper.chmod(0o755)
+    return shutil.which("ssh-keygen") is not None
+
+
 def install_chromium() -> bool:
     if any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
         return True
@@ -89,6 +119,8 @@ def main() -> None:
         TOOLS.mkdir()
         debian = ", ".join(PACKAGES)
         missing.append(f"Prometheus, Alertmanager, SIMDe and restic (Debian: {debian})")
+    if not unpack_sshd():
+        missing.append("sshd (Debian: openssh-server, libwrap0, libnss-wrapper and openssh-client)")
     if not install_chromium():
         missing.append("Chromium (Debian: apt-get install chromium)")
     if missing:

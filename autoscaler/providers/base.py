@@ -62,6 +62,9 @@ class Provider(Bill, Protocol):
     def prices(self) -> Mapping[tuple[str, str], int]:
         """Returns present prices by node type and zone, in micro-dollars an hour; missing ones are as configured."""
 
+    def problems(self) -> tuple[str, ...]:
+        """Returns what an operator should know of this source and no decision waits for, in sentences."""
+
     def watch(self, on_change: Callable[[], None]) -> None:
         """Calls `on_change`, from any thread, as soon as a machine ends or gets a notice."""
 

@@ -56,6 +56,9 @@ class FakeProvider:
     def prices(self) -> Mapping[tuple[str, str], int]:
         return dict(self._prices)
 
+    def problems(self) -> tuple[str, ...]:
+        return ()
+
     def watch(self, on_change: Callable[[], None]) -> None:
         self._watchers.append(on_change)
 

@@ -8,11 +8,13 @@ from typing import Any
 
 from pydantic import Field
 
+from raytide.autoscaler.providers.hosts.quarantine import HostQuarantine, quarantine_folder
 from raytide.control.api.auth import Caller
 from raytide.core.clock import Clock
 from raytide.core.config import Config
 from raytide.core.errors import NotFoundError
 from raytide.core.io.atomic_file import read_json
+from raytide.core.objects.hardware.host import HostsSection
 from raytide.core.specs.order import Order, OrderSpec
 from raytide.core.state import Store
 from raytide.core.telemetry.settings import AlertName, Severity
@@ -63,8 +65,9 @@ class ActionNote(Config):
 class MonitoringService:
     """What the API tells of the past and of alerts. The monitor does the work; both share files of the run folder."""
 
-    def __init__(self, run_dir: Path, store: Store, clock: Clock) -> None:
+    def __init__(self, run_dir: Path, store: Store, clock: Clock, hosts: HostsSection | None = None) -> None:
         self._run_dir, self._store, self._clock = run_dir, store, clock
+        self._hosts = {host.name for host in hosts.machines} if hosts is not None else set()
         self._history = HistoryReader(run_dir / HISTORY_FILE)
         self._records: AlertRecords | None = None
 
@@ -173,8 +176,23 @@ class MonitoringService:
         else:
             caller.require_person().require_all()
             if spec.subject not in {node.id for node in self._store.nodes(live=True)}:
+                if (done := self._order_of_host(spec, caller)) is not None:
+                    return done
                 raise NotFoundError(f"there is no node {spec.subject}.", hint="`raytide status` lists the nodes.")
         return self._store.orders.add(spec, caller.user, self._clock.now_s())
+
+    def _order_of_host(self, spec: OrderSpec, caller: Caller) -> Order | None:
+        """Carries out the quarantine of an own machine, or its end, at once; None for other orders and names."""
+        if spec.subject not in self._hosts or spec.kind not in ("quarantine_node", "release_node"):
+            return None
+        now_s, quarantine = self._clock.now_s(), HostQuarantine(quarantine_folder(self._run_dir), self._clock)
+        if spec.kind == "release_node":
+            outcome = "it may be a node again" if quarantine.lift(spec.subject) else "it was not in quarantine"
+        else:
+            quarantine.add(spec.subject, f"{spec.reason or f'asked for by {caller.user}'}.", is_until_lifted=True)
+            outcome = "it gets no further node; `raytide nodes replace NODE` ends one that it has"
+        self._store.orders.note(f"host.{spec.kind.removesuffix('_node')}", spec.subject, {"reason": spec.reason})
+        return Order(spec.id, spec.kind, spec.subject, "", spec.reason, caller.user, now_s, now_s, outcome)
 
     def find_order(self, id: str, caller: Caller) -> Order:
         caller.require_all()

@@ -134,6 +134,9 @@ class Provider:
     def prices(self) -> dict[tuple[str, str], int]:
         return {}
 
+    def problems(self) -> tuple[str, ...]:
+        return ()
+
     def watch(self, on_change: object) -> None: ...
 
     def close(self) -> None: ...

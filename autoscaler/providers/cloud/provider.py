@@ -134,6 +134,9 @@ class CloudProvider:
         """Returns spot prices on AWS; other clouds have the configured prices."""
         return {} if self._spot_prices is None else self._spot_prices.now()
 
+    def problems(self) -> tuple[str, ...]:
+        return ()
+
     def watch(self, on_change: Callable[[], None]) -> None:
         """Polls the cloud every ten seconds, since Ray's providers send no events."""
         self._watcher = PollWatcher("cloud", _POLL_S, self._look, on_change)

@@ -118,6 +118,9 @@ class KubeRayProvider:
     def prices(self) -> Mapping[tuple[str, str], int]:
         return {}
 
+    def problems(self) -> tuple[str, ...]:
+        return ()
+
     def watch(self, on_change: Callable[[], None]) -> None:
         """Polls the pods every five seconds."""
         self._watcher = PollWatcher(

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from raytide.core.errors import ClusterError
 from raytide.core.io.process import Process, kill_marked
 
 _OBJECT_STORE_BYTES = 128 << 20
+RAYLET_ENDED = "its raylet ended"
 _LEAVE_S = 2.0
 """The time that a raylet has to report its end to the GCS."""
 _FIRST_PORT, _PORTS_PER_NODE, _NODES = 10_100, 4, 5_000
@@ -28,6 +30,19 @@ _FIRST_PORT, _PORTS_PER_NODE, _NODES = 10_100, 4, 5_000
 
 
 def main(path: str, lock: str) -> int:
+    return run_node(path, lock, start_meter=start_meter)
+
+
+def run_node(
+    path: str,
+    lock: str,
+    *,
+    object_store_bytes: int | None = _OBJECT_STORE_BYTES,
+    start_meter: Callable[[NodeFolder, LocalMachine], str] | None = None,
+    how_it_ended: Callable[[Process], str] = lambda raylet: RAYLET_ENDED,
+) -> int:
+    """Runs the node of this folder until its raylet ends or a SIGTERM comes. Without `object_store_bytes` and a
+    resource of that name, Ray chooses the size of the object store."""
     os.set_inheritable(int(lock), False)  # held by this process alone: free means that the node is gone
     folder = NodeFolder(Path(path))
     purchase = folder.machine()
@@ -37,12 +52,12 @@ def main(path: str, lock: str) -> int:
     assert this is not None
     folder.record_process(this)
     try:
-        raylet = start_raylet(purchase)
+        raylet = start_raylet(purchase, object_store_bytes)
         signal.signal(signal.SIGTERM, _stop)
-        if purchase.resources.get("GPU"):
+        if start_meter is not None and purchase.resources.get("GPU"):
             folder.record_meter(start_meter(folder, purchase))
         raylet.wait(None)
-        folder.announce_end("its raylet ended")
+        folder.announce_end(how_it_ended(raylet))
     except SystemExit:
         raylet.send(signal.SIGTERM)
         raylet.wait(_LEAVE_S)
@@ -56,15 +71,15 @@ def main(path: str, lock: str) -> int:
     return 0
 
 
-def start_raylet(purchase: LocalMachine) -> Process:
+def start_raylet(purchase: LocalMachine, object_store_bytes: int | None = _OBJECT_STORE_BYTES) -> Process:
     """Starts the raylet and returns at once; it joins the cluster a few seconds later."""
-    raylet = Process.of(ray_internals.start_raylet(_parameters(purchase)), "raylet")
+    raylet = Process.of(ray_internals.start_raylet(_parameters(purchase, object_store_bytes)), "raylet")
     if raylet is None:
         raise ClusterError(f"the raylet of {purchase.node_id} ended while it started.")
     return raylet
 
 
-def _parameters(purchase: LocalMachine) -> dict[str, Any]:
+def _parameters(purchase: LocalMachine, object_store_bytes: int | None) -> dict[str, Any]:
     resources = dict(purchase.resources)
     metrics, export, listen, runtime_env = _ports(purchase)
     sockets = f"{purchase.temp_dir}/{purchase.slot}.{os.getpid()}"  # short: a socket's path has at most 107 characters
@@ -72,11 +87,12 @@ def _parameters(purchase: LocalMachine) -> dict[str, Any]:
         "gcs_address": purchase.gcs_address,
         "redis_address": purchase.gcs_address,
         "node_ip_address": purchase.address,
+        "temp_dir": purchase.temp_dir,
         "node_name": purchase.node_id,
         "num_cpus": _whole(resources.pop("CPU", 0)),
         "num_gpus": _whole(resources.pop("GPU", 0)),
         "memory": _whole(resources.pop("memory", None)),
-        "object_store_memory": _whole(resources.pop("object_store_memory", _OBJECT_STORE_BYTES)),
+        "object_store_memory": _whole(resources.pop("object_store_memory", object_store_bytes)),
         "resources": resources,
         "labels": dict(purchase.labels),
         "raylet_socket_name": f"{sockets}.r",

@@ -132,6 +132,9 @@ class LocalProvider:
     def prices(self) -> Mapping[tuple[str, str], int]:
         return {}
 
+    def problems(self) -> tuple[str, ...]:
+        return ()
+
     def watch(self, on_change: Callable[[], None]) -> None:
         if self._watcher is not None:
             self._watcher.close()

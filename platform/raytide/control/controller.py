@@ -328,7 +328,7 @@ class Controller:
             use=observed.use,
             targets=observed.targets,
             measured=observed.measured,
-            errors=errors,
+            errors=(*errors, *observed.problems),
             quarantined={subject: entry.kind for subject, entry in self._quarantine.held.items()},
             ticks=self._ticks,
             tick_s=tick_s,

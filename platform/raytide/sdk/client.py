@@ -53,8 +53,8 @@ SpecSource = Mapping[str, object] | str | Path
 class Client:
     """A connection of one user to one cluster. As a context manager, it ends a cluster that `rt.local()` started.
 
-    The keyword arguments of jobs are typed in `raytide.sdk.options`; `raytide.core.objects.resources` explains the
-    keywords for resources.
+    The keyword arguments of jobs are typed in `raytide.sdk.options`; `raytide.core.objects.hardware.resources` explains
+    the keywords for resources.
     """
 
     def __init__(self, client: ApiClient, *, on_exit: Callable[[], object] | None = None) -> None:

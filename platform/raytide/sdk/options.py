@@ -1,6 +1,7 @@
 """The keyword arguments that jobs and endpoints take, typed, so that editors complete them and mypy checks them.
 
-The words for resources (gpus, cpus, memory, nodes, spot, labels) are explained in `raytide.core.objects.resources`.
+The words for resources (gpus, cpus, memory, nodes, spot, labels) are explained in
+`raytide.core.objects.hardware.resources`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from datetime import datetime, timedelta
 from typing import TypedDict
 
 from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.hardware.resources import NODE_WORDS
 from raytide.core.objects.job import BudgetPer
-from raytide.core.objects.resources import NODE_WORDS
 
 __all__ = ["GangOptions", "JobOptions", "NodeOptions", "ServeOptions", "job_and_gang"]
 

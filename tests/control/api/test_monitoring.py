@@ -10,9 +10,14 @@ from tests.autoscaler.nodes.test_lifecycle import READY
 from tests.control.api.test_tenancy import ANA, BOB, ROOT, client, clock
 from tests.dashboards.alerts.alert_examples import message
 
+from raytide.autoscaler.providers.hosts.quarantine import HostQuarantine, quarantine_folder
+from raytide.control.api.auth import Caller
 from raytide.core.clock import VirtualClock
+from raytide.core.errors import NotFoundError
 from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.objects.hardware.host import HostsSection
 from raytide.core.state import Changes, Store
+from raytide.dashboards.alerts.service import MonitoringService
 from raytide.dashboards.history.points import label_set
 from raytide.dashboards.history.writer import FILE, HistoryWriter
 
@@ -111,3 +116,27 @@ def test_the_history_answers_with_curves(client: TestClient, tmp_path: Path, clo
     for odd in ({"metric": "a b"}, {"metric": "a", "since_s": 1e6, "step_s": 1}, {"metric": "a", "quantile": 2}):
         assert client.get("/v1/history", params=odd).status_code == 400
     assert client.get("/v1/probes").json() == []
+
+
+def test_an_own_machine_is_kept_out_of_use_and_released_by_name(store: Store, tmp_path: Path) -> None:
+    clock = VirtualClock(1000.0)
+    machines = [{"name": "rack-1", "address": "10.0.0.1", "node_type": "own"}]
+    hosts = HostsSection.model_validate({"ssh": {"user": "ray"}, "machines": machines})
+    service = MonitoringService(tmp_path, store, clock, hosts)
+    root = Caller("root", "*")
+    held = HostQuarantine(quarantine_folder(tmp_path), clock)
+
+    def order(kind: str, host: str = "rack-1") -> str:
+        body = {"id": "order-5678", "kind": kind, "subject": host, "reason": "its fan"}
+        return service.order(body, root).outcome
+
+    assert "gets no further node" in order("quarantine_node")
+    assert [entry.describe().partition(" `")[0] for entry in held.all_held()] == [
+        "host rack-1 is in quarantine until it is released: its fan."
+    ]
+    assert order("release_node") == "it may be a node again"
+    assert held.all_held() == ()
+    assert order("release_node") == "it was not in quarantine"
+    for kind, host in (("replace_node", "rack-1"), ("release_node", "rack-2")):
+        with pytest.raises(NotFoundError):
+            order(kind, host)

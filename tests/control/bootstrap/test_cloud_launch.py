@@ -30,6 +30,27 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_dry_run_of_own_machines_shows_how_each_is_reached_and_switched() -> None:
+    steps = dry_run(ROOT / "examples" / "hosts.yaml")
+    bmc = "ipmitool -I lanplus -H a100-1-bmc -f /etc/raytide/bmc-password power"
+    assert of(steps, "a100-1") == [
+        f"switch on {bmc} on",
+        "run ssh -p 22 raytide@10.0.1.11 'exec ~/venv/bin/python -m raytide.autoscaler.providers.hosts.agent'",
+        f"switch off {bmc} soft",
+    ]
+    assert of(steps, "cpu-2")[0] == "switch on wakeonlan 52:54:00:12:34:56"
+    with pytest.raises(UsageError, match="no cloud in which a head could be started"):
+        up(ROOT / "examples" / "hosts.yaml")
+
+
+def test_a_dry_run_of_a_cloud_with_own_machines_buys_only_the_clouds(built: Path) -> None:
+    (built / "own_machines").mkdir()
+    steps = dry_run(ROOT / "examples" / "burst.yaml")
+    assert {step.machine for step in steps} == {"head", "l4", "own-1", "own-2"}
+    assert of(steps, "own-2")[0].startswith("run ssh -p 22 raytide@10.8.0.12 ")
+    assert in_order(of(steps, "l4"), "g6.xlarge", "rm -rf ~/.ssh/own_machines", "ray start --address")
+
+
 def of(steps: list[SetUpStep], machine: str) -> list[str]:
     return [f"{step.what} {step.text}" for step in steps if step.machine == machine]
 

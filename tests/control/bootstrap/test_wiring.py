@@ -12,8 +12,10 @@ from tests.autoscaler.providers.kube_server import KubeServer
 
 from raytide.autoscaler.providers.cloud.provider import CloudProvider
 from raytide.autoscaler.providers.fake import FakeProvider
+from raytide.autoscaler.providers.hosts.provider import HOSTS_FOLDER, HostsProvider
 from raytide.autoscaler.providers.kuberay.provider import KubeRayProvider
 from raytide.autoscaler.providers.local.provider import LocalProvider
+from raytide.autoscaler.providers.mixed import MixedProvider
 from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases
 from raytide.control.bootstrap.cluster_record import HeadCluster, LocalCluster, RunningCluster, load
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
@@ -86,6 +88,23 @@ def test_a_raycluster_is_found_by_name_where_its_api_is(make: Make, kube: KubeSe
 def test_a_cloud_is_asked_through_rays_own_provider(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing is asked yet
     assert isinstance(provider(make(yaml.safe_load(SHIPPED.read_text()))), CloudProvider)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("hosts", HostsProvider), ("burst", MixedProvider)])
+def test_own_machines_are_a_provider_alone_or_beside_a_cloud(
+    make: Make, monkeypatch: pytest.MonkeyPatch, name: str, kind: type
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing is asked yet
+    file = yaml.safe_load((SHIPPED.parent / "examples" / f"{name}.yaml").read_text())
+    assert isinstance(provider(make(file)), kind)
+    assert isinstance(provider(make(file, local=True)), LocalProvider)
+
+
+def test_the_bill_of_own_machines_and_a_cloud_is_that_of_both(make: Make) -> None:
+    cluster = make(yaml.safe_load((SHIPPED.parent / "examples" / "burst.yaml").read_text()))
+    for folder, name in ((Path("purchases"), "node-1"), (Path(HOSTS_FOLDER) / "purchases", "node-2")):
+        Purchases(cluster.run_dir / folder).record(PurchaseRecord(name, "l4", "us-east-1a", 804_800, 10.0))
+    assert [machine.node_id for machine in bill(cluster).machines()] == ["node-1", "node-2"]
 
 
 def test_who_only_reads_the_bill_asks_no_cloud(make: Make) -> None:

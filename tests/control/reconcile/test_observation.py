@@ -32,7 +32,7 @@ def test_the_pages_of_agents_exporters_and_replicas_are_found() -> None:
     load = EndpointLoad(0.0, 0.0, 2, pages={"r1": "127.0.2.2:7", "r2": ""})  # one of an older release has no page
     agents = {"head": "127.0.2.1:1", "node-1": "127.0.2.2:1", "pod-3": "127.0.2.4:1"}
     source: Any = SimpleNamespace(
-        provider=SimpleNamespace(machines=lambda: machines, notices=tuple, prices=dict),
+        provider=SimpleNamespace(machines=lambda: machines, notices=tuple, prices=dict, problems=tuple),
         gcs=SimpleNamespace(nodes=tuple, demand=tuple),
         groups=SimpleNamespace(list=dict),
         serve=SimpleNamespace(loads=lambda names: {"chat": load}),

@@ -19,7 +19,12 @@ from raytide.core.objects.cluster_config import RaytideSection, load_cluster
 from raytide.core.objects.node import CapacityType
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = [ROOT / "cluster.yaml", ROOT / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"]
+SHIPPED = [
+    ROOT / "cluster.yaml",
+    ROOT / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml",
+    ROOT / "examples" / "hosts.yaml",
+    ROOT / "examples" / "burst.yaml",
+]
 
 
 @pytest.fixture
@@ -199,3 +204,51 @@ def test_rays_folder_is_closed_even_where_an_image_had_it_open(shipped: dict[str
     command = next(each for each in shipped["setup_commands"] if "~/tmp/ray" in each)
     subprocess.run(["bash", "-c", command], env={"HOME": str(tmp_path), "PATH": os.defpath}, check=True, timeout=20)
     assert [path.stat().st_mode & 0o777 for path in (tmp_path / "tmp", tmp_path / "tmp" / "ray")] == [0o700, 0o700]
+
+
+class TestOwnMachines:
+    @pytest.fixture
+    def hosts(self) -> dict[str, Any]:
+        file: dict[str, Any] = yaml.safe_load(SHIPPED[2].read_text())
+        return file
+
+    def test_a_type_has_at_most_as_many_nodes_as_machines_and_costs_its_electricity(self) -> None:
+        types = {each.name: each for each in load_cluster(SHIPPED[2]).node_types}
+        assert {name: each.max_nodes for name, each in types.items()} == {"a100x8": 2, "cpu32": 2}
+        assert types["a100x8"].price_micro_usd_h == 1_000_000  # 4 kW at $0.25
+
+    @pytest.mark.parametrize(
+        ("change", "what"),
+        [
+            ({"node_type": "h100"}, "which does not exist"),
+            ({"zone": "rack-9"}, "is in zone rack-9, its node type is not"),
+            ({"name": "a100-2"}, "2 machines have the name a100-2"),
+            ({"address": "10.0.2.11"}, "2 machines have the address 10.0.2.11"),
+            ({"address": "-oProxyCommand=true"}, "hosts.machines.0.address"),
+            ({"user": "-x"}, "hosts.machines.0.user"),
+            ({"power_on": [""]}, "has no program"),
+        ],
+    )
+    def test_a_machine_that_cannot_be_a_node(
+        self, hosts: dict[str, Any], tmp_path: Path, change: dict[str, Any], what: str
+    ) -> None:
+        hosts["metadata"]["raytide"]["hosts"]["machines"][0] |= change
+        assert what in refusal(hosts, tmp_path).message
+
+    def test_a_shell_in_the_interpreters_path(self, hosts: dict[str, Any], tmp_path: Path) -> None:
+        hosts["metadata"]["raytide"]["hosts"]["python"] = "~/venv/bin/python; reboot"
+        assert "hosts.python" in refusal(hosts, tmp_path).message
+
+    def test_a_type_that_no_machine_has(self, hosts: dict[str, Any], tmp_path: Path) -> None:
+        del hosts["metadata"]["raytide"]["hosts"]["machines"][2:]
+        assert "no machine of node type cpu32" in refusal(hosts, tmp_path).message
+
+    def test_more_nodes_at_least_than_machines_and_a_spot_market(self, hosts: dict[str, Any], tmp_path: Path) -> None:
+        hosts["available_node_types"]["a100x8"]["min_workers"] = 3
+        assert "min_workers 3 and 2 machines" in refusal(hosts, tmp_path).message
+        hosts["metadata"]["raytide"]["node_types"]["a100x8"]["market"] = "spot"
+        assert "the market spot" in refusal(hosts, tmp_path).message
+
+    def test_neither_a_price_nor_a_power(self, hosts: dict[str, Any], tmp_path: Path) -> None:
+        del hosts["metadata"]["raytide"]["node_types"]["a100x8"]["power_w"]
+        assert "a100x8 has no price" in refusal(hosts, tmp_path).message

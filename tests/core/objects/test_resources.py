@@ -7,8 +7,8 @@ import pytest
 from raytide.core.errors import ConfigError, UsageError
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.hardware.resources import resolve_accelerator
 from raytide.core.objects.node import NodeType
-from raytide.core.objects.resources import resolve_accelerator
 from raytide.core.specs.train import TrainSpec
 
 MODEL, MARKET = "ray.io/accelerator-type", "ray.io/market-type"

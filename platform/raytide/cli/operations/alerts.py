@@ -131,13 +131,16 @@ def list_nodes(cluster: ClusterName = None, json: Json = False) -> None:
 
 @nodes.command()
 def quarantine(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
-    """Drain a node and keep its machine out of use, until `nodes release`."""
+    """Drain a node and keep its machine out of use, until `nodes release`.
+
+    NODE may be an own machine by its name in cluster.yaml, which then gets no further node.
+    """
     _order("quarantine_node", node, reason, cluster, json)
 
 
 @nodes.command()
 def release(node: NodeId, reason: Reason = "", cluster: ClusterName = None, json: Json = False) -> None:
-    """Lift a quarantine. The machine ends, because Ray takes no drained node back."""
+    """Lift a quarantine, of a node or of an own machine. A node ends, because Ray takes no drained one back."""
     _order("release_node", node, reason, cluster, json)
 
 
@@ -152,6 +155,8 @@ def _order(kind: str, node: str, reason: str, cluster: str | None, json: bool) -
     made = ApiClient.find(cluster).call("POST", "/v1/orders", body)
     if json:
         as_json(made)
+    elif made["outcome"]:
+        print(f"{node}: {made['outcome']}")
     else:
         print(f"{kind} {node} is ordered; `raytide nodes list` shows the node")
 

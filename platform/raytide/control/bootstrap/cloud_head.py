@@ -13,10 +13,15 @@ import sys
 import time
 from pathlib import Path
 
-from raytide.autoscaler.providers.base import Machine, Provider
 from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
 from raytide.control.bootstrap.cluster_record import HeadCluster, installed_version, load, run_dir_of
-from raytide.control.bootstrap.control_plane import end_children, grant_access, start_supervisor, wait_for_api
+from raytide.control.bootstrap.control_plane import (
+    end_children,
+    end_nodes,
+    grant_access,
+    start_supervisor,
+    wait_for_api,
+)
 from raytide.control.bootstrap.exposure import check_running
 from raytide.control.bootstrap.wiring import provider
 from raytide.control.supervision.daemon import hold_lock
@@ -106,7 +111,7 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
         cluster.gateway_file.unlink(missing_ok=True)
         cluster.alertmanager_token_file.unlink(missing_ok=True)
         end_children(cluster)
-        machines = _end_nodes(provider(cluster, only_ends=True), time.monotonic() + timeout_s)
+        machines = end_nodes(provider(cluster, only_ends=True), time.monotonic() + timeout_s)
         store = Store.open(cluster.state_url)
         try:
             with sole_lead(store, cluster.holder):
@@ -122,22 +127,6 @@ def _file_token(run_dir: Path) -> None:
         file.touch(mode=0o600)
         file.write_text(token)
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
-
-
-def _end_nodes(nodes: Provider, deadline: float) -> tuple[Machine, ...]:
-    """Terminates all nodes and repeats it until none is left, because a cloud may list new machines late."""
-    try:
-        while True:
-            live = [machine.node_id for machine in nodes.machines() if machine.ended_at_s is None]
-            if not live:
-                return nodes.machines()
-            if time.monotonic() >= deadline:
-                raise ClusterError(f"nodes {', '.join(live)} did not end.", hint="Check the cloud's console.")
-            for node_id in live:
-                nodes.terminate(node_id)
-            time.sleep(_POLL_S)
-    finally:
-        nodes.close()
 
 
 def _dashboard(gcs_address: str, timeout_s: float) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,13 @@ from ray.autoscaler.command_runner import CommandRunnerInterface
 from ray.autoscaler.node_provider import NodeProvider
 
 from raytide.autoscaler.providers.cloud.setup import RAY_TOKEN, start_commands
+from raytide.autoscaler.providers.hosts.ssh import agent_command
 from raytide.control.bootstrap.exposure import check_file, uses_token
 from raytide.core import ray_internals
 from raytide.core.config import load_yaml
 from raytide.core.errors import ClusterError, ConfigError, ProviderError, UsageError
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster, provider_section
+from raytide.core.objects.hardware.host import Host, HostsSection
 from raytide.core.objects.node import NodeType
 
 __all__ = ["LaunchedHead", "SetUpStep", "dry_run", "up"]
@@ -41,9 +44,9 @@ class SetUpStep:
     """One step of a machine's set-up."""
 
     machine: str
-    """The node type."""
+    """The node type, or the name of an own machine."""
     what: str
-    """`buy`, `copy` or `run`."""
+    """`buy`, `copy` or `run`; `switch on` and `switch off` an own machine."""
     text: str
 
 
@@ -68,14 +71,20 @@ def up(path: Path, name: str | None = None, *, insecure: bool = False) -> Launch
 
 def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> list[SetUpStep]:
     """Returns what `up` and then the controller would do to the head and to one node of each type; it does nothing."""
+    config = load_cluster(path)
+    hosts = config.settings.hosts
+    own = [step for host in hosts.machines for step in _host_steps(hosts, host)] if hosts is not None else []
+    if provider_section(load_yaml(path), where=str(path))["type"] == "hosts":
+        return own
     file, config = _checked(path, name, insecure)
     os.environ.setdefault("RAY_USAGE_STATS_PROMPT_ENABLED", "0")  # Ray would wait for an answer to its prompt
     prepared = ray_internals.prepared_config(file)
     head = _RecordingCloud(prepared, str(prepared["head_node_type"]))
     steps = _recorded(head, lambda: ray_internals.set_up_head(head, prepared))
     for node_type in config.node_types:
-        steps += _worker_steps(prepared, node_type)
-    return steps
+        if hosts is None or node_type.name not in hosts.node_types():
+            steps += _worker_steps(prepared, node_type)
+    return steps + own
 
 
 def _checked(path: Path, name: str | None, insecure: bool) -> tuple[dict[str, Any], ClusterConfig]:
@@ -84,6 +93,11 @@ def _checked(path: Path, name: str | None, insecure: bool) -> tuple[dict[str, An
     if section["type"] in ("local", "fake"):
         raise UsageError(
             f"provider {section['type']} is for this machine alone.", hint=f"Use `raytide up {path} --local`."
+        )
+    if section["type"] == "hosts":
+        raise UsageError(
+            f"{path} has no cloud in which a head could be started.",
+            hint="Run `ray start --head --no-monitor` and `raytide head FILE` on the machine that is to be the head.",
         )
     if section["type"] == "kuberay":
         raise UsageError(
@@ -115,6 +129,14 @@ def _check_head(file: Mapping[str, Any], path: Path) -> None:
             f"{path}: head_start_ray_commands does not start raytide.",
             hint="Add `raytide head ~/ray_bootstrap_config.yaml` after `ray start`.",
         )
+
+
+def _host_steps(hosts: HostsSection, host: Host) -> list[SetUpStep]:
+    """Returns the steps of a node on an own machine, which has raytide already."""
+    who = f"ssh -p {host.port or hosts.ssh.port} {host.user or hosts.ssh.user}@{host.address}"
+    power = (("switch on", hosts.power_on_of(host)), ("switch off", hosts.power_off_of(host)))
+    on, off = ([SetUpStep(host.name, what, shlex.join(argv))] if argv else [] for what, argv in power)
+    return [*on, SetUpStep(host.name, "run", f"{who} {shlex.quote(agent_command(hosts))}"), *off]
 
 
 def _worker_steps(config: Mapping[str, Any], node_type: NodeType) -> list[SetUpStep]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import httpx
 
+from raytide.autoscaler.providers.base import Machine, Provider
 from raytide.control.bootstrap.cluster_record import RunningCluster
 from raytide.control.supervision.daemon import spawn
 from raytide.control.supervision.supervisor import BACKUP, CHILDREN, MONITORING, arguments
@@ -17,11 +18,12 @@ from raytide.core.io.atomic_file import read_json, write_json, write_text
 from raytide.core.io.process import Process, running, terminate_all
 from raytide.core.objects.cluster_config import load_cluster
 
-__all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
+__all__ = ["end_children", "end_nodes", "grant_access", "start_supervisor", "wait_for_api"]
 
 _OPERATOR = {"user": "admin", "team": "*"}
 _GATEWAY = {"role": "gateway"}
 _ALERTMANAGER = {"role": "alertmanager"}
+_POLL_S = 0.5
 _STOP_GRACE_S = 12.0
 """Longer than the supervisor's own grace period for its children."""
 
@@ -97,3 +99,21 @@ def _unrecorded(cluster: RunningCluster, whats: Sequence[str]) -> list[Process]:
     """Finds children that a full disk kept the supervisor from recording."""
     children = [CHILDREN[what] for what in whats if what in CHILDREN]
     return [process for child in children for process in running(arguments(child, str(cluster.run_dir)))]
+
+
+def end_nodes(nodes: Provider, deadline: float) -> tuple[Machine, ...]:
+    """Terminates all nodes and repeats it until none is left, because a cloud may list new machines late."""
+    try:
+        while True:
+            live = [machine.node_id for machine in nodes.machines() if machine.ended_at_s is None]
+            if not live:
+                return nodes.machines()
+            if time.monotonic() >= deadline:
+                raise ClusterError(
+                    f"nodes {', '.join(live)} did not end.", hint="Check the cloud's console, or the machines."
+                )
+            for node_id in live:
+                nodes.terminate(node_id)
+            time.sleep(_POLL_S)
+    finally:
+        nodes.close()

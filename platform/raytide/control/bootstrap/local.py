@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from raytide.actors.gang.member_processes import account_of
+from raytide.autoscaler.providers.hosts.provider import HOSTS_FOLDER
 from raytide.autoscaler.providers.local.files import node_folders
 from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
 from raytide.control.bootstrap.cluster_record import (
@@ -26,10 +27,16 @@ from raytide.control.bootstrap.cluster_record import (
     load,
     run_dir_of,
 )
-from raytide.control.bootstrap.control_plane import end_children, grant_access, start_supervisor, wait_for_api
+from raytide.control.bootstrap.control_plane import (
+    end_children,
+    end_nodes,
+    grant_access,
+    start_supervisor,
+    wait_for_api,
+)
 from raytide.control.bootstrap.loopback import ANY, FIRST_K, LAST_K, claim
 from raytide.control.bootstrap.ray_head import start_head, wait_for_head
-from raytide.control.bootstrap.wiring import local_provider
+from raytide.control.bootstrap.wiring import bill, provider
 from raytide.control.supervision.daemon import hold_lock
 from raytide.control.supervision.supervisor import CHILDREN, ensure_owner_watched
 from raytide.core.clock import SystemClock
@@ -42,6 +49,7 @@ from raytide.core.state import Store
 from raytide.dashboards.rules.overrides import adjusted_groups
 
 DEFAULT_CONFIG = Path(__file__).with_name("local.yaml")
+_HOSTS_END_S = 60.0
 DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT = 8265, 7400, 8000, 10001
 
 
@@ -217,6 +225,14 @@ def _end_everything(cluster: LocalCluster) -> None:
     cluster.gateway_file.unlink(missing_ok=True)
     cluster.alertmanager_token_file.unlink(missing_ok=True)
     end_children(cluster)
+    try:
+        if (cluster.run_dir / HOSTS_FOLDER).exists():
+            end_nodes(provider(cluster, only_ends=True), time.monotonic() + _HOSTS_END_S)
+    finally:
+        _end_processes(cluster)
+
+
+def _end_processes(cluster: LocalCluster) -> None:
     live = [folder for folder in node_folders(cluster.run_dir) if folder.end() is None]
     for folder in live:
         with suppress(OSError):
@@ -240,7 +256,7 @@ def _close_books(cluster: LocalCluster) -> Closed:
     store = Store.open(cluster.state_url)
     try:
         with full_disk_is_an_error(str(cluster.run_dir)), sole_lead(store, cluster.holder):
-            return close_books(store, local_provider(cluster).machines(), SystemClock().now_s())
+            return close_books(store, bill(cluster).machines(), SystemClock().now_s())
     finally:
         store.close()
 

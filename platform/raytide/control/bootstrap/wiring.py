@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,25 +15,30 @@ from raytide.autoscaler.providers.base import Bill, Provider
 from raytide.autoscaler.providers.cloud.provider import CloudProvider
 from raytide.autoscaler.providers.cloud.setup import CloudSetUp, NoSetUp
 from raytide.autoscaler.providers.fake import FakeProvider
+from raytide.autoscaler.providers.hosts.provider import HOSTS_FOLDER, HostCluster, HostsProvider
+from raytide.autoscaler.providers.hosts.ssh import SshConnection
 from raytide.autoscaler.providers.kuberay.kube_api import KubeApi
 from raytide.autoscaler.providers.kuberay.provider import KubeRayProvider
 from raytide.autoscaler.providers.local.provider import LocalProvider
+from raytide.autoscaler.providers.mixed import MixedBill, MixedProvider
 from raytide.autoscaler.providers.notices.watch import board_at
 from raytide.autoscaler.providers.purchases import Purchases
 from raytide.autoscaler.ray_gcs import GcsReader
-from raytide.control.bootstrap.cluster_record import LocalCluster, RunningCluster
+from raytide.control.bootstrap.cluster_record import RAY_ENVIRONMENT, LocalCluster, RunningCluster
 from raytide.control.drivers.ray_jobs import RayJobs
 from raytide.control.reconcile.observation import ApiProbe, Sources
 from raytide.core import ray_internals
 from raytide.core.clock import SystemClock
 from raytide.core.config import load_yaml
 from raytide.core.errors import ConfigError
+from raytide.core.io.environment import all_passed, passed
 from raytide.core.io.private_paths import inherited_restriction, restrict_to
-from raytide.core.objects.cluster_config import load_cluster, provider_section
+from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, load_cluster, provider_section
 
 __all__ = ["RAY_NAMESPACE", "bill", "local_provider", "provider", "sources"]
 
 RAY_NAMESPACE = "raytide"
+HOSTS = "hosts"
 
 
 def sources(cluster: RunningCluster) -> Sources:
@@ -62,17 +68,47 @@ def sources(cluster: RunningCluster) -> Sources:
 
 
 def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
-    """Returns the provider of the `provider` section. In an embedded cluster it is the local one, unless it is `fake`.
+    """Returns the provider of the `provider` section, and of own machines beside it. In an embedded cluster it is the
+    local one for all node types, unless it is `fake`.
 
     With `only_ends` it sets up no nodes.
     """
     file: dict[str, Any] = load_yaml(cluster.config_path)
     section = provider_section(file, where=str(cluster.config_path))
+    if isinstance(cluster, LocalCluster) and section["type"] != "fake":
+        return local_provider(cluster)
+    config = load_cluster(cluster.config_path)
+    hosts = config.settings.hosts
+    if hosts is None:
+        return _bought(cluster, config, file, section, only_ends=only_ends)
+    own = HostsProvider(
+        hosts,
+        config.node_types,
+        _host_cluster(cluster, config.settings),
+        cluster.run_dir,
+        SystemClock(),
+        SshConnection(hosts, cluster.cluster_id),
+        starts_nodes=not only_ends,
+    )
+    if section["type"] == HOSTS:
+        return own
+    other = _bought(cluster, config, file, section, only_ends=only_ends)
+    names = {each.name: HOSTS if each.name in hosts.node_types() else section["type"] for each in config.node_types}
+    return MixedProvider({HOSTS: own, section["type"]: other}, names)
+
+
+def _bought(
+    cluster: RunningCluster,
+    config: ClusterConfig,
+    file: dict[str, Any],
+    section: Mapping[str, Any],
+    *,
+    only_ends: bool,
+) -> Provider:
+    """Returns the provider of all node types without own machines."""
     clock = SystemClock()
     if section["type"] == "fake":
         return FakeProvider(clock)
-    if isinstance(cluster, LocalCluster):
-        return local_provider(cluster)
     if section["type"] == "local":
         raise ConfigError(
             f"{cluster.config_path}: provider local is for this machine alone.",
@@ -84,7 +120,7 @@ def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
     return CloudProvider(
         file,
         cloud,
-        load_cluster(cluster.config_path).node_types,
+        config.node_types,
         cluster.run_dir,
         clock,
         NoSetUp()
@@ -94,6 +130,12 @@ def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
         ),
         board_at(cluster.gcs_address),
     )
+
+
+def _host_cluster(cluster: RunningCluster, settings: RaytideSection) -> HostCluster:
+    named = passed(os.environ, (), all_passed(settings.pass_environment))
+    rays = {name: value for name, value in RAY_ENVIRONMENT.items() if name != "RAY_AUTH_MODE"}
+    return HostCluster(cluster.cluster_id, cluster.gcs_address, {**named, **rays}, cluster.ray_token_file)
 
 
 def local_provider(cluster: LocalCluster) -> LocalProvider:
@@ -111,9 +153,12 @@ def local_provider(cluster: LocalCluster) -> LocalProvider:
 def bill(cluster: RunningCluster) -> Bill:
     """Returns the machines' billing records, for processes that must not change machines."""
     section = provider_section(load_yaml(cluster.config_path), where=str(cluster.config_path))
-    if isinstance(cluster, LocalCluster) or section["type"] == "fake":
-        return provider(cluster)
-    return Purchases(cluster.run_dir / "purchases")
+    if isinstance(cluster, LocalCluster) and section["type"] != "fake":
+        return local_provider(cluster)
+    folder = cluster.run_dir / "purchases"
+    bought: Bill = FakeProvider(SystemClock()) if section["type"] == "fake" else Purchases(folder)
+    own = cluster.run_dir / HOSTS_FOLDER / "purchases"
+    return MixedBill({HOSTS: Purchases(own), section["type"]: bought}) if own.exists() else bought
 
 
 def _kube_api(section: Mapping[str, Any]) -> KubeApi:

@@ -38,6 +38,8 @@ class ClusterObservation:
     drivers: Mapping[DriverKey, DriverStatus] | None
     loads: Mapping[str, EndpointLoad]
     errors: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    """Texts of the provider for operators, which are no failures of the tick."""
     api_answers: bool = False
     """True if drivers can reach the API."""
     silent_s: Mapping[str, float] | None = None
@@ -118,6 +120,7 @@ def observe(
         measured=sources.meters.measured(),
         names=known,
         targets=tuple(_targets(machines or (), sources.meters.agents(), known, loads)),
+        problems=query("provider problems", sources.provider.problems) or (),
         errors=tuple(errors),
     )
 

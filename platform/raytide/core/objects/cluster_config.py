@@ -17,6 +17,7 @@ from raytide.core.config import Config, load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.money import micro_usd
+from raytide.core.objects.hardware.host import HostsSection, with_hosts
 from raytide.core.objects.node import CapacityType, Meter, NodeType, ScheduledMinimum
 from raytide.core.objects.snapshot import Unmanaged
 from raytide.core.objects.team import CLASSES, TeamSpec, check_tree
@@ -30,7 +31,9 @@ UserName = Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_-]*)?$")]
 class NodeTypeSection(Config):
     """`metadata.raytide.node_types.<name>`: the properties that Ray's node type of the same name does not have."""
 
-    price_usd_h: float = Field(ge=0)
+    price_usd_h: float | None = Field(default=None, ge=0)
+    power_w: float | None = Field(default=None, gt=0, le=1_000_000)
+    """The power of an own machine at work, which with `hosts.usd_per_kwh` is its price."""
     market: CapacityType = CapacityType.ON_DEMAND
     zones: tuple[str, ...] = ("local",)
     """Tried in this order."""
@@ -157,6 +160,7 @@ class RaytideSection(Config):
 
     version: int = Field(default=1, ge=1, le=1)
     node_types: dict[str, NodeTypeSection]
+    hosts: HostsSection | None = None
     limits: LimitsSection = LimitsSection()
     unmanaged: UnmanagedSection = UnmanagedSection()
     gateway: GatewaySection = GatewaySection()
@@ -226,8 +230,13 @@ def load_cluster(path: Path | str) -> ClusterConfig:
         raise ConfigError(f"{path} has no metadata.raytide.", hint="`raytide schema` prints what belongs there.")
     settings = RaytideSection.parse(raw, where=f"{path}: metadata.raytide")
     node_types = _join_node_types(file, settings, where=str(path))
+    if settings.hosts is not None:
+        node_types = with_hosts(node_types, settings.hosts, where=str(path))
+    if section["type"] == "hosts":
+        _check_hosts(settings, node_types, where=str(path))
     if section["type"] == "gcp":
-        _check_gcp(section, file, node_types, where=str(path))
+        bought = [each for each in node_types if settings.hosts is None or each.name not in settings.hosts.node_types()]
+        _check_gcp(section, file, bought, where=str(path))
     return ClusterConfig(name=str(file.get("cluster_name", "raytide")), node_types=node_types, settings=settings)
 
 
@@ -245,7 +254,7 @@ def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, 
     """Returns the `provider` section of a cluster.yaml; its type must be known to raytide."""
     section = file.get("provider")
     kind = section.get("type") if isinstance(section, Mapping) else None
-    known = ("local", "fake", "kuberay", *CLOUDS)
+    known = ("local", "fake", "hosts", "kuberay", *CLOUDS)
     if not isinstance(section, Mapping) or kind not in known:
         near = get_close_matches(str(kind), known, n=1)
         raise ConfigError(
@@ -259,6 +268,17 @@ def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, 
             hint="Set `cache_stopped_nodes: false` in the provider section.",
         )
     return section
+
+
+def _check_hosts(settings: RaytideSection, node_types: Iterable[NodeType], *, where: str) -> None:
+    """Checks that a cluster without a cloud has a machine for each node type."""
+    own = settings.hosts.node_types() if settings.hosts is not None else frozenset()
+    for node_type in node_types:
+        if node_type.name not in own:
+            raise ConfigError(
+                f"{where}: provider hosts has no machine of node type {node_type.name}.",
+                hint="Name its machines in metadata.raytide.hosts.machines (docs/providers.md).",
+            )
 
 
 def _check_gcp(
@@ -320,16 +340,18 @@ def _join_node_types(file: Mapping[str, object], settings: RaytideSection, *, wh
                 hint="The two must match.",
             )
     return tuple(
-        _join(name, ray_type, settings.node_types.get(name), default_max, where=where)
+        _join(name, ray_type, settings, default_max, where=where)
         for name, ray_type in ray_types.items()
         if name != head
     )
 
 
 def _join(
-    name: str, ray_type: Mapping[str, object], section: NodeTypeSection | None, default_max: object, *, where: str
+    name: str, ray_type: Mapping[str, object], settings: RaytideSection, default_max: object, *, where: str
 ) -> NodeType:
-    if section is None:
+    section = settings.node_types.get(name)
+    price_usd_h = None if section is None else _price_usd_h(section, settings.hosts)
+    if section is None or price_usd_h is None:
         raise ConfigError(
             f"{where}: node type {name} has no price.",
             hint=f"Add metadata.raytide.node_types.{name} with price_usd_h (0 for a machine you own and do not book).",
@@ -340,9 +362,9 @@ def _join(
         "labels": ray_type.get("labels", {}),
         "min_nodes": ray_type.get("min_workers", 0),
         "max_nodes": ray_type.get("max_workers", default_max),
-        "price_micro_usd_h": micro_usd(section.price_usd_h),
+        "price_micro_usd_h": micro_usd(price_usd_h),
         "zone_prices_micro_usd_h": {zone: micro_usd(usd) for zone, usd in section.zone_prices_usd_h.items()},
-        **section.model_dump(exclude={"price_usd_h", "zone_prices_usd_h"}, exclude_none=True),
+        **section.model_dump(exclude={"price_usd_h", "power_w", "zone_prices_usd_h"}, exclude_none=True),
     }
     if "idle_timeout_s" in ray_type:
         fields["idle_timeout_s"] = ray_type["idle_timeout_s"]
@@ -350,3 +372,9 @@ def _join(
     if section.busy_above is None and node_type.resources.get("GPU"):
         return node_type.model_copy(update={"busy_above": {"gpu": GPU_BUSY_ABOVE}})
     return node_type
+
+
+def _price_usd_h(section: NodeTypeSection, hosts: HostsSection | None) -> float | None:
+    if section.price_usd_h is None and section.power_w is not None and hosts is not None:
+        return section.power_w / 1000 * hosts.usd_per_kwh
+    return section.price_usd_h

@@ -16,8 +16,8 @@ from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.objects.api_key import HostedBackend, TokenPrice
 from raytide.core.objects.gang import Needed
+from raytide.core.objects.hardware.resources import RESOURCE_WORDS, expand
 from raytide.core.objects.node import ScheduledMinimum
-from raytide.core.objects.resources import RESOURCE_WORDS, expand
 
 _NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
 ENDPOINT_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -203,7 +203,7 @@ class ServeSpec(Config):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, fields: object) -> object:
-        """`gpus`, `cpus`, `memory` and `spot` (see `raytide.core.objects.resources`) are expanded to resources
+        """`gpus`, `cpus`, `memory` and `spot` (see `raytide.core.objects.hardware.resources`) are expanded to resources
         and labels of the replica."""
         if isinstance(fields, Mapping) and fields.get("backend") is not None:
             fields = {"model": HOSTED, "replicas": {"min": 0}, **fields}

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
-from raytide.core.objects.resources import NODE_WORDS, expand
+from raytide.core.objects.hardware.resources import NODE_WORDS, expand
 
 CPUS_OF_A_GPU = 8.0
 """A member without GPUs counts as its CPUs divided by this, so that such jobs are ordered too."""
@@ -53,7 +53,7 @@ class Shape(Config):
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, fields: object) -> object:
-        """Expands the keywords of `raytide.core.objects.resources` to fields."""
+        """Expands the keywords of `raytide.core.objects.hardware.resources` to fields."""
         return expand(fields) if isinstance(fields, Mapping) else fields
 
     @model_validator(mode="after")

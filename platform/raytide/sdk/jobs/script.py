@@ -11,7 +11,7 @@ from pathlib import Path
 from raytide.core.errors import UsageError
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.resources import RESOURCE_WORDS, expand
+from raytide.core.objects.hardware.resources import RESOURCE_WORDS, expand
 
 _SHAPE = re.compile(r"(?:(?:(\d+):)?(\d+)x)?([^@]+)(?:@(.+))?")
 

@@ -24,7 +24,7 @@ from raytide.core.money import to_us
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.endpoint import Endpoint, EndpointRevision, EndpointState, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
-from raytide.core.objects.resources import resolve_accelerator
+from raytide.core.objects.hardware.resources import resolve_accelerator
 from raytide.core.specs.live_changes import AdapterChange, SignalReport, WeightsChange
 from raytide.core.specs.rollout import (
     REVISION_SEPARATOR,

@@ -23,10 +23,10 @@ from raytide.core.io.working_dir import MOST_BYTES
 from raytide.core.money import month_of, to_us
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState
+from raytide.core.objects.hardware.resources import resolve_accelerator
 from raytide.core.objects.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import EntryKind
 from raytide.core.objects.plan import UNMANAGED
-from raytide.core.objects.resources import resolve_accelerator
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec

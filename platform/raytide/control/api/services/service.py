@@ -72,7 +72,7 @@ class ApiService:
             store, config, clock, self.live, inputs, self.accounts, self.models, serve_url, rate, drivers
         )
         self.tenancy = TenancyService(store, clock, self.accounts, rate)
-        self.monitoring = MonitoringService(live.parent, store, clock)
+        self.monitoring = MonitoringService(live.parent, store, clock, config.settings.hosts)
         self.pictures = Pictures(
             store, config, clock, self.live, self.endpoints.all, self.teams, self.monitoring.alerts
         )

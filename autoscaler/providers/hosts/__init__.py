@@ -1,0 +1,1 @@
+"""Own machines as nodes, reached over ssh."""

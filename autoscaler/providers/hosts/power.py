@@ -1,0 +1,81 @@
+"""Switches own machines on and off by the operator's commands, such as those of Wake-on-LAN or IPMI."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+
+from raytide.core.errors import ClusterError, ProviderError
+from raytide.core.logs import logger
+from raytide.core.objects.hardware.host import Host, HostsSection
+
+__all__ = ["PowerSwitch"]
+
+_COMMAND_S = 60.0
+_RETRY_S = 5.0
+
+log = logger(__name__)
+
+
+class PowerSwitch:
+    """Runs the commands on this machine, without a shell. A machine without commands is taken to be on."""
+
+    def __init__(self, hosts: HostsSection) -> None:
+        self._hosts = hosts
+        self._closed = threading.Event()
+
+    def on(self, host: Host, reach: Callable[[], object], is_given_up: Callable[[], bool]) -> None:
+        """Switches the machine on if `reach` raises ClusterError, and waits until it does not. Raises the last error
+        after `power_on_timeout_s`, ProviderError if the command fails."""
+        argv = self._hosts.power_on_of(host)
+        if not argv:
+            return
+        deadline = None
+        while not is_given_up():
+            try:
+                reach()
+                return
+            except ClusterError:
+                if deadline is None:
+                    _run(argv, host)
+                    deadline = time.monotonic() + self._hosts.power_on_timeout_s
+                elif time.monotonic() >= deadline:
+                    raise
+            if self._closed.wait(_RETRY_S):
+                raise ClusterError(f"host {host.name} was not waited for: the controller ends.")
+
+    def off(self, host: Host) -> None:
+        """Switches the machine off; a failure is logged, since its node has ended."""
+        if argv := self._hosts.power_off_of(host):
+            try:
+                _run(argv, host)
+            except ProviderError as error:
+                log.warning("a host cannot be switched off", extra={"host": host.name, "error": str(error)})
+
+    def close(self) -> None:
+        """Stops waiting for machines."""
+        self._closed.set()
+
+
+def _run(argv: tuple[str, ...], host: Host) -> None:
+    what = f"the power command of host {host.name}, {argv[0]},"
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_COMMAND_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ProviderError(f"{what} failed: {error}", hint="Correct power_on or power_off of hosts.") from None
+    if done.returncode:
+        said = (done.stdout.strip().splitlines() or [""])[-1]
+        raise ProviderError(
+            f"{what} ended with {done.returncode}: {said}", hint="Correct power_on or power_off of hosts."
+        )

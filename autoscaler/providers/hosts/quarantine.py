@@ -1,0 +1,84 @@
+"""Own machines that are kept out of use after a failure, for longer after each, or until an operator lifts it.
+
+Each is a file in the run folder, so that a new controller knows it, and an operator's order needs no controller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from raytide.core.clock import Clock, utc
+from raytide.core.io.atomic_file import read_json, write_json
+
+__all__ = ["FIRST_S", "LONGEST_S", "HostQuarantine", "QuarantinedHost", "quarantine_folder"]
+
+FIRST_S, LONGEST_S = 60.0, 3600.0
+"""The wait after the first failure of a machine; it doubles with each further one."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedHost:
+    """A machine that has failed, with the last reason. Past `until_s` it is tried again; None is never."""
+
+    host: str
+    reason: str
+    since_s: float
+    until_s: float | None
+    failures: int
+
+    def holds(self, now_s: float) -> bool:
+        return self.until_s is None or now_s < self.until_s
+
+    def describe(self) -> str:
+        until = "until it is released" if self.until_s is None else f"until {utc(self.until_s)}"
+        return f"host {self.host} is in quarantine {until}: {self.reason} `raytide nodes release {self.host}` ends it."
+
+
+def quarantine_folder(run_dir: Path) -> Path:
+    return run_dir / "hosts" / "quarantine"
+
+
+class HostQuarantine:
+    """The quarantine of one cluster's machines, in one folder."""
+
+    def __init__(self, folder: Path, clock: Clock) -> None:
+        self._folder, self._clock = folder, clock
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def add(self, host: str, reason: str, *, is_until_lifted: bool = False) -> QuarantinedHost:
+        """Quarantines the machine after a failure, or, with `is_until_lifted`, by an operator's order."""
+        before, now_s = self._read(host), self._clock.now_s()
+        failures = 1 + (before.failures if before is not None else 0)
+        if is_until_lifted or (before is not None and before.until_s is None):
+            until_s = None
+        else:
+            until_s = now_s + min(LONGEST_S, FIRST_S * 2.0 ** min(failures - 1, 16))
+        entry = QuarantinedHost(host, reason, now_s, until_s, failures)
+        write_json(self._folder / f"{host}.json", asdict(entry))
+        return entry
+
+    def lift(self, host: str) -> bool:
+        """Forgets the machine's failures. Returns whether there were any."""
+        path = self._folder / f"{host}.json"
+        was_there = path.exists()
+        path.unlink(missing_ok=True)
+        return was_there
+
+    def succeed(self, host: str) -> None:
+        """Forgets failures after a success, but never an operator's order."""
+        entry = self._read(host)
+        if entry is not None and entry.until_s is not None:
+            self.lift(host)
+
+    def held(self, host: str) -> QuarantinedHost | None:
+        entry = self._read(host)
+        return entry if entry is not None and entry.holds(self._clock.now_s()) else None
+
+    def all_held(self) -> tuple[QuarantinedHost, ...]:
+        found = (self.held(path.stem) for path in sorted(self._folder.glob("*.json")))
+        return tuple(entry for entry in found if entry is not None)
+
+    def _read(self, host: str) -> QuarantinedHost | None:
+        record = read_json(self._folder / f"{host}.json")
+        return None if record is None else QuarantinedHost(**record)

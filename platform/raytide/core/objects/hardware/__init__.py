@@ -1,0 +1,1 @@
+"""Own machines, and the words for what work needs of a machine."""
