@@ -217,6 +217,15 @@ def test_a_flow_goes_from_text_to_an_endpoint_and_a_worse_model_is_not_served(ho
     assert tide.endpoint("from-text").status.endpoint.state in ends, "the how-to ends with its deletion"
 
 
+@pytest.mark.soak
+def test_a_commit_is_released_and_its_pipeline_may_run_again(how_to: HowTo, tide: rt.Client) -> None:
+    printed = how_to("release-from-ci")
+    assert re.search(r"^serve\s+serve\s+done\s", printed, re.MULTILINE), printed
+    version = tide.models.get("released:1")
+    assert version.spec.note == "commit 4f2c1d0" and version.spec.metrics["eval_loss"] > 0
+    assert "released:2" not in printed, "the second run finds every stage done"
+
+
 @pytest.mark.usefixtures("trained")
 def test_a_trained_model_becomes_an_eight_bit_endpoint_with_its_gate(how_to: HowTo) -> None:
     printed = how_to("compress-a-model")
