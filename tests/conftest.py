@@ -100,6 +100,7 @@ SLOW = (
     "tests/actors/engine/backends/test_vllm.py",
     "tests/actors/engine/model/tensor_parallel/test_shard.py::test_two_members_compute_the_logits_of_one",
     "tests/actors/engine/test_tensor_parallel.py",
+    "tests/actors/serving/test_engine_members.py",
     "tests/actors/engine/model/test_tuned_models.py",
     "tests/actors/engine/test_combinations.py",
     "tests/actors/engine/test_hostile_requests.py",

@@ -8,11 +8,12 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 from raytide.actors.engine.backends.remote.client import RemoteEngine
+from raytide.actors.engine.model.tensor_parallel.launcher import Invitation
 from raytide.core.errors import EngineDeadError, EngineError, from_json
 from raytide.core.objects.endpoint import ServeSpec
 
@@ -38,9 +39,11 @@ class EngineChild:
         *,
         model_dir: str,
         on_phase: Callable[[str], None] = lambda phase: None,
+        bring_members: Callable[[Invitation], Awaitable[None]] | None = None,
     ) -> EngineChild:
-        """Starts the process and waits until its engine is ready; `on_phase` is told what it does. Raises the error
-        that the engine's start raised, or EngineError when the process ended without one.
+        """Starts the process and waits until its engine is ready; `on_phase` is told what it does, `bring_members`
+        starts those of other nodes. Raises the error that the engine's start or theirs raised, or EngineError when the
+        process ended without one.
         """
         secret = secrets.token_hex(32)
         reading, writing = os.pipe()
@@ -63,7 +66,7 @@ class EngineChild:
             fields = spec.model_dump(mode="json")
             order = {"spec": fields, "model_dir": model_dir, "host": host, "secret": secret, "replica": name}
             process.stdin.write(json.dumps(order).encode() + b"\n")
-            answer = await _answer(reading, on_phase)
+            answer = await _answer(reading, on_phase, bring_members)
             if "error" in answer:
                 raise from_json(answer["error"])
             if "port" not in answer:
@@ -106,17 +109,42 @@ class EngineChild:
             await self._process.wait()
 
 
-async def _answer(fd: int, on_phase: Callable[[str], None]) -> dict[str, Any]:
+async def _answer(
+    fd: int,
+    on_phase: Callable[[str], None],
+    bring_members: Callable[[Invitation], Awaitable[None]] | None,
+) -> dict[str, Any]:
     """Reads the phases of the start and returns what follows them; nothing if the other side closed the pipe."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(fd, "rb"))
+    bringing: set[asyncio.Future[None]] = set()
     try:
-        while line := await reader.readline():
+        while line := await _read_line(reader, bringing):
             answer: dict[str, Any] = json.loads(line)
-            if "phase" not in answer:
+            if "members" in answer and bring_members is not None:
+                bringing.add(asyncio.ensure_future(bring_members(Invitation(**answer["members"]))))
+            elif "phase" not in answer:
                 return answer
-            on_phase(answer["phase"])
+            else:
+                on_phase(answer["phase"])
         return {}
     finally:
+        for each in bringing:
+            each.cancel()
         transport.close()
+
+
+async def _read_line(reader: asyncio.StreamReader, bringing: set[asyncio.Future[None]]) -> bytes:
+    """Returns the next line. Raises the error of members that cannot come: the engine would wait for them."""
+    reading = asyncio.ensure_future(reader.readline())
+    try:
+        while not reading.done():
+            waiting: set[asyncio.Future[Any]] = {reading, *bringing}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for each in [each for each in bringing if each.done()]:
+                bringing.discard(each)
+                each.result()
+        return reading.result()
+    finally:
+        reading.cancel()

@@ -1,8 +1,8 @@
 """A replica's engine in a process of its own: `python -m raytide.actors.serving.engine_process REPORT_FD`.
 
 The engine's thread shares its interpreter with nothing but the server of its connections: HTTP is spoken elsewhere. The
-order arrives as a line of JSON on stdin, so that the secret is in no argument list; the phases of the start and the
-answer are written to REPORT_FD, a line each.
+order arrives as a line of JSON on stdin, so that the secret is in no argument list; the phases of the start, the
+invitation of members on other nodes and the answer are written to REPORT_FD, a line each.
 The process ends when stdin is closed, with its parent, and when its engine is broken.
 """
 
@@ -18,14 +18,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
 from typing import Any, BinaryIO
 
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine
+from raytide.actors.engine.model.tensor_parallel.launcher import Invitation, Launcher, LocalMembers
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import GenRequest
-from raytide.actors.serving.engines import build_engine
+from raytide.actors.serving.engines import build_engine, choose_engine, tensor_parallel
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import engine_samples
 from raytide.core.errors import RaytideError
@@ -50,7 +52,7 @@ async def run(order: dict[str, Any], report: BinaryIO) -> None:
     spec = ServeSpec.parse(order["spec"], where="endpoint")
     try:
         _write(report, {"phase": "load"})
-        engine = build_engine(spec, order["model_dir"])
+        engine = build_engine(spec, order["model_dir"], _launcher(spec, order["host"], report))
         info = await engine.start()
         if info.backend != "fake":
             _write(report, {"phase": "warm-up"})
@@ -77,6 +79,21 @@ async def run(order: dict[str, Any], report: BinaryIO) -> None:
         await asyncio.wait({parent}, timeout=_PROBLEM_PERIOD_S)
     await server.close()
     await engine.shutdown()
+
+
+def _launcher(spec: ServeSpec, host: str, report: BinaryIO) -> Launcher | None:
+    """Returns what starts this node's members and lets the replica start those of the other nodes; None without."""
+    if spec.members == 1 or choose_engine(spec).kind != "native":
+        return None
+    local_size = tensor_parallel(spec) // spec.members
+
+    def invite(invitation: Invitation) -> None:
+        _write(report, {"members": asdict(invitation)})
+
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    return LocalMembers(
+        range(1, local_size), local_size=local_size, host=host, threads=max(1, threads // local_size), invite=invite
+    )
 
 
 async def _page(engine: Engine, application: str, replica: str, query: Query) -> Iterable[Sample]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raytide.actors.engine.base import Engine
 from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
@@ -15,18 +15,26 @@ from raytide.core.io.private_paths import check_named
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import MOST_ADAPTERS, ServeSpec
 
+if TYPE_CHECKING:
+    from raytide.actors.engine.model.tensor_parallel.launcher import Launcher
+
 log = logger(__name__)
 
 
-def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> Engine:
+def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any], launcher: Launcher | None) -> Engine:
     from raytide.actors.engine.backends.native.engine import NativeEngine
     from raytide.actors.engine.config import EngineConfig
 
-    config = {"model_dir": model_dir, "max_loras": 2 * MOST_ADAPTERS, **options}  # old ones leave after the new came
-    return NativeEngine(EngineConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
+    config = {
+        "model_dir": model_dir,
+        "max_loras": 2 * MOST_ADAPTERS,  # old ones leave after the new came
+        "tensor_parallel": spec.members,
+        **options,
+    }
+    return NativeEngine(EngineConfig.parse(config, where=f"engine options of endpoint {spec.name}"), launcher)
 
 
-def _vllm(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> Engine:
+def _vllm(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: Launcher | None) -> Engine:
     from raytide.actors.engine.backends.vllm.config import VllmConfig
     from raytide.actors.engine.backends.vllm.engine import VllmEngine
 
@@ -34,7 +42,7 @@ def _vllm(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> Engine:
     return VllmEngine(VllmConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
 
 
-def _fake(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> Engine:
+def _fake(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: Launcher | None) -> Engine:
     from raytide.actors.engine.backends.fake import FakeEngine
 
     try:
@@ -43,12 +51,12 @@ def _fake(spec: ServeSpec, model_dir: str, options: dict[str, Any]) -> Engine:
         raise ConfigError(f"engine options of endpoint {spec.name}: {error}.") from None
 
 
-ENGINES: dict[str, Callable[[ServeSpec, str, dict[str, Any]], Engine]] = {
+ENGINES: dict[str, Callable[[ServeSpec, str, dict[str, Any], Launcher | None], Engine]] = {
     "fake": _fake,
     "native": _native,
     "vllm": _vllm,
 }
-SPANNING = frozenset({"fake"})
+SPANNING = frozenset({"fake", "native"})
 """Engines that can use a replica of several members."""
 
 
@@ -61,7 +69,8 @@ class EngineChoice:
 def choose_engine(spec: ServeSpec) -> EngineChoice:
     """Returns the engine of the spec's replicas: the `kind` that it names or, for `auto`, the one that fits its device.
 
-    ConfigError for a kind that does not exist, and for replicas of several members on an engine that computes on one.
+    ConfigError for a kind that does not exist, for replicas of several members on an engine that computes on one, and
+    for options that do not fit them.
     """
     asked = str(spec.engine.get("kind", "auto"))
     if asked == "auto":
@@ -80,11 +89,14 @@ def choose_engine(spec: ServeSpec) -> EngineChoice:
             f"endpoint {spec.name} has adapters, but engine vllm was asked for none.",
             hint="Set `engine: {max_loras: NUMBER}`: vLLM makes room for that many when it starts.",
         )
-    if choice.kind == "native" and spec.engine.get("tensor_parallel", 1) != 1 and spec.adapters:
-        raise ConfigError(
-            f"endpoint {spec.name} has adapters, which engine native does not compute with tensor_parallel.",
-            hint="Leave tensor_parallel out, merge the adapters into models, or use engine kind vllm.",
-        )
+    if choice.kind == "native" and (size := tensor_parallel(spec)) > 1:
+        if spec.adapters:
+            raise ConfigError(
+                f"endpoint {spec.name} has adapters, which engine native does not compute on several processes.",
+                hint="Leave tensor_parallel and members out, merge the adapters into models, or take engine kind vllm.",
+            )
+        over = "" if spec.members == 1 else f" on {spec.members} members"
+        choice = EngineChoice("native", f"{choice.why} Each replica computes with {size} processes{over}.")
     if spec.members > 1 and choice.kind not in SPANNING:
         raise ConfigError(
             f"endpoint {spec.name} asks for {spec.members} members a replica; engine {choice.kind} computes on one.",
@@ -99,6 +111,19 @@ UNMEASURED = (
 )
 
 
+def tensor_parallel(spec: ServeSpec) -> int:
+    """Returns the processes that compute one replica of engine native: one on each member, unless its options say more.
+
+    Raises ConfigError unless all members have equally many."""
+    size = spec.engine.get("tensor_parallel", spec.members)
+    if not isinstance(size, int) or size < 1 or size % spec.members:
+        raise ConfigError(
+            f"endpoint {spec.name} has tensor_parallel {size!r} and {spec.members} members a replica.",
+            hint="Give a whole number that the members divide, or leave it out: one process on each member.",
+        )
+    return size
+
+
 def _automatic(spec: ServeSpec) -> EngineChoice:
     """Returns vLLM on a GPU and raytide's own engine on a CPU and for GGUF files; options such as `device: cpu` do not
     change that."""
@@ -110,8 +135,9 @@ def _automatic(spec: ServeSpec) -> EngineChoice:
     return EngineChoice("native", "its replicas have no GPU, and on CPUs raytide's own engine is the faster one.")
 
 
-def build_engine(spec: ServeSpec, model_dir: str | None = None) -> Engine:
-    """Returns the spec's engine, not started yet. `model_dir` is the copy of a model in an object store.
+def build_engine(spec: ServeSpec, model_dir: str | None = None, launcher: Launcher | None = None) -> Engine:
+    """Returns the spec's engine, not started yet. `model_dir` is the copy of a model in an object store, `launcher`
+    brings the other members of a replica.
 
     ConfigError when its options make no sense, or when `auto` chose an engine that is not installed on this node;
     DeniedError for paths that are private or outside the data roots, as they are on this node.
@@ -124,7 +150,7 @@ def build_engine(spec: ServeSpec, model_dir: str | None = None) -> Engine:
             hint="Install it on the nodes (`./dev setup --vllm` for CPUs, `pip install vllm` for GPUs), or serve with "
             f"engine kind native. {UNMEASURED}",
         )
-    if choice.why.endswith(UNMEASURED):
+    if UNMEASURED in choice.why:
         log.warning("the native engine is unmeasured on GPUs", extra={"endpoint": spec.name, "why": choice.why})
     options = {key: value for key, value in spec.engine.items() if key != "kind"}
-    return ENGINES[choice.kind](spec, model_dir or spec.model, options)
+    return ENGINES[choice.kind](spec, model_dir or spec.model, options, launcher)

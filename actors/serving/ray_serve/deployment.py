@@ -25,6 +25,7 @@ from raytide.actors.serving.ray_serve.keys import (
     startup_prefix,
 )
 from raytide.actors.serving.ray_serve.live_fields import LiveFields, put
+from raytide.actors.serving.ray_serve.member_hosts import MemberHosts
 from raytide.actors.serving.ray_serve.replica_log import own_log
 from raytide.actors.serving.ray_serve.startup import READY, StartupLog
 from raytide.core import ray_internals
@@ -58,8 +59,14 @@ class EngineReplica:
         self._model = await asyncio.to_thread(staged_model, parsed.model, startup.progress)
         startup.staged(self._model.bytes)
         host = ray.util.get_node_ip_address()
+        self._hosts = MemberHosts(parsed, actor_options(parsed))
         self._child = await EngineChild.start(
-            parsed, host, self._name, model_dir=self._model.path, on_phase=startup.begin
+            parsed,
+            host,
+            self._name,
+            model_dir=self._model.path,
+            on_phase=startup.begin,
+            bring_members=self._hosts.bring,
         )
         live = LiveFields(parsed.name, self._name, self._child.engine, self._model.path)
         await live.start()

@@ -46,8 +46,19 @@ def test_a_gpu_without_vllm_is_an_error_that_says_what_to_install(monkeypatch: p
 def test_an_engine_that_does_not_exist_and_one_that_spans_no_members_are_refused() -> None:
     with pytest.raises(ConfigError, match="asks for engine 'vlm'"):
         choose_engine(spec(engine={"kind": "vlm"}))
-    with pytest.raises(ConfigError, match="engine native computes on one"):
-        choose_engine(spec(members=2))
+    with pytest.raises(ConfigError, match="engine vllm computes on one"):
+        choose_engine(spec(members=2, engine={"kind": "vllm"}))
+
+
+def test_members_of_the_native_engine_have_equally_many_processes() -> None:
+    assert "with 2 processes on 2 members" in choose_engine(spec(members=2)).why
+    assert "with 6 processes on 2 members" in choose_engine(spec(members=2, engine={"tensor_parallel": 6})).why
+    assert "with 4 processes." in choose_engine(spec(engine={"tensor_parallel": 4})).why
+    for size in (3, 0, "2"):
+        with pytest.raises(ConfigError, match=r"tensor_parallel .* and 2 members"):
+            choose_engine(spec(members=2, engine={"tensor_parallel": size}))
+    with pytest.raises(ConfigError, match="has adapters"):
+        choose_engine(spec(members=2, adapters={"a": "/a"}))
 
 
 @pytest.mark.parametrize("fields", [{"model": "{}/far"}, {"model": "{}/data/link"}, {"model": "{}/data/model"}])

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess  # nosec B404
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -40,13 +40,20 @@ class Launcher(Protocol):
 
 
 class LocalMembers:
-    """Members as processes of this machine. `own_host` is its address, `model_dir` its copy of the model if that is in
-    another place than the leader's."""
+    """Members as processes of this machine. `host` is its address, `model_dir` its copy of the model if that is in
+    another place than the leader's; `invite` gets the invitation for members on other machines."""
 
     def __init__(
-        self, ranks: Sequence[int], *, local_size: int, host: str = "127.0.0.1", threads: int = 1, model_dir: str = ""
+        self,
+        ranks: Sequence[int],
+        *,
+        local_size: int,
+        host: str = "127.0.0.1",
+        threads: int = 1,
+        model_dir: str = "",
+        invite: Callable[[Invitation], None] | None = None,
     ) -> None:
-        self.host, self.local_size = host, local_size
+        self.host, self.local_size, self._invite = host, local_size, invite
         self._ranks, self._threads, self._model_dir = ranks, threads, model_dir
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -70,6 +77,8 @@ class LocalMembers:
             # It stays open: its end tells the member that this process has gone.
             process.stdin.write(json.dumps(order).encode() + b"\n")
             process.stdin.flush()
+        if self._invite is not None:
+            self._invite(invitation)
 
     def problem(self) -> str | None:
         for rank, process in self._processes.items():
