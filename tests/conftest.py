@@ -172,6 +172,7 @@ SLOW = (
     "tests/dashboards/rules/test_evaluation.py",
     "tests/dashboards/rules/test_rule_files.py",
     "tests/dashboards/web/test_browser.py",
+    "tests/deploy/test_terraform.py::test_the_head_has_the_rights_that_it_uses_and_no_others",
     "tests/gateway/batches/",
     "tests/gateway/rollouts/test_feedback.py::test_in_an_a_b_test_a_judgement_is_of_its_users_group_through_any_gateway",
     "tests/gateway/tenancy/test_bills.py",

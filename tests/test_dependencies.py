@@ -19,6 +19,7 @@ DISTRIBUTION = {
     "botocore": "boto3",
     "click": "typer",  # part of typer's own interface
     "dateutil": "python-dateutil",
+    "hcl2": "python-hcl2",
     "opentelemetry": "opentelemetry-api",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter": "opentelemetry-exporter-otlp-proto-http",
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2": "opentelemetry-proto",

@@ -1,0 +1,156 @@
+"""The Terraform module for AWS: it parses, refers to what is there, and gives the head the rights that it uses alone.
+
+It was never applied: Terraform is in no registry that this project may use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import hcl2.api
+import pytest
+import yaml
+from tests.autoscaler.providers.notices.key_values import KeyValues
+
+from raytide.autoscaler.providers.cloud.provider import CloudProvider
+from raytide.autoscaler.providers.cloud.spot_prices import SpotPrices, instance_types
+from raytide.autoscaler.providers.notices.board import NoticeBoard
+from raytide.core import ray_internals
+from raytide.core.clock import VirtualClock
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.node import CapacityType, Node, NodeState
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = ROOT / "deploy" / "terraform" / "aws"
+SHIPPED = ROOT / "cluster.yaml"
+OF_THE_SET_UP = {"ec2:CreateTags", "iam:PassRole"}
+"""Rights that no call of their own shows: tags of machines at their purchase and later, and the role that they get."""
+BLOCK = {"resource", "data"}
+
+
+def blocks(kind: str) -> list[dict[str, Any]]:
+    return [block for file in sorted(MODULE.glob("*.tf")) for block in hcl2.api.loads(file.read_text()).get(kind, [])]
+
+
+def declared(kind: str) -> dict[str, Any]:
+    """Returns what the module declares, by `name`, or by `type.name` for resources and data."""
+    if kind not in BLOCK:
+        return {name: body for block in blocks(kind) for name, body in block.items()}
+    found: dict[str, Any] = {}
+    for block in blocks(kind):
+        for type_, named in block.items():
+            found |= {f"{type_}.{name}": body for name, body in named.items()}
+    return found
+
+
+def statements(policy: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = declared("data")[f"aws_iam_policy_document.{policy}"]["statement"]
+    return found
+
+
+def test_all_that_is_referred_to_is_declared_and_every_variable_is_used() -> None:
+    text = "\n".join(file.read_text() for file in MODULE.glob("*.tf"))
+    referred = set(re.findall(r"(?<![\w.\"])(?:data\.)?(aws_\w+\.\w+)", re.sub(r"#.*", "", text)))
+    assert referred - declared("resource").keys() - declared("data").keys() == set()
+    assert set(re.findall(r"\bvar\.(\w+)", text)) == declared("variable").keys()
+    assert [name for name, body in declared("variable").items() if not body.get("description")] == []
+
+
+def test_nothing_is_open_to_all() -> None:
+    rules = {name: body for name, body in declared("resource").items() if "ingress_rule" in name}
+    sources = Counter(
+        str(body.get("cidr_ipv4") or body["referenced_security_group_id"]).strip("${}") for body in rules.values()
+    )
+    assert sources == {
+        "each.value": 1,
+        "aws_security_group.nodes.id": 1,
+        "aws_security_group.operators.id": 1,
+    }
+    assert (
+        declared("resource")["aws_vpc_security_group_ingress_rule.operators"]["for_each"] == "${toset(var.operators)}"
+    )
+
+
+@pytest.fixture
+def config(aws_for_ray: Path) -> dict[str, Any]:
+    """The shipped file with what the module gives out, as `ray up` completes it."""
+    import boto3
+    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+
+    ec2 = boto3.resource("ec2")
+    network = ec2.create_vpc(CidrBlock="10.20.0.0/16")
+    zones = ("us-east-1a", "us-east-1b", "us-east-1c")
+    subnets = [
+        ec2.create_subnet(VpcId=network.id, CidrBlock=f"10.20.{16 * at}.0/20", AvailabilityZone=zone)
+        for at, zone in enumerate(zones)
+    ]
+    public = declared("resource")["aws_subnet.nodes"]["map_public_ip_on_launch"]
+    for subnet in subnets:
+        ec2.meta.client.modify_subnet_attribute(SubnetId=subnet.id, MapPublicIpOnLaunch={"Value": public})
+    group = ec2.create_security_group(GroupName="nodes", Description="nodes", VpcId=network.id)
+    values = {
+        "IamInstanceProfile": {"Arn": "arn:aws:iam::123456789012:instance-profile/ray-autoscaler-v1"},
+        "SubnetIds": [subnet.id for subnet in subnets],
+        "SecurityGroupIds": [group.id],
+    }
+    given = str(declared("output")["cluster_yaml"]["value"])
+    file = yaml.safe_load(SHIPPED.read_text())
+    for name, node_type in file["available_node_types"].items():
+        part = given.partition('"head_node_config": {' if name == "head" else '"node_config": {')[2]
+        keys = re.findall(r'"(\w+)": (?:\[|\{|"\$)', part.partition('"node_config"')[0])
+        assert set(keys) - {"Arn"} == values.keys()
+        node_type["node_config"] |= values
+    completed: dict[str, Any] = AWSNodeProvider.bootstrap_config(ray_internals.prepared_config(file))
+    return completed
+
+
+def test_the_head_has_the_rights_that_it_uses_and_no_others(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import boto3
+    import botocore.client
+
+    call = botocore.client.BaseClient._make_api_call
+    called: dict[str, dict[str, Any]] = {}
+
+    def noted(client: Any, operation: str, arguments: dict[str, Any]) -> Any:
+        called[f"{client.meta.service_model.service_name}:{operation}"] = arguments
+        return call(client, operation, arguments)
+
+    monkeypatch.setattr(botocore.client.BaseClient, "_make_api_call", noted)
+    types = {each.name: each for each in load_cluster(SHIPPED).node_types}
+    board = NoticeBoard(lambda: KeyValues())
+    cloud = ray_internals.node_provider(config["provider"], config["cluster_name"])
+    provider = CloudProvider(config, cloud, types.values(), tmp_path / "run", VirtualClock(1_000.0), Begun(), board)
+    node = Node("node-1", "h100x8.spot", "us-east-1b", CapacityType.SPOT, 1, NodeState.REQUESTED, 1_000.0)
+    provider.launch(node, types[node.type])
+    assert provider.machines()
+    provider.terminate("node-1")
+    SpotPrices(boto3.client("ec2"), instance_types(config, types.values()), VirtualClock(1_000.0)).ask()
+    bought = called["ec2:RunInstances"]
+    tags = {tag["Key"]: tag["Value"] for each in bought["TagSpecifications"] for tag in each["Tags"]}
+    assert tags["ray-cluster-name"] == config["cluster_name"], "what the policy's conditions look at"
+    given = {action for statement in statements("head") for action in statement["actions"]}
+    assert given == called.keys() | OF_THE_SET_UP
+
+
+def test_rights_to_change_machines_end_at_the_cluster() -> None:
+    """EC2 checks each resource of a purchase: the machine itself is in the statement with the condition alone."""
+    narrow = {"aws:RequestTag/ray-cluster-name", "aws:ResourceTag/ray-cluster-name", "ec2:CreateAction"}
+    for statement in statements("head"):
+        if all(action.startswith("ec2:Describe") for action in statement["actions"]):
+            continue
+        conditions = {each["variable"] for each in statement.get("condition", [])}
+        assert conditions & narrow or "instance/" not in str(statement["resources"]), statement["sid"]
+        assert statement["resources"] != ["*"], statement["sid"]
+    assert all("aws_s3_bucket.data.arn}" in each for rule in statements("bucket") for each in rule["resources"])
+
+
+class Begun:
+    """A set-up that does nothing."""
+
+    def begin(self, cloud_id: str, node_id: str, node_type: object, zone: str) -> None:
+        pass
