@@ -163,7 +163,7 @@ SLOW = (
     "tests/control/reconcile/test_two_controllers.py",
     "tests/control/supervision/test_log_rotation.py",
     "tests/control/test_controller.py::test_killed_at_any_call_it_loses_no_job_leaks_no_node_and_books_nothing_twice",
-    "tests/control/test_doctor.py",
+    "tests/control/doctor/test_machine.py",
     "tests/control/test_full_disk.py",
     "tests/control/test_job_ends.py",
     "tests/control/test_rollouts.py",

@@ -43,7 +43,7 @@ COMMANDS = {
     "usage": ("tenancy.keys:usage", "Show the requests of the gateway: their tokens and cost, by key or otherwise."),
     "audit": ("tenancy.audit:audit", "Show or check the audit log."),
     "schema": ("cluster:schema", "Print the JSON schema of a spec, or of cluster.yaml's settings."),
-    "doctor": ("cluster:doctor", "Check what this machine lacks, and show how to fix it."),
+    "doctor": ("cluster:doctor", "Check what this machine, or an own machine over ssh, lacks, and show how to fix it."),
     "data": ("jobs.submit:data", "Build datasets, and look at what they dropped."),
     "alerts": ("operations.alerts:alerts", "Show alerts and what they did, test and silence them."),
     "nodes": ("operations.alerts:nodes", "Show nodes, replace them, and keep bad ones out of use."),

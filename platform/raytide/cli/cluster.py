@@ -262,11 +262,23 @@ def schema(
     as_json(specs[what].model_json_schema())
 
 
-def doctor(json: Json = False) -> None:
-    """Check what this machine lacks, and show how to fix it."""
-    from raytide.control.doctor import check
+def doctor(
+    host: Annotated[
+        str | None, typer.Argument(metavar="[HOST]", help="An own machine of cluster.yaml; by default this machine.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The file that names HOST; by default the cluster's own.")
+    ] = None,
+    name: Name = "local",
+    json: Json = False,
+) -> None:
+    """Check what this machine, or an own machine over ssh, lacks, and show how to fix it."""
+    from raytide.control.doctor.host import check_host
+    from raytide.control.doctor.machine import check
 
-    findings = check()
+    if host is None and config is not None:
+        raise UsageError("--config needs a machine.", hint="Name it: `raytide doctor HOST --config FILE`.")
+    findings = check() if host is None else check_host(host, config, name)
     if json:
         as_json([{"name": f.name, "status": f.status, "detail": f.detail, "mend": f.fix} for f in findings])
     else:

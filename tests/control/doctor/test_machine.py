@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from raytide.cli.app import app
-from raytide.control import doctor
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
+from raytide.control.doctor import machine as doctor
 from raytide.core.objects.cluster_config import load_cluster
 
 
@@ -87,12 +87,12 @@ def test_a_low_limit_on_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch)
 
 def test_links_that_git_wrote_as_text_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     package = tmp_path / "raytide"
-    (package / "control").mkdir(parents=True)
+    (package / "control" / "doctor").mkdir(parents=True)
     for name in doctor._LINKS:
         (package / name).mkdir()
     (package / "actors").rmdir()
     (package / "actors").write_text("../../actors")
-    monkeypatch.setattr(doctor, "__file__", str(package / "control" / "doctor.py"))
+    monkeypatch.setattr(doctor, "__file__", str(package / "control" / "doctor" / "machine.py"))
     finding = doctor._checkout()
     assert finding.status == "fail"
     assert finding.detail.startswith("actors under")

@@ -1,4 +1,4 @@
-"""Checks whether a machine can run raytide, and how to fix it. Checks change nothing."""
+"""Checks whether this machine can run raytide, and how to fix it. Checks change nothing."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _ray() -> Finding:
 
 
 def _checkout() -> Finding:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     broken = [name for name in _LINKS if not (root / "raytide" / name).is_dir()]
     if not broken:
         return Finding("folders", "ok", str(root / "raytide"))

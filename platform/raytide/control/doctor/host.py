@@ -1,0 +1,245 @@
+"""Checks whether an own machine can be a node, over ssh: `raytide doctor HOST`. Nothing is changed there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raytide.autoscaler.providers.hosts import probe
+from raytide.autoscaler.providers.hosts.agent import versions
+from raytide.autoscaler.providers.hosts.ssh import SshConnection
+from raytide.control.bootstrap.cluster_record import RunningCluster, load, run_dir_of
+from raytide.control.doctor.machine import Finding
+from raytide.core.errors import ClusterError, NotFoundError, ProviderError
+from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
+from raytide.core.objects.hardware.host import Host, HostsSection
+from raytide.core.objects.node import NodeType
+
+__all__ = ["check_host", "findings_of"]
+
+Facts = Mapping[str, Any]
+
+_TIMEOUT_S = 90.0
+_GIB = 1 << 30
+_DISK_BYTES, _SHM_SHARE, _SHM_BYTES = 20 * _GIB, 0.1, _GIB
+_OPEN_FILES, _PROCESSES = 65_536, 16_384
+_CLOCK_WARN_S, _CLOCK_FAIL_S = 0.5, 5.0
+_DRIVER = (525, 60)
+"""The oldest driver of CUDA 12."""
+_HOT_C = 90.0
+
+
+def check_host(name: str, config_path: Path | None = None, cluster: str = "local") -> list[Finding]:
+    """Returns the findings of a machine of this file; by default of the cluster's own, whose ports it must reach."""
+    running = load(run_dir_of(cluster))
+    path = config_path or (running.config_path if running is not None else None)
+    if path is None:
+        raise NotFoundError(
+            f"there is no cluster {cluster} on this machine.",
+            hint="Give the file: `raytide doctor HOST --config FILE`.",
+        )
+    config = load_cluster(path)
+    hosts, host = _find(config, name)
+    expected = next(each for each in config.node_types if each.name == host.node_type)
+    connection = SshConnection(hosts, f"doctor {config.name}")
+    try:
+        facts, seconds_ahead, uncertain_s = _probe(connection, hosts, host, _ports(running))
+    except ClusterError as error:
+        return [Finding("ssh", "fail", error.message, error.hint)]
+    except ProviderError as error:
+        return [
+            Finding("ssh", "ok", f"{host.address} answers"),
+            Finding("python", "fail", error.message, error.hint),
+        ]
+    finally:
+        connection.close()
+    return findings_of(host, expected, facts, versions(), seconds_ahead, uncertain_s)
+
+
+def findings_of(
+    host: Host,
+    node_type: NodeType,
+    facts: Facts,
+    wanted: Mapping[str, str],
+    seconds_ahead: float,
+    uncertain_s: float,
+) -> list[Finding]:
+    """Returns the findings, from the machine's facts and from its clock's difference to this machine's, which is
+    known to within `uncertain_s`."""
+    gpus = int(node_type.resources.get("GPU", 0))
+    found = [
+        Finding("ssh", "ok", f"{host.address} answers"),
+        *_versions(facts, wanted),
+        _size(facts, node_type),
+        _clock(seconds_ahead, uncertain_s),
+        *_disks(facts),
+        _shared_memory(facts),
+        *_limits(facts),
+        *_head_ports(facts),
+    ]
+    return found + (_gpu_findings(facts, gpus) if gpus else [])
+
+
+def _probe(
+    connection: SshConnection, hosts: HostsSection, host: Host, ports: Iterable[str]
+) -> tuple[Facts, float, float]:
+    """Returns the facts, and how far its clock is ahead of this one, with the uncertainty of the way there."""
+    source = Path(probe.__file__).read_text()
+    command = f"exec {hosts.python} - {shlex.quote(json.dumps(list(ports)))}"
+    connection.run(host, "true", timeout_s=_TIMEOUT_S)  # so that the login is not part of the clock's uncertainty
+    before_s = time.time()
+    output = connection.run(host, command, source, timeout_s=_TIMEOUT_S)
+    after_s = time.time()
+    try:
+        facts: Facts = json.loads(output.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        raise ProviderError(
+            f"host {host.name} answered {output.strip()[-200:]!r}.", hint="Its shell must print nothing for a command."
+        ) from None
+    ahead_s = facts["time_s"] - (before_s + after_s) / 2
+    return facts, ahead_s, (after_s - before_s) / 2
+
+
+def _versions(facts: Facts, wanted: Mapping[str, str]) -> list[Finding]:
+    mend = "Install the head's versions for the interpreter of hosts.python (docs/providers.md)."
+    have = {**facts["versions"], "python": ".".join(facts["python"].split(".")[:2])}
+    found = []
+    for name, version in wanted.items():
+        here = have.get(name) or ("0+checkout" if name == "raytide" and version == "0+checkout" else "")
+        is_same = here == version
+        detail = here or "not installed"
+        found.append(
+            Finding(name, "ok", detail) if is_same else Finding(name, "fail", f"{detail}, the head has {version}", mend)
+        )
+    return found
+
+
+def _size(facts: Facts, node_type: NodeType) -> Finding:
+    cpus, memory = node_type.resources.get("CPU", 0), node_type.resources.get("memory", 0)
+    detail = f"{facts['cpus']} CPUs, {facts['memory_bytes'] / _GIB:.1f} GiB"
+    if facts["cpus"] >= cpus and facts["memory_bytes"] >= memory:
+        return Finding("size", "ok", detail)
+    return Finding(
+        "size", "warn", f"{detail}, node type {node_type.name} promises more", "Correct the type's resources."
+    )
+
+
+def _clock(seconds_ahead: float, uncertain_s: float) -> Finding:
+    off_s = max(0.0, abs(seconds_ahead) - uncertain_s)
+    side = "ahead of" if seconds_ahead > 0 else "behind"
+    if off_s < _CLOCK_WARN_S:
+        return Finding("clock", "ok", f"the head's, within {abs(seconds_ahead) + uncertain_s:.1f} s")
+    status: Any = "fail" if off_s >= _CLOCK_FAIL_S else "warn"
+    return Finding("clock", status, f"{abs(seconds_ahead):.1f} s {side} the head", "Run chrony or ntpd there.")
+
+
+def _disks(facts: Facts) -> list[Finding]:
+    return [
+        Finding("disk", "ok", f"{free / _GIB:.0f} GiB free in {path}")
+        if free >= _DISK_BYTES
+        else Finding(
+            "disk",
+            "fail" if free < _GIB else "warn",
+            f"{free / _GIB:.1f} GiB free in {path}",
+            "Make room: checkpoints, packages and spilled objects go there.",
+        )
+        for path, free in sorted(facts["free_bytes"].items())
+    ]
+
+
+def _shared_memory(facts: Facts) -> Finding:
+    free, wanted = facts["shm_bytes"], max(_SHM_BYTES, _SHM_SHARE * facts["memory_bytes"])
+    if free >= wanted:
+        return Finding("shared memory", "ok", f"{free / _GIB:.1f} GiB free")
+    mend = f"`mount -o remount,size={wanted / _GIB:.0f}G /dev/shm`: Ray's objects and NCCL's buffers are there."
+    return Finding("shared memory", "warn" if free else "fail", f"{free / _GIB:.1f} GiB free", mend)
+
+
+def _limits(facts: Facts) -> list[Finding]:
+    least = {"open files": _OPEN_FILES, "processes": _PROCESSES}
+    found = []
+    for name, wanted in least.items():
+        have = facts["limits"][name]
+        if have < 0 or have >= wanted:
+            found.append(Finding(name, "ok", "unlimited" if have < 0 else str(have)))
+        else:
+            mend = f"Set a soft limit of {wanted} for the user in /etc/security/limits.d."
+            found.append(Finding(name, "warn", f"limit {have}", mend))
+    return found
+
+
+def _head_ports(facts: Facts) -> list[Finding]:
+    return [
+        Finding(f"head {port}", "ok", "reached")
+        if not why
+        else Finding(f"head {port}", "fail", why, "Open this port of the head for the machine (docs/security.md).")
+        for port, why in facts["ports"].items()
+    ]
+
+
+def _gpu_findings(facts: Facts, wanted: int) -> list[Finding]:
+    rows = _rows(facts["gpus"])
+    if not rows:
+        mend = "Install NVIDIA's driver there, and see that `nvidia-smi` works as this user."
+        return [Finding("driver", "fail", f"nvidia-smi shows no GPU, {wanted} are expected", mend)]
+    driver = rows[0][2]
+    is_new = tuple(int(part) for part in driver.split(".")[:2] if part.isdigit()) >= _DRIVER
+    oldest = ".".join(map(str, _DRIVER))
+    found = [
+        Finding("driver", "ok", driver)
+        if is_new
+        else Finding("driver", "fail", f"{driver} is older than {oldest}", "Update NVIDIA's driver: CUDA 12 needs it."),
+        Finding("GPUs", "ok", f"{len(rows)} x {rows[0][1]}")
+        if len(rows) == wanted
+        else Finding(
+            "GPUs",
+            "fail",
+            f"{len(rows)}, the node type has {wanted}",
+            "One may have fallen off the bus: see `dmesg` there, or correct the type's resources.",
+        ),
+        Finding("NCCL", "ok", facts["nccl"])
+        if facts["nccl"]
+        else Finding("NCCL", "fail", "not found", "Install torch for CUDA, or libnccl2, there."),
+    ]
+    sick = [f"GPU {row[0]} has {row[1]} uncorrected ECC errors" for row in _rows(facts["ecc"]) if _is_above(row[1], 0)]
+    sick += [f"GPU {row[0]} is slowed down by its hardware" for row in _rows(facts["slowdown"]) if row[1] == "Active"]
+    sick += [f"GPU {row[0]} has {row[3]} degrees" for row in rows if _is_above(row[3], _HOT_C)]
+    sick += [line.strip()[-120:] for line in facts["xids"] or ()]
+    if not sick:
+        return [*found, Finding("GPU health", "ok", "no errors" + (", kernel log unread" * (facts["xids"] is None)))]
+    mend = "Reset or replace it; `raytide nodes quarantine HOST` keeps the machine out meanwhile."
+    return [*found, *(Finding("GPU health", "fail", text, mend) for text in sick)]
+
+
+def _rows(lines: Iterable[str] | None) -> list[list[str]]:
+    """Returns nvidia-smi's cells; no row for a machine without it, or for an answer in another form."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines or ()]
+    return [row + [""] * (4 - len(row)) for row in rows if len(row) >= 2 and row[0].isdigit()]
+
+
+def _is_above(text: str, bound: float) -> bool:
+    """Returns False for a value that the board does not have, such as `[N/A]`."""
+    try:
+        return float(text) > bound
+    except ValueError:
+        return False
+
+
+def _find(config: ClusterConfig, name: str) -> tuple[HostsSection, Host]:
+    hosts = config.settings.hosts
+    known = {host.name: host for host in hosts.machines} if hosts is not None else {}
+    if hosts is None or name not in known:
+        raise NotFoundError(
+            f"cluster {config.name} has no own machine {name}.",
+            hint=f"There are: {', '.join(sorted(known)[:20]) or 'none'} (metadata.raytide.hosts).",
+        )
+    return hosts, known[name]
+
+
+def _ports(running: RunningCluster | None) -> list[str]:
+    """Returns the head's ports that every node needs; none where no cluster runs."""
+    return [] if running is None else [running.gcs_address, running.api_url.removeprefix("http://")]
