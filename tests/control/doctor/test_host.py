@@ -98,8 +98,8 @@ def test_a_clock_is_not_blamed_for_a_slow_connection() -> None:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshdHosts]:
-    """A machine whose GPU tools are a script with faults: one GPU of two, an old driver, ECC errors, Xid messages; and whose
-    limit of open files is low."""
+    """A machine whose GPU tools are scripts with faults: one GPU of two, an old driver, ECC errors, Xid messages; and
+    whose limit of open files is low."""
     folder = tmp_path_factory.mktemp("doctor")
     tools = folder / "tools"
     tools.mkdir()
