@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytide.actors.engine.base import Engine
@@ -122,6 +123,15 @@ def tensor_parallel(spec: ServeSpec) -> int:
             hint="Give a whole number that the members divide, or leave it out: one process on each member.",
         )
     return size
+
+
+def check_members(spec: ServeSpec) -> None:
+    """Raises ConfigError for a model, if it can be read here, whose heads the processes of a replica cannot share."""
+    from raytide.actors.engine.model.tensor_parallel.shard import check_divides
+    from raytide.actors.models.families import read_architecture
+
+    if tensor_parallel(spec) > 1 and Path(spec.model, "config.json").is_file():
+        check_divides(read_architecture(Path(spec.model), classifies=True), tensor_parallel(spec))
 
 
 def _automatic(spec: ServeSpec) -> EngineChoice:

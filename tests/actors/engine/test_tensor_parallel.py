@@ -69,6 +69,7 @@ def test_two_members_give_the_tokens_of_one(model_dir: Path, tmp_path: Path) -> 
         group.generate(["x"], GREEDY)
 
 
+@pytest.mark.soak
 def test_four_members_that_share_two_kv_heads_give_the_tokens_of_one(model_dir: Path) -> None:
     alone, group = (LLM(model_dir, tensor_parallel=each, deterministic=True) for each in (1, 4))
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,8 +16,8 @@ from tests.actors.engine.tiny import save_llama
 from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.engine.model.tensor_parallel.launcher import Invitation, LocalMembers
 from raytide.actors.engine.types import GenRequest
-from raytide.actors.serving.engine_child import EngineChild
-from raytide.core.errors import EngineDeadError, EngineError
+from raytide.actors.serving.engine_child import EngineChild, _answer
+from raytide.core.errors import ConflictError, EngineDeadError, EngineError
 from raytide.core.objects.endpoint import ServeSpec
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -76,13 +78,29 @@ async def test_a_member_ends_when_its_leader_is_killed(replica: EngineChild) -> 
     await asyncio.to_thread(member.wait, 30)
 
 
-async def test_members_that_cannot_come_end_the_start_at_once(tmp_path: Path) -> None:
-    save_llama(tmp_path)
-    spec = ServeSpec(name="m", model=str(tmp_path), members=2, engine={"kind": "native", "device": "cpu"})
+async def test_a_node_with_other_weights_is_refused_at_the_start(tmp_path: Path) -> None:
+    for copy, width in (("here", 0.2), ("there", 0.3)):
+        (tmp_path / copy).mkdir()
+        save_llama(tmp_path / copy, initializer_range=width)
+    spec = ServeSpec(name="m", model=str(tmp_path / "here"), members=2, engine={"kind": "native", "device": "cpu"})
+    node = Node(tmp_path / "there")
+    with pytest.raises(ConflictError, match="holds other weights for member 1"):
+        await asyncio.wait_for(
+            EngineChild.start(spec, "127.0.0.1", "r", model_dir=spec.model, bring_members=node.bring), 60
+        )
+    node.members.stop()
+    assert processes("tensor_parallel.member") + processes("engine_process") == []
 
+
+async def test_members_that_cannot_come_end_the_start_at_once() -> None:
     async def bring(_: Invitation) -> None:
         raise EngineError("no room on node 2.", hint="Wait.")
 
-    with pytest.raises(EngineError, match="no room on node 2"):
-        await asyncio.wait_for(EngineChild.start(spec, "127.0.0.1", "r", model_dir=spec.model, bring_members=bring), 60)
-    assert processes("engine_process") == []
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as report:
+        invitation = {"host": "127.0.0.1", "port": 1, "secret": "s", "size": 2}
+        report.write(json.dumps({"phase": "load"}).encode() + b"\n")
+        report.write(json.dumps({"members": invitation}).encode() + b"\n")
+        report.flush()
+        with pytest.raises(EngineError, match="no room on node 2"):
+            await asyncio.wait_for(_answer(reading, lambda phase: None, bring), 10)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from raytide.actors.serving import engines
-from raytide.actors.serving.engines import build_engine, choose_engine
+from raytide.actors.serving.engines import build_engine, check_members, choose_engine
 from raytide.core.errors import ConfigError, DeniedError
 from raytide.core.io.private_paths import ROOTS
 from raytide.core.objects.endpoint import ServeSpec
@@ -50,13 +51,25 @@ def test_an_engine_that_does_not_exist_and_one_that_spans_no_members_are_refused
         choose_engine(spec(members=2, engine={"kind": "vllm"}))
 
 
-def test_members_of_the_native_engine_have_equally_many_processes() -> None:
+def test_members_of_the_native_engine_have_equally_many_processes_that_divide_the_heads(tmp_path: Path) -> None:
     assert "with 2 processes on 2 members" in choose_engine(spec(members=2)).why
     assert "with 6 processes on 2 members" in choose_engine(spec(members=2, engine={"tensor_parallel": 6})).why
     assert "with 4 processes." in choose_engine(spec(engine={"tensor_parallel": 4})).why
     for size in (3, 0, "2"):
         with pytest.raises(ConfigError, match=r"tensor_parallel .* and 2 members"):
             choose_engine(spec(members=2, engine={"tensor_parallel": size}))
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+    }
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config, **heads}))
+    check_members(spec(model=str(tmp_path), members=2))
+    with pytest.raises(ConfigError, match="tensor_parallel 3 does not divide the model's 4 heads"):
+        check_members(spec(model=str(tmp_path), members=3))
     with pytest.raises(ConfigError, match="has adapters"):
         choose_engine(spec(members=2, adapters={"a": "/a"}))
 

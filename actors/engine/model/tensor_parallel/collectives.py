@@ -19,8 +19,9 @@ from raytide.actors.models.architecture import Architecture
 Tensor = torch.Tensor
 
 _JOIN_TIMEOUT = timedelta(seconds=60)
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-"""For a member that hangs; one that ends is noticed at once."""
+_HANG_TIMEOUT = timedelta(seconds=30)
+"""For a member that hangs; one that ends is noticed at once. It is below the time after which a replica without
+progress is replaced, so that the group ends its members itself."""
 
 
 def open_store(host: str) -> TCPStore:
@@ -52,12 +53,12 @@ class Collectives:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = COLLECTIVE_TIMEOUT
+            nccl._timeout = _JOIN_TIMEOUT
             self._group: Any = dist.ProcessGroupNCCL(store, shard.rank, shard.size, nccl)
         else:
             gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined] # not in torch's stubs
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
-            gloo._timeout = COLLECTIVE_TIMEOUT
+            gloo._timeout = _HANG_TIMEOUT
             self._group = dist.ProcessGroupGloo(store, shard.rank, shard.size, gloo)
 
     def sum(self, partial: Tensor) -> Tensor:

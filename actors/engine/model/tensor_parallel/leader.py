@@ -72,16 +72,17 @@ class GroupLeader:
             with listening:
                 launcher.launch(Invitation(launcher.host, listening.getsockname()[1], secret, size))
                 links += _accept(listening, secret, size, launcher)
-            store = open_store(launcher.host)
             self._order(
-                join={
-                    "store": [launcher.host, store.port],
+                prepare={
                     "device": computation.device.type,
                     "dtype": str(computation.dtype).removeprefix("torch."),
                     "max_len": computation.max_len,
                     "deterministic": computation.deterministic,
                 }
             )
+            self._raise_refusal()
+            store = open_store(launcher.host)
+            self._order(join=[launcher.host, store.port])
             self._group = Collectives(
                 store,
                 ModelShard(0, size),
@@ -112,10 +113,7 @@ class GroupLeader:
                 model = LeaderDecoder(self, number, self._computation, model_dir, self._group)
             except BaseException as error:
                 failed = error
-            for answer in [self._answer(link) for link in self._links]:
-                failed = failed or answer
-            if failed is not None:
-                raise failed
+            self._raise_refusal(failed)
             return model
 
     def use(self, model: PagedDecoder) -> None:
@@ -171,6 +169,12 @@ class GroupLeader:
                 link.send(command)
             except OSError as error:
                 raise self._failed(error) from None
+
+    def _raise_refusal(self, own: BaseException | None = None) -> None:
+        """Waits for all members' answers to the last order. Raises the first error, `own` before theirs."""
+        for error in [own, *[self._answer(link) for link in self._links]]:
+            if error is not None:
+                raise error
 
     def _answer(self, link: MemberLink) -> BaseException | None:
         try:

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +57,33 @@ class GroupMember:
             else:
                 self._compute(StepArrays(message, self._device))
 
-    def _order_join(self, terms: dict[str, Any]) -> None:
-        rank, size = self._invitation["rank"], self._invitation["size"]
+    def _order_prepare(self, terms: dict[str, Any]) -> None:
+        """Builds the operators, which may take minutes on a new machine, before the others wait for this member."""
         name = f"cuda:{self._invitation['local_rank']}" if terms["device"] == "cuda" else terms["device"]
-        device = resolve_device(name)
-        self._device = device.torch_device
-        self._dtype, self._max_len = device.dtype(terms["dtype"]), terms["max_len"]
-        self._ops = ops_for(device.kind, terms["deterministic"])
-        store = connect_store(*terms["store"])
+
+        def prepare() -> None:
+            device = resolve_device(name)
+            self._device = device.torch_device
+            self._dtype, self._max_len = device.dtype(terms["dtype"]), terms["max_len"]
+            self._ops, self._ordered = ops_for(device.kind, terms["deterministic"]), terms["deterministic"]
+
+        self._answer("prepare", prepare)
+
+    def _order_join(self, address: list[Any]) -> None:
+        shard = ModelShard(self._invitation["rank"], self._invitation["size"])
         own_host = self._invitation["own_host"]
         self._group = Collectives(
-            store, ModelShard(rank, size), self._device, own_host=own_host, ordered=terms["deterministic"]
+            connect_store(*address), shard, self._device, own_host=own_host, ordered=self._ordered
         )
 
     def _order_load(self, order: dict[str, Any]) -> None:
         """Loads beside the steps, which go on."""
-        threading.Thread(target=self._load, args=(order["number"], order["model_dir"], order["digest"])).start()
+        number, digest = order["number"], order["digest"]
+        # The first is the replica's own, of which this machine may have a copy elsewhere.
+        own = self._invitation["model_dir"] if number == 1 else ""
+        path = Path(own or order["model_dir"])
 
-    def _load(self, number: int, model_dir: str, digest: str) -> None:
-        try:
-            # The first is the replica's own, of which this machine may have a copy elsewhere.
-            own = Path(self._invitation["model_dir"]) if number == 1 and self._invitation["model_dir"] else None
-            path = own or Path(model_dir)
+        def load() -> None:
             if content_digest(path) != digest:
                 raise ConflictError(
                     f"{path} holds other weights for member {self._link.rank} than for the leader.",
@@ -87,14 +93,21 @@ class GroupMember:
             self._models[number] = ShardedDecoder(
                 arch, path, self._ops, self._max_len, self._dtype, self._device, self._group
             )
+
+        threading.Thread(target=self._answer, args=(f"load {path}", load)).start()
+
+    def _answer(self, what: str, work: Callable[[], None]) -> None:
+        """Does what the leader waits for, and sends it an error if there is one."""
+        try:
+            work()
         except RaytideError as error:
             self._link.send({"error": error.to_json()})
         except Exception as error:
-            _log.exception("member %d cannot load %s", self._link.rank, model_dir)
-            failed = EngineError(f"member {self._link.rank} cannot load {model_dir}: {error!r}.", hint="See its log.")
+            _log.exception("member %d cannot %s", self._link.rank, what)
+            failed = EngineError(f"member {self._link.rank} cannot {what}: {error!r}.", hint="See its log.")
             self._link.send({"error": failed.to_json()})
         else:
-            self._link.send({"loaded": number})
+            self._link.send({"done": what})
 
     def _order_use(self, number: int) -> None:
         self._used = number

@@ -198,9 +198,11 @@ def _canary(given: str) -> bool | dict[str, object]:
 
 
 def _explain(spec: ServeSpec, *, json: bool) -> None:
-    from raytide.actors.serving.engines import choose_engine
+    from raytide.actors.serving.engines import check_members, choose_engine
 
     choice = choose_engine(spec)
+    if choice.kind == "native":
+        check_members(spec)
     if json:
         as_json({"name": spec.name, "engine": choice.kind, "why": choice.why})
     else:
