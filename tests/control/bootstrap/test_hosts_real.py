@@ -129,6 +129,13 @@ def test_own_machines_come_up_run_jobs_and_are_replaced_when_they_fail(
     eventually(lambda: second.end() is not None)
     assert marked(MARK, second.mark) == []
 
+    # without ssh a node goes on as long as Ray reaches it
+    hosts.stop(1)
+    eventually(lambda: any("cannot be reached" in error for error in client.status().errors))
+    assert ready().keys() == {hosts.address(1)}
+    hosts.start(1)
+    eventually(lambda: client.status().errors == ())
+
     # the end of the cluster is the end of its nodes
     (node_id,) = ready().values()
     closed = local.down(NAME)
