@@ -268,7 +268,7 @@ class ModelRunner:
         if self._leader is not None:
             raise ConfigError(
                 f"adapter {name} cannot be loaded with tensor_parallel.",
-                hint="Leave tensor_parallel out, or merge the adapter into the model (`raytide merge`).",
+                hint="Leave tensor_parallel out.",
             )
         self._adapters.check_free(name)
         self._adapters.add(name, read_adapter(path, self.arch, self._ops, self._dtype, self._device.torch_device))
