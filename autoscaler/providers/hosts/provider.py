@@ -97,6 +97,7 @@ class HostsProvider:
         self._quarantine = HostQuarantine(quarantine_folder(run_dir), clock)
         self._power = PowerSwitch(hosts)
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(_AT_ONCE)
         self._at_work: dict[str, threading.Thread] = {}
         self._ending: set[str] = set()
         self._abandoned = {entry.host for entry in self._quarantine.all_held()}
@@ -283,7 +284,8 @@ class HostsProvider:
                 self._quarantine.add(host.name, str(error))
                 reason = f"terminated; {error}"
             except ProviderError as error:
-                self._quarantine.add(host.name, str(error))
+                if self._quarantine.held(host.name) is None:
+                    self._quarantine.add(host.name, str(error))
                 log.warning("a host does not end its node", extra={"host": host.name, "error": str(error)})
                 return  # the next tick repeats it
         self._record_end(node_id, reason)
@@ -291,7 +293,8 @@ class HostsProvider:
 
     def _request(self, host: Host, verb: str, content: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         body = {**content, "cluster_id": self._cluster.cluster_id}
-        return self._connection.request(host, verb, body, timeout_s=timeout_s)
+        with self._places:
+            return self._connection.request(host, verb, body, timeout_s=timeout_s)
 
     def _free_host(self, node_type: str, zone: str) -> Host:
         """Returns the first machine of this type and zone, in the order of the file, that has no node."""
@@ -315,6 +318,8 @@ class HostsProvider:
     def _record_end(self, node_id: str, reason: str) -> None:
         self._purchases.end(node_id, self._clock.now_s(), reason)
         self._bound.pop(node_id, None)
+        self._ending.discard(node_id)
+        self._at_work.pop(node_id, None)
 
     def _address(self, node_id: str) -> str:
         bound = self._bound.get(node_id)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,16 @@ def agent_command(hosts: HostsSection) -> str:
     return f"exec {hosts.python} -m {AGENT}"
 
 
+def _ip_of(host: Host) -> str:
+    """Returns the machine's IPv4 address as the head sees it: to itself, a machine is often 127.0.1.1."""
+    try:
+        return socket.gethostbyname(host.address)
+    except OSError as error:
+        raise ClusterError(
+            f"host {host.name}: {host.address} has no IPv4 address: {error}.", hint=_HINTS["Could not resolve"]
+        ) from None
+
+
 class SshConnection:
     """Connections of one process to the machines of a cluster."""
 
@@ -59,7 +70,7 @@ class SshConnection:
         self._used: dict[str, Host] = {}
 
     def request(self, host: Host, verb: str, content: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        body = {**content, "verb": verb, "host": host.name, "address": host.address}
+        body = {**content, "verb": verb, "host": host.name, "address": _ip_of(host)}
         output = self.run(host, agent_command(self._hosts), json.dumps(body), timeout_s=timeout_s)
         try:
             answer: dict[str, Any] = json.loads((output.strip().splitlines() or [""])[-1])

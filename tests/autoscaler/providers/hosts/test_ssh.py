@@ -61,6 +61,9 @@ def test_a_machine_with_another_key_than_the_known_one_is_refused(hosts: SshdHos
 
 def test_a_wrong_key_a_closed_port_and_a_missing_interpreter_are_told_apart(hosts: SshdHosts) -> None:
     assert "authorized_keys" in refusal(hosts, ClusterError, key=str(hosts.home(1) / "host_key"))
+    nowhere = Host(name="h3", address="no-such-machine.invalid", node_type="own")
+    with pytest.raises(ClusterError, match=r"h3: no-such-machine\.invalid has no IPv4 address"):
+        connect(hosts)[0].request(nowhere, "list", {"cluster_id": "c"}, timeout_s=TIMEOUT_S)
     assert "Start sshd there" in refusal(hosts, ClusterError, 2)
     parsed = HostsSection.model_validate({**hosts.section(1), "python": "/nowhere/bin/python"})
     with pytest.raises(ProviderError, match="/nowhere/bin/python has no raytide"):

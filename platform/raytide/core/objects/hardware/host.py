@@ -32,8 +32,8 @@ class Host(Config):
     """One machine."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=63)
-    address: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:-]*$", max_length=253)
-    """The address by which the head and the other nodes reach it: one of its own, no name of several machines."""
+    address: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]*$", max_length=253)
+    """The IPv4 address, or a name of it, by which the head and the other nodes reach it."""
     node_type: str
     zone: str = ""
     """One of its node type's zones, the first by default."""
