@@ -13,6 +13,9 @@ import torch
 from tests.actors.engine.tiny import save_llama
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
+from raytide.actors.engine.backends.native.engine_core import EngineCore
+from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
+from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.core.errors import ConfigError, EngineDeadError
 
 PROMPTS = ["import os", "def main(", "class Tide:\n    def", "for x in range("] * 2
@@ -83,30 +86,36 @@ def test_four_members_that_share_two_kv_heads_give_the_tokens_of_one(model_dir: 
         group.close()
 
 
-async def test_a_killed_member_ends_the_stream_and_all_members(model_dir: Path) -> None:
-    engine = NativeEngine(EngineConfig(model_dir=str(model_dir), tensor_parallel=2))
-    info = await engine.start()
-    assert not info.features & {"lora", "kv_transfer"}
-    (member,) = members()
-    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    request = GenRequest(request_id="1", prompt=[5, 6, 7], sampling=endless)
+def test_requests_move_between_one_process_and_two(model_dir: Path) -> None:
+    def start(size: int) -> EngineCore:
+        fields = {"model_dir": str(model_dir), "block_size": 4, "max_batch_tokens": 16, "tensor_parallel": size}
+        return EngineCore(EngineConfig.parse(fields | {"max_running": 4}, where="test"))
 
-    async def read_and_kill() -> None:
-        async for chunk in engine.generate(request):
-            if chunk.token_ids and member.is_running():
-                member.kill()
+    def run(core: EngineCore, steps: int) -> list[int]:
+        return [token for _ in range(steps) for output in core.step() for token in output.token_ids]  # type: ignore[union-attr]
 
-    with pytest.raises(EngineDeadError, match="member 1 of this replica has ended"):
-        await asyncio.wait_for(read_and_kill(), 30)
-    with pytest.raises(EngineDeadError):
-        await engine.stats()
-    await engine.shutdown()
-    assert members() == []
+    prompt = list(range(40, 75))
+    request = GenRequest(request_id="r", prompt=prompt, sampling=SAMPLED)
+    alone, group = start(1), start(2)
+    alone.add(request, prompt)
+    expected = run(alone, 30)
+    try:
+        for here, there in ((alone, group), (group, alone)):
+            here.add(request, prompt)
+            first = run(here, 8)
+            handle = KvHandle.from_bytes(export_kv(here, "r").to_bytes())
+            here.drain_outputs()
+            assert handle.header.num_computed > len(prompt)
+            import_kv(there, handle, request, prompt)
+            assert len(there.scheduler.running) == 1, "it has its KV"
+            assert first + run(there, 30) == expected
+    finally:
+        group.runner.close()
 
 
 async def test_members_wake_with_their_weights_and_an_idle_engine_notices_a_killed_one(model_dir: Path) -> None:
     engine = NativeEngine(EngineConfig(model_dir=str(model_dir), tensor_parallel=2))
-    await engine.start()
+    assert "lora" not in (await engine.start()).features
 
     async def answer(name: str) -> list[int]:
         request = GenRequest(request_id=name, prompt=[5, 6, 7], sampling=GREEDY)
@@ -122,7 +131,7 @@ async def test_members_wake_with_their_weights_and_an_idle_engine_notices_a_kill
     await engine.wake()
     assert await answer("2") == before
     members()[0].kill()
-    with pytest.raises(EngineDeadError, match="member 1"):
+    with pytest.raises(EngineDeadError, match="member 1 of this replica has ended"):
         await asyncio.wait_for(until_dead(), 30)
     await engine.shutdown()
 

@@ -17,7 +17,7 @@ from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.engine.model.tensor_parallel.launcher import Invitation, LocalMembers
 from raytide.actors.engine.types import GenRequest
 from raytide.actors.serving.engine_child import EngineChild, _answer
-from raytide.core.errors import ConflictError, EngineDeadError, EngineError
+from raytide.core.errors import EngineDeadError, EngineError
 from raytide.core.objects.endpoint import ServeSpec
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
@@ -76,20 +76,6 @@ async def test_a_member_ends_when_its_leader_is_killed(replica: EngineChild) -> 
     (member,), (engine,) = processes("tensor_parallel.member"), processes("engine_process")
     engine.kill()
     await asyncio.to_thread(member.wait, 30)
-
-
-async def test_a_node_with_other_weights_is_refused_at_the_start(tmp_path: Path) -> None:
-    for copy, width in (("here", 0.2), ("there", 0.3)):
-        (tmp_path / copy).mkdir()
-        save_llama(tmp_path / copy, initializer_range=width)
-    spec = ServeSpec(name="m", model=str(tmp_path / "here"), members=2, engine={"kind": "native", "device": "cpu"})
-    node = Node(tmp_path / "there")
-    with pytest.raises(ConflictError, match="holds other weights for member 1"):
-        await asyncio.wait_for(
-            EngineChild.start(spec, "127.0.0.1", "r", model_dir=spec.model, bring_members=node.bring), 60
-        )
-    node.members.stop()
-    assert processes("tensor_parallel.member") + processes("engine_process") == []
 
 
 async def test_members_that_cannot_come_end_the_start_at_once() -> None:

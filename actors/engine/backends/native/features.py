@@ -12,6 +12,7 @@ _ALWAYS: frozenset[Feature] = frozenset(
         "bad_words",
         "best_of",
         "embeddings",
+        "kv_transfer",
         "logit_bias",
         "logprobs",
         "min_tokens",
@@ -34,7 +35,6 @@ def native_features(config: EngineConfig, arch: Architecture) -> frozenset[Featu
     optional: dict[Feature, bool] = {
         "classification": arch.num_labels > 0,
         "deterministic": config.deterministic,
-        "kv_transfer": config.tensor_parallel == 1,
         "lora": config.max_loras > 0 and config.tensor_parallel == 1,
         "prefix_cache": config.prefix_cache,
         "structured": can_structure(),

@@ -48,7 +48,7 @@ class Collectives:
     def __init__(
         self, store: Store, shard: ModelShard, device: torch.device, *, own_host: str, ordered: bool = False
     ) -> None:
-        self.shard = shard
+        self.shard, self._device = shard, device
         self._ordered = ordered and shard.size > 2  # two numbers have one sum
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -94,3 +94,20 @@ class Collectives:
         parts = [torch.empty_like(padded) for _ in range(shard.size)]
         self._group.gather([parts], [padded], options).wait()
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+
+    def gather_bytes(self, own: Tensor) -> list[Tensor]:
+        """Returns all members' bytes, of equal number, on the leader; elsewhere, nothing."""
+        own = own.to(self._device)
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        parts = [] if self.shard.rank else [torch.empty_like(own) for _ in range(self.shard.size)]
+        self._group.gather([parts] if parts else [], [own], options).wait()
+        return [part.cpu() for part in parts]
+
+    def scatter_bytes(self, parts: list[Tensor], size: int) -> Tensor:
+        """Returns this member's part of those that the leader gives, by rank."""
+        own = torch.empty(size, dtype=torch.uint8, device=self._device)
+        options = dist.ScatterOptions()
+        options.rootRank = 0
+        self._group.scatter([own], [[part.to(self._device) for part in parts]] if parts else [], options).wait()
+        return own.cpu()

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,12 @@ import torch
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
 from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.lora import LoraRows
+from raytide.actors.engine.model.tensor_parallel.cache import LeaderCache
 from raytide.actors.engine.model.tensor_parallel.collectives import Collectives, open_store
 from raytide.actors.engine.model.tensor_parallel.decoder import ShardedDecoder
 from raytide.actors.engine.model.tensor_parallel.launcher import Invitation, Launcher
 from raytide.actors.engine.model.tensor_parallel.link import Ints, MemberLink, member_died, pack_step, watch
 from raytide.actors.engine.model.tensor_parallel.shard import ModelShard
-from raytide.actors.engine.sequence import StepPlan
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.content import content_digest
 from raytide.core.errors import EngineDeadError, EngineError, from_json
@@ -123,7 +122,7 @@ class GroupLeader:
 
     def new_cache(self, num_blocks: int, num_host_blocks: int, block_size: int) -> KvCache:
         self._order(cache=[num_blocks, num_host_blocks, block_size])
-        self._cache = LeaderCache(self, num_blocks, num_host_blocks)
+        self._cache = LeaderCache(self, self._group, self._computation.arch, num_blocks, num_host_blocks)
         return self._cache
 
     def free_weights(self) -> None:
@@ -143,13 +142,18 @@ class GroupLeader:
 
     @contextmanager
     def step(self, packed: Ints) -> Iterator[None]:
-        """Lets all members compute a step while the caller does. A failure in it ends the group: its members may have
-        stopped at different places."""
+        """Lets all members compute a step while the caller does."""
+        with self.together():
+            for link in self._links:
+                link.send_step(packed)
+            yield
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Ends the group if the leader's part of what all do fails: members may have stopped at different places."""
         if self._death is not None:
             raise self._death
         try:
-            for link in self._links:
-                link.send_step(packed)
             yield
         except BaseException as error:
             raise self._failed(error) from error
@@ -248,32 +252,6 @@ class LeaderDecoder(ShardedDecoder):
     def _own_blocks(self, cache: list[Tensor], batch: PagedBatch) -> int:
         """Returns the blocks of a cache for one pass; 0 for the engine's."""
         return 0 if self._leader.holds(cache) else cache[0].shape[1] // batch.block_size
-
-
-class LeaderCache(KvCache):
-    """The leader's part of the KV; the others hold their heads' of the same blocks."""
-
-    def __init__(self, leader: GroupLeader, num_blocks: int, num_host_blocks: int) -> None:
-        super().__init__(num_blocks, num_host_blocks)
-        self._leader = leader
-
-    def allocate(self, layers: list[Tensor]) -> None:
-        self._leader.order(allocate=True)
-        super().allocate(layers)
-
-    def free(self) -> None:
-        self._leader.order(free=True)
-        super().free()
-
-    def move(self, plan: StepPlan) -> None:
-        if plan.swap_out or plan.swap_in or plan.copies:
-            self._leader.order(move=[plan.swap_out, plan.swap_in, plan.copies])
-            super().move(plan)
-
-    def zero_blocks(self, blocks: Items[int]) -> None:
-        if blocks:
-            self._leader.order(zero=list(blocks))
-            super().zero_blocks(blocks)
 
 
 def _accept(listening: socket.socket, secret: str, size: int, launcher: Launcher) -> list[MemberLink]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from raytide.actors.engine.kv_cache.kv_cache import KvCache
+from raytide.actors.engine.model.tensor_parallel.cache import MemberCache
 from raytide.actors.engine.model.tensor_parallel.collectives import Collectives, connect_store
 from raytide.actors.engine.model.tensor_parallel.decoder import ShardedDecoder
 from raytide.actors.engine.model.tensor_parallel.link import MemberLink, StepArrays, watch
@@ -41,7 +41,7 @@ class GroupMember:
         self._models: dict[int, ShardedDecoder] = {}
         self._used = 0
         self._group: Collectives
-        self._cache: KvCache
+        self._cache: MemberCache
         self._hidden_RN: torch.Tensor
 
     def follow(self) -> None:
@@ -118,7 +118,7 @@ class GroupMember:
 
     def _order_cache(self, sizes: list[int]) -> None:
         num_blocks, num_host_blocks, self._block_size = sizes
-        self._cache = KvCache(num_blocks, num_host_blocks)
+        self._cache = MemberCache(self._group, num_blocks, num_host_blocks)
 
     def _order_allocate(self, _: bool) -> None:
         self._cache.allocate(self._models[self._used].new_cache(self._cache.num_blocks, self._block_size))
@@ -134,6 +134,12 @@ class GroupMember:
 
     def _order_zero(self, blocks: list[int]) -> None:
         self._cache.zero_blocks(blocks)
+
+    def _order_read(self, blocks: list[int]) -> None:
+        self._cache.send_blocks(blocks)
+
+    def _order_write(self, blocks: list[int]) -> None:
+        self._cache.receive_blocks(blocks, [])
 
     def _order_head(self, count: int) -> None:
         self._models[self._used].head(self._hidden_RN[:count])
