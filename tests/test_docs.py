@@ -5,7 +5,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from tests import api_page
+from typer.core import TyperGroup
+
+from raytide.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -60,6 +64,28 @@ def test_the_commands_of_the_readme_exist() -> None:
     used = set(re.findall(r"^\./dev (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
     known = set(re.findall(r"^  (\w+)\)", (ROOT / "dev").read_text(encoding="utf-8"), re.MULTILINE))
     assert {"demo", "test"} <= used <= known | {"setup", "fmt", "check", "test", "soak", "bench", "demo", "clean"}
+
+
+def test_every_command_that_a_hint_or_a_page_names_exists() -> None:
+    folders = ("actors", "autoscaler", "dashboards", "kernels", "pipelines", "platform")
+    sources = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    named = re.compile(r"`raytide ([a-z][a-z-]*)(?: ([a-z][a-z-]*)(?=[` ]))?")
+    wrong = [
+        f"{name_of(file)}: raytide {match[1]} {match[2] or ''}"
+        for file in [*DOCUMENTS, *sources]
+        for match in named.finditer(file.read_text(encoding="utf-8"))
+        if not is_command(match[1], match[2])
+    ]
+    assert wrong == []
+
+
+def is_command(name: str, subcommand: str | None) -> bool:
+    root = typer.main.get_command(app)
+    assert isinstance(root, TyperGroup)
+    command = root.get_command(typer.Context(root), name)
+    if isinstance(command, TyperGroup) and subcommand is not None:
+        command = command.get_command(typer.Context(command), subcommand)
+    return command is not None
 
 
 def test_every_ignored_rule_says_why() -> None:

@@ -86,7 +86,7 @@ ALERTS = (
         Condition(Quantile(0.9, select(application.QUEUE_SECONDS), 300, ("endpoint",)), ">", 5),
         600,
         "One in ten requests of {endpoint} waits {value:seconds} or more in its engine's queue",
-        "Raise replicas.max, or find out why new replicas do not start: `raytide explain`.",
+        "Raise replicas.max, or find out why new replicas do not start: `raytide autoscaler explain`.",
     ),
     AlertRule(
         "AdmissionRejectionsHigh",
@@ -126,7 +126,7 @@ ALERTS = (
         ),
         300,
         "{endpoint} has no ready replica, and should have one",
-        "`raytide explain` says why none is placed; the replicas' logs say why none starts.",
+        "`raytide autoscaler explain` says why none is placed; the replicas' logs say why none starts.",
     ),
     AlertRule(
         "ReplicaUnreachable",

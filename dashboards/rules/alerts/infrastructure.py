@@ -126,7 +126,7 @@ ALERTS = (
         Condition(max_by(select(infrastructure.POOL_FAILURES), "type", "zone"), ">=", 3),
         300,
         "The last {value} launches of {type} in {zone} failed",
-        "Quota, capacity or credentials: `raytide explain` has the provider's answer.",
+        "Quota, capacity or credentials: `raytide autoscaler explain` has the provider's answer.",
     ),
     AlertRule(
         "DrainTimeoutExceeded",
