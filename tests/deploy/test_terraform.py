@@ -1,6 +1,6 @@
-"""The Terraform module for AWS: it parses, refers to what is there, and gives the head the rights that it uses alone.
+"""The Terraform modules parse and refer to what is there; AWS's gives the head the rights that it uses alone.
 
-It was never applied: Terraform is in no registry that this project may use.
+They were never applied: Terraform is in no registry that this project may use.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.node import CapacityType, Node, NodeState
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULE = ROOT / "deploy" / "terraform" / "aws"
+MODULES = ROOT / "deploy" / "terraform"
 SHIPPED = ROOT / "cluster.yaml"
 OF_THE_SET_UP = {"ec2:CreateTags", "iam:PassRole"}
 """Rights that no call of their own shows: tags of machines at their purchase and later, and the role that they get."""
 BLOCK = {"resource", "data"}
 
 
-def blocks(kind: str) -> list[dict[str, Any]]:
-    return [block for file in sorted(MODULE.glob("*.tf")) for block in hcl2.api.loads(file.read_text()).get(kind, [])]
+def blocks(kind: str, cloud: str) -> list[dict[str, Any]]:
+    return [
+        block
+        for file in sorted((MODULES / cloud).glob("*.tf"))
+        for block in hcl2.api.loads(file.read_text()).get(kind, [])
+    ]
 
 
-def declared(kind: str) -> dict[str, Any]:
+def declared(kind: str, cloud: str = "aws") -> dict[str, Any]:
     """Returns what the module declares, by `name`, or by `type.name` for resources and data."""
     if kind not in BLOCK:
-        return {name: body for block in blocks(kind) for name, body in block.items()}
+        return {name: body for block in blocks(kind, cloud) for name, body in block.items()}
     found: dict[str, Any] = {}
-    for block in blocks(kind):
+    for block in blocks(kind, cloud):
         for type_, named in block.items():
             found |= {f"{type_}.{name}": body for name, body in named.items()}
     return found
@@ -51,15 +55,31 @@ def statements(policy: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_all_that_is_referred_to_is_declared_and_every_variable_is_used() -> None:
-    text = "\n".join(file.read_text() for file in MODULE.glob("*.tf"))
-    referred = set(re.findall(r"(?<![\w.\"])(?:data\.)?(aws_\w+\.\w+)", re.sub(r"#.*", "", text)))
-    assert referred - declared("resource").keys() - declared("data").keys() == set()
-    assert set(re.findall(r"\bvar\.(\w+)", text)) == declared("variable").keys()
-    assert [name for name, body in declared("variable").items() if not body.get("description")] == []
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_all_that_is_referred_to_is_declared_and_every_variable_is_used(cloud: str) -> None:
+    text = "\n".join(file.read_text() for file in (MODULES / cloud).glob("*.tf"))
+    referred = set(re.findall(r"(?<![\w.\"])(?:data\.)?((?:aws|google)_\w+\.\w+)", re.sub(r"#.*", "", text)))
+    assert referred - declared("resource", cloud).keys() - declared("data", cloud).keys() == set()
+    assert set(re.findall(r"\bvar\.(\w+)", text)) == declared("variable", cloud).keys()
+    assert [name for name, body in declared("variable", cloud).items() if not body.get("description")] == []
+    outputs = {"cluster_yaml", "bucket", "state_url"}
+    assert outputs <= declared("output", cloud).keys()
 
 
-def test_nothing_is_open_to_all() -> None:
+def test_on_gcp_only_operators_and_the_cluster_s_own_accounts_get_in() -> None:
+    rules = {
+        name: body for name, body in declared("resource", "gcp").items() if name.startswith("google_compute_firewall.")
+    }
+    sources = {
+        name.partition(".")[2]: set(body) & {"source_ranges", "source_service_accounts"} for name, body in rules.items()
+    }
+    assert sources == {"within": {"source_service_accounts"}, "operators": {"source_ranges"}}
+    assert rules["google_compute_firewall.operators"]["source_ranges"] == "${var.operators}"
+    rights = declared("resource", "gcp")["google_project_iam_custom_role.machines"]["permissions"]
+    assert not [right for right in rights if right.startswith("iam.") or right.endswith("setIamPolicy")]
+
+
+def test_on_aws_nothing_is_open_to_all() -> None:
     rules = {name: body for name, body in declared("resource").items() if "ingress_rule" in name}
     sources = Counter(
         str(body.get("cidr_ipv4") or body["referenced_security_group_id"]).strip("${}") for body in rules.values()
