@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, S
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
 from raytide.actors.engine.kv_cache.handle import KvHandle
+from raytide.actors.engine.model.tensor_parallel.decoder import ShardedDecoder
 from raytide.core.errors import ConfigError, EngineDeadError
 
 PROMPTS = ["import os", "def main(", "class Tide:\n    def", "for x in range("] * 2
@@ -41,8 +43,13 @@ def answers(llm: LLM) -> list[list[int]]:
     return [each.outputs[0].token_ids for each in both]
 
 
+def interrupted(self: ShardedDecoder, hidden_RN: torch.Tensor, head: object = ShardedDecoder.head) -> torch.Tensor:
+    signal.raise_signal(signal.SIGINT)
+    return head(self, hidden_RN)  # type: ignore[operator, no-any-return]
+
+
 @pytest.mark.usefixtures("free_drafts")
-def test_two_members_give_the_tokens_of_one(model_dir: Path, tmp_path: Path) -> None:
+def test_two_members_give_the_tokens_of_one(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With prefills in chunks, evictions to host memory, prefix hits, drafts and other weights."""
     save_llama(tmp_path, initializer_range=0.3)
     alone, group = (
@@ -64,6 +71,11 @@ def test_two_members_give_the_tokens_of_one(model_dir: Path, tmp_path: Path) -> 
         other = answers(alone)
         assert other != expected
         assert answers(group) == other
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardedDecoder, "head", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                answers(group)
+        assert answers(group) == other, "Ctrl-C in the middle of a step ends the call alone"
         with pytest.raises(ConfigError, match="adapter a cannot be loaded with tensor_parallel"):
             group.load_lora("a", tmp_path)
     finally:

@@ -5,6 +5,7 @@ and tells the others what to compute in each step.
 from __future__ import annotations
 
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -153,10 +154,11 @@ class GroupLeader:
         """Ends the group if the leader's part of what all do fails: members may have stopped at different places."""
         if self._death is not None:
             raise self._death
-        try:
-            yield
-        except BaseException as error:
-            raise self._failed(error) from error
+        with _interrupt_deferred():
+            try:
+                yield
+            except BaseException as error:
+                raise self._failed(error) from error
 
     def holds(self, layers: list[Tensor]) -> bool:
         """Returns whether these are the engine's KV."""
@@ -168,15 +170,18 @@ class GroupLeader:
         self._has_ended.set()
 
     def _order(self, **command: Any) -> None:
-        for link in self._links:
-            try:
-                link.send(command)
-            except OSError as error:
-                raise self._failed(error) from None
+        with _interrupt_deferred():
+            for link in self._links:
+                try:
+                    link.send(command)
+                except OSError as error:
+                    raise self._failed(error) from None
 
     def _raise_refusal(self, own: BaseException | None = None) -> None:
         """Waits for all members' answers to the last order. Raises the first error, `own` before theirs."""
-        for error in [own, *[self._answer(link) for link in self._links]]:
+        with _interrupt_deferred():
+            errors = [own, *[self._answer(link) for link in self._links]]
+        for error in errors:
             if error is not None:
                 raise error
 
@@ -282,6 +287,22 @@ def _accept(listening: socket.socket, secret: str, size: int, launcher: Launcher
         else:
             link.close()
     return [links[rank] for rank in sorted(links)]
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Holds Ctrl-C back until the members have done the same; Python raises it in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _notice(leader: weakref.ref[GroupLeader], rank: int) -> None:

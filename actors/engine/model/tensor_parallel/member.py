@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -156,6 +157,7 @@ class GroupMember:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the leader decides
     log_to()
     invitation = json.loads(sys.stdin.readline())
     rank = invitation["rank"]
