@@ -151,6 +151,7 @@ SLOW = (
     "tests/control/backup/test_drill.py",
     "tests/control/backup/test_restore.py",
     "tests/control/backup/test_run.py",
+    "tests/control/backup/test_runbooks.py",
     "tests/control/bootstrap/test_hosts_real.py",
     "tests/control/bootstrap/test_local_real.py",
     "tests/control/bootstrap/test_monitoring_real.py",

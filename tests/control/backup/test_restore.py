@@ -10,9 +10,15 @@ from tests.control.backup.conftest import NAME, Cluster
 from tests.stores import NAME as STATE
 
 from raytide.actors.trainer.checkpoint.verify import verify
-from raytide.control.backup.contents import problem_of
 from raytide.control.backup.repository import Repository
-from raytide.control.backup.restore import SKIPPED_NUMBERS, find_snapshot, restore_cluster
+from raytide.control.backup.restore import (
+    SKIPPED_NUMBERS,
+    below,
+    find_snapshot,
+    put_in_place,
+    restore_cluster,
+    unpack,
+)
 from raytide.control.backup.run import back_up
 from raytide.control.bootstrap.cluster_record import run_dir_of
 from raytide.core.errors import ConflictError, NotFoundError, StorageError
@@ -80,15 +86,19 @@ def test_a_restore_goes_on_where_a_killed_one_stopped(backed_up: Cluster, monkey
 
 
 def test_a_damaged_folder_is_left_out_and_named_and_the_rest_is_restored(backed_up: Cluster) -> None:
-    manifest, _ = back_up(backed_up.place)
+    back_up(backed_up.place)
     repository = lose(backed_up)
     snapshot = find_snapshot(repository, NAME)
-    scratch = backed_up.folder / "scratch"
-    repository.restore(snapshot.id, scratch)
-    checkpoint = next(each for each in manifest.contents.folders if each.kind == "checkpoint")
-    file = scratch / checkpoint.path.lstrip("/") / "__0_0.distcp"
+    unpacked = unpack(repository, snapshot, backed_up.folder / "scratch")
+    [saved] = [each for each in unpacked.manifest.contents.folders if each.kind == "checkpoint"]
+    file = below(unpacked.scratch, saved.stored_as) / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    assert "has 999 bytes of 1000" in problem_of(checkpoint, file.parent)
+    restored = put_in_place(unpacked, run_dir_of(NAME))
+    [problem] = restored.problems
+    assert "has 999 bytes of 1000" in problem
+    assert not Path(saved.path).exists()
+    assert str(backed_up.folder / "data" / "tokens") in restored.folders
+    assert (backed_up.run_dir / STATE).exists()
 
 
 def test_a_password_that_is_wrong_and_a_repository_that_is_not_there_are_said(backed_up: Cluster) -> None:

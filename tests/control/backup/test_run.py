@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.control.backup.conftest import NAME, Cluster
 
-from raytide.control.backup.contents import contents_of
+from raytide.control.backup.contents import contents_of, problem_of
 from raytide.control.backup.place import place_of
-from raytide.control.backup.repository import Repository, find_restic
-from raytide.control.backup.restore import find_snapshot, unpack
+from raytide.control.backup.repository import BackupSummary, Repository, find_restic, has_all
+from raytide.control.backup.restore import below, find_snapshot, unpack
 from raytide.control.backup.results import read_results
 from raytide.control.backup.run import back_up, working
 from raytide.control.backup.upkeep import create_repositories, forget
 from raytide.control.bootstrap import local
-from raytide.core.errors import ConfigError, ConflictError, NotFoundError
+from raytide.core.errors import ConfigError, ConflictError, NotFoundError, StorageError
 
 MB = 1_000_000
 
@@ -70,6 +73,56 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_for_the_one_before(cluste
     (newest / "__0_0.distcp").write_bytes(b"torn")
     folders = contents_of(cluster.run_dir / "state.db").folders
     assert [Path(each.path).name for each in folders if each.kind == "checkpoint"] == ["step-00000010-0123abcd"]
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_saved_all_the_same(
+    backed_up: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, checkpoint = Repository.backup, backed_up.checkpoint(20)
+
+    def late(repository: Repository, paths: list[Path], **options: Any) -> BackupSummary:
+        shutil.rmtree(checkpoint)
+        return save(repository, paths, **options)
+
+    monkeypatch.setattr(Repository, "backup", late)
+    back_up(backed_up.place)
+    place = backed_up.place
+    unpacked = unpack(place.hot, find_snapshot(place.hot, NAME), backed_up.folder / "scratch")
+    [saved] = [each for each in unpacked.manifest.contents.folders if each.kind == "checkpoint"]
+    assert saved.path == str(checkpoint)
+    assert problem_of(saved, below(unpacked.scratch, saved.stored_as)) == ""
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["step-00000010-0123abcd"]
+
+
+def test_a_sealed_file_that_is_removed_meanwhile_fails_the_backup_and_leaves_no_snapshot(
+    backed_up: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Repository.backup
+
+    def late(repository: Repository, paths: list[Path], **options: Any) -> BackupSummary:
+        (backed_up.folder / "data" / "tokens" / "00000.bin").unlink()
+        return save(repository, paths, **options)
+
+    monkeypatch.setattr(Repository, "backup", late)
+    with pytest.raises(StorageError, match="tokens changed while it was saved"):
+        back_up(backed_up.place)
+    assert backed_up.place.hot.snapshots(NAME) == ()
+
+
+@pytest.mark.parametrize(
+    ("item", "is_there", "accepted"), [("run/a.part", False, True), ("run/a.part", True, False), ("x", False, False)]
+)
+def test_a_temporary_file_may_vanish_and_one_that_cannot_be_read_may_not(
+    item: str, is_there: bool, accepted: bool, tmp_path: Path
+) -> None:
+    if is_there:
+        (tmp_path / item).parent.mkdir()
+        (tmp_path / item).touch()
+    said = json.dumps({"message_type": "error", "item": str(tmp_path / item)})
+    done = subprocess.CompletedProcess[str]([], 3, "", f"{said}\nWarning: at least one source file could not be read")
+    assert has_all(done, [str(tmp_path / "run")]) is accepted
+    assert not has_all(subprocess.CompletedProcess[str]([], 1, "", said), [str(tmp_path)])
+    assert not has_all(subprocess.CompletedProcess[str]([], 3, "", ""), [str(tmp_path)])
 
 
 def test_object_stores_and_missing_paths_are_named(cluster: Cluster) -> None:

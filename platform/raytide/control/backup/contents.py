@@ -7,7 +7,10 @@ that is not whole is not taken, and a restored one is compared with the hash tha
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +33,9 @@ from raytide.registry.content_digest import digest_of_directory
 __all__ = ["Contents", "SavedFolder", "contents_of", "problem_of"]
 
 FolderKind = Literal["checkpoint", "dataset", "model", "run", "path"]
+_PINNED = ".backup"
+"""A folder beside checkpoints with links to the files of the one that is being saved."""
+_TRIES = 5
 _CHECKPOINTS = "checkpoints"
 """A run's folder of checkpoints, if its spec names no other."""
 
@@ -91,17 +97,75 @@ def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:
     return Contents(folders=tuple(folders.values()), remote=tuple(remote), missing=tuple(missing))
 
 
+@contextmanager
+def pinned(contents: Contents) -> Iterator[Contents]:
+    """Yields the contents with links to the files of each checkpoint: its run may remove it while it is saved."""
+    places = {Path(each.stored_as).parent / _PINNED for each in contents.folders if each.kind == "checkpoint"}
+    try:
+        folders = [_pin(each) if each.kind == "checkpoint" else each for each in contents.folders]
+        lost = tuple(each.path for each, kept in zip(contents.folders, folders, strict=True) if kept is None)
+        kept = tuple(each for each in folders if each is not None)
+        yield contents.model_copy(update={"folders": kept, "missing": (*contents.missing, *lost)})
+    finally:
+        for place in places:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _pin(folder: SavedFolder) -> SavedFolder | None:
+    """Returns the checkpoint, or a newer one if it was removed, with the path of its links; None without any.
+
+    Where no links can be made, the path stays: a checkpoint that is removed then fails the backup, which is repeated.
+    """
+    for _ in range(_TRIES):
+        source = Path(folder.stored_as)
+        target = source.parent / _PINNED / source.name
+        try:
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(source, target, copy_function=os.link)
+            if _manifest_sha256(target) == folder.sha256 and _is_whole(target):
+                return folder.model_copy(update={"stored_as": str(target)})
+        except (OSError, shutil.Error):
+            if source.is_dir() and _is_whole(source):
+                return folder  # a file system without links, or files of another user
+        newest = _newest_checkpoint(source.parent)
+        if newest is None:
+            return None
+        path = str(Path(folder.path).with_name(newest.name))
+        found = {"path": path, "stored_as": str(newest), "sha256": _manifest_sha256(newest)}
+        folder = folder.model_copy(update=found)
+    return None
+
+
 def paths_to_save(contents: Contents) -> list[Path]:
     """Returns the files and folders to save. Of a run's folder these are its entries without its checkpoints, of which
     the chosen ones are folders of their own."""
     found: dict[Path, None] = {}
+    checkpoints = {parent for each in contents.folders if each.kind == "checkpoint" for parent in _above(each.path)}
     for folder in contents.folders:
         path = Path(folder.stored_as)
         if folder.kind == "run":
-            found |= dict.fromkeys(sorted(entry for entry in path.iterdir() if entry.name != _CHECKPOINTS))
+            entries = (path / entry.name for entry in sorted(path.iterdir()) if entry.name != _CHECKPOINTS)
+            found |= dict.fromkeys(entry for entry in entries if entry not in checkpoints)
         else:
             found[path] = None
     return [path for path in found if not any(parent in found for parent in path.parents)]
+
+
+def _above(path: str) -> list[Path]:
+    return [*Path(path).parents, *Path(path).resolve().parents]
+
+
+def is_there(folder: SavedFolder) -> bool:
+    """Returns whether a folder still has its files after they were saved: restic passes over those that are not."""
+    path = Path(folder.stored_as)
+    if folder.kind != "dataset":
+        return path.exists()
+    try:
+        found = token_dataset.load_manifest(str(path))
+        is_same = token_dataset.sha256_of(str(path)) == folder.sha256
+    except (DataError, OSError):
+        return False
+    return is_same and all((path / each.file).is_file() for each in found.files)
 
 
 def problem_of(folder: SavedFolder, path: Path) -> str:
@@ -182,16 +246,19 @@ def _newest_checkpoint(folder: Path) -> Path | None:
     """Returns the newest checkpoint whose files all have the sizes in its manifest."""
     if not folder.is_dir():
         return None
-    store = open_store(str(folder))
-    for name in manifest.folders_newest_first(store):
-        try:
-            files = manifest.read(store, name).manifest.files
-        except CheckpointError:
-            continue
-        sizes = store.sizes(name)
-        if all(sizes.get(file) == record.size for file, record in files.items()):
-            return folder / name
-    return None
+    names = manifest.folders_newest_first(open_store(str(folder)))
+    return next((folder / name for name in names if _is_whole(folder / name)), None)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Returns whether the manifest is there and each file has its size."""
+    store = open_store(str(checkpoint.parent))
+    try:
+        files = manifest.read(store, checkpoint.name).manifest.files
+    except CheckpointError:
+        return False
+    sizes = store.sizes(checkpoint.name)
+    return all(sizes.get(file) == record.size for file, record in files.items())
 
 
 def _manifest_sha256(checkpoint: Path) -> str:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raytide.control.backup.repository import Repository
+from raytide.control.backup.results import work_dir_of
 from raytide.control.bootstrap.cluster_record import load, run_dir_of
 from raytide.core.config import home
 from raytide.core.errors import ConfigError, NotFoundError
 from raytide.core.objects.cluster_config import BackupSection, load_cluster
 
-__all__ = ["BackupPlace", "place_of", "repository_at", "work_dir_of"]
+__all__ = ["CONFIG", "BackupPlace", "place_of", "repository_at"]
 
 CONFIG = "cluster.yaml"
 
@@ -64,9 +65,3 @@ def repository_at(url: str, password_file: str) -> Repository:
     """Returns the repository at a path or a restic URL; a leading `~` is this user's home."""
     where = str(Path(url).expanduser()) if url.startswith("~") else url
     return Repository(where, Path(password_file).expanduser(), home().resolve() / "backup" / ".cache")
-
-
-def work_dir_of(cluster: str) -> Path:
-    """Returns the folder of a cluster's backups in progress, their lock and their results. It is outside of the run
-    folder, which may be lost or set aside."""
-    return home().resolve() / "backup" / cluster

@@ -20,7 +20,7 @@ from typing import Any
 from raytide.core.errors import ConfigError, NotFoundError, StorageError
 from raytide.core.io.storage import full_disk_is_an_error
 
-__all__ = ["BackupSummary", "Repository", "RepositorySnapshot", "find_restic"]
+__all__ = ["BackupSummary", "Repository", "RepositorySnapshot", "find_restic", "has_all"]
 
 HOW_TO_INSTALL = "Debian and Ubuntu: apt-get install restic. In a checkout, ./dev setup fetches it."
 TAG = "raytide"
@@ -93,21 +93,22 @@ class Repository:
         list_file: Path,
         exclude: Sequence[str] = (),
         parent: str | None = None,
+        may_vanish: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
     ) -> BackupSummary:
         """Saves these paths as one snapshot, without reading files that are as they were in the `parent`.
 
-        `list_file` is written with the paths. `pass_fds` stay open as long as restic runs. Raises StorageError; a
-        snapshot that lacks files is then removed again.
+        `list_file` is written with the paths. Files below `may_vanish` may be removed meanwhile. `pass_fds` stay open
+        as long as restic runs. Raises StorageError; a snapshot that lacks other files is then removed again.
         """
         with full_disk_is_an_error(str(list_file)):
             list_file.write_text("".join(f"{path}\n" for path in paths))
         command = ["backup", "--json", "--quiet", "--host", cluster, "--tag", TAG, "--files-from-verbatim"]
         command += [str(list_file), *(f"--exclude={pattern}" for pattern in exclude)]
-        command += [] if parent is None else ["--parent", parent]
+        command += ["--ignore-ctime", *([] if parent is None else ["--parent", parent])]  # a link changes the ctime
         done = self._call(command, timeout_s=_TRANSFER_S, pass_fds=pass_fds)
         summary = next((line for line in _json_lines(done.stdout) if line.get("message_type") == "summary"), None)
-        if done.returncode == 0 and summary is not None:
+        if summary is not None and (done.returncode == 0 or has_all(done, may_vanish)):
             return BackupSummary(
                 str(summary["snapshot_id"])[:8],
                 int(summary["total_files_processed"]),
@@ -115,8 +116,12 @@ class Repository:
                 int(summary["data_added"]),
             )
         if done.returncode == _INCOMPLETE and summary is not None:
-            self._checked(["forget", str(summary["snapshot_id"])], "kept an incomplete snapshot")
+            self.remove(str(summary["snapshot_id"]))
         raise self._failed("has no new snapshot", done)
+
+    def remove(self, snapshot: str) -> None:
+        """Removes a snapshot. Its data stays until the next `forget`, which a next snapshot may use again."""
+        self._checked(["forget", snapshot], "kept an incomplete snapshot")
 
     def snapshots(self, cluster: str | None = None) -> tuple[RepositorySnapshot, ...]:
         """Returns raytide's snapshots, oldest first. Raises NotFoundError without the repository."""
@@ -241,6 +246,17 @@ class Repository:
         if "already locked" in done.stderr:
             hint = "Another machine works on it. Wait for it, or see docs/runbooks/damaged-repository.md."
         return StorageError(f"the backup repository {self.url} {what}: {said}.", hint=hint)
+
+
+def has_all(done: subprocess.CompletedProcess[str], may_vanish: Sequence[str]) -> bool:
+    """Returns whether a snapshot lacks nothing but files that are gone and were allowed to go."""
+    lost = [Path(str(each.get("item"))) for each in _json_lines(done.stderr) if each.get("message_type") == "error"]
+    allowed = [Path(folder) for folder in may_vanish]
+    return (
+        done.returncode == _INCOMPLETE
+        and bool(lost)
+        and all(not os.path.lexists(path) and any(path.is_relative_to(each) for each in allowed) for path in lost)
+    )
 
 
 def _json(line: str) -> Any:

@@ -18,8 +18,9 @@ import sqlalchemy as sa
 from raytide.autoscaler.providers.local.files import node_folders
 from raytide.control.accounting.restored_records import ENDED
 from raytide.control.backup.contents import SavedFolder, problem_of
-from raytide.control.backup.place import CONFIG, work_dir_of
+from raytide.control.backup.place import CONFIG
 from raytide.control.backup.repository import Repository, RepositorySnapshot
+from raytide.control.backup.results import work_dir_of
 from raytide.control.backup.run import FILES, MANIFEST, STATE, BackupManifest, sha256_of, working
 from raytide.control.backup.state_copy import check_state, write_state
 from raytide.core.errors import ConflictError, NotFoundError, RaytideError, StorageError

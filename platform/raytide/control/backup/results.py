@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytide.core.config import Config
+from raytide.core.config import Config, home
 from raytide.core.errors import RaytideError
 from raytide.core.io.atomic_file import read_json, write_json
 from raytide.core.io.storage import full_disk_is_an_error
@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from raytide.control.backup.place import BackupPlace
     from raytide.control.backup.repository import BackupSummary
 
-__all__ = ["BackupResults", "DrillResult", "LastRun", "read_results", "record_backup", "record_drill", "record_failure"]
+__all__ = [
+    "BackupResults",
+    "DrillResult",
+    "LastRun",
+    "read_results",
+    "record_backup",
+    "record_drill",
+    "record_failure",
+    "record_run",
+    "work_dir_of",
+]
 
 FILE = "results.json"
 
@@ -57,6 +67,12 @@ class BackupResults(Config):
     drill: LastRun = LastRun()
     found: DrillResult | None = None
     """The result of the last drill that could be made."""
+
+
+def work_dir_of(cluster: str) -> Path:
+    """Returns the folder of a cluster's backups in progress, their lock and their results. It is outside of the run
+    folder, which may be lost or set aside."""
+    return home().resolve() / "backup" / cluster
 
 
 def read_results(work_dir: Path) -> BackupResults:

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
-from raytide.control.backup.contents import Contents, contents_of, paths_to_save
-from raytide.control.backup.place import CONFIG, BackupPlace, work_dir_of
+from raytide.control.backup.contents import Contents, contents_of, is_there, paths_to_save, pinned
+from raytide.control.backup.place import CONFIG, BackupPlace
 from raytide.control.backup.repository import BackupSummary
-from raytide.control.backup.results import record_backup, record_failure
+from raytide.control.backup.results import record_backup, record_failure, work_dir_of
 from raytide.control.backup.state_copy import copy_sqlite, copy_state, is_sqlite_file
 from raytide.control.bootstrap.cluster_record import installed_version
 from raytide.core import bounds
@@ -68,17 +68,26 @@ def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple
         try:
             began_s = time.monotonic()
             with _staging(place) as staging, ThreadPoolExecutor(1) as pool:
-                parents = pool.submit(place.hot.snapshots, place.cluster)
-                manifest = _stage(place, staging, now_s())
-                known = parents.result()
-                summary = place.hot.backup(
-                    [staging, *_of_run_dir(place), *paths_to_save(manifest.contents)],
-                    cluster=place.cluster,
-                    list_file=place.work_dir / "paths",
-                    exclude=_excluded(place),
-                    parent=known[-1].id if known else None,
-                    pass_fds=[handle],
-                )
+                parents, at_s = pool.submit(place.hot.snapshots, place.cluster), now_s()
+                copy_state(place.state_url, staging / STATE)
+                with pinned(contents_of(staging / STATE, place.settings.paths)) as contents:
+                    manifest = _stage(place, staging, contents, at_s)
+                    known = parents.result()
+                    runs = (each.stored_as for each in contents.folders if each.kind == "run")
+                    summary = place.hot.backup(
+                        [staging, *_of_run_dir(place), *paths_to_save(contents)],
+                        cluster=place.cluster,
+                        list_file=place.work_dir / "paths",
+                        exclude=_excluded(place),
+                        parent=known[-1].id if known else None,
+                        may_vanish=[str(place.run_dir), *runs],
+                        pass_fds=[handle],
+                    )
+                    if lost := [each.path for each in contents.folders if not is_there(each)]:
+                        place.hot.remove(summary.snapshot)
+                        raise StorageError(
+                            f"{', '.join(lost)} changed while it was saved.", hint="The backup is tried again later."
+                        )
         except (RaytideError, OSError) as error:
             record_failure(place, "backup", str(error), now_s())
             raise
@@ -106,10 +115,8 @@ def working(cluster: str) -> Iterator[int]:
         os.close(handle)
 
 
-def _stage(place: BackupPlace, staging: Path, at_s: float) -> BackupManifest:
-    """Copies the databases, the state first, and writes the manifest."""
-    copy_state(place.state_url, staging / STATE)
-    contents = contents_of(staging / STATE, place.settings.paths)
+def _stage(place: BackupPlace, staging: Path, contents: Contents, at_s: float) -> BackupManifest:
+    """Copies the other databases beside the state, and writes the manifest."""
     databases = []
     for source in _databases(place):
         relative = source.relative_to(place.run_dir)

@@ -19,3 +19,33 @@ TROUBLE = Metric(
     _LAYER,
     labels=("what",),
 )
+BACKUP_OVERDUE = Metric(
+    "raytide_backup_overdue_ratio",
+    "gauge",
+    "Time since the last successful task of the backup, in periods of that task",
+    _LAYER,
+    "ratio",
+    ("task",),
+)
+BACKUP_FAILING = Metric(
+    "raytide_backup_failing", "gauge", "1 if the last try of the task failed", _LAYER, labels=("task",)
+)
+BACKUP_AGE = Metric(
+    "raytide_backup_age_seconds",
+    "gauge",
+    "Age of the newest backup: the changes that a loss of the head would cost now",
+    _LAYER,
+    "seconds",
+)
+BACKUP_ADDED = Metric("raytide_backup_added_bytes", "gauge", "New data of the last backup", _LAYER, "bytes")
+BACKUP_RESTORE = Metric(
+    "raytide_backup_restore_seconds",
+    "gauge",
+    "Time until a control plane answered in the last drill (RTO); 0 if none did",
+    _LAYER,
+    "seconds",
+)
+BACKUP_LOST = Metric(
+    "raytide_backup_lost_seconds", "gauge", "Age of the backup that the last drill restored (RPO)", _LAYER, "seconds"
+)
+BACKUP_PROBLEMS = Metric("raytide_backup_drill_problems", "gauge", "Problems that the last drill found", _LAYER)

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from raytide.control.api.health import HealthMonitor
 from raytide.control.api.services.limits import LimitsService
+from raytide.control.api.services.metrics.backups import backup_samples
 from raytide.control.api.services.metrics.client_latency import ClientLatencies
 from raytide.control.api.services.metrics.cluster import cluster_samples
 from raytide.control.api.services.metrics.costs import cost_samples
 from raytide.control.api.services.metrics.endpoints import ReplicaRestarts, endpoint_samples
 from raytide.control.api.services.metrics.jobs import job_samples
+from raytide.control.backup.results import read_results, work_dir_of
 from raytide.control.views import Live
 from raytide.core.money import to_us
 from raytide.core.objects.cluster_config import ClusterConfig
@@ -40,4 +42,6 @@ class ApiMetrics:
         self._restarts.observe(live.loads)
         yield from self._restarts.samples()
         yield from self.client_latencies.samples()
+        if (backup := self._config.settings.backup) is not None:
+            yield from backup_samples(backup, read_results(work_dir_of(self._config.name)), now_s)
         yield from cost_samples(self._store.books, self._accounts.specs(), intervals, to_us(now_s))
