@@ -293,6 +293,7 @@ def required_features(request: GenRequest) -> list[Feature]:
     params = request.sampling
     asked: dict[Feature, bool] = {
         "bad_words": bool(params.bad_words),
+        "images": bool(request.images),
         "best_of": params.num_samples > params.n,
         "logit_bias": bool(params.logit_bias),
         "logprobs": params.logprobs is not None,

@@ -29,6 +29,11 @@ MAX_CHOICES = 256
 """Prompts times n, or best_of, of one request."""
 MAX_MESSAGES = 4096
 """Messages, and parts of messages, in one chat request."""
+MAX_IMAGES = 16
+"""Images in one chat request."""
+MAX_IMAGE_BYTES = 8 << 20
+"""The most bytes of an image file; those in a body are bounded by it, too."""
+MAX_IMAGE_PIXELS = 1 << 24
 MAX_TOOLS = 128
 """Tools of one request, and calls of one message."""
 MAX_ARGUMENT_CHARS = 1 << 18

@@ -12,6 +12,8 @@ from raytide.actors.engine.types import FinishReason, TokenLogprobs
 from raytide.core.errors import RaytideError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
 
     from raytide.actors.engine.text.bad_words import BadWords
@@ -20,6 +22,16 @@ if TYPE_CHECKING:
 Rank = tuple[float, float, int]
 """Level, due time, arrival: the smallest goes first."""
 Pooling = Literal["cls", "last", "mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """The positions of a prompt that stand for an image. Images of equal pixels [3, S, S] have the same digest."""
+
+    start: int
+    length: int
+    digest: bytes
+    pixels: npt.NDArray[np.float32]
 
 
 @dataclass(slots=True)
@@ -67,6 +79,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     bad_words: BadWords | None = None  # that the output must not contain
     grammar: Grammar | None = None  # that the output must match
+    images: tuple[ImageSpan, ...] = ()
     pooled: PooledPrompt | None = None  # the output is this vector; no token follows the prompt
     # The scheduler's state. `host_ids` are the blocks of a swapped out sequence.
     host_ids: list[int] = field(default_factory=list)

@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal
 
 from raytide.actors.engine.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ Feature = Literal[
     "deterministic",
     "embeddings",
     "handover",
+    "images",
     "kv_transfer",
     "logit_bias",
     "logprobs",
@@ -45,13 +47,17 @@ Feature = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat. The assistant's turns may have tool calls, whose results are turns of the role `tool`."""
+    """One turn of a chat. The assistant's turns may have tool calls, whose results are turns of the role `tool`.
+
+    A turn with images has `parts`, its texts and for each image None; `content` is then their text.
+    """
 
     role: str
     content: str
     tool_calls: tuple[ToolCallTurn, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    parts: tuple[str | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,8 @@ class GenRequest:
     `resume` continues a stream that another engine began: it has the progress of each sample by index, and the stream
     has only what follows, as if it had never been cut. Samples beyond it start anew; those that have ended stay so.
     What another engine began goes before new requests, unless it `gave_way` to one here: it queues behind that.
+
+    `images` are files, in the order in which the prompt's image tokens stand for them.
     """
 
     request_id: str
@@ -110,10 +118,19 @@ class GenRequest:
     weight: float = 1.0
     resume: tuple[SampleProgress, ...] = ()
     gave_way: bool = False
+    images: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         if self.resume:
             _check_resume(self)
+
+    @property
+    def salt(self) -> str:
+        """The salt with a digest of the images: what an answer depends on beside the prompt's tokens."""
+        if not self.images:
+            return self.cache_salt
+        digests = [blake2b(each, digest_size=16).hexdigest() for each in self.images]
+        return f"{self.cache_salt}\0{' '.join(digests)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from raytide.actors.models.rope import RopeSpec
+from raytide.actors.models.components.llava import VisionSpec
+from raytide.actors.models.components.rope import RopeSpec
 from raytide.sizing.model_shape import ModelShape
 
 if TYPE_CHECKING:  # planning reads architectures without torch
@@ -71,6 +72,7 @@ class Architecture:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     experts: Experts | None = None
+    vision: VisionSpec | None = None  # of a model that reads images; its decoder's weights are in `language_model`
     num_labels: int = 0  # of a classification head, in place of the one that generates
 
     @property

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
+from raytide.actors.models.components.llava import LLAVA, decoder_config, vision_spec
+from raytide.actors.models.components.rope import RopeSpec, read_rope
 from raytide.actors.models.model_config import Fields, read_json
 from raytide.actors.models.quantized.gguf.gguf_config import gguf_config
 from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
 from raytide.actors.models.quantized.quantization_config import read_quantization
-from raytide.actors.models.rope import RopeSpec, read_rope
 from raytide.core.bounds import shortened
 from raytide.core.errors import ConfigError, DataError
 
@@ -37,13 +38,13 @@ _MOST_ALL_EXPERTS = 1 << 17
 """The experts of all layers, for each of which the weights have a few names."""
 
 
-def read_architecture(model_dir: Path, *, classifies: bool = False) -> Architecture:
+def read_architecture(model_dir: Path, *, serves: bool = False) -> Architecture:
     """Read the architecture of a model directory or GGUF file. DataError if unreadable, ConfigError if not
-    supported: a model with a classification head is, for a caller that `classifies`."""
+    supported: a model with a classification head, or one that reads images, is for a caller that `serves` it."""
     if is_gguf(model_dir):
         return architecture_of(gguf_config(GgufFile(model_dir)), str(model_dir))
     path = model_dir / "config.json"
-    return architecture_of(read_json(path), str(path), classifies=classifies)
+    return architecture_of(read_json(path), str(path), serves=serves)
 
 
 def is_same_architecture(theirs: Architecture, ours: Architecture) -> bool:
@@ -51,16 +52,20 @@ def is_same_architecture(theirs: Architecture, ours: Architecture) -> bool:
     return replace(theirs, dtype=ours.dtype, eos_token_ids=ours.eos_token_ids) == ours
 
 
-def architecture_of(config: Mapping[str, object], where: str, *, classifies: bool = False) -> Architecture:
+def architecture_of(config: Mapping[str, object], where: str, *, serves: bool = False) -> Architecture:
     """Returns the architecture that a `config.json` describes; `where` names it in errors."""
     fields = Fields(config, where)
     name = shortened(str((fields.items("architectures") or ["(none)"])[0]), 100)
+    if name == LLAVA and serves:
+        return _llava(fields)
     family = _CLASSIFIERS.get(name)
-    if family is not None and not classifies:
+    if family is not None and not serves:
         raise ConfigError(
             f"{where}: {name} has a classification head, which only the native engine computes.",
             hint=f"Use a model of the architecture {family}.",
         )
+    if name == LLAVA:
+        raise ConfigError(f"{where}: {name} reads images, which only the native engine does.", hint="Use a text model.")
     if (family or name) not in _FAMILIES:
         raise ConfigError(f"{where}: architecture {name} is not supported.", hint=f"Supported: {', '.join(SUPPORTED)}.")
     read_quantization(fields.body, where)  # refuses here, before anything is planned or started
@@ -292,6 +297,11 @@ def _windows(fields: Fields, layer_types: Items[object], window: int | None) -> 
 def _balance(fields: Fields) -> float:
     """Returns the weight of the load-balancing loss, which transformers uses only if router logits are output."""
     return fields.number("router_aux_loss_coef", 0.001) if fields.flag("output_router_logits", False) else 0.0
+
+
+def _llava(fields: Fields) -> Architecture:
+    text = decoder_config(fields)
+    return replace(architecture_of(text.body, text.where), vision=vision_spec(fields))
 
 
 def _num_labels(fields: Fields) -> int:

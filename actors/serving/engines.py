@@ -131,7 +131,7 @@ def check_members(spec: ServeSpec) -> None:
     from raytide.actors.models.families import read_architecture
 
     if tensor_parallel(spec) > 1 and Path(spec.model, "config.json").is_file():
-        check_divides(read_architecture(Path(spec.model), classifies=True), tensor_parallel(spec))
+        check_divides(read_architecture(Path(spec.model), serves=True), tensor_parallel(spec))
 
 
 def _automatic(spec: ServeSpec) -> EngineChoice:

@@ -84,5 +84,9 @@ class PrefixCache:
         size, hashes = self._size, seq.block_hashes
         while len(hashes) < count:
             at = len(hashes) * size
-            hashes.append(chain_hash(hashes[-1] if hashes else seq.salt, seq.tokens[at : at + size]))
+            parent = hashes[-1] if hashes else seq.salt
+            for image in seq.images:  # their tokens are all the same
+                if image.start < at + size and at < image.start + image.length:
+                    parent += image.digest
+            hashes.append(chain_hash(parent, seq.tokens[at : at + size]))
         return hashes[:count]

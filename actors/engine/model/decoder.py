@@ -11,10 +11,11 @@ from collections.abc import Callable
 import torch
 
 from raytide.actors.engine.model.lora import LoraRows
+from raytide.actors.engine.model.vision.encoder import ImageRows, VisionEncoder
 from raytide.actors.engine.model.weight_loader import QuantizedOptions, SparseFfn, WeightLoader
 from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.components.rope import cos_sin
 from raytide.actors.models.quantized.model_weights import ModelWeights
-from raytide.actors.models.rope import cos_sin
 from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
 from raytide.kernels.registry import Ops
 
@@ -40,6 +41,7 @@ class PagedDecoder:
         self._layers = [build.layer(index) for index in range(arch.num_layers)]
         self._norm = build.final_norm()
         self._head = build.head(self._embedding)
+        self.vision = None if arch.vision is None else VisionEncoder(arch.vision, arch.hidden_size, weights)
         build.check_all_read()
         self.quantization = build.quantization
         # Rounded as transformers rounds it.
@@ -65,9 +67,10 @@ class PagedDecoder:
         cache: list[Tensor],
         rows_R: Tensor,
         loras: LoraRows | None = None,
+        images: ImageRows | None = None,
     ) -> Tensor:
         """Write the KV of all tokens and return float32 logits [R, V] that follow the tokens `rows_R`."""
-        return self.head(self.hidden(ids_T, positions_T, batch, cache, rows_R, loras))
+        return self.head(self.hidden(ids_T, positions_T, batch, cache, rows_R, loras, images))
 
     @torch.inference_mode()
     def head(self, hidden_RN: Tensor) -> Tensor:
@@ -84,6 +87,7 @@ class PagedDecoder:
         cache: list[Tensor],
         rows_R: Tensor,
         loras: LoraRows | None = None,
+        images: ImageRows | None = None,
     ) -> Tensor:
         """Write the KV of all tokens and return the last hidden states [R, N], normed, of the tokens `rows_R`."""
         arch, ops = self.arch, self._ops
@@ -91,6 +95,8 @@ class PagedDecoder:
         ropes = [Rope(cos[positions_T], sin[positions_T]) for cos, sin in self._ropes]
         heads, all_heads, dim = arch.num_heads, arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim
         x_TN = self._embed(ids_T, positions_T)
+        if images is not None:
+            x_TN[images.rows_T] = images.features_TN
         delta_TN = torch.zeros_like(x_TN)
         for index, (layer, kv) in enumerate(zip(self._layers, cache, strict=True)):
             normed_TN = ops.add_norm(x_TN, delta_TN, layer.input_norm)

@@ -250,7 +250,9 @@ class ModelRunner:
         rows_R = step.sampled_rows_R
         if more_rows or pooled.rows:
             rows_R = torch.cat((rows_R, rows_R.new_tensor([*more_rows, *pooled.rows])))
-        inputs = step.ids_T, step.positions_T, step.paged, self.cache.layers, rows_R, self._adapters.rows(chunks)
+        images = None if self._loaded.vision is None else self._loaded.vision.rows(chunks)
+        loras = self._adapters.rows(chunks)
+        inputs = step.ids_T, step.positions_T, step.paged, self.cache.layers, rows_R, loras, images
         if not pooled.rows:
             return self._loaded.forward(*inputs)
         hidden_RN, head, num_logits = self._loaded.hidden(*inputs), self._loaded.head, len(rows_R) - len(pooled.rows)

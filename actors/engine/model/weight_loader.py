@@ -68,8 +68,9 @@ class WeightLoader:
         self._arch, self._weights, self._ops, self._options = arch, weights, ops, options
         self._is_quantized = self._rounds_head = False
         self._names: Names = NAMES[arch.names]
-        full = f"{self._names.root}{self._names.embedding}.weight"
-        self._root = self._names.root if full in weights else ""
+        self._prefix = "" if arch.vision is None else "language_model."
+        root = self._prefix + self._names.root
+        self._root = root if f"{root}{self._names.embedding}.weight" in weights else self._prefix
 
     def embedding(self) -> Tensor:
         return self._get(self._root + self._names.embedding, self._arch.vocab_size, self._arch.hidden_size)
@@ -90,12 +91,13 @@ class WeightLoader:
         if self._arch.num_labels:
             return self._ops.linear(self._get("score", self._arch.num_labels, self._arch.hidden_size), None)
         shape = (self._arch.vocab_size, self._arch.hidden_size)
-        quantized = self._weights.quantized(self._names.head, *shape)
+        name = self._prefix + self._names.head
+        quantized = self._weights.quantized(name, *shape)
         if quantized is None and self._arch.tied_embeddings:
             quantized = self._weights.quantized(self._root + self._names.embedding, *shape)
         if quantized is not None:
             return self._ops.quantized_linear(quantized, None, self._options.input)
-        weight = embedding if self._arch.tied_embeddings else self._get(self._names.head, *shape)
+        weight = embedding if self._arch.tied_embeddings else self._get(name, *shape)
         self._rounds_head = self._is_quantized and self._options.rounds_head and shape[1] % _HEAD_GROUP == 0
         if not self._rounds_head:
             return self._ops.linear(weight, None)

@@ -13,6 +13,7 @@ from raytide.actors.engine.text.tool_prompt import format_of, turns_of
 from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import ChatFormat, Message, as_request_error
 from raytide.actors.models.chat_template import ChatTemplate
+from raytide.actors.models.components.llava import VisionSpec
 from raytide.actors.models.model_config import Fields, as_ids
 from raytide.actors.models.tokenizer_files import WITH_TOKENIZER, TokenizerSource
 from raytide.core.errors import DataError, EngineError, RaytideError, UsageError
@@ -29,7 +30,7 @@ _TORN_TOKENS = 16
 class Tokenizer:
     """The tokenizer of a model directory or GGUF file."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, vision: VisionSpec | None = None) -> None:
         source = TokenizerSource.read(model_dir)
         try:
             self.rust = RustTokenizer.from_buffer(source.tokenizer)
@@ -44,6 +45,7 @@ class Tokenizer:
         ends = Fields(source.generation, str(model_dir / "generation_config.json")).ids("eos_token_id")
         self.eos_token_ids = frozenset(ends + as_ids(named))
         self._template = source.chat_template
+        self._vision = vision
 
     def encode(self, text: str, *, enough: int | None = None) -> list[int]:
         """Returns token ids with the special tokens that the tokenizer's post-processor adds (a BOS, if it has one).
@@ -139,12 +141,33 @@ class Tokenizer:
             raise UsageError("the conversation is empty.", hint="Send at least one message.")
         turns = turns_of(messages, tools, knows_tools=bool(self._template) and self._chat.knows_tools)
         (turns, tools), mark = self._break_names((turns, list(tools)))
+        if self._vision is not None:
+            turns = self._show_images(turns, self._vision.image_token)
         if self._template:
             text = self._chat.render(turns, prompt=True, tools=tools)
         else:
             text = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns) + "assistant:"
-        text, plain = self._cut(_checked(text), enough), bool(self._template)
-        return self._encode_without(mark, text, plain) if mark else self.encode_all([text], plain=plain)[0]
+        whole, plain = _checked(text), bool(self._template)
+        text = self._cut(whole, enough)
+        ids = self._encode_without(mark, text, plain) if mark else self.encode_all([text], plain=plain)[0]
+        count = sum(part is None for message in messages for part in message.parts)
+        if self._vision is None or len(text) < len(whole):
+            return ids
+        return _with_images(ids, self._vision, count)
+
+    def _show_images(self, turns: list[dict[str, object]], image_token: int) -> list[dict[str, object]]:
+        """Returns turns whose contents are lists of parts, or for a template that knows no parts, texts with image
+        tokens."""
+        takes_parts = "type" in str(self._template)
+        name = self.rust.id_to_token(image_token)
+
+        def content(value: object) -> object:
+            parts: list[dict[str, str]] = value if isinstance(value, list) else [{"type": "text", "text": str(value)}]
+            if takes_parts:
+                return parts
+            return "".join(f"{name}\n" if part["type"] == "image" else part["text"] for part in parts)
+
+        return [{**turn, "content": content(turn["content"])} for turn in turns]
 
     def _break_names(self, value: T) -> tuple[T, str]:
         """Puts a mark, which is returned too, into each special token's name in the texts of a JSON-like value, so that
@@ -203,6 +226,17 @@ def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_map_texts(each, change) for each in value)
     return value
+
+
+def _with_images(ids: list[int], vision: VisionSpec, count: int) -> list[int]:
+    """Returns a prompt with as many image tokens as an image has vectors in place of each one. Raises UsageError if
+    the template left an image out."""
+    found = ids.count(vision.image_token)
+    if found != count:
+        raise UsageError(f"the chat template shows {found} of {count} images.", hint="Put each into a user's message.")
+    if not count:
+        return ids
+    return [each for token in ids for each in [token] * (vision.num_tokens if token == vision.image_token else 1)]
 
 
 def _checked(text: str) -> str:

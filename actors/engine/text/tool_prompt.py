@@ -63,7 +63,7 @@ def turns_of(
 
 
 def _turn(message: Message) -> dict[str, object]:
-    turn: dict[str, object] = {"role": message.role, "content": message.content}
+    turn: dict[str, object] = {"role": message.role, "content": _content(message)}
     if message.tool_calls:
         turn["tool_calls"] = [
             {
@@ -80,11 +80,17 @@ def _turn(message: Message) -> dict[str, object]:
     return turn
 
 
+def _content(message: Message) -> object:
+    if not message.parts:
+        return message.content
+    return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in message.parts]
+
+
 def _plain(message: Message) -> dict[str, object]:
     if message.role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.content}\n</tool_response>"}
     if not message.tool_calls:
-        return {"role": message.role, "content": message.content}
+        return {"role": message.role, "content": _content(message)}
     calls = "\n".join(
         f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': _arguments(call.arguments)})}\n</tool_call>"
         for call in message.tool_calls

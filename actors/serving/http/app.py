@@ -19,6 +19,7 @@ from raytide.actors.serving.http.body import JsonRoute
 from raytide.actors.serving.http.headers import ResponseHeaders
 from raytide.actors.serving.metrics import engine_samples
 from raytide.actors.serving.openai_api.admission import RequestCaller, caller_of
+from raytide.actors.serving.openai_api.chat.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
 from raytide.actors.serving.openai_api.pooling.embeddings import EmbeddingList, EmbeddingRequest, embed
 from raytide.actors.serving.openai_api.pooling.scores import (
@@ -32,7 +33,6 @@ from raytide.actors.serving.openai_api.pooling.scores import (
 from raytide.actors.serving.openai_api.respond import failed, respond
 from raytide.actors.serving.openai_api.response_writer import ChatWriter, CompletionWriter
 from raytide.actors.serving.openai_api.server import Server
-from raytide.actors.serving.openai_api.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.wire import (
     ChatCompletion,
     ChatRequest,

@@ -135,23 +135,26 @@ def refuse_unknown(request: BaseModel) -> None:
             raise invalid(f"{name} is not supported by this model server.", param=name)
 
 
-def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Joins text parts, and refuses other parts by name. "developer" is OpenAI's newer name for "system"."""
+def messages_of(messages: Sequence[ChatMessage], *, sees_images: bool = False) -> list[Message]:
+    """Joins text parts, and refuses other parts by name: images too, unless the model `sees_images`. "developer" is
+    OpenAI's newer name for "system".
+    """
     return [
         Message(
             "system" if message.role == "developer" else message.role,
-            _text(message, index),
+            _text(message, index, sees_images=sees_images),
             tool_calls=tuple(
                 ToolCallTurn(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
             ),
             tool_call_id=message.tool_call_id or "",
             name=message.name or "",
+            parts=_parts(message),
         )
         for index, message in enumerate(messages)
     ]
 
 
-def _text(message: ChatMessage, index: int) -> str:
+def _text(message: ChatMessage, index: int, *, sees_images: bool) -> str:
     if message.content is None:
         if message.role != "assistant":
             raise invalid(f"messages[{index}].content is missing.", param=f"messages[{index}].content")
@@ -159,7 +162,18 @@ def _text(message: ChatMessage, index: int) -> str:
     if isinstance(message.content, str):
         return message.content
     for place, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
-            where = f"messages[{index}].content[{place}]"
-            raise invalid(f"{where}: this model reads text parts only, not {part.type!r}.", param=where)
+        where = f"messages[{index}].content[{place}]"
+        if part.type == "image_url" and sees_images:
+            if message.role != "user" or part.image_url is None:
+                raise invalid(f"{where}: an image is a user's, and has an image_url.", param=where)
+        elif part.type != "text" or part.text is None:
+            kinds = "text and image_url" if sees_images else "text"
+            raise invalid(f"{where}: this model reads {kinds} parts only, not {part.type!r}.", param=where)
     return "".join(part.text or "" for part in message.content)
+
+
+def _parts(message: ChatMessage) -> tuple[str | None, ...]:
+    """Returns a message's texts and for each image None; nothing if it has no image."""
+    if not isinstance(message.content, list) or all(part.type == "text" for part in message.content):
+        return ()
+    return tuple(None if part.type == "image_url" else part.text for part in message.content)

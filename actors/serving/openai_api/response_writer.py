@@ -10,10 +10,10 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from raytide.actors.engine import types
+from raytide.actors.serving.openai_api.chat.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.actors.serving.openai_api.generation import ChoiceDelta
 from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes, chat_logprobs, text_logprobs
-from raytide.actors.serving.openai_api.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.wire import (
     ChatChoice,
     ChatCompletion,

@@ -16,10 +16,11 @@ from raytide.actors.engine.types import EngineInfo, Feature, GenRequest
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
 from raytide.actors.serving.openai_api.admission import Anybody, RequestCaller
+from raytide.actors.serving.openai_api.chat.images import image_bytes, image_urls
+from raytide.actors.serving.openai_api.chat.tool_choice import NO_TOOLS, tool_use_of
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
-from raytide.actors.serving.openai_api.tool_choice import NO_TOOLS, tool_use_of
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
 
 
@@ -117,9 +118,11 @@ class Server:
         if self.info.num_labels:
             raise invalid(f"{self.model} classifies: it generates no text.", param="model")
         use = tool_use_of(request, self.info.chat) if isinstance(request, ChatRequest) else NO_TOOLS
-        sampling, echoes = sampling_of(request, use.structured), [""]
+        sampling, echoes, images = sampling_of(request, use.structured), [""], tuple[bytes, ...]()
         if isinstance(request, ChatRequest):
-            prompts = [await self.engine.chat_prompt(messages_of(request.messages), use.shown)]
+            messages = messages_of(request.messages, sees_images="images" in self.info.features)
+            images = tuple(image_bytes(where, url) for where, url in image_urls(request.messages))
+            prompts = [await self.engine.chat_prompt(messages, use.shown)]
             self._check_length(prompts[0], "messages")
         else:
             prompts = await self.prompts(request.prompt, field="prompt")
@@ -138,6 +141,7 @@ class Server:
                 keep_answer=caller.keeps_answers,
                 team=caller.team,
                 weight=caller.weight,
+                images=images,
             )
             for place, prompt in enumerate(prompts)
         ]

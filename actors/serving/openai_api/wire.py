@@ -242,9 +242,15 @@ class ToolCall(_Request):
     function: FunctionCall
 
 
+class ImageUrl(_Request):
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None  # the model has one size
+
+
 class ContentPart(_Request):
     type: Name
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class ChatMessage(_Request):

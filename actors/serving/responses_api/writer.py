@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
+from raytide.actors.serving.openai_api.chat.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.actors.serving.openai_api.generation import ChoiceDelta
 from raytide.actors.serving.openai_api.logprobs import TokenBytes, chat_logprobs
 from raytide.actors.serving.openai_api.response_writer import ChoiceState
-from raytide.actors.serving.openai_api.tool_choice import ToolUse
 from raytide.actors.serving.openai_api.wire import Usage
 from raytide.actors.serving.responses_api.request import ResponsesRequest
 from raytide.actors.serving.tools.parser import OutputParser, Piece

@@ -20,11 +20,11 @@ from tests.actors.engine.families import FAMILIES
 from tests.actors.engine.tiny import save_llama, save_tokenizer
 
 from raytide.actors.engine.text.tokenizer import Tokenizer
+from raytide.actors.models.components.rope import cos_sin
 from raytide.actors.models.content import MOST_HEADER_BYTES, content_digest
 from raytide.actors.models.families import architecture_of, read_architecture
 from raytide.actors.models.loader import Weights
 from raytide.actors.models.model_config import MOST_FILE_BYTES, read_json
-from raytide.actors.models.rope import cos_sin
 from raytide.actors.trainer.hf.weight_mapping import HfWeights
 from raytide.core.errors import DataError, RaytideError
 

@@ -239,9 +239,9 @@ class NativeEngine(BasicEngine):
     async def _prepare(self, request: GenRequest) -> Prepared | Literal["aborted"]:
         core, params = self._started(), request.sampling
         check_features(request, core.info.features, self.backend)
-        if not (params.structured or params.bad_words or params.stop):
+        if not (params.structured or params.bad_words or params.stop or request.images):
             return Prepared()
-        preparing = asyncio.ensure_future(core.input_processor.prepare(params))
+        preparing = asyncio.ensure_future(core.input_processor.prepare(request))
         self._preparing[request.request_id] = preparing
         try:
             await asyncio.wait({preparing})

@@ -29,6 +29,7 @@ from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.limits import MAX_PROMPT_LOGITS, MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.model.pooling import pooled_vector
+from raytide.actors.engine.model.vision.pixels import ImageProcessor
 from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.scheduler.speculation.acceptance import Source
 from raytide.actors.engine.scheduler.speculation.speculator import Speculator
@@ -69,8 +70,8 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, launcher: Launcher | None = None) -> None:
         model_dir = Path(packaged_path(config.model_dir) or config.model_dir)
-        arch = read_architecture(model_dir, classifies=True)
-        self.tokenizer = Tokenizer(model_dir)
+        arch = read_architecture(model_dir, serves=True)
+        self.tokenizer = Tokenizer(model_dir, arch.vision)
         self.state: EngineState = "serving"
         self.weights = WeightsSource.at(model_dir)
         self.vocabulary = Vocabulary(self.tokenizer)
@@ -96,6 +97,7 @@ class EngineCore:
             eos=frozenset(self.tokenizer.eos_token_ids | set(arch.eos_token_ids)),
             seed=config.seed,
             any_whitespace=config.any_whitespace,
+            images=None if arch.vision is None else ImageProcessor(model_dir, arch.vision),
         )
         self._max_waiting = config.max_waiting
         self._requests: dict[str, RequestState] = {}

@@ -34,6 +34,7 @@ def native_features(config: EngineConfig, arch: Architecture) -> frozenset[Featu
     """Returns what an engine with these options can do beyond the common part."""
     optional: dict[Feature, bool] = {
         "classification": arch.num_labels > 0,
+        "images": arch.vision is not None,
         "deterministic": config.deterministic,
         "lora": config.max_loras > 0 and config.tensor_parallel == 1,
         "prefix_cache": config.prefix_cache,

@@ -11,8 +11,9 @@ from hashlib import blake2b
 
 from raytide.actors.engine.base import check_prompt, check_resume
 from raytide.actors.engine.limits import MAX_COPIED_TOKENS
+from raytide.actors.engine.model.vision.pixels import ImageProcessor, PreparedImage
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.sequence import PooledPrompt, Sequence
+from raytide.actors.engine.sequence import ImageSpan, PooledPrompt, Sequence
 from raytide.actors.engine.text.bad_words import BadWords, bad_word_tokens
 from raytide.actors.engine.text.stop_strings import prepare_stops
 from raytide.actors.engine.text.structured_output import Grammar, GrammarCompiler
@@ -27,6 +28,7 @@ class Prepared:
 
     grammar: Grammar | None = None
     bad_words: BadWords | None = None
+    images: tuple[PreparedImage, ...] = ()
 
 
 class InputProcessor:
@@ -45,7 +47,9 @@ class InputProcessor:
         eos: frozenset[int],
         seed: int | None,
         any_whitespace: bool = False,
+        images: ImageProcessor | None = None,
     ) -> None:
+        self._images = images
         self.grammars = GrammarCompiler(tokenizer.rust.to_str, vocab_size, eos, any_whitespace=any_whitespace)
         self._tokenizer = tokenizer
         self._max_len, self._max_samples, self._vocab_size, self._eos = max_len, max_samples, vocab_size, eos
@@ -64,13 +68,25 @@ class InputProcessor:
         encode = partial(self._tokenizer.encode_all, plain=True)
         return bad_word_tokens(params.bad_words, encode, self._tokenizer.spell, self._tokenizer.rust.token_to_id)
 
-    async def prepare(self, params: SamplingParams) -> Prepared:
-        """Compiles a request's texts in threads of their own. Raises UsageError or OverloadedError."""
-        bad_words = None
+    def images(self, request: GenRequest) -> tuple[PreparedImage, ...]:
+        """Decodes the images of a request for a model that reads them. Raises UsageError for one that cannot be read.
+        Thread-safe.
+        """
+        processor = self._images
+        if processor is None:
+            return ()
+        return tuple(processor.prepare(data, index) for index, data in enumerate(request.images))
+
+    async def prepare(self, request: GenRequest) -> Prepared:
+        """Compiles a request's texts and decodes its images in threads of their own. Raises UsageError or
+        OverloadedError.
+        """
+        params, bad_words = request.sampling, None
         if params.bad_words or params.stop:
             bad_words = await self._tokenizer.pool.run(lambda: self.bad_words(params))
         grammar = None if params.structured is None else await self.grammars.compile_async(params.structured)
-        return Prepared(grammar, bad_words)
+        images = await self._tokenizer.pool.run(lambda: self.images(request)) if request.images else ()
+        return Prepared(grammar, bad_words, images)
 
     def sequences(
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, prepared: Prepared | None = None
@@ -85,7 +101,8 @@ class InputProcessor:
         self._check_tokens(request.request_id, params)
         if prepared is None:
             grammar = None if params.structured is None else self.grammars.compile(params.structured)
-            prepared = Prepared(grammar, self.bad_words(params))
+            prepared = Prepared(grammar, self.bad_words(params), self.images(request))
+        spans = self._spans(request.request_id, tokens, prepared.images)
         if params.num_samples > self._max_samples:
             raise UsageError(
                 f"request {request.request_id} asks for {params.num_samples} samples; the engine runs "
@@ -128,6 +145,7 @@ class InputProcessor:
                 gave_way=request.gave_way,
                 bad_words=prepared.bad_words,
                 grammar=prepared.grammar,
+                images=spans,
             )
             for index, done in enumerate(progress)
         ]
@@ -137,6 +155,7 @@ class InputProcessor:
     ) -> Sequence:
         """Returns the sequence of a prompt whose output is a vector. It reads no cache, which has no hidden states."""
         tokens = self.checked(f"request {request.request_id}", prompt)
+        self._spans(request.request_id, tokens, ())  # an image token has no meaning of its own
         return Sequence(
             seq_id=request.request_id,
             tokens=tokens,
@@ -152,6 +171,25 @@ class InputProcessor:
             reads_cache=False,
             request_id=request.request_id,
             pooled=pooled,
+        )
+
+    def _spans(self, request_id: str, tokens: list[int], images: tuple[PreparedImage, ...]) -> tuple[ImageSpan, ...]:
+        """Returns the images' places in a prompt. Raises UsageError if its image tokens are not those of the images."""
+        if self._images is None:
+            return ()
+        spec = self._images.spec
+        places = [place for place, token in enumerate(tokens) if token == spec.image_token]
+        starts = places[:: spec.num_tokens]
+        whole = [place for start in starts for place in range(start, start + spec.num_tokens)]
+        if len(starts) != len(images) or places != whole:
+            raise UsageError(
+                f"request {request_id}: {len(places)} image tokens in the prompt, but {len(images)} images of "
+                f"{spec.num_tokens} tokens each.",
+                hint="Send images in the messages of a chat.",
+            )
+        return tuple(
+            ImageSpan(start, spec.num_tokens, image.digest, image.pixels)
+            for start, image in zip(starts, images, strict=True)
         )
 
     def _check_tokens(self, request_id: str, params: SamplingParams) -> None:

@@ -81,11 +81,18 @@ class LLM:
         return outputs
 
     def chat(
-        self, messages: Items[Message | Mapping[str, str]], sampling: SamplingParams | None = None
+        self,
+        messages: Items[Message | Mapping[str, str]],
+        sampling: SamplingParams | None = None,
+        *,
+        images: Items[bytes] = (),
     ) -> RequestOutput:
-        """Returns the model's next turn in a conversation, by its chat template."""
+        """Returns the model's next turn in a conversation, by its chat template. `images` are the files that stand for
+        None in the messages' `parts`, in order.
+        """
         turns = [each if isinstance(each, Message) else Message(each["role"], each["content"]) for each in messages]
-        return self._run([self._core.tokenizer.chat_prompt(turns)], [sampling or SamplingParams()])[0]
+        prompt = self._core.tokenizer.chat_prompt(turns)
+        return self._run([prompt], [sampling or SamplingParams()], images=tuple(images))[0]
 
     def logits(self, token_ids: Items[int]) -> Tensor:
         """Returns float32 logits [T, V]: row t is the model's prediction after the first t + 1 tokens of a prompt. For
@@ -158,7 +165,12 @@ class LLM:
         return list(vectors.values())
 
     def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams], lora: str | None = None, progress: bool = False
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        lora: str | None = None,
+        progress: bool = False,
+        images: tuple[bytes, ...] = (),
     ) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         done = made = 0
@@ -166,7 +178,8 @@ class LLM:
             for tokens, each in zip(prompts, params, strict=True):
                 self._count += 1
                 request_id = f"prompt {self._count}"
-                self._core.add(GenRequest(request_id=request_id, prompt=tokens, sampling=each, lora=lora), tokens)
+                request = GenRequest(request_id=request_id, prompt=tokens, sampling=each, lora=lora, images=images)
+                self._core.add(request, tokens)
                 empty = [CompletionOutput("", [], "error") for _ in range(each.n)]
                 outputs[request_id] = RequestOutput(None, tokens, empty, TokenUsage(len(tokens), 0))
             with progress_bar(len(prompts), shown=progress) as update:

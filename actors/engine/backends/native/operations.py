@@ -56,7 +56,7 @@ def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[Pa
     the files change meanwhile.
     """
     model_dir = Path(packaged_path(source) or source)
-    theirs, ours = read_architecture(model_dir, classifies=True), core.runner.arch
+    theirs, ours = read_architecture(model_dir, serves=True), core.runner.arch
     if not is_same_architecture(theirs, ours):
         raise ConflictError(
             f"{model_dir} holds a model of another architecture than {core.weights.model_dir}.",

@@ -83,7 +83,8 @@ def unpack_request(packed: Mapping[str, Any]) -> GenRequest:
         kind, spec = structured
         sampling["structured"] = Structured(kind, spec if isinstance(spec, str) else tuple(spec))
     resume = tuple(SampleProgress(tuple(tokens), reason) for tokens, reason in packed["resume"])
-    return GenRequest(**{**packed, "sampling": SamplingParams(**sampling), "resume": resume})
+    images = tuple(packed["images"])
+    return GenRequest(**{**packed, "sampling": SamplingParams(**sampling), "resume": resume, "images": images})
 
 
 def pack_chunk(chunk: GenChunk) -> list[Any]:
@@ -143,7 +144,14 @@ def pack_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:
 
 def unpack_messages(packed: Iterable[Mapping[str, Any]]) -> list[Message]:
     return [
-        Message(**{**each, "tool_calls": tuple(ToolCallTurn(**call) for call in each["tool_calls"])}) for each in packed
+        Message(
+            **{
+                **each,
+                "tool_calls": tuple(ToolCallTurn(**call) for call in each["tool_calls"]),
+                "parts": tuple(each["parts"]),
+            }
+        )
+        for each in packed
     ]
 
 

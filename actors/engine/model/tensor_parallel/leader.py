@@ -27,6 +27,7 @@ from raytide.actors.engine.model.tensor_parallel.decoder import ShardedDecoder
 from raytide.actors.engine.model.tensor_parallel.launcher import Invitation, Launcher
 from raytide.actors.engine.model.tensor_parallel.link import Ints, MemberLink, member_died, pack_step, watch
 from raytide.actors.engine.model.tensor_parallel.shard import ModelShard
+from raytide.actors.engine.model.vision.encoder import ImageRows
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.content import content_digest
 from raytide.core.errors import EngineDeadError, EngineError, from_json
@@ -224,12 +225,13 @@ class LeaderDecoder(ShardedDecoder):
         cache: list[Tensor],
         rows_R: Tensor,
         loras: LoraRows | None = None,
+        images: ImageRows | None = None,
     ) -> Tensor:
         packed = pack_step(
             ids_T, positions_T, batch, rows_R, own_blocks=self._own_blocks(cache, batch), wants_logits=True
         )
         with self._leader.step(packed):
-            return super().head(super().hidden(ids_T, positions_T, batch, cache, rows_R, loras))
+            return super().head(super().hidden(ids_T, positions_T, batch, cache, rows_R, loras, images))
 
     @torch.inference_mode()
     def hidden(
@@ -240,12 +242,13 @@ class LeaderDecoder(ShardedDecoder):
         cache: list[Tensor],
         rows_R: Tensor,
         loras: LoraRows | None = None,
+        images: ImageRows | None = None,
     ) -> Tensor:
         packed = pack_step(
             ids_T, positions_T, batch, rows_R, own_blocks=self._own_blocks(cache, batch), wants_logits=False
         )
         with self._leader.step(packed):
-            return super().hidden(ids_T, positions_T, batch, cache, rows_R, loras)
+            return super().hidden(ids_T, positions_T, batch, cache, rows_R, loras, images)
 
     def head(self, hidden_RN: Tensor) -> Tensor:
         """Returns the logits of the first hidden states that the last call of `hidden` returned, for a model that

@@ -90,7 +90,7 @@ class GroupMember:
                     f"{path} holds other weights for member {self._link.rank} than for the leader.",
                     hint="Give every node the same files.",
                 )
-            arch = read_architecture(path, classifies=True)
+            arch = read_architecture(path, serves=True)
             self._models[number] = ShardedDecoder(
                 arch, path, self._ops, self._max_len, self._dtype, self._device, self._group
             )

@@ -47,6 +47,8 @@ class ModelShard:
 
 def check_divides(arch: Architecture, size: int) -> None:
     """Raises ConfigError unless so many members can share the heads."""
+    if size > 1 and arch.vision is not None:
+        raise ConfigError("a model that reads images runs in one process.", hint="Leave tensor_parallel out.")
     if not _divides(arch, size):
         sizes = [str(each) for each in range(1, arch.num_heads + 1) if _divides(arch, each)]
         raise ConfigError(

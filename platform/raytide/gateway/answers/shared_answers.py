@@ -34,7 +34,7 @@ def answer_key(request: GenRequest, version: str) -> bytes | None:
         return None
     if params.logprobs is not None or params.prompt_logprobs is not None:
         return None
-    how = (version, params, request.lora, request.cache_salt, request.priority, request.deadline_s)
+    how = (version, params, request.lora, request.salt, request.priority, request.deadline_s)
     try:
         prompt = request.prompt if isinstance(request.prompt, str) else array("q", request.prompt).tobytes()
     except (OverflowError, TypeError):

@@ -34,7 +34,7 @@ class PrefillPool:
             request.prompt,
             [each.routing_state() for each in ready],
             lora=request.lora,
-            cache_salt=request.cache_salt,
+            cache_salt=request.salt,
             session=request.session,
         )
 

@@ -212,7 +212,7 @@ class RoutedEngine(BasicEngine):
                     [] if isinstance(request.prompt, str) else [*request.prompt, *_first_output(request)],
                     [replica.routing_state() for replica in open_to_it.values()],
                     lora=request.lora,
-                    cache_salt=request.cache_salt,
+                    cache_salt=request.salt,
                     session=request.session,
                 )
                 return open_to_it[route.replica], route

@@ -13,8 +13,8 @@ from tests.actors.engine.families import save_family
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from raytide.actors.engine import LLM
+from raytide.actors.models.components.rope import cos_sin
 from raytide.actors.models.families import read_architecture
-from raytide.actors.models.rope import cos_sin
 from raytide.core.errors import ConfigError, DataError
 
 PROMPT = [5, 9, 17, 300, 41, 6, 77, 8] * 6

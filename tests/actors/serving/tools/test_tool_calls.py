@@ -18,7 +18,7 @@ from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.types import ChatFormat
 from raytide.actors.serving.engines import build_engine
 from raytide.actors.serving.openai_api import server
-from raytide.actors.serving.openai_api.tool_choice import ToolUse, tool_use_of
+from raytide.actors.serving.openai_api.chat.tool_choice import ToolUse, tool_use_of
 from raytide.actors.serving.openai_api.wire import ChatRequest
 from raytide.core.objects.endpoint import ServeSpec
 

@@ -1,0 +1,1 @@
+"""What chats have beside texts: images in, and tools to call."""

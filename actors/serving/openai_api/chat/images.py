@@ -1,0 +1,47 @@
+"""The images of a chat: parts of the form `image_url` whose URL holds the file itself."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+
+from raytide.actors.engine.limits import MAX_IMAGE_BYTES, MAX_IMAGES
+from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.wire import ChatMessage
+
+_DATA_URL = re.compile(r"data:image/[a-z.+-]{1,40};base64,", re.IGNORECASE)
+
+
+def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
+    """Returns the place and the URL of each image, in order. Raises ApiError for too many."""
+    found = [
+        (
+            f"messages[{index}].content[{place}]",
+            part.image_url if isinstance(part.image_url, str) else part.image_url.url,
+        )
+        for index, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for place, part in enumerate(message.content)
+        if part.type == "image_url" and part.image_url is not None
+    ]
+    if len(found) > MAX_IMAGES:
+        raise invalid(f"messages have {len(found)} images; at most {MAX_IMAGES} are read.", param="messages")
+    return found
+
+
+def image_bytes(where: str, url: str) -> bytes:
+    """Returns the file in a data URL. Raises ApiError, with the part's place, for any other URL."""
+    head = _DATA_URL.match(url)
+    if head is None:
+        raise invalid(
+            f"{where}: images are read from data URLs only (data:image/png;base64,...), not from other places.",
+            param=where,
+        )
+    if len(url) - head.end() > MAX_IMAGE_BYTES * 4 // 3 + 4:
+        raise invalid(f"{where}: an image has more than {MAX_IMAGE_BYTES} bytes.", param=where)
+    try:
+        return base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise invalid(f"{where}: the URL is not valid base64: {error}.", param=where) from None

@@ -1,0 +1,109 @@
+"""Images in chats, through the gateway, by the official client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI
+from tests.actors.engine.model.vision.llava import PATCH, SIZE, data_url, picture, save_llava
+from tests.gateway.conftest import Gateway, running_gateway
+
+from raytide.actors.engine import EngineConfig, FakeEngine, NativeEngine
+
+TOKENS = (SIZE // PATCH) ** 2
+ONE, OTHER = picture(1), picture(2)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava")
+    save_llava(folder)
+    return folder
+
+
+@asynccontextmanager
+async def serving(model: Path) -> AsyncIterator[tuple[Gateway, AsyncOpenAI]]:
+    async with running_gateway() as gateway:
+        config = EngineConfig(model_dir=str(model), device="cpu", num_blocks=64, block_size=8, max_running=4)
+        await gateway.deploy("sees", NativeEngine(config))
+        yield gateway, client_of(gateway)
+
+
+def client_of(gateway: Gateway) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url="http://gateway/v1", api_key="none", max_retries=0, http_client=gateway.http)
+
+
+def asked(*images: bytes, text: str = "what is this?") -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": data_url(each)}} for each in images]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+    return {"messages": messages, "max_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.mark.asyncio
+async def test_a_chat_with_images_is_answered_and_its_image_tokens_are_counted(tiny: Path) -> None:
+    async with serving(tiny) as (_, client):
+        ask = client.chat.completions.create
+        plain, one, other, both = [
+            await ask(model="sees", **asked(*images)) for images in ((), (ONE,), (OTHER,), (ONE, OTHER))
+        ]
+        again = await ask(model="sees", **asked(ONE, text="what is this? "))
+        streamed = [each async for each in await ask(model="sees", stream=True, **asked(ONE))]
+    texts = [answer.choices[0].message.content for answer in (plain, one, other, both)]
+    assert len(set(texts)) == 4
+    assert "".join(each.choices[0].delta.content or "" for each in streamed) == texts[1]
+    usages = [answer.usage for answer in (plain, one, other, both, again)]
+    counts = [usage.prompt_tokens for usage in usages if usage is not None]
+    assert counts[3] - counts[1] == TOKENS + 1  # the template's line break
+    assert counts[1] - counts[0] > TOKENS
+    assert counts[2] == counts[1]
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages if usage and usage.prompt_tokens_details]
+    assert cached[2] == 0 < TOKENS // 8 * 8 <= cached[4]
+
+
+@pytest.mark.asyncio
+async def test_equal_prompts_with_other_images_share_no_answer(tiny: Path) -> None:
+    async with serving(tiny) as (_, client):
+        asking = (client.chat.completions.create(model="sees", **asked(image)) for image in (ONE, OTHER, ONE))
+        one, other, same = [answer.choices[0].message.content for answer in await asyncio.gather(*asking)]
+    assert one == same != other
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("https://example.com/a.png", "data URLs only"),
+        ("http://169.254.169.254/latest/meta-data", "data URLs only"),
+        ("file:///etc/passwd", "data URLs only"),
+        ("data:text/html;base64,AAAA", "data URLs only"),
+        ("data:image/png;base64,@@@", "not valid base64"),
+        (data_url(b"no image"), "image 0 cannot be read"),
+    ],
+)
+async def test_what_is_no_image_is_refused_and_nothing_is_fetched(tiny: Path, url: str, said: str) -> None:
+    async with serving(tiny) as (_, client):
+        messages: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+        with pytest.raises(openai.BadRequestError, match=said):
+            await client.chat.completions.create(model="sees", messages=messages)
+        many = asked(*[ONE] * 17)
+        with pytest.raises(openai.BadRequestError, match="17 images; at most 16"):
+            await client.chat.completions.create(model="sees", **many)
+        system: Any = [{**asked(ONE)["messages"][0], "role": "system"}]
+        with pytest.raises(openai.BadRequestError, match="an image is a user's"):
+            await client.chat.completions.create(model="sees", messages=system)
+
+
+@pytest.mark.asyncio
+async def test_a_model_without_images_refuses_them_by_name() -> None:
+    async with running_gateway() as gateway:
+        await gateway.deploy("blind", FakeEngine())
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client_of(gateway).chat.completions.create(model="blind", **asked(ONE))
+    assert caught.value.param == "messages[0].content[0]"
+    assert "reads text parts only, not 'image_url'" in str(caught.value)
