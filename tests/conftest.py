@@ -102,6 +102,8 @@ SLOW = (
     "tests/actors/engine/test_tensor_parallel.py",
     "tests/actors/serving/test_engine_members.py",
     "tests/actors/engine/model/test_tuned_models.py",
+    "tests/actors/engine/model/vision/test_llava.py::test_prompts_with_images_that_are_evicted",
+    "tests/actors/engine/model/vision/test_llava.py::test_two_images_never_share_a_block",
     "tests/actors/engine/test_combinations.py",
     "tests/actors/engine/test_hostile_requests.py",
     "tests/actors/engine/test_resume_at_any_token.py::test_cut_after_any_token_it_ends_as_if_it_had_not_been",
@@ -208,6 +210,7 @@ SLOW = (
     "tests/test_howtos.py::test_an_alert_acts",
     "tests/test_howtos.py::test_the_example_of_the_api_page_runs",
     "tests/workflows/test_flow_cluster.py",
+    "tests/gateway/test_images.py",
 )
 """The files that `./dev test` leaves to `./dev test --slow`. tests/test_howtos.py is the one path through data,
 training and serving that it keeps."""
