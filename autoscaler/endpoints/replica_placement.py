@@ -88,11 +88,7 @@ class FleetState:
             elif ready - node.work >= value.ondemand - _EPS:
                 release.append(node)
                 ready -= node.work
-        reason = (
-            f"{value.usual_rps:.2f} requests/s are usual and a late one costs ${value.late_usd:.4f}: "
-            f"{value.spot} replicas are worth the spot price, {value.ondemand} the on-demand price"
-        )
-        return FleetPlan(tuple(launch), tuple(node.id for node in release), reason)
+        return FleetPlan(tuple(launch), tuple(node.id for node in release), _reason(value))
 
     def _spot_launches(self, work: float) -> list[str]:
         """Returns the pool of each spot replica to launch: where its work costs least, risk included."""
@@ -179,6 +175,22 @@ class FleetState:
             pool.usd_h * (1.0 + pool.losses_per_h * self.cold_start_s / 3600.0)
             + self.replica_value.late_usd * late_per_h
         )
+
+
+def _reason(value: ReplicaValue) -> str:
+    """Returns what the SLO asks and has attained, and what each replica is held for."""
+    asked = ""
+    if value.slo_target is not None:
+        attained = "none so far" if value.attained is None else f"{100 * value.attained:.2f} % in the last week"
+        spare = value.spot - value.busy - value.for_bursts
+        asked = (
+            f"; {100 * value.slo_target:g} % in time are asked, {attained}; of the {value.spot}, the usual rate needs "
+            f"{value.busy}, bursts {value.for_bursts} more, lost nodes and the backlog {spare} more"
+        )
+    return (
+        f"{value.usual_rps:.2f} requests/s are usual and a late one costs ${value.late_usd:.4f}: "
+        f"{value.spot} replicas are worth the spot price, {value.ondemand} the on-demand price{asked}"
+    )
 
 
 def _less(held: Mapping[str, float], name: str, work: float) -> dict[str, float]:

@@ -4,7 +4,7 @@ price of spot, and how many that of on demand. Without clock or I/O.
 A replica is bought when it avoids more than it costs. It is released when its cost beyond its value would have paid for
 a new start, which costs at most twice the optimum (ski rental). The price of a late request is the dual variable of the
 SLO: it starts at a guess from the cost of a request, rises while more requests are late than the target allows, and
-falls while fewer are.
+falls while fewer are. The misses of the last week count besides, so that an overspent budget is earned back.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from pydantic import NonNegativeFloat
 
 from raytide.autoscaler.endpoints.queue_simulator import (
     CounterfactualFleets,
@@ -41,9 +42,15 @@ root keeps the price bounded for strict targets."""
 GAIN = 6.0
 """The change of the price's logarithm on a day with twice the allowed misses, times the square root of the allowed
 share: rare misses come in bursts, with a lost zone, so a day of them says less."""
-MOST_UP, MOST_DOWN = math.log(3.0), math.log(8.0)
-"""Bounds of the logarithm, so that an unreachable target is not pursued at any price."""
+BUDGET_GAIN, MOST_DEBT_DAYS = 3.0, 4.0
+"""The logarithm's rise while the last week has one day's allowed misses too many, times the same root; and the days
+beyond which it rises no further."""
+MOST_UP, LEAST_WORTH, MOST_WORTH = math.log(3.0), 0.01, 0.9
+"""Bounds, so that an unreachable target is not pursued at any price: of the logarithm, and of what avoiding all allowed
+misses is worth, in costs of serving all requests on demand. The more generous upper one holds."""
 _DAY_S = 86400.0
+BUDGET_S = 7 * _DAY_S
+"""The memory of the attained share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,9 @@ class SavedModel(Config):
     paper: SavedCounts
     price_moved: float
     day_requests: float
+    week_requests: NonNegativeFloat = 0.0
+    week_missed: NonNegativeFloat = 0.0
+    per_day: NonNegativeFloat = 1.0
 
 
 @dataclass(slots=True)
@@ -113,29 +123,54 @@ class HysteresisCount:
 
 @dataclass(slots=True)
 class SloShadowPrice:
-    """The price of a late request."""
+    """The price of a late request, and the share of requests in time over about the last week."""
 
     target: float
     moved: float = 0.0
+    """The integral part of the price's logarithm."""
     day_requests: float = 0.0
+    requests: float = 0.0
+    missed: float = 0.0
+    per_day: float = 1.0
+    """Requests of a day at the larger of the day's mean rate and the usual one."""
+
+    @property
+    def attained(self) -> float | None:
+        """The share of the week's requests that were in time; None without any."""
+        return 1.0 - self.missed / self.requests if self.requests > 0 else None
 
     def observe(self, requests: int, missed: int, rate_rps: float, dt_s: float) -> None:
-        allowed = 1.0 - self.target
+        allowed, fade = self._allowed, math.exp(-dt_s / BUDGET_S)
+        self.requests = self.requests * fade + requests
+        self.missed = self.missed * fade + missed
         self.day_requests += (rate_rps * _DAY_S - self.day_requests) * min(1.0, dt_s / _DAY_S)
-        day = max(self.day_requests, rate_rps * _DAY_S, 1.0)
-        step = GAIN * math.sqrt(allowed) * (missed / allowed - requests) / day
-        self.moved = min(max(self.moved + step, -MOST_DOWN), MOST_UP)
+        self.per_day = max(self.day_requests, rate_rps * _DAY_S, 1.0)
+        step = GAIN * math.sqrt(allowed) * (missed / allowed - requests) / self.per_day
+        self.moved = self._bounded(self.moved + step)
 
     def usd(self, request_s: float, ondemand_usd_h: float) -> float:
         """Returns the price in dollars. `request_s`: replica-seconds of one request."""
-        return (
-            START_PRICE_FACTOR
-            * request_s
-            * ondemand_usd_h
-            / 3600.0
-            / math.sqrt(1.0 - self.target)
-            * math.exp(self.moved)
-        )
+        worth = START_PRICE_FACTOR * math.sqrt(self._allowed) * math.exp(self._log_price)
+        return worth / self._allowed * request_s * ondemand_usd_h / 3600.0
+
+    def restore(self, past: SavedModel) -> None:
+        self.moved, self.day_requests = past.price_moved, past.day_requests
+        self.requests, self.missed, self.per_day = past.week_requests, past.week_missed, max(past.per_day, 1.0)
+
+    @property
+    def _allowed(self) -> float:
+        return 1.0 - self.target
+
+    @property
+    def _log_price(self) -> float:
+        """The logarithm of the price relative to the initial one."""
+        debt_days = (self.missed / self._allowed - self.requests) / self.per_day
+        debt_days = min(max(debt_days, -MOST_DEBT_DAYS), MOST_DEBT_DAYS)
+        return self._bounded(self.moved + BUDGET_GAIN * math.sqrt(self._allowed) * debt_days)
+
+    def _bounded(self, log_price: float) -> float:
+        start = math.log(START_PRICE_FACTOR * math.sqrt(self._allowed))
+        return min(max(log_price, math.log(LEAST_WORTH) - start), max(MOST_UP, math.log(MOST_WORTH) - start))
 
 
 @dataclass(slots=True)
@@ -148,6 +183,10 @@ class ReplicaValueModel:
     """Expected late requests with 0, 1, 2... replicas, without reclaims."""
     spot: HysteresisCount = field(default_factory=HysteresisCount)
     ondemand: HysteresisCount = field(default_factory=HysteresisCount)
+    has_served: bool = False
+    """Whether a replica was ready yet: what came before the first was late at any price."""
+    burst_count: int = 0
+    """Replicas that would be worth the price of spot if none were ever lost."""
     _usual_at: deque[tuple[float, float]] = field(default_factory=deque)
     """(time, requests per second), back to one cold start before the last settled requests."""
 
@@ -164,7 +203,9 @@ class ReplicaValueModel:
         while len(self._usual_at) > 1 and self._usual_at[1][0] <= stats.settled.from_s - self._recovery_s:
             self._usual_at.popleft()
         self.simulator.observe(stats.settled, self._usual_at[0][1])
-        self.price.observe(stats.requests, stats.missed, self.usual_rate.rps, stats.dt_s)
+        self.has_served = self.has_served or stats.ready > 0
+        if self.has_served:
+            self.price.observe(stats.requests, stats.missed, self.usual_rate.rps, stats.dt_s)
         self.late_per_h = self.simulator.late_per_h(self.usual_rate.rps)
         self._count(stats, hazard)
 
@@ -176,6 +217,10 @@ class ReplicaValueModel:
             late_per_h=tuple(self.late_per_h.tolist()),
             usual_rps=self.usual_rate.rps,
             together=hazard.region_correlation,
+            slo_target=self.goal.slo_target,
+            attained=self.price.attained,
+            busy=min(math.ceil(self._work), self.spot.count),
+            for_bursts=max(0, min(self.burst_count, self.spot.count) - math.ceil(self._work)),
         )
 
     @property
@@ -187,13 +232,16 @@ class ReplicaValueModel:
             paper=self.simulator.saved,
             price_moved=self.price.moved,
             day_requests=self.price.day_requests,
+            week_requests=self.price.requests,
+            week_missed=self.price.missed,
+            per_day=self.price.per_day,
         )
 
     def restore(self, past: SavedModel) -> None:
         """Restores a stored model, unless it was of another goal."""
         if _identity(past) == _identity(self.goal):
             self.simulator.restore(past.paper)
-            self.price.moved, self.price.day_requests = past.price_moved, past.day_requests
+            self.price.restore(past)
 
     def is_for(self, goal: ServingGoal) -> bool:
         """Returns whether the model's counts hold for this goal; prices and speeds may differ."""
@@ -228,6 +276,8 @@ class ReplicaValueModel:
         as_now, fixed = total * lost / max(sum(held.values()), 1), np.minimum(total, lost)
         drained = self._drained(stats.ongoing, stats.ready)
         spot_usd_h = min(goal.spot_usd_h.values(), default=goal.ondemand_usd_h)
+        without_losses = -np.diff(self.late_per_h) * self._late_usd
+        self.burst_count = int(np.arange(1, len(total))[without_losses > spot_usd_h].max(initial=0))
         for nodes, usd_h, lost_share in ((self.spot, spot_usd_h, as_now), (self.ondemand, goal.ondemand_usd_h, fixed)):
             missing = np.maximum(lost_share * hazard.lost_share, 1.0)
             spared = -np.diff(late_with_losses(self.late_per_h, shares, missing))

@@ -210,6 +210,35 @@ def test_a_missed_request_is_worth_more_while_too_many_are_missed_and_not_withou
     assert price.usd(1.0, 3.06) < first
 
 
+def test_a_week_with_too_many_late_requests_keeps_them_dear_on_a_good_day() -> None:
+    overspent, even = SloShadowPrice(0.99), SloShadowPrice(0.99)
+    for price, missed in ((overspent, 3), (even, 1)):
+        for _ in range(4320):  # a day
+            price.observe(100, missed, 5.0, 20.0)
+    overspent.moved = even.moved = 0.0
+    assert overspent.usd(1.0, 3.06) > even.usd(1.0, 3.06)
+    assert overspent.attained == pytest.approx(0.97) and even.attained == pytest.approx(0.99)
+    assert SloShadowPrice(0.99).attained is None
+
+
+def test_the_reason_tells_what_is_asked_what_is_attained_and_what_spares_are_held_for() -> None:
+    worth = ReplicaValue(
+        5, 3, 0.01, (9.0, 4.0, 1.0, 0.0), 1.0, 0.4, slo_target=0.99, attained=0.9876, busy=2, for_bursts=1
+    )
+    reason = FleetState(worth, {}, (), 60.0).plan().reason
+    assert "99 % in time are asked, 98.76 % in the last week" in reason
+    assert "the usual rate needs 2, bursts 1 more, lost nodes and the backlog 2 more" in reason
+
+
+def test_requests_before_the_first_replica_do_not_make_late_ones_dearer() -> None:
+    memory = ReplicaValueModel.from_goal(goal("a"))
+    first = memory.value(ReclaimHazard()).late_usd
+    for step in range(1, 10):
+        waiting = IntervalStats(20.0 * step, 20.0, 40, 40, 40.0 * step, served(0.0, 0.0, []), {}, 0)
+        memory.learn(waiting, ReclaimHazard())
+    assert memory.value(ReclaimHazard()).late_usd == first
+
+
 def test_spot_is_bought_where_it_is_to_be_had_and_on_demand_where_it_is_not() -> None:
     memory = busy_memory("a")
     assert set(launched(memory)) == {"a"}
@@ -382,6 +411,7 @@ def test_what_took_days_to_learn_is_known_to_the_next_controller_and_of_another_
     assert new.simulator.late_per_h(2.0).tolist() == old.simulator.late_per_h(2.0).tolist()
     assert new.simulator.request_s == old.simulator.request_s
     assert new.price.usd(1.0, 3.0) == old.price.usd(1.0, 3.0)
+    assert new.price.attained == old.price.attained == 0.5
     other, blank = (
         ReplicaValueModel.from_goal(goal("a", slo_target=0.5)),
         ReplicaValueModel.from_goal(goal("a", slo_target=0.5)),

@@ -166,3 +166,12 @@ class ReplicaValue:
     """False while it was observed for too short a time to remove replicas."""
     least: int = 0
     """The most replicas that the KV caches needed over the last `downscale_delay_s`."""
+    slo_target: float | None = None
+    """The share of requests asked to be in time."""
+    attained: float | None = None
+    """The share that was in time over about the last week; None without requests."""
+    busy: int = 0
+    """The part of `spot` that the usual rate keeps busy."""
+    for_bursts: int = 0
+    """The part of `spot` beyond `busy` that bursts need even if no node is ever lost; the rest is held for losses and
+    for a backlog."""

@@ -44,6 +44,9 @@ class Result:
     policy: str
     cost_usd: float
     slo_attainment: float
+    worst_hour: int
+    """The hour with the most late requests; hour 0 holds the first start."""
+    worst_hour_attainment: float
     ttft_p50_s: float
     ttft_p99_s: float
     node_hours: dict[CapacityType, float]
@@ -99,11 +102,16 @@ class Scenario:
         never_s = self.setup.horizon_s - self.work.arrival_s + self.setup.slo_ttft_s
         ttft = np.where(np.isfinite(ttft), ttft, never_s)  # never served: late
         met = ttft <= self.setup.slo_ttft_s + 1e-9
+        hour = (self.work.arrival_s // 3600.0).astype(int)
+        late_by_hour = np.bincount(hour, weights=~met)
+        worst = int(late_by_hour.argmax())
         p50, p99 = np.percentile(ttft, (50, 99))
         return Result(
             policy=name,
             cost_usd=sum(hours[market] * self.usd_h[market] for market in CapacityType),
             slo_attainment=float(met.mean()),
+            worst_hour=worst,
+            worst_hour_attainment=float(met[hour == worst].mean()),
             ttft_p50_s=float(p50),
             ttft_p99_s=float(p99),
             node_hours=hours,
