@@ -15,8 +15,8 @@ from tests.soak.work import Corpus
 import raytide as rt
 from raytide.control.backup.place import place_of
 from raytide.control.backup.repository import find_restic
+from raytide.control.backup.results import read_results
 from raytide.control.backup.run import back_up
-from raytide.control.backup.upkeep import create_repositories
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
 from raytide.control.bootstrap.wiring import local_provider
@@ -36,7 +36,7 @@ NAME = "lost"
 
 @pytest.fixture
 def losable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCluster]:
-    """A cluster with a repository; only the test asks for backups."""
+    """A cluster with a repository; after its first backup only the test asks for more."""
     try:
         find_restic()
     except ConfigError as error:
@@ -57,7 +57,7 @@ def test_a_cluster_that_lost_its_run_folder_and_database_goes_on_from_its_backup
     losable: LocalCluster, corpus: Corpus, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     place = place_of(NAME)
-    create_repositories(place)
+    eventually(lambda: read_results(place.work_dir).backup.at_s > 0, within_s=180.0)  # the first on its schedule
     gang = GangSpec(shapes=(Shape(members=1, resources={"CPU": 1}),))
     spec = TrainSpec(
         dataset=corpus.dataset,

@@ -152,7 +152,8 @@ def test_a_backup_that_is_killed_leaves_nothing_that_a_later_run_trusts(backed_u
     assert backed_up.place.hot.check() == ()
 
 
-def test_two_backups_of_a_cluster_do_not_run_at_once(cluster: Cluster) -> None:
+def test_two_backups_of_a_cluster_do_not_run_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytide.control.backup.run._WAIT_S", 0.0)
     with working(NAME), pytest.raises(ConflictError, match="another backup, restore or drill of cluster blue"):
         back_up(cluster.place)
 

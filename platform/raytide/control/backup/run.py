@@ -30,6 +30,8 @@ __all__ = ["MANIFEST", "STATE", "BackupManifest", "back_up", "working"]
 
 MANIFEST, STATE, FILES, STAGING = "backup.json", "state.db", "files", "staging"
 _LOCK = "lock"
+_WAIT_S, _POLL_S = 300.0, 0.2
+"""The time for which a command waits for the scheduled backup of the same cluster."""
 _CHUNK = 1 << 20
 _TRANSIENT = (
     *("pids", "logs", "monitoring", "targets"),
@@ -97,7 +99,7 @@ def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple
 
 @contextmanager
 def working(cluster: str) -> Iterator[int]:
-    """Holds the lock of a cluster's backups, and yields its descriptor.
+    """Holds the lock of a cluster's backups, and yields its descriptor. Waits for another backup to end, for a while.
 
     restic inherits it: when this process is killed, nobody changes what restic still reads.
     """
@@ -106,10 +108,13 @@ def working(cluster: str) -> Iterator[int]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = lock_file(folder / _LOCK)
     try:
-        if not take(handle, fcntl.LOCK_EX):
-            raise ConflictError(
-                f"another backup, restore or drill of cluster {cluster} runs.", hint="Wait until it has ended."
-            )
+        deadline = time.monotonic() + _WAIT_S
+        while not take(handle, fcntl.LOCK_EX):
+            if time.monotonic() >= deadline:
+                raise ConflictError(
+                    f"another backup, restore or drill of cluster {cluster} runs.", hint="Wait until it has ended."
+                )
+            time.sleep(_POLL_S)
         yield handle
     finally:
         os.close(handle)
