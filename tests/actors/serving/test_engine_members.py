@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -34,8 +35,12 @@ class Node:
 
 
 def processes(module: str) -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [each for each in children if each.is_running() and any(module in word for word in each.cmdline())]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ended; what another test started may be a zombie for long
+            if any(module in word for word in child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest_asyncio.fixture

@@ -41,6 +41,20 @@ def test_a_second_backup_after_one_more_checkpoint_stores_little_more_than_that(
     assert (last.snapshot, last.error, last.added_bytes) == (third.snapshot, "", third.added_bytes)
 
 
+def test_a_backup_goes_on_from_the_newest_snapshot_that_is_left(backed_up: Cluster) -> None:
+    backed_up.checkpoint(20, 20 * MB)
+    _, first = back_up(backed_up.place)
+    _, second = back_up(backed_up.place)
+    backed_up.place.hot.remove(second.snapshot)
+    assert read_results(backed_up.place.work_dir).backup.snapshot == second.snapshot
+    _, third = back_up(backed_up.place)
+    assert [each.id for each in backed_up.place.hot.snapshots(NAME)] == [first.snapshot, third.snapshot]
+    backed_up.place.hot.remove(first.snapshot)
+    backed_up.place.hot.remove(third.snapshot)
+    _, fourth = back_up(backed_up.place)
+    assert [each.id for each in backed_up.place.hot.snapshots(NAME)] == [fourth.snapshot]
+
+
 def test_records_that_are_written_meanwhile_are_in_it_whole_or_not_at_all(backed_up: Cluster) -> None:
     manifest, _ = back_up(backed_up.place)
     backed_up.book(2, 50)

@@ -26,6 +26,7 @@ HOW_TO_INSTALL = "Debian and Ubuntu: apt-get install restic. In a checkout, ./de
 TAG = "raytide"
 _QUERY_S, _TRANSFER_S = 600.0, 86_400.0
 """The time limits of commands that read a repository's index, and of those that move data."""
+_NO_SNAPSHOT = "no matching ID found"
 _INCOMPLETE = 3
 """restic's exit code when it has saved a snapshot without files that it could not read."""
 _TAIL = 600
@@ -92,11 +93,12 @@ class Repository:
         cluster: str,
         list_file: Path,
         exclude: Sequence[str] = (),
-        parent: str | None = None,
+        parent: str = "",
         may_vanish: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
     ) -> BackupSummary:
-        """Saves these paths as one snapshot, without reading files that are as they were in the `parent`.
+        """Saves these paths as one snapshot, without reading files that are as they were in the `parent`, by default
+        and where that was removed the cluster's newest snapshot.
 
         `list_file` is written with the paths. Files below `may_vanish` may be removed meanwhile. `pass_fds` stay open
         as long as restic runs. Raises StorageError; a snapshot that lacks other files is then removed again.
@@ -105,8 +107,10 @@ class Repository:
             list_file.write_text("".join(f"{path}\n" for path in paths))
         command = ["backup", "--json", "--quiet", "--host", cluster, "--tag", TAG, "--files-from-verbatim"]
         command += [str(list_file), *(f"--exclude={pattern}" for pattern in exclude)]
-        command += ["--ignore-ctime", *([] if parent is None else ["--parent", parent])]  # a link changes the ctime
-        done = self._call(command, timeout_s=_TRANSFER_S, pass_fds=pass_fds)
+        command.append("--ignore-ctime")  # a link changes it
+        done = self._backup(command, parent or self._newest(cluster), pass_fds)
+        if parent and _NO_SNAPSHOT in done.stderr:
+            done = self._backup(command, self._newest(cluster), pass_fds)
         summary = next((line for line in _json_lines(done.stdout) if line.get("message_type") == "summary"), None)
         if summary is not None and (done.returncode == 0 or has_all(done, may_vanish)):
             return BackupSummary(
@@ -118,6 +122,13 @@ class Repository:
         if done.returncode == _INCOMPLETE and summary is not None:
             self.remove(str(summary["snapshot_id"]))
         raise self._failed("has no new snapshot", done)
+
+    def _newest(self, cluster: str) -> str:
+        return next((each.id for each in reversed(self.snapshots(cluster))), "")
+
+    def _backup(self, command: Sequence[str], parent: str, pass_fds: Sequence[int]) -> subprocess.CompletedProcess[str]:
+        more = ["--parent", parent] if parent else []
+        return self._call([*command, *more], timeout_s=_TRANSFER_S, pass_fds=pass_fds)
 
     def remove(self, snapshot: str) -> None:
         """Removes a snapshot. Its data stays until the next `forget`, which a next snapshot may use again."""

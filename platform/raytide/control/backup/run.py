@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +15,7 @@ from typing import ClassVar
 from raytide.control.backup.contents import Contents, contents_of, is_there, paths_to_save, pinned
 from raytide.control.backup.place import CONFIG, BackupPlace
 from raytide.control.backup.repository import BackupSummary
-from raytide.control.backup.results import record_backup, record_failure, work_dir_of
+from raytide.control.backup.results import read_results, record_backup, record_failure, work_dir_of
 from raytide.control.backup.state_copy import copy_sqlite, copy_state, is_sqlite_file
 from raytide.control.bootstrap.cluster_record import installed_version
 from raytide.core import bounds
@@ -69,19 +68,18 @@ def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple
     with working(place.cluster) as handle:
         try:
             began_s = time.monotonic()
-            with _staging(place) as staging, ThreadPoolExecutor(1) as pool:
-                parents, at_s = pool.submit(place.hot.snapshots, place.cluster), now_s()
+            with _staging(place) as staging:
+                at_s = now_s()
                 copy_state(place.state_url, staging / STATE)
                 with pinned(contents_of(staging / STATE, place.settings.paths)) as contents:
                     manifest = _stage(place, staging, contents, at_s)
-                    known = parents.result()
                     runs = (each.stored_as for each in contents.folders if each.kind == "run")
                     summary = place.hot.backup(
                         [staging, *_of_run_dir(place), *paths_to_save(contents)],
                         cluster=place.cluster,
                         list_file=place.work_dir / "paths",
                         exclude=_excluded(place),
-                        parent=known[-1].id if known else None,
+                        parent=read_results(place.work_dir).backup.snapshot,
                         may_vanish=[str(place.run_dir), *runs],
                         pass_fds=[handle],
                     )
