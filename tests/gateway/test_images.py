@@ -12,9 +12,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from tests.actors.engine.model.vision.llava import PATCH, SIZE, data_url, picture, save_llava
+from tests.actors.serving.openai_api.chat.test_image_fetcher import site
 from tests.gateway.conftest import Gateway, running_gateway
 
 from raytide.actors.engine import EngineConfig, FakeEngine, NativeEngine
+from raytide.actors.serving.openai_api.chat import image_fetcher
 
 TOKENS = (SIZE // PATCH) ** 2
 ONE, OTHER = picture(1), picture(2)
@@ -28,10 +30,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def serving(model: Path) -> AsyncIterator[tuple[Gateway, AsyncOpenAI]]:
+async def serving(model: Path, **spec: object) -> AsyncIterator[tuple[Gateway, AsyncOpenAI]]:
     async with running_gateway() as gateway:
         config = EngineConfig(model_dir=str(model), device="cpu", num_blocks=64, block_size=8, max_running=4)
-        await gateway.deploy("sees", NativeEngine(config))
+        await gateway.deploy("sees", NativeEngine(config), **spec)
         yield gateway, client_of(gateway)
 
 
@@ -97,6 +99,32 @@ async def test_what_is_no_image_is_refused_and_nothing_is_fetched(tiny: Path, ur
         system: Any = [{**asked(ONE)["messages"][0], "role": "system"}]
         with pytest.raises(openai.BadRequestError, match="an image is a user's"):
             await client.chat.completions.create(model="sees", messages=system)
+
+
+@pytest.mark.asyncio
+async def test_an_image_of_an_allowed_host_is_the_image_of_its_file(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def here(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(image_fetcher, "_addresses", here)
+    async with site(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(ONE), ONE)) as (port, _):
+        host = f"images.example:{port}"
+        async with serving(tiny, image_hosts=(host,)) as (_, client):
+            url = {"type": "image_url", "image_url": {"url": f"http://{host}/one.png"}}
+            by_url = asked()
+            by_url["messages"][0]["content"].insert(0, url)
+            with pytest.raises(openai.BadRequestError, match=r"content\[0\]: images.example has no public address"):
+                await client.chat.completions.create(model="sees", **by_url)
+            monkeypatch.setattr(image_fetcher, "is_public", lambda address: True)
+        async with serving(tiny, image_hosts=(host,)) as (_, client):
+            fetched = await client.chat.completions.create(model="sees", **by_url)
+            sent = await client.chat.completions.create(model="sees", **asked(ONE))
+            assert fetched.choices[0].message.content == sent.choices[0].message.content
+            url["image_url"] = {"url": "https://elsewhere.example/one.png"}
+            with pytest.raises(openai.BadRequestError, match=r"fetches no images from elsewhere\.example"):
+                await client.chat.completions.create(model="sees", **by_url)
 
 
 @pytest.mark.asyncio

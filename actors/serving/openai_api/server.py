@@ -16,6 +16,7 @@ from raytide.actors.engine.types import EngineInfo, Feature, GenRequest
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
 from raytide.actors.serving.openai_api.admission import Anybody, RequestCaller
+from raytide.actors.serving.openai_api.chat.image_fetcher import ImageFetcher
 from raytide.actors.serving.openai_api.chat.images import image_bytes, image_urls
 from raytide.actors.serving.openai_api.chat.tool_choice import NO_TOOLS, tool_use_of
 from raytide.actors.serving.openai_api.errors import invalid
@@ -51,6 +52,7 @@ class Server:
         self.version = ""
         """The version of the model as usage names it; the engine's version of the weights if it is empty."""
         self.lora: str | None = None
+        self.images = ImageFetcher(())
 
     async def start(self) -> None:
         self._info = await self.engine.start()
@@ -121,7 +123,8 @@ class Server:
         sampling, echoes, images = sampling_of(request, use.structured), [""], tuple[bytes, ...]()
         if isinstance(request, ChatRequest):
             messages = messages_of(request.messages, sees_images="images" in self.info.features)
-            images = tuple(image_bytes(where, url) for where, url in image_urls(request.messages))
+            asked_for = [image_bytes(where, url, self.images) for where, url in image_urls(request.messages)]
+            images = tuple(await asyncio.gather(*asked_for))
             prompts = [await self.engine.chat_prompt(messages, use.shown)]
             self._check_length(prompts[0], "messages")
         else:

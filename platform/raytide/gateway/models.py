@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from raytide.actors.serving.http.app import api_of
 from raytide.actors.serving.metrics import engine_samples
 from raytide.actors.serving.openai_api.admission import HEADERS, caller_of
+from raytide.actors.serving.openai_api.chat.image_fetcher import ImageFetcher
 from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
 from raytide.actors.serving.openai_api.respond import in_request, outcome_of, session_of
 from raytide.actors.serving.openai_api.server import Server
@@ -103,6 +104,8 @@ class EndpointModels:
             known.metrics.revision = str(entry.revision or "")
             known.metrics.slo_ttft_s = entry.spec.replicas.slo_ttft_s
             known.server.min_priority = entry.spec.min_request_priority
+            if known.server.images.hosts != entry.spec.image_hosts:
+                known.server.images = ImageFetcher(entry.spec.image_hosts)
             known.engine.answers.cache.set_policy(entry.spec.answer_cache)
             known.replicas.update(entry.replicas)
         self._listing = dict(listing)

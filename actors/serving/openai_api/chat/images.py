@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from raytide.actors.engine.limits import MAX_IMAGE_BYTES, MAX_IMAGES
+from raytide.actors.serving.openai_api.chat.image_fetcher import ImageFetcher
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.wire import ChatMessage
 
@@ -31,9 +32,13 @@ def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
     return found
 
 
-def image_bytes(where: str, url: str) -> bytes:
-    """Returns the file in a data URL. Raises ApiError, with the part's place, for any other URL."""
+async def image_bytes(where: str, url: str, fetcher: ImageFetcher) -> bytes:
+    """Returns the file in a data URL, or at one that the endpoint fetches from. Raises ApiError, with the part's place,
+    for any other.
+    """
     head = _DATA_URL.match(url)
+    if head is None and fetcher.hosts:
+        return await fetcher.fetch(where, url)
     if head is None:
         raise invalid(
             f"{where}: images are read from data URLs only (data:image/png;base64,...), not from other places.",

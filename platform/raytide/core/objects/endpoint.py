@@ -29,6 +29,9 @@ HOSTED = "hosted"
 ADAPTER_SEPARATOR = ":"
 """It separates the endpoint and the adapter in the name of a model."""
 MOST_ADAPTERS = 64
+ImageHost = Annotated[
+    str, StringConstraints(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[1-9][0-9]{0,4})?$")
+]
 AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
@@ -197,6 +200,9 @@ class ServeSpec(Config):
     answer_cache: AnswerCachePolicy | None = None
     """Equal requests that follow one another are computed once; None: only those in flight at the same time."""
 
+    image_hosts: tuple[ImageHost, ...] = Field(default=(), max_length=64)
+    """Hosts from which the gateways fetch the images of requests: `NAME`, `*.NAME`, or either with `:PORT`; by default
+    images are read from data URLs only. Their addresses must be public."""
     prefill: PrefillPolicy | None = None
     """None: prompts are computed where they are decoded."""
 
