@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,14 +83,17 @@ def is_helper(process: psutil.Process) -> bool:
 
 @functools.cache
 def shared(file: str) -> str:
-    """Returns the group of tests that one worker runs: those with a Ray, the engine's, the sources', or a file's."""
-    if "mark.cluster" in (ROOT / file).read_text():
-        return "cluster"
+    """Returns the group of tests that one worker runs: those of the session's cluster, those that start one of their
+    own, the engine's, the sources', or a file's. So two clusters are up at most."""
+    text = (ROOT / file).read_text()
+    if "mark.cluster" in text:
+        return "cluster" if re.search(r"\b(live|tide): ", text) else "own cluster"
     if file.startswith("tests/actors/engine/"):
         return "engine"
     return "sources" if file in SOURCES else file
 
 
+FIRST = ("cluster", "own cluster", "engine")
 SOURCES = ("tests/test_dependencies.py", "tests/test_floors.py", "tests/test_house.py")
 """They read all Python files, each once in a process."""
 
@@ -226,7 +230,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid.startswith(SLOW) or ENGINE_OF_OTHERS in item.nodeid:
             item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: shared(item.nodeid.partition("::")[0]) not in ("cluster", "engine"))
+        items.sort(key=lambda item: shared(item.nodeid.partition("::")[0]) not in FIRST)
 
 
 @pytest.hookimpl(optionalhook=True)
