@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -54,6 +55,16 @@ def interrupted(self: ShardedDecoder, hidden_RN: torch.Tensor, head: object = Sh
     return head(self, hidden_RN)  # type: ignore[operator, no-any-return]
 
 
+@contextmanager
+def ctrl_c_raises() -> Iterator[None]:
+    """As in a program, whatever handler an earlier test of this process left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.usefixtures("free_drafts")
 def test_two_members_give_the_tokens_of_one(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With prefills in chunks, evictions to host memory, prefix hits, drafts and other weights."""
@@ -77,7 +88,7 @@ def test_two_members_give_the_tokens_of_one(model_dir: Path, tmp_path: Path, mon
         other = answers(alone)
         assert other != expected
         assert answers(group) == other
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, ctrl_c_raises():
             patch.setattr(ShardedDecoder, "head", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 answers(group)
