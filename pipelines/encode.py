@@ -1,4 +1,4 @@
-"""What workers do to a chunk: survey it, encode it to token ids, or both in one pass over its text."""
+"""The work of a worker on a chunk: survey it, encode it to token ids, or both in one pass over its text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = frozenset({"survey", "lengths"})
 
 @dataclass(frozen=True, slots=True)
 class EncodePlan:
-    """How texts become ids. `eos_id` follows each document."""
+    """The way in which texts become ids. `eos_id` follows each document."""
 
     engine: EngineSpec
     eos_id: int

@@ -36,7 +36,7 @@ class ImageSpan:
 
 @dataclass(slots=True)
 class PooledPrompt:
-    """How the last hidden states of a prompt become one vector: see `model/pooling.py`. With `classify` the model's
+    """The way from a prompt's last hidden states to one vector: see `model/pooling.py`. With `classify` the model's
     head reads them; else the vector has length 1 if `normalize`.
     """
 

@@ -31,7 +31,7 @@ WITH_TOKENIZER = "Export the model with its tokenizer.json."
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """What a tokenizer is made of: the contents of a directory's files, or what a GGUF file has in their place."""
+    """The parts of a tokenizer: the contents of a directory's files, or what a GGUF file has in their place."""
 
     where: str
     tokenizer: bytes

@@ -40,15 +40,15 @@ class QualityGate(Config):
     """The limits that every corpus must keep. Limits that are left out do not exist."""
 
     max_kl: float | None = Field(default=None, ge=0)
-    """Of the mean divergence KL(parent | model), in nats a token."""
+    """The largest mean divergence KL(parent | model), in nats a token."""
     max_kl_p99: float | None = Field(default=None, ge=0)
     min_same_top1: float | None = Field(default=None, ge=0, le=1)
-    """Of the share of positions at which model and parent predict the same token."""
+    """The smallest share of positions at which model and parent predict the same token."""
     max_perplexity: float | None = Field(default=None, gt=0)
     max_ppl_change: float | None = None
-    """Of the relative change of the perplexity: 0.015 allows 1.5 %."""
+    """The largest relative change of the perplexity: 0.015 allows 1.5 %."""
     max_flips: float | None = Field(default=None, ge=0, le=1)
-    """Of the share of a task's samples that only one of parent and model answers correctly."""
+    """The largest share of a task's samples that only one of parent and model answers correctly."""
     min_accuracy: float | None = Field(default=None, ge=0, le=1)
 
     def rule(self) -> PromotionRule:
@@ -85,7 +85,7 @@ class QualitySuite(Config):
     quantized_input: Literal["auto", "float", "int8"] = "auto"
     """The inputs of quantised weights, as the engine's option of this name."""
     quantized_head: bool = True
-    """Whether a quantised model's head is quantised too, as the engine's option of this name."""
+    """True if a quantised model's head is quantised too, as the engine's option of this name."""
     gate: QualityGate = QualityGate()
 
     @model_validator(mode="after")

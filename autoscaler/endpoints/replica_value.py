@@ -184,7 +184,7 @@ class ReplicaValueModel:
     spot: HysteresisCount = field(default_factory=HysteresisCount)
     ondemand: HysteresisCount = field(default_factory=HysteresisCount)
     has_served: bool = False
-    """Whether a replica was ready yet: what came before the first was late at any price."""
+    """True once a replica was ready: what came before the first was late at any price."""
     burst_count: int = 0
     """Replicas that would be worth the price of spot if none were ever lost."""
     _usual_at: deque[tuple[float, float]] = field(default_factory=deque)

@@ -112,7 +112,7 @@ def transformers(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
 
     class FirstToken(BaseStreamer):  # type: ignore[misc]
-        """When the second `put` comes: the first has the prompts."""
+        """The time of the second `put`: the first has the prompts."""
 
         def __init__(self) -> None:
             self.times: list[float] = []

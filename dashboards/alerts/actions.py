@@ -1,4 +1,4 @@
-"""Which actions are due, as a pure function of alerts, configuration and log.
+"""Finds the actions that are due, as a pure function of alerts, configuration and log.
 
 An entry of cluster.yaml acts at most once in an episode of an alert. Cool-down and rate limit hold an action back;
 it is done later, if the alert still fires then.
@@ -36,7 +36,7 @@ class DueAction:
     action: AlertAction
     alert: Alert
     object: str
-    """What it is done to; for commands and webhooks, the alert. Empty if the alert does not name one."""
+    """The object that it is done to; for commands and webhooks, the alert. Empty if the alert does not name one."""
     held: str = ""
     """The reason why it is not done yet; empty if it is due."""
 

@@ -63,7 +63,7 @@ class ActionNote(Config):
 
 
 class MonitoringService:
-    """What the API tells of the past and of alerts. The monitor does the work; both share files of the run folder."""
+    """The API's answers about history and alerts. The monitor does the work; both share files of the run folder."""
 
     def __init__(self, run_dir: Path, store: Store, clock: Clock, hosts: HostsSection | None = None) -> None:
         self._run_dir, self._store, self._clock = run_dir, store, clock

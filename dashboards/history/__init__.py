@@ -1,1 +1,1 @@
-"""What metrics were: a bounded store of their values, written by the monitor and read by the API."""
+"""The past of metrics: a bounded store of their values, written by the monitor and read by the API."""

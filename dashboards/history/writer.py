@@ -72,7 +72,7 @@ class HistoryWriter:
         self._path, self._levels = path, levels(days)
         self._most_series, self._most_bytes, self._low_bytes = most_series, most_bytes, low_bytes
         self.problem = ""
-        """Why the last write wrote nothing, or what happened to the file; empty if all is well."""
+        """The reason why the last write wrote nothing, or what happened to the file; empty if all is well."""
         self.dropped = 0
         """The points of new series for which there was no room."""
         self.replaced = 0

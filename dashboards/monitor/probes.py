@@ -39,9 +39,9 @@ class ProbeResult:
     probe: str
     at_s: float
     success: bool
-    """Whether it was answered."""
+    """True if it was answered."""
     right: bool
-    """Whether the answer was the expected one."""
+    """True if the answer was the expected one."""
     seconds: float
     answer: str = ""
     error: str = ""

@@ -40,7 +40,7 @@ def _p99(name: str, histogram: Metric) -> Recorded:
 
 
 BURN_RATES: dict[int, Recorded] = {window_s: _burn_rate(window_s) for window_s in WINDOWS_S}
-"""By window in seconds. At 1 the error budget of a month is used in a month."""
+"""The burn rates by window in seconds. At 1 the error budget of a month is used in a month."""
 
 REQUEST_RATE = Recorded("endpoint:raytide_requests:rate5m", _requests(300))
 FIRST_TOKEN_P99 = _p99("raytide_time_to_first_token_seconds", application.FIRST_TOKEN_SECONDS)

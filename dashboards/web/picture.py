@@ -63,7 +63,7 @@ class PagePicture:
     teams: Table = field(default_factory=dict)
     alerts: Table = field(default_factory=dict)
     price_micro_usd_h: Mapping[str, int] = field(default_factory=dict)
-    """By team; "" pays for what nobody holds."""
+    """The amounts by team; "" pays for what nobody holds."""
     cost_micro_usd: Mapping[str, int] = field(default_factory=dict)
 
     def seen_by(self, team: str) -> dict[str, Row | Table]:

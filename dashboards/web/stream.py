@@ -34,7 +34,7 @@ LONGEST_S = 3600.0
 
 Check = Callable[[], Awaitable[object]]
 Content = Mapping[str, Any]
-"""By kind: `status` is one row, every other kind a table of rows by id."""
+"""The rows by kind: `status` is one row, every other kind a table of rows by id."""
 
 
 class Listener:
@@ -63,7 +63,7 @@ class Streams:
         self._limiter = CapacityLimiter(1)
         self._listeners: set[Listener] = set()
         self._told: dict[str, Content] = {}
-        """What the listeners of each team know."""
+        """The rows that the listeners of each team know."""
         self._loop: asyncio.Task[None] | None = None
         self._new = asyncio.Event()
         """Set while a listener knows nothing yet."""

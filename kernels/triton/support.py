@@ -1,4 +1,4 @@
-"""Whether this machine can run the kernels, and how they are registered. Importing it needs no Triton."""
+"""Tells whether this machine can run the kernels, and registers them. Importing it needs no Triton."""
 
 from __future__ import annotations
 

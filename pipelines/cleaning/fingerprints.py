@@ -1,4 +1,4 @@
-"""What the corpus' steps need of a chunk's documents: their signatures and their words' hashes, but no text."""
+"""The corpus' steps need these parts of documents: their signatures and their words' hashes, but no text."""
 
 from __future__ import annotations
 

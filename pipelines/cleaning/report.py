@@ -1,4 +1,4 @@
-"""What cleaning did to a corpus, in numbers: counted where documents are read, added up, and kept in the dataset."""
+"""Cleaning's effects on a corpus, in numbers: counted where documents are read, added up, and kept in the dataset."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class StepCard:
     kind: str
     options: Mapping[str, object]
     bytes: int
-    """Of the weights after the step."""
+    """The size of the weights after the step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ class DamagedError(DataError):
 
 
 UNREADABLE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
-"""What the decompressors raise for damaged data, beside OSError."""
+"""The errors of the decompressors for damaged data, beside OSError."""
 
 
 def damaged(url: str, why: object, row: int | None = None) -> DamagedError:

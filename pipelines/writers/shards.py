@@ -33,7 +33,7 @@ class ChunkTokens:
     tokens: str
     """The name of its tokens in the store."""
     lengths: Lengths
-    """Of all its documents."""
+    """Those of all its documents."""
     keep: NDArray[np.bool_]
 
 

@@ -1,4 +1,4 @@
-"""Which matrix product a processor with AMX gets."""
+"""The matrix product that a processor with AMX gets."""
 
 from pathlib import Path
 

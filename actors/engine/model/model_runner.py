@@ -163,7 +163,7 @@ class ModelRunner:
 
     @property
     def row_cost(self) -> float:
-        """What a row more adds to a step of one, as a share of that: a first guess by the kind of device."""
+        """The time that a row more adds to a step of one, as a share of that: a first guess by the kind of device."""
         return _ROW_COST if self._device.kind == "cpu" else _ROW_COST_GPU
 
     @property

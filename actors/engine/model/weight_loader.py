@@ -28,7 +28,7 @@ _HEAD_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class QuantizedOptions:
-    """What quantized linears multiply, and whether the head of a quantized model is rounded to int8 as well."""
+    """The inputs of quantized linears, and whether a quantized model's head is rounded to int8 as well."""
 
     input: LinearInput = "float"
     rounds_head: bool = False

@@ -23,7 +23,7 @@ _LLAMA_7B: Mapping[str, object] = {
     "max_position_embeddings": 2048,
     "eos_token_id": 2,  # a number  # nosec B105
 }
-"""What the configs of LLaVA-1.5 leave out: the defaults of transformers' Llama."""
+"""The fields that configs of LLaVA-1.5 leave out: the defaults of transformers' Llama."""
 _ACTIVATIONS: Mapping[str, VisionActivation] = {
     "quick_gelu": "quick_gelu",
     "gelu": "gelu",

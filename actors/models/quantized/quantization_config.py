@@ -27,7 +27,7 @@ _READ = "Supported: compressed-tensors (int, packed int, float), gptq, awq (GEMM
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How some modules store their weights. `group_size` None is one scale for each output, tensor or block."""
+    """The form of some modules' weights. `group_size` None is one scale for each output, tensor or block."""
 
     kind: Literal["int", "float"]
     bits: int

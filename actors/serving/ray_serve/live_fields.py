@@ -21,7 +21,7 @@ _GCS_TIMEOUT_S = 10.0
 
 
 class LiveFields:
-    """What one replica makes of them. It reports that to the GCS, for the controller and the other replicas."""
+    """Applies them to one replica, which reports its state to the GCS, for the controller and the other replicas."""
 
     def __init__(self, application: str, replica: str, engine: Engine, model_dir: str) -> None:
         self._application, self._replica = application, replica

@@ -27,7 +27,7 @@ class RunCurves:
     steps: tuple[int, ...]
     at_s: tuple[float | None, ...]
     values: Mapping[str, tuple[float | None, ...]]
-    """By name: `loss`, `lr`, `tokens_per_s`..., and `times/PHASE` for the seconds of each phase."""
+    """The values by name: `loss`, `lr`, `tokens_per_s`..., and `times/PHASE` for the seconds of each phase."""
     events: tuple[Mapping[str, Any], ...]
     """Restarts, resizes and other events, oldest first; at most the last 500."""
     every: int

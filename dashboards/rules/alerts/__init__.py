@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[AlertRule, ...]] = {
     "cost": cost.ALERTS,
     "operations": operations.ALERTS,
 }
-"""What Prometheus and raytide's own evaluator watch."""
+"""The rules that Prometheus and raytide's own evaluator watch."""
 
 ALERTS: tuple[AlertRule, ...] = tuple(rule for rules in GROUPS.values() for rule in rules)
 PROMETHEUS_ALERTS = operations.PROMETHEUS_ALERTS

@@ -28,7 +28,7 @@ class Words:
     lengths: NDArray[np.int64]
     """The number of words of each document."""
     starts: NDArray[np.int64]
-    """Where each word starts in its document's UTF-8."""
+    """The byte of its document's UTF-8 at which each word starts."""
     ends: NDArray[np.int64]
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from raytide.pipelines.cleaning.corpus.hashing import hash_n_grams, hash_words
 
 Cuts = dict[int, NDArray[np.bool_]]
-"""Which words to cut out of a chunk's documents, by their index among those that the rules kept."""
+"""The words to cut out of a chunk's documents, by their index among those that the rules kept."""
 COMPARED = 1 << 16
 """Windows compared at once."""
 

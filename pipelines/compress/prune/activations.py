@@ -30,7 +30,7 @@ class Importance:
 
     hidden_D: Tensor
     ffn_LF: list[Tensor]
-    """By layer; empty for a sparse one."""
+    """One by layer; empty for a sparse one."""
     heads_LH: list[Tensor]
     layers_L: Tensor
     """1 - cosine of a layer's input and output."""

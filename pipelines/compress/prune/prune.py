@@ -47,7 +47,7 @@ class Kept:
     layers: list[int]
     hidden: list[int]
     ffn: list[list[int]]
-    """By layer of the model before pruning; empty for a sparse one."""
+    """One by layer of the model before pruning; empty for a sparse one."""
     kv_groups: list[list[int]]
 
 

@@ -1,4 +1,4 @@
-"""When a scheduled flow runs next: a pure function of its schedule, the time and what its inputs were."""
+"""The next time of a scheduled flow: a pure function of its schedule, the time and what its inputs were."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a node is idle: Ray says so, and its meters do, by fresh words, for as long as its type asks."""
+"""A node is idle when Ray says so, and its meters do, by fresh words, for as long as its type asks."""
 
 from __future__ import annotations
 

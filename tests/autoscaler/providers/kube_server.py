@@ -39,7 +39,7 @@ WORKER_GROUP = {
 
 
 LEAVES_AT = "1970-01-01T00:17:30Z"
-"""When every pod that is deleted is killed: 1,050 s."""
+"""The time at which every pod that is deleted is killed: 1,050 s."""
 
 
 class KubeServer:

@@ -1,4 +1,4 @@
-"""Which requests are traced, and the spans of jobs."""
+"""The requests that are traced, and the spans of jobs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ Samples = dict[str, str]
 class AlertCase:
     alert: str
     at_min: int
-    """When both cases are judged, in minutes."""
+    """The time at which both cases are judged, in minutes."""
     fires: Samples
     labels: dict[str, str]
     summary: str

@@ -24,7 +24,7 @@ class Invitation:
 
 
 class Launcher(Protocol):
-    """What brings the other members. `host` is the leader's address, `local_size` the members on its machine."""
+    """A way to bring the other members. `host` is the leader's address, `local_size` the members on its machine."""
 
     host: str
     local_size: int

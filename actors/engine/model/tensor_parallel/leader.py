@@ -44,7 +44,7 @@ _NOTICE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What all members compute with. `arch` is the whole model's; `ops` are the leader's own."""
+    """The model and its operators, for all members. `arch` is the whole model's; `ops` are the leader's own."""
 
     arch: Architecture
     ops: Ops

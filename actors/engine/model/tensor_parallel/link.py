@@ -130,7 +130,7 @@ def pack_step(
 
 
 class StepArrays:
-    """What `pack_step` has packed, as tensors on a device."""
+    """The inputs of a step that `pack_step` has packed, as tensors on a device."""
 
     def __init__(self, packed: Ints, device: torch.device) -> None:
         tokens, rows, sequences, width, block_size, self.own_blocks, wants_logits = packed[:7].tolist()

@@ -1,4 +1,4 @@
-"""How often guesses are right, by their source and the length of the match that they come from.
+"""The share of guesses that are right, by their source and the length of the match that they come from.
 
 A guess is a single token, so whether it would have been right is known as soon as the token is there, computed along or
 not: what is never tried is learned about all the same. The second token of a draft counts as a guess whose match is

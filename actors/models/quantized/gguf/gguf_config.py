@@ -17,7 +17,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """How files of an architecture differ: `permutes` is true where pairs of a rotation lie side by side."""
+    """The differences of an architecture's files: `permutes` is true where pairs of a rotation lie side by side."""
 
     architecture: str
     permutes: bool = False

@@ -1,1 +1,1 @@
-"""What chats have beside texts: images in, and tools to call."""
+"""The parts of chats beside texts: images in, and tools to call."""

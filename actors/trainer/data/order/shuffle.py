@@ -20,7 +20,7 @@ _ROUNDS = 6
 
 @dataclass(frozen=True, slots=True)
 class Shuffle:
-    """How far sequences are shuffled: all among each other, or only within `window` blocks at a time.
+    """The distance over which sequences are shuffled: all among each other, or only within `window` blocks at a time.
 
     With blocks, an epoch permutes whole blocks of consecutive sequences and then the sequences of each window of
     blocks, so a step touches the shards of one window. The sequences behind the last whole block come last.

@@ -1,1 +1,1 @@
-"""Which answers need not be computed: those that are being computed already, and those that are kept."""
+"""Answers that need not be computed: those that are being computed already, and those that are kept."""

@@ -1,4 +1,4 @@
-"""Which revision of an endpoint answers a request: a stable hash of the user, in shares that only move forward."""
+"""The choice of a request's revision: a stable hash of the user, in shares that only move forward."""
 
 from __future__ import annotations
 

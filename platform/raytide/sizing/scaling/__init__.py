@@ -1,1 +1,1 @@
-"""Which model size and number of tokens give the lowest loss for a budget?"""
+"""Finds the model size and the number of tokens that give the lowest loss for a budget."""

@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest whole one, whatever was cut off, altered or pruned."""
+"""The newest whole checkpoint is found, whatever was cut off, altered or pruned."""
 
 from __future__ import annotations
 

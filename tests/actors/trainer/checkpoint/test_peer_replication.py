@@ -46,7 +46,7 @@ def test_a_snapshot_counts_if_every_piece_is_left_and_the_newest_such_one_is_tak
     keeper = assign_peers(hosts)
     left = data.draw(st.sets(st.integers(0, world - 1)))
     arrived = data.draw(st.sets(st.integers(0, world - 1)))
-    """Whose images of the newer snapshot have reached their buddies."""
+    """The ranks whose images of the newer snapshot have reached their buddies."""
     elements = 12 * (world // replicas) + 1
     older, newer = SnapshotId(4, "g"), SnapshotId(8, "g")
     holdings = []

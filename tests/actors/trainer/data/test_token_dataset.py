@@ -1,4 +1,4 @@
-"""Which sequences make a step, and their tokens."""
+"""The sequences that make a step, and their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a parameter each rank reads or draws."""
+"""The part of a parameter that each rank reads or draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which batches are learned from, as a policy of its own and in the loop."""
+"""The batches that are learned from, as a policy of its own and in the loop."""
 
 from __future__ import annotations
 

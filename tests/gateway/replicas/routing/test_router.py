@@ -1,4 +1,4 @@
-"""Which replica gets a request: by what is cached where, by load, and the same in every gateway."""
+"""A request's replica is chosen by what is cached where and by load, alike in every gateway."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from raytide.core.state.write import append, upsert
 __all__ = ["Refusal", "SpendingRecords"]
 
 Refusal = Literal["", "insufficient_quota", "invalid_api_key"]
-"""Why a reservation is refused; empty if it is granted."""
+"""The reason why a reservation is refused; empty if it is granted."""
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ _DAY_S = DAY_US // MICRO
 
 
 class UsageFilter:
-    """Which requests are meant; a filter that is None matches all."""
+    """The requests that are meant; a filter that is None matches all."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Which replica answers a request: where its prefix is cached, and how much work is in front of it there."""
+"""The choice of a request's replica: where its prefix is cached, and how much work is in front of it there."""

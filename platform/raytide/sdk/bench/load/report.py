@@ -121,7 +121,7 @@ class BenchReport:
     goodput_per_s: float
     generator: GeneratorLoad
     bottleneck: str
-    """Why the generator limited what it measured; empty if it did not."""
+    """The reason why the generator limited what it measured; empty if it did not."""
     records: Sequence[BenchRecord]
 
     def json(self) -> dict[str, Any]:

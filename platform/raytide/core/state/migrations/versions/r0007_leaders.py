@@ -1,4 +1,4 @@
-"""Which controller decides, where several share one store."""
+"""The controller that decides, where several share one store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which API keys keep answers: none of the old ones."""
+"""API keys say whether they keep answers: none of the old ones does."""
 
 from __future__ import annotations
 
