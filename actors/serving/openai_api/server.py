@@ -17,7 +17,7 @@ from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
 from raytide.actors.serving.openai_api.admission import Anybody, RequestCaller
 from raytide.actors.serving.openai_api.chat.image_fetcher import ImageFetcher
-from raytide.actors.serving.openai_api.chat.images import image_bytes, image_urls
+from raytide.actors.serving.openai_api.chat.images import images_of
 from raytide.actors.serving.openai_api.chat.tool_choice import NO_TOOLS, tool_use_of
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.generation import GenerationStream
@@ -123,8 +123,7 @@ class Server:
         sampling, echoes, images = sampling_of(request, use.structured), [""], tuple[bytes, ...]()
         if isinstance(request, ChatRequest):
             messages = messages_of(request.messages, sees_images="images" in self.info.features)
-            asked_for = [image_bytes(where, url, self.images) for where, url in image_urls(request.messages)]
-            images = tuple(await asyncio.gather(*asked_for))
+            images = await images_of(request.messages, self.images)
             prompts = [await self.engine.chat_prompt(messages, use.shown)]
             self._check_length(prompts[0], "messages")
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 
@@ -34,9 +35,26 @@ def lose(cluster: Cluster) -> Repository:
     return repository
 
 
-def test_a_lost_cluster_is_restored_with_what_its_records_name(backed_up: Cluster) -> None:
+def put_on_another_disk(scratch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets nothing be renamed out of folders of this name, as from one file system to another."""
+    rename = Path.rename
+
+    def across(self: Path, target: Path) -> Path:
+        if any(parent.name.startswith(scratch) for parent in self.parents):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", across)
+
+
+@pytest.mark.parametrize("disks", [1, 2])
+def test_a_lost_cluster_is_restored_with_what_its_records_name(
+    backed_up: Cluster, disks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     back_up(backed_up.place)
     repository = lose(backed_up)
+    if disks == 2:
+        put_on_another_disk("restore-", monkeypatch)
     restored = restore_cluster(repository, find_snapshot(repository, None), run_dir_of(NAME))
     assert restored.problems == ()
     assert (backed_up.out / "metrics.jsonl").read_text() == '{"step": 10}\n'

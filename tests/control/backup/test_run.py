@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.control.backup.conftest import NAME, Cluster
+from tests.control.backup.conftest import AT_S, NAME, Cluster
 
 from raytide.control.backup.contents import contents_of, problem_of
 from raytide.control.backup.place import place_of
@@ -23,6 +23,7 @@ from raytide.control.backup.run import back_up, working
 from raytide.control.backup.upkeep import create_repositories, forget
 from raytide.control.bootstrap import local
 from raytide.core.errors import ConfigError, ConflictError, NotFoundError, StorageError
+from raytide.core.objects.endpoint import ServeSpec
 
 MB = 1_000_000
 
@@ -143,6 +144,24 @@ def test_object_stores_and_missing_paths_are_named(cluster: Cluster) -> None:
     found = contents_of(cluster.run_dir / "state.db", ["/no/such/folder"])
     assert found.missing == ("/no/such/folder",)
     assert [each.kind for each in found.folders] == ["dataset", "run", "checkpoint"]
+
+
+def test_all_that_an_endpoint_reads_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    for name in ("model", "adapter"):
+        (tmp_path / name).mkdir()
+    spec = ServeSpec(
+        name="chat",
+        model=str(tmp_path / "model"),
+        weights="s3://models/newer",
+        adapters={"mine": str(tmp_path / "adapter"), "lost": "/no/such/adapter"},
+    )
+    cluster.store.save_endpoint(spec, "ana", AT_S)
+    found = contents_of(cluster.run_dir / "state.db")
+    assert [each.path for each in found.folders if each.owner == "chat"] == [
+        str(tmp_path / "model"),
+        str(tmp_path / "adapter"),
+    ]
+    assert (found.remote, found.missing) == (("s3://models/newer",), ("/no/such/adapter",))
 
 
 def test_a_backup_that_is_killed_leaves_nothing_that_a_later_run_trusts(backed_up: Cluster, restic: str) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,10 +227,7 @@ class LeaderDecoder(ShardedDecoder):
         loras: LoraRows | None = None,
         images: ImageRows | None = None,
     ) -> Tensor:
-        packed = pack_step(
-            ids_T, positions_T, batch, rows_R, own_blocks=self._own_blocks(cache, batch), wants_logits=True
-        )
-        with self._leader.step(packed):
+        with self._step(ids_T, positions_T, batch, cache, rows_R, wants_logits=True):
             return super().head(super().hidden(ids_T, positions_T, batch, cache, rows_R, loras, images))
 
     @torch.inference_mode()
@@ -244,10 +241,7 @@ class LeaderDecoder(ShardedDecoder):
         loras: LoraRows | None = None,
         images: ImageRows | None = None,
     ) -> Tensor:
-        packed = pack_step(
-            ids_T, positions_T, batch, rows_R, own_blocks=self._own_blocks(cache, batch), wants_logits=False
-        )
-        with self._leader.step(packed):
+        with self._step(ids_T, positions_T, batch, cache, rows_R, wants_logits=False):
             return super().hidden(ids_T, positions_T, batch, cache, rows_R, loras, images)
 
     def head(self, hidden_RN: Tensor) -> Tensor:
@@ -257,9 +251,22 @@ class LeaderDecoder(ShardedDecoder):
             self._leader.order(head=len(hidden_RN))
         return super().head(hidden_RN)
 
-    def _own_blocks(self, cache: list[Tensor], batch: PagedBatch) -> int:
-        """Returns the blocks of a cache for one pass; 0 for the engine's."""
-        return 0 if self._leader.holds(cache) else cache[0].shape[1] // batch.block_size
+    def _step(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        batch: PagedBatch,
+        cache: list[Tensor],
+        rows_R: Tensor,
+        *,
+        wants_logits: bool,
+    ) -> AbstractContextManager[None]:
+        """A context in which all members compute the step. A cache for one pass, which is not the engine's, is made by
+        each of them."""
+        own_blocks = 0 if self._leader.holds(cache) else cache[0].shape[1] // batch.block_size
+        return self._leader.step(
+            pack_step(ids_T, positions_T, batch, rows_R, own_blocks=own_blocks, wants_logits=wants_logits)
+        )
 
 
 def _accept(listening: socket.socket, secret: str, size: int, launcher: Launcher) -> list[MemberLink]:

@@ -30,6 +30,19 @@ _TRANSLATED = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff
 """NAT64: addresses of IPv6 behind which any address of IPv4 may be."""
 
 
+class ImageBudget:
+    """The bytes that may still be fetched for one request, all of whose images are in memory at once."""
+
+    def __init__(self, most_bytes: int = MAX_IMAGE_BYTES) -> None:
+        self._most_bytes = self._left = most_bytes
+
+    def take(self, where: str, count: int) -> None:
+        """Raises ApiError for more than there are left."""
+        self._left -= count
+        if self._left < 0:
+            raise _refused(where, f"the images of a request have more than {self._most_bytes} bytes")
+
+
 class ImageFetcher:
     """Fetches images. `hosts` are `NAME`, `*.NAME` for all names below it, or either with `:PORT`. Use it from one
     event loop. `resolve` and `is_allowed` are other than the network's in tests alone.
@@ -46,9 +59,9 @@ class ImageFetcher:
         self._places = asyncio.Semaphore(_MOST_AT_ONCE)
         self._client: httpx.AsyncClient | None = None
 
-    async def fetch(self, where: str, url: str) -> bytes:
+    async def fetch(self, where: str, url: str, budget: ImageBudget) -> bytes:
         """Returns the file at a URL. Raises ApiError, with the part's place, for one that is not allowed, not there,
-        too large or too slow.
+        too slow, or larger than what the request's other images leave.
         """
         parts = self._checked(where, url)
         host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
@@ -57,7 +70,7 @@ class ImageFetcher:
                 addresses = await self._resolve(host, port)
                 if not addresses or not all(map(self._is_allowed, addresses)):
                     raise _refused(where, f"{host} has no public address")
-                return await self._download(where, parts, addresses[0], port)
+                return await self._download(where, parts, addresses[0], port, budget)
         except TimeoutError:
             raise _refused(where, f"{host} took longer than {_FETCH_S:.0f} s") from None
         except OSError:
@@ -85,7 +98,7 @@ class ImageFetcher:
                 return True
         return False
 
-    async def _download(self, where: str, parts: SplitResult, address: str, port: int) -> bytes:
+    async def _download(self, where: str, parts: SplitResult, address: str, port: int, budget: ImageBudget) -> bytes:
         import httpx
 
         if self._client is None:
@@ -105,9 +118,8 @@ class ImageFetcher:
                 raise _refused(where, f"{host} answered {answer.status_code}")
             found = bytearray()
             async for part in answer.aiter_raw():
+                budget.take(where, len(part))
                 found += part
-                if len(found) > MAX_IMAGE_BYTES:
-                    raise _refused(where, f"an image has more than {MAX_IMAGE_BYTES} bytes")
             return bytes(found)
         except httpx.HTTPError as error:
             raise _refused(where, f"{host} broke off ({type(error).__name__})") from None

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import re
 from collections.abc import Sequence
 
 from raytide.actors.engine.limits import MAX_IMAGE_BYTES, MAX_IMAGES
-from raytide.actors.serving.openai_api.chat.image_fetcher import ImageFetcher
+from raytide.actors.serving.openai_api.chat.image_fetcher import ImageBudget, ImageFetcher
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.wire import ChatMessage
 
 _DATA_URL = re.compile(r"data:image/[a-z.+-]{1,40};base64,", re.IGNORECASE)
 
 
-def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
+def _urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
     """Returns the place and the URL of each image, in order. Raises ApiError for too many."""
     found = [
         (
@@ -32,13 +33,16 @@ def image_urls(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
     return found
 
 
-async def image_bytes(where: str, url: str, fetcher: ImageFetcher) -> bytes:
-    """Returns the file in a data URL, or at one that the endpoint fetches from. Raises ApiError, with the part's place,
-    for any other.
-    """
+async def images_of(messages: Sequence[ChatMessage], fetcher: ImageFetcher) -> tuple[bytes, ...]:
+    """Returns the files of all images, in order. Raises ApiError, with the part's place, for one that is not read."""
+    budget = ImageBudget()
+    return tuple(await asyncio.gather(*(_read(where, url, fetcher, budget) for where, url in _urls(messages))))
+
+
+async def _read(where: str, url: str, fetcher: ImageFetcher, budget: ImageBudget) -> bytes:
     head = _DATA_URL.match(url)
     if head is None and fetcher.hosts:
-        return await fetcher.fetch(where, url)
+        return await fetcher.fetch(where, url, budget)
     if head is None:
         raise invalid(
             f"{where}: images are read from data URLs only (data:image/png;base64,...), not from other places.",

@@ -214,9 +214,10 @@ def _of_registry(c: sa.Connection) -> Iterator[_Named]:
 def _of_endpoints(c: sa.Connection) -> Iterator[_Named]:
     query = sa.select(endpoints.c.name, endpoints.c.spec).where(endpoints.c.state != EndpointState.DELETED)
     for row in c.execute(query.order_by(endpoints.c.name)):
-        model = _mapping(row.spec).get("model")
-        if isinstance(model, str) and model.startswith(("/", "~", "file:")):
-            yield _Named("model", model, row.name)
+        spec = _mapping(row.spec)
+        for location in (spec.get("model"), spec.get("weights"), *_mapping(spec.get("adapters")).values()):
+            if isinstance(location, str) and (location.startswith(("/", "~")) or "://" in location):
+                yield _Named("model", location, row.name)
 
 
 def _on_disk(named: _Named, path: Path) -> SavedFolder | None:

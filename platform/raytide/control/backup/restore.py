@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import sqlite3
+import tempfile
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,13 +159,13 @@ def put_in_place(unpacked: Unpacked, run_dir: Path, *, state_url: str | None = N
     with full_disk_is_an_error(str(run_dir)):
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in unpacked.manifest.databases:
-            _move_file(unpacked.staging / FILES / name, run_dir / name)
+            _move(unpacked.staging / FILES / name, run_dir / name)
         _merge(unpacked.run_dir, run_dir, last=CONFIG)
         for node in node_folders(run_dir) if (run_dir / "nodes").is_dir() else ():
             node.record_earlier_end(unpacked.manifest.at_s, ENDED)
     _put_state(unpacked, run_dir, state_url)
     with full_disk_is_an_error(str(run_dir)):
-        _move_file(unpacked.run_dir / CONFIG, run_dir / CONFIG)
+        _move(unpacked.run_dir / CONFIG, run_dir / CONFIG)
     return Restored(unpacked.snapshot.id, unpacked.manifest.at_s, run_dir, tuple(restored), tuple(problems))
 
 
@@ -211,7 +212,7 @@ def _put_folder(folder: SavedFolder, found: Path) -> str:
             return "" if folder.kind == "run" else f"{folder.path} was not restored."
         try:
             with full_disk_is_an_error(str(target)):
-                _merge(found, target) if found.is_dir() else _move_file(found, target)
+                _merge(found, target) if found.is_dir() else _move(found, target)
         except RaytideError as error:
             return str(error)
         return ""
@@ -222,7 +223,7 @@ def _put_folder(folder: SavedFolder, found: Path) -> str:
         return problem
     try:
         with full_disk_is_an_error(str(target)):
-            _move_folder(found, target)
+            _move(found, target)
     except RaytideError as error:
         return str(error)
     return ""
@@ -248,37 +249,25 @@ def _put_state(unpacked: Unpacked, run_dir: Path, state_url: str | None) -> None
         copy.execute("PRAGMA journal_mode=DELETE")
     with full_disk_is_an_error(str(target)):
         target.parent.mkdir(parents=True, exist_ok=True)
-        _move_file(state, target)
+        _move(state, target)
 
 
-def _move_folder(source: Path, target: Path) -> None:
-    """Moves a folder so that it appears whole at its target, on another disk too."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        source.rename(target)
-    except OSError:  # another file system
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.restored")
-        try:
-            shutil.copytree(source, part, symlinks=True)
-            part.rename(target)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-
-
-def _move_file(source: Path, target: Path) -> None:
-    """Moves a file so that it appears whole; one that is there stays."""
-    if target.exists() or target.is_symlink() or not (source.is_file() or source.is_symlink()):
+def _move(source: Path, target: Path) -> None:
+    """Moves a file or a folder so that it appears whole at its target, on another disk too. What is there stays; pipes
+    and sockets are left out."""
+    if target.exists() or target.is_symlink() or not (source.is_file() or source.is_dir() or source.is_symlink()):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         source.rename(target)
     except OSError:  # another file system
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.restored")
-        try:
-            shutil.copy2(source, part, follow_symlinks=False)
-            part.rename(target)
-        finally:
-            part.unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".restored", dir=target.parent) as part:
+            copy = Path(part) / target.name
+            if source.is_dir() and not source.is_symlink():
+                shutil.copytree(source, copy, symlinks=True)
+            else:
+                shutil.copy2(source, copy, follow_symlinks=False)
+            copy.rename(target)
 
 
 def _merge(source: Path, target: Path, last: str | None = None) -> None:
@@ -290,4 +279,4 @@ def _merge(source: Path, target: Path, last: str | None = None) -> None:
         if entry.is_dir() and not entry.is_symlink():
             _merge(entry, target / entry.name)
         else:
-            _move_file(entry, target / entry.name)
+            _move(entry, target / entry.name)

@@ -13,7 +13,7 @@ import pytest
 
 from raytide.actors.engine.limits import MAX_IMAGE_BYTES
 from raytide.actors.serving.openai_api.chat import image_fetcher
-from raytide.actors.serving.openai_api.chat.image_fetcher import ImageFetcher, is_public
+from raytide.actors.serving.openai_api.chat.image_fetcher import ImageBudget, ImageFetcher, is_public
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.core.errors import ConfigError
 from raytide.core.objects.endpoint import ServeSpec
@@ -49,7 +49,7 @@ def fetcher(*hosts: str, addresses: Sequence[str] = ("127.0.0.1",), checks: bool
 
 async def why_not(fetching: ImageFetcher, url: str) -> str:
     with pytest.raises(ApiError) as caught:
-        await fetching.fetch(WHERE, url)
+        await fetching.fetch(WHERE, url, ImageBudget())
     error = caught.value.body.error
     assert (caught.value.status, error.param) == (400, WHERE)
     return error.message.removeprefix(f"{WHERE}: ").removesuffix(".")
@@ -58,11 +58,22 @@ async def why_not(fetching: ImageFetcher, url: str) -> str:
 async def test_a_listed_host_s_image_is_fetched_from_the_address_that_was_checked() -> None:
     async with site(OK) as (port, heads):
         name = f"images.example:{port}"
-        assert await fetcher(name).fetch(WHERE, f"http://{name}/a.png?size=2#part") == FILE
-        assert await fetcher(f"*.example:{port}").fetch(WHERE, f"http://IMAGES.example:{port}/a.png") == FILE
+        assert await fetcher(name).fetch(WHERE, f"http://{name}/a.png?size=2#part", ImageBudget()) == FILE
+        assert (
+            await fetcher(f"*.example:{port}").fetch(WHERE, f"http://IMAGES.example:{port}/a.png", ImageBudget())
+            == FILE
+        )
     assert heads[0].startswith(b"GET /a.png?size=2 HTTP/1.1\r\n")
     assert f"host: {name}\r\n".encode() in heads[0].lower()
     assert b"cookie" not in heads[0].lower() and b"authorization" not in heads[0].lower()
+
+
+async def test_the_images_of_a_request_share_its_bytes() -> None:
+    async with site(OK) as (port, _):
+        found, url, budget = fetcher(f"images.example:{port}"), f"http://images.example:{port}/", ImageBudget(20)
+        assert await found.fetch(WHERE, url, budget) == FILE
+        with pytest.raises(ApiError, match="the images of a request have more than 20 bytes"):
+            await found.fetch(WHERE, url, budget)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +133,7 @@ def test_addresses_of_the_internet_are_public() -> None:
         (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "images.example answered 404"),
         (
             b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (MAX_IMAGE_BYTES + 1),
-            f"an image has more than {MAX_IMAGE_BYTES} bytes",
+            f"the images of a request have more than {MAX_IMAGE_BYTES} bytes",
         ),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\nx", "images.example broke off (RemoteProtocolError)"),
         (b"no HTTP at all\r\n\r\n", "images.example does not answer (RemoteProtocolError)"),
