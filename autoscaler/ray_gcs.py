@@ -54,6 +54,8 @@ _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, st
 for bundles that must be apart, the label that nodes with one of them carry."""
 
 CALL_TIMEOUT_S = 5.0
+_NAMESPACE = b"raytide"
+"""The namespace of raytide's entries in the GCS."""
 NODE_ID_LABEL = "ray.io/node-id"
 _PINNED = (NODE_ID_LABEL, "raytide.io/node-id")
 _ENDLESS = 1e18
@@ -153,6 +155,42 @@ class GcsReader:
             raise ClusterError(
                 f"cannot {what} at {self._address}: {error}", hint="`raytide status` shows whether the head runs."
             ) from error
+
+
+class GcsEntries:
+    """Entries under one prefix in the key-value store of Ray's GCS, where processes of nodes leave what the controller
+    reads. `connect` returns a GCS client; it is called again after any error, so that a restarted GCS is found.
+    """
+
+    def __init__(self, prefix: str, connect: Callable[[], GcsClient]) -> None:
+        self._prefix, self._connect = prefix.encode(), connect
+        self._client: GcsClient | None = None
+
+    def put(self, name: str, body: bytes) -> None:
+        self._call(lambda gcs: gcs.internal_kv_put(self._key(name), body, True, _NAMESPACE, CALL_TIMEOUT_S))
+
+    def remove(self, name: str) -> None:
+        self._call(lambda gcs: gcs.internal_kv_del(self._key(name), False, _NAMESPACE, CALL_TIMEOUT_S))
+
+    def all(self) -> dict[str, bytes]:
+        """Returns the bodies by name."""
+        keys = self._call(lambda gcs: gcs.internal_kv_keys(self._prefix, _NAMESPACE, CALL_TIMEOUT_S))
+        if not keys:
+            return {}
+        bodies = self._call(lambda gcs: gcs.internal_kv_multi_get(keys, _NAMESPACE, CALL_TIMEOUT_S))
+        start = len(self._prefix)
+        return {key[start:].decode(errors="replace"): body for key, body in bodies.items()}
+
+    def _key(self, name: str) -> bytes:
+        return self._prefix + name.encode()
+
+    def _call(self, ask: Callable[[GcsClient], Any]) -> Any:
+        try:
+            self._client = self._client or self._connect()
+            return ask(self._client)
+        except Exception as error:  # Ray raises RpcError, ConnectionError and bare RuntimeErrors here
+            self._client = None
+            raise ClusterError(f"Ray's GCS does not answer: {error}", hint="Is the head up?") from error
 
 
 def _node(state: Any) -> RayNode:

@@ -7,11 +7,13 @@ imported when it is used: most test runs never start it.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 NAME = "live"
 OPERATORS = {"AWS_SECRET_ACCESS_KEY": "the operator's own", "OPERATORS_OWN": "nobody else's"}
 """Variables of the shell that starts the cluster, which no job may see."""
+HOSTED_KEY = {"EXAMPLE_HOSTED_KEY": "sk-of-the-hosted-api"}
+"""The operator's key for the one hosted API that the cluster may ask."""
 
 
 def ray_nodes(of: LocalCluster) -> list[dict[str, Any]]:
@@ -66,7 +70,32 @@ def replica_pids(of: LocalCluster) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def hosted_socket() -> Iterator[socket.socket]:
+    """The address of the hosted API. Nobody listens there but for the tests that do."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound
+
+
+def hosted_url(bound: socket.socket) -> str:
+    host, port = bound.getsockname()
+    return f"http://{host}:{port}/v1"
+
+
+def _config(folder: Path, hosted: str) -> Path:
+    """Writes the default cluster, which may also ask a hosted API."""
+    from raytide.control.bootstrap.local import DEFAULT_CONFIG
+
+    api = f"{{base_url: {hosted!r}, api_key_env: {next(iter(HOSTED_KEY))}}}"
+    text = Path(DEFAULT_CONFIG).read_text()
+    assert "  raytide:\n" in text
+    changed = text.replace("  raytide:\n", f"  raytide:\n    gateway: {{hosted: [{api}]}}\n")
+    (folder / "cluster.yaml").write_text(changed)
+    return folder / "cluster.yaml"
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory, hosted_socket: socket.socket) -> Iterator[LocalCluster]:
     from raytide.control.bootstrap import local
     from raytide.core.io.process import Process
 
@@ -74,9 +103,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     os.environ["RAYTIDE_HOME"] = str(tmp_path_factory.mktemp("home"))
     try:
         with pytest.MonkeyPatch.context() as shell:
-            for name, value in OPERATORS.items():
+            for name, value in {**OPERATORS, **HOSTED_KEY}.items():
                 shell.setenv(name, value)
-            started = local.up(name=NAME, owner=Process.of(os.getpid()))
+            config = _config(tmp_path_factory.mktemp("cluster"), hosted_url(hosted_socket))
+            started = local.up(config, name=NAME, owner=Process.of(os.getpid()))
         yield started
     finally:
         local.down(NAME)

@@ -16,11 +16,23 @@ import psutil
 import pytest
 from hypothesis import settings
 from tests.browser_fixture import chromium, tab
-from tests.cluster_fixture import eventually, live, raytide_cli, tide
+from tests.cluster_fixture import eventually, hosted_socket, live, raytide_cli, tide
 from tests.disk_fixture import disk
 from tests.moto_fixture import aws, aws_for_ray, moto_url
 
-__all__ = ["aws", "aws_for_ray", "chromium", "disk", "eventually", "live", "moto_url", "raytide_cli", "tab", "tide"]
+__all__ = [
+    "aws",
+    "aws_for_ray",
+    "chromium",
+    "disk",
+    "eventually",
+    "hosted_socket",
+    "live",
+    "moto_url",
+    "raytide_cli",
+    "tab",
+    "tide",
+]
 
 ROOT = Path(__file__).parents[1]
 
@@ -83,17 +95,20 @@ def is_helper(process: psutil.Process) -> bool:
 
 @functools.cache
 def shared(file: str) -> str:
-    """Returns the group of tests that one worker runs: those of the session's cluster, those that start one of their
-    own, the engine's, the sources', or a file's. So two clusters are up at most."""
+    """Returns the group of tests that one worker runs: those of the session's cluster in two halves, those that start
+    one of their own, the engine's, the sources', or a file's. So three clusters are up at most."""
     text = (ROOT / file).read_text()
     if "mark.cluster" in text:
-        return "cluster" if re.search(r"\b(live|tide): ", text) else "own cluster"
+        if re.search(r"\b(live|tide): ", text):
+            return "cluster" if file.startswith("tests/live/") else "cluster of how-tos"
+        return "own cluster"
     if file.startswith("tests/actors/engine/"):
         return "engine"
     return "sources" if file in SOURCES else file
 
 
-FIRST = ("cluster", "own cluster", "engine")
+FIRST = ("cluster", "cluster of how-tos", "own cluster", "engine")
+"""The groups that take longest, in the order in which workers take them."""
 SOURCES = ("tests/test_dependencies.py", "tests/test_floors.py", "tests/test_house.py")
 """They read all Python files, each once in a process."""
 
@@ -102,14 +117,18 @@ SLOW = (
     "tests/actors/engine/backends/remote/test_direct_output.py",
     "tests/actors/engine/backends/remote/test_fair_admission.py",
     "tests/actors/engine/backends/test_vllm.py",
-    "tests/actors/engine/model/tensor_parallel/test_shard.py::test_two_members_compute_the_logits_of_one",
+    "tests/actors/engine/model/parallel/test_shard.py::test_two_members_compute_the_logits_of_one",
+    "tests/actors/engine/model/parallel/test_shard.py::test_two_stages_compute_the_logits_of_one_to_the_bit",
     "tests/actors/engine/test_tensor_parallel.py",
     "tests/actors/serving/test_engine_members.py",
+    "tests/actors/engine/model/test_layer_stream.py",
     "tests/actors/engine/model/test_tuned_models.py",
     "tests/actors/engine/model/vision/test_llava.py::test_prompts_with_images_that_are_evicted",
     "tests/actors/engine/model/vision/test_llava.py::test_two_images_never_share_a_block",
     "tests/actors/engine/test_combinations.py",
     "tests/actors/engine/test_hostile_requests.py",
+    "tests/actors/engine/test_larger_than_memory.py",
+    "tests/actors/engine/test_pipeline_parallel.py",
     "tests/actors/engine/test_resume_at_any_token.py::test_cut_after_any_token_it_ends_as_if_it_had_not_been",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[chunks]",
     "tests/actors/engine/test_speculation_changes_nothing.py::test_answers_are_those_without_speculation[recompute]",
@@ -147,6 +166,7 @@ SLOW = (
     "tests/actors/trainer/test_gpu_benchmark.py",
     "tests/actors/trainer/test_predicted_memory.py",
     "tests/actors/trainer/test_techniques.py",
+    "tests/autoscaler/nodes/exporter/test_exporter.py",
     "tests/autoscaler/providers/hosts/test_ssh.py",
     "tests/autoscaler/providers/test_cloud.py",
     "tests/autoscaler/providers/test_kuberay.py::test_whatever_happens_pods_and_purchases_agree_in_the_end",
@@ -158,6 +178,7 @@ SLOW = (
     "tests/control/backup/test_restore.py",
     "tests/control/backup/test_run.py",
     "tests/control/backup/test_runbooks.py",
+    "tests/control/bootstrap/head/test_heads_real.py",
     "tests/control/bootstrap/test_hosts_real.py",
     "tests/control/bootstrap/test_local_real.py",
     "tests/control/bootstrap/test_monitoring_real.py",
@@ -230,7 +251,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid.startswith(SLOW) or ENGINE_OF_OTHERS in item.nodeid:
             item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: shared(item.nodeid.partition("::")[0]) not in FIRST)
+        order = {group: number for number, group in enumerate(FIRST)}
+        items.sort(key=lambda item: order.get(shared(item.nodeid.partition("::")[0]), len(FIRST)))
 
 
 @pytest.hookimpl(optionalhook=True)

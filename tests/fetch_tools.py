@@ -1,9 +1,10 @@
-"""Fetches what tests need and what is no Python package: Prometheus, Alertmanager, SIMDe, restic, sshd and Chromium.
+"""Fetches what tests need: Prometheus, Alertmanager, SIMDe, restic, sshd, Redis, Ansible and Chromium.
 
 `./dev setup` runs it. Debian's packages are unpacked into the venv instead of installed, because Prometheus,
 Alertmanager and sshd would run as services of this machine, and installing takes root. SIMDe is the headers that
-emulate instructions which the processor lacks. Chromium is installed, which only root can do. A program that
-cannot be had is named in the file `missing`, and its tests are skipped.
+emulate instructions which the processor lacks. Ansible comes from pip, into a folder of its own, as it has pins of its
+own. Chromium is installed, which only root can do. A program that cannot be had is named in the file `missing`, and
+its tests are skipped.
 """
 
 import os
@@ -22,6 +23,7 @@ PACKAGES = {
 }
 WHOLE = ("restic",)
 """Programs that read no folders of their own, and that work in the caller's."""
+ANSIBLE = "ansible-core==2.19.*"
 MOVED = {
     b"/usr/share/prometheus/alertmanager": b"usr/share/prometheus/alertmanager/",
     b"/usr/share/prometheus/web/": b"usr/share/prometheus/web//",
@@ -37,6 +39,15 @@ LD_LIBRARY_PATH=$(echo "$tools"/usr/lib/*-linux-gnu*)
 export LD_LIBRARY_PATH
 [ "$(id -u)" != 0 ] || export LD_PRELOAD="$LD_LIBRARY_PATH/libnss_wrapper.so"
 exec "$tools/usr/sbin/sshd" "$@"
+"""
+REDIS_PACKAGES = ("redis-tools", "libjemalloc2", "liblzf1", "libatomic1")
+"""The server is in the package of its tools, as a program that is known by its name: the package redis-server only
+links to it."""
+REDIS_WRAPPER = """#!/bin/sh
+tools=$(cd -- "${0%/*}/.." && pwd)
+LD_LIBRARY_PATH=$(echo "$tools"/usr/lib/*-linux-gnu*)
+export LD_LIBRARY_PATH
+exec "$tools/usr/bin/redis-server" "$@"
 """
 WRAPPER = '#!/bin/sh\ncd -- "${{0%/*}}/.." && exec usr/bin/{program} "$@"\n'
 
@@ -86,22 +97,49 @@ def move_folders(program: Path) -> None:
     program.write_bytes(data)
 
 
-def unpack_sshd() -> bool:
+def unpack_folders(packages: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    """Unpacks these folders of the packages beside what is in TOOLS already."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        if not with_apt("download", *SSHD_PACKAGES, cwd=folder):
+        if not with_apt("download", *packages, cwd=folder):
             return False
         for package in folder.glob("*.deb"):
             if not run("dpkg-deb", "-x", str(package), str(folder / "unpacked")):
                 return False
-        for name in ("usr/sbin", "usr/lib"):
+        for name in names:
             shutil.copytree(folder / "unpacked" / name, TOOLS / name, symlinks=True, dirs_exist_ok=True)
-    program, wrapper = TOOLS / "usr" / "sbin" / "sshd", TOOLS / "bin" / "sshd"
-    program.write_bytes(program.read_bytes().replace(*SSHD_FOLDER))
-    wrapper.parent.mkdir(exist_ok=True)
-    wrapper.write_text(SSHD_WRAPPER)
+    return True
+
+
+def write_wrapper(name: str, text: str) -> None:
+    wrapper = TOOLS / "bin" / name
+    wrapper.parent.mkdir(parents=True, exist_ok=True)
+    wrapper.write_text(text)
     wrapper.chmod(0o755)
+
+
+def unpack_sshd() -> bool:
+    if not unpack_folders(SSHD_PACKAGES, ("usr/sbin", "usr/lib")):
+        return False
+    program = TOOLS / "usr" / "sbin" / "sshd"
+    program.write_bytes(program.read_bytes().replace(*SSHD_FOLDER))
+    write_wrapper("sshd", SSHD_WRAPPER)
     return shutil.which("ssh-keygen") is not None
+
+
+def install_ansible() -> bool:
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-warn-conflicts", "--target", str(TOOLS / "ansible"))
+    return run(*pip, ANSIBLE)
+
+
+def unpack_redis() -> bool:
+    if not unpack_folders(REDIS_PACKAGES, ("usr/bin", "usr/lib")):
+        return False
+    server = TOOLS / "usr" / "bin" / "redis-server"
+    server.unlink(missing_ok=True)
+    server.symlink_to("redis-check-rdb")
+    write_wrapper("redis-server", REDIS_WRAPPER)
+    return run(str(TOOLS / "bin" / "redis-server"), "--version")
 
 
 def install_chromium() -> bool:
@@ -121,6 +159,10 @@ def main() -> None:
         missing.append(f"Prometheus, Alertmanager, SIMDe and restic (Debian: {debian})")
     if not unpack_sshd():
         missing.append("sshd (Debian: openssh-server, libwrap0, libnss-wrapper and openssh-client)")
+    if not install_ansible():
+        missing.append("ansible-core (pip)")
+    if not unpack_redis():
+        missing.append(f"Redis (Debian: {', '.join(REDIS_PACKAGES)})")
     if not install_chromium():
         missing.append("Chromium (Debian: apt-get install chromium)")
     if missing:

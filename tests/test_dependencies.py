@@ -28,6 +28,7 @@ DISTRIBUTION = {
     "opentelemetry.sdk.trace.export": "opentelemetry-sdk",
     "opentelemetry.sdk.util.instrumentation": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
+    "pynvml": "nvidia-ml-py",
     "python_multipart": "python-multipart",
     "re2": "google-re2",
     "triton": "torch",  # comes with torch where there is a GPU

@@ -26,6 +26,12 @@ class EngineConfig(Config):
     block_size: int | None = Field(default=None, ge=1, description="tokens in a KV block; default: the device's")
     num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; default: what kv_memory_gb holds")
     kv_memory_gb: float = Field(default=1.0, gt=0.0)
+    weights_memory_gb: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="for the model's weights; layers beyond it are read from the files in every step. Default: all of "
+        "them stay in memory",
+    )
     prefix_cache: bool = True
     host_memory_gb: float = Field(default=0.0, ge=0.0, description="for evicted sequences and cold prefixes; 0: none")
     policy: Literal["fcfs", "priority", "deadline"] = Field(
@@ -54,7 +60,13 @@ class EngineConfig(Config):
         default=1,
         ge=1,
         le=64,
-        description="processes that share the model; kv_memory_gb is of each",
+        description="processes that share each layer; kv_memory_gb is of each",
+    )
+    pipeline_parallel: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="stages of layers, each with as many processes as tensor_parallel says; kv_memory_gb is of each",
     )
     max_loras: int = Field(default=8, ge=0, description="adapters loaded at once")
     seed: int | None = Field(default=None, description="of requests that bring none; default: from the system")
@@ -64,6 +76,17 @@ class EngineConfig(Config):
         if self.draft_model is not None and self.speculation != "auto":
             raise ValueError(f'draft_model is only used with speculation "auto", not "{self.speculation}"')
         return self
+
+    @model_validator(mode="after")
+    def _weights_are_streamed_by_one_process(self) -> EngineConfig:
+        if self.weights_memory_gb is not None and self.num_processes > 1:
+            raise ValueError("weights_memory_gb is for one process; several of them hold a part each")
+        return self
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that compute the model."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @model_validator(mode="after")
     def _budget_holds_every_decode(self) -> EngineConfig:

@@ -238,8 +238,9 @@ class RequestOutput:
 class EngineInfo:
     """The properties of a started engine. `features` decides which conformance tests apply. `max_running` sequences run
     at once, and `max_waiting` further requests may wait; 0 where that is not known. `quantization` names the formats of
-    quantized weights and what they are computed with; it is empty for plain ones. A model with `num_labels` has a
-    classification head in place of the one that generates.
+    quantized weights and what they are computed with; it is empty for plain ones. `streamed_layers` of the model are
+    read from its files in every step. A model with `num_labels` has a classification head in place of the one that
+    generates.
     """
 
     model: str
@@ -253,6 +254,7 @@ class EngineInfo:
     max_running: int = 0
     max_waiting: int = 0
     quantization: str = ""
+    streamed_layers: int = 0
     num_labels: int = 0
 
 

@@ -1,7 +1,14 @@
-"""Reads weights of a Hugging Face directory by name, from one or many memory-mapped safetensors files."""
+"""Reads weights of a Hugging Face directory by name, from one or many safetensors files, mapped or read."""
 
 from __future__ import annotations
 
+import ctypes
+import json
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +18,35 @@ from safetensors import SafetensorError, safe_open
 from raytide.actors.models.content import MOST_HEADER_BYTES, header_bytes
 from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import DataError
-from raytide.core.io.private_paths import check_links, check_opened
+from raytide.core.io.private_paths import check_links, check_opened, safe_opener
 from raytide.kernels.core import QuantizedWeight
 
 _DTYPES = ("BF16", "F16", "F32", "F64")
+_TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+_MOST_READ_BYTES = 1 << 30  # Linux reads no more than 2 GiB in one call
+_HUGE_PAGE_BYTES = 2 << 20
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Weights:
-    """Tensors by name, converted to a dtype and device."""
+    """Tensors by name, converted to a dtype and device.
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self._dir, self._dtype, self._device = model_dir, dtype, device
+    With `maps=False` files are read instead of mapped, so that only the tensors of the last calls are in memory.
+    """
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> None:
+        self._dir, self._dtype, self._device, self._maps = model_dir, dtype, device, maps
         self._files: dict[str, Any] = {}
         self._header_bytes_left = MOST_HEADER_BYTES
         check_links(str(model_dir))
@@ -76,7 +101,7 @@ class Weights:
         """Returns one tensor in the dtype of its file."""
         try:
             tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise self._unreadable(name, error) from None
         return tensor.to(device=self._device)
 
@@ -106,12 +131,28 @@ class Weights:
                 hint=f"Supported for plain weights: {', '.join(_DTYPES)}.",
             )
 
-    def _unreadable(self, name: str, error: SafetensorError) -> DataError:
+    def _unreadable(self, name: str, error: Exception) -> DataError:
         return DataError(f"{self._dir}: weight {name} cannot be read: {error}.", hint="The file is damaged.")
 
     def stack(self, names: list[str], rows: list[int], *rest: int) -> torch.Tensor:
         """Returns tensors stacked along the first dimension, so that one product computes all of them."""
-        return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
+        if self._maps:
+            return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
+        stacked, first = _empty((sum(rows), *rest), self._dtype).to(self._device), 0
+        for name, size in zip(names, rows, strict=True):
+            self._read_into(stacked[first : first + size], name)
+            first += size
+        return stacked
+
+    def _read_into(self, target: torch.Tensor, name: str) -> None:
+        self.check_shape(name, *target.shape)
+        if _TORCH_DTYPES.get(self.dtype_of(name)) != target.dtype or target.device.type != "cpu":
+            target.copy_(self.get(name, *target.shape))
+            return
+        try:
+            self._open(self._file_of[name]).read_into(target, name)
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(name, error) from None
 
     def _index(self) -> dict[str, str]:
         index = self._dir / "model.safetensors.index.json"
@@ -131,10 +172,90 @@ class Weights:
         if file not in self._files:
             try:
                 check_opened(str(self._dir / file))  # the index may name a file anywhere
-                self._header_bytes_left -= header_bytes(self._dir / file, self._header_bytes_left)
-                self._files[file] = safe_open(self._dir / file, framework="pt")
+                header = header_bytes(self._dir / file, self._header_bytes_left)
+                self._header_bytes_left -= header
+                path = self._dir / file
+                self._files[file] = safe_open(path, framework="pt") if self._maps else TensorFile(path, header)
             except (OSError, RuntimeError, ValueError, SafetensorError) as error:
                 raise DataError(
                     f"cannot read {self._dir / file}: {error}.", hint="The file is missing or damaged."
                 ) from None
         return self._files[file]
+
+
+class TensorFile:
+    """A safetensors file whose tensors are read. It has the methods of `safe_open` that `Weights` calls."""
+
+    def __init__(self, path: Path, header_size: int) -> None:
+        with safe_open(path, framework="np"):
+            pass  # it has checked the header against the file
+        self._file = safe_opener(str(path), os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self._start = 8 + header_size
+        self._tensors: dict[str, dict[str, Any]] = json.loads(os.pread(self._file, header_size, 8))
+        self._tensors.pop("__metadata__", None)
+        self._state = self._present_state()
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> TensorSlice:
+        if name not in self._tensors:
+            raise SafetensorError(f"file does not contain tensor {name}")
+        return TensorSlice(self, name, self._tensors[name])
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        header = self.get_slice(name).header
+        if (dtype := _TORCH_DTYPES.get(header["dtype"])) is None:
+            raise SafetensorError(f"its dtype {header['dtype']} is not supported")
+        tensor = _empty(header["shape"], dtype)
+        self.read_into(tensor, name)
+        return tensor
+
+    def read_into(self, target: torch.Tensor, name: str) -> None:
+        """Reads a tensor into a contiguous one of its shape and dtype."""
+        if target.numel():
+            start, _ = self.get_slice(name).header["data_offsets"]
+            self._read(memoryview(target.view(-1).view(torch.uint8).numpy().data), self._start + start)
+
+    def _read(self, target: memoryview, start: int) -> None:
+        if self._present_state() != self._state:
+            raise SafetensorError("the file has been changed since the model was loaded")
+        at = 0
+        while at < len(target):
+            count = os.preadv(self._file, [target[at : at + _MOST_READ_BYTES]], start + at)
+            if not count:
+                raise SafetensorError("the file has become shorter")
+            at += count
+
+    def _present_state(self) -> tuple[int, int]:
+        found = os.fstat(self._file)
+        return found.st_size, found.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A tensor of a `TensorFile`, of which a block can be read."""
+
+    file: TensorFile
+    name: str
+    header: dict[str, Any]
+
+    def get_shape(self) -> list[int]:
+        return list(self.header["shape"])
+
+    def get_dtype(self) -> str:
+        return str(self.header["dtype"])
+
+    def __getitem__(self, where: tuple[slice, ...]) -> torch.Tensor:
+        return self.file.get_tensor(self.name)[where].clone()
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Returns memory for a tensor, in huge pages where the system has them: filling it is three times as fast."""
+    tensor = torch.empty(shape, dtype=dtype)
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = tensor.data_ptr() + tensor.nbytes
+    if end - first >= _HUGE_PAGE_BYTES:
+        _madvise(first, end - first, mmap.MADV_HUGEPAGE)  # advice that the kernel may refuse
+    return tensor

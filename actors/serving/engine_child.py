@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from raytide.actors.engine.backends.remote.client import RemoteEngine
-from raytide.actors.engine.model.tensor_parallel.launcher import Invitation
+from raytide.actors.engine.model.parallel.launcher import Invitation
 from raytide.core.errors import EngineDeadError, EngineError, from_json
 from raytide.core.objects.endpoint import ServeSpec
 

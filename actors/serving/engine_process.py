@@ -24,10 +24,10 @@ from typing import Any, BinaryIO
 
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.model.tensor_parallel.launcher import Invitation, Launcher, LocalMembers
+from raytide.actors.engine.model.parallel.launcher import Invitation, Launcher, LocalMembers
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import GenRequest
-from raytide.actors.serving.engines import build_engine, choose_engine, tensor_parallel
+from raytide.actors.serving.engines import build_engine, choose_engine, num_processes
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import engine_samples
 from raytide.core.errors import RaytideError
@@ -85,7 +85,7 @@ def _launcher(spec: ServeSpec, host: str, report: BinaryIO) -> Launcher | None:
     """Returns what starts this node's members and lets the replica start those of the other nodes; None without."""
     if spec.members == 1 or choose_engine(spec).kind != "native":
         return None
-    local_size = tensor_parallel(spec) // spec.members
+    local_size = num_processes(spec) // spec.members
 
     def invite(invitation: Invitation) -> None:
         _write(report, {"members": asdict(invitation)})

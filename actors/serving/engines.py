@@ -17,9 +17,12 @@ from raytide.core.logs import logger
 from raytide.core.objects.endpoint import MOST_ADAPTERS, ServeSpec
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.model.tensor_parallel.launcher import Launcher
+    from raytide.actors.engine.model.parallel.launcher import Launcher
 
 log = logger(__name__)
+
+_VLLM_UTILIZATION = 0.92
+"""vLLM's own default, of a whole GPU."""
 
 
 def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any], launcher: Launcher | None) -> Engine:
@@ -29,7 +32,7 @@ def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any], launcher: 
     config = {
         "model_dir": model_dir,
         "max_loras": 2 * MOST_ADAPTERS,  # old ones leave after the new came
-        "tensor_parallel": spec.members,
+        "tensor_parallel": _processes(spec)[0],
         **options,
     }
     return NativeEngine(EngineConfig.parse(config, where=f"engine options of endpoint {spec.name}"), launcher)
@@ -40,6 +43,10 @@ def _vllm(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: Launcher 
     from raytide.actors.engine.backends.vllm.engine import VllmEngine
 
     config = {"model_dir": model_dir, **options}
+    share = spec.resources.get("GPU", 0.0)
+    if 0 < share < 1 and isinstance(own := options.get("vllm", {}), dict):
+        # vLLM refuses to start where less than this is free: without it, beside another replica on the same GPU
+        config["vllm"] = {"gpu_memory_utilization": round(_VLLM_UTILIZATION * share, 4), **own}
     return VllmEngine(VllmConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
 
 
@@ -90,11 +97,11 @@ def choose_engine(spec: ServeSpec) -> EngineChoice:
             f"endpoint {spec.name} has adapters, but engine vllm was asked for none.",
             hint="Set `engine: {max_loras: NUMBER}`: vLLM makes room for that many when it starts.",
         )
-    if choice.kind == "native" and (size := tensor_parallel(spec)) > 1:
+    if choice.kind == "native" and (size := num_processes(spec)) > 1:
         if spec.adapters:
             raise ConfigError(
                 f"endpoint {spec.name} has adapters, which engine native does not compute on several processes.",
-                hint="Leave tensor_parallel and members out, merge the adapters into models, or take engine kind vllm.",
+                hint="Let one process compute it, merge the adapters into models, or take engine kind vllm.",
             )
         over = "" if spec.members == 1 else f" on {spec.members} members"
         choice = EngineChoice("native", f"{choice.why} Each replica computes with {size} processes{over}.")
@@ -112,26 +119,39 @@ UNMEASURED = (
 )
 
 
-def tensor_parallel(spec: ServeSpec) -> int:
+def num_processes(spec: ServeSpec) -> int:
     """Returns the processes that compute one replica of engine native: one on each member, unless its options say more.
 
     Raises ConfigError unless all members have equally many."""
-    size = spec.engine.get("tensor_parallel", spec.members)
-    if not isinstance(size, int) or size < 1 or size % spec.members:
-        raise ConfigError(
-            f"endpoint {spec.name} has tensor_parallel {size!r} and {spec.members} members a replica.",
-            hint="Give a whole number that the members divide, or leave it out: one process on each member.",
-        )
-    return size
+    tensor, stages = _processes(spec)
+    return tensor * stages
+
+
+def _processes(spec: ServeSpec) -> tuple[int, int]:
+    """Returns how many processes share each layer, and how many stages the layers have. Without options for it the
+    members of a replica share each layer."""
+    stages = spec.engine.get("pipeline_parallel", 1)
+    by_stage = spec.members // stages if isinstance(stages, int) and stages > 0 else 1
+    tensor = spec.engine.get("tensor_parallel", max(1, by_stage))
+    if isinstance(tensor, int) and isinstance(stages, int) and min(tensor, stages) > 0:
+        size = tensor * stages
+        if size % spec.members == 0:
+            return tensor, stages
+    over = "" if stages == 1 else f", pipeline_parallel {stages!r}"
+    raise ConfigError(
+        f"endpoint {spec.name} has tensor_parallel {tensor!r}{over} and {spec.members} members a replica.",
+        hint="Give whole numbers whose product the members divide, or leave both out: one process on each member.",
+    )
 
 
 def check_members(spec: ServeSpec) -> None:
-    """Raises ConfigError for a model, if it can be read here, whose heads the processes of a replica cannot share."""
-    from raytide.actors.engine.model.tensor_parallel.shard import check_divides
+    """Raises ConfigError for a model, if it can be read here, whose heads or layers the processes of a replica cannot
+    share."""
+    from raytide.actors.engine.model.parallel.shard import check_divides
     from raytide.actors.models.families import read_architecture
 
-    if tensor_parallel(spec) > 1 and Path(spec.model, "config.json").is_file():
-        check_divides(read_architecture(Path(spec.model), serves=True), tensor_parallel(spec))
+    if num_processes(spec) > 1 and Path(spec.model, "config.json").is_file():
+        check_divides(read_architecture(Path(spec.model), serves=True), *_processes(spec))
 
 
 def _automatic(spec: ServeSpec) -> EngineChoice:

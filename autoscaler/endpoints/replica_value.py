@@ -25,7 +25,7 @@ from raytide.autoscaler.endpoints.queue_simulator import (
     SavedCounts,
 )
 from raytide.autoscaler.endpoints.replica_placement import DETECTION_S
-from raytide.autoscaler.endpoints.traffic import RequestRate
+from raytide.autoscaler.endpoints.traffic import RateForecast
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.config import Config
 from raytide.core.objects.endpoint_load import ReplicaValue
@@ -42,6 +42,8 @@ root keeps the price bounded for strict targets."""
 GAIN = 6.0
 """The change of the price's logarithm on a day with twice the allowed misses, times the square root of the allowed
 share: rare misses come in bursts, with a lost zone, so a day of them says less."""
+FIRST_GAIN = 2.0
+"""The gain's increase at first, relative to it, since the initial price is a guess; it falls with the days observed."""
 BUDGET_GAIN, MOST_DEBT_DAYS = 3.0, 4.0
 """The logarithm's rise while the last week has one day's allowed misses too many, times the same root; and the days
 beyond which it rises no further."""
@@ -99,6 +101,7 @@ class SavedModel(Config):
     week_requests: NonNegativeFloat = 0.0
     week_missed: NonNegativeFloat = 0.0
     per_day: NonNegativeFloat = 1.0
+    days: NonNegativeFloat = 0.0
 
 
 @dataclass(slots=True)
@@ -133,6 +136,8 @@ class SloShadowPrice:
     missed: float = 0.0
     per_day: float = 1.0
     """Requests of a day at the larger of the day's mean rate and the usual one."""
+    days: float = 0.0
+    """Days observed."""
 
     @property
     def attained(self) -> float | None:
@@ -145,7 +150,9 @@ class SloShadowPrice:
         self.missed = self.missed * fade + missed
         self.day_requests += (rate_rps * _DAY_S - self.day_requests) * min(1.0, dt_s / _DAY_S)
         self.per_day = max(self.day_requests, rate_rps * _DAY_S, 1.0)
-        step = GAIN * math.sqrt(allowed) * (missed / allowed - requests) / self.per_day
+        gain = GAIN * (1.0 + FIRST_GAIN / (1.0 + self.days))
+        self.days += dt_s / _DAY_S
+        step = gain * math.sqrt(allowed) * (missed / allowed - requests) / self.per_day
         self.moved = self._bounded(self.moved + step)
 
     def usd(self, request_s: float, ondemand_usd_h: float) -> float:
@@ -156,6 +163,7 @@ class SloShadowPrice:
     def restore(self, past: SavedModel) -> None:
         self.moved, self.day_requests = past.price_moved, past.day_requests
         self.requests, self.missed, self.per_day = past.week_requests, past.week_missed, max(past.per_day, 1.0)
+        self.days = past.days
 
     @property
     def _allowed(self) -> float:
@@ -178,7 +186,7 @@ class ReplicaValueModel:
     goal: ServingGoal
     simulator: CounterfactualFleets
     price: SloShadowPrice
-    usual_rate: RequestRate = field(default_factory=RequestRate)
+    usual_rate: RateForecast = field(default_factory=RateForecast)
     late_per_h: Floats = field(default_factory=lambda: np.zeros(1))
     """Expected late requests with 0, 1, 2... replicas, without reclaims."""
     spot: HysteresisCount = field(default_factory=HysteresisCount)
@@ -198,7 +206,7 @@ class ReplicaValueModel:
 
     def learn(self, stats: IntervalStats, hazard: ReclaimHazard) -> None:
         """Learns from one interval. `hazard` must have observed all losses until now."""
-        self.usual_rate.observe(stats.requests, stats.dt_s)
+        self.usual_rate.observe(stats.requests, stats.dt_s, self._recovery_s)
         self._usual_at.append((stats.at_s, self.usual_rate.rps))
         while len(self._usual_at) > 1 and self._usual_at[1][0] <= stats.settled.from_s - self._recovery_s:
             self._usual_at.popleft()
@@ -235,6 +243,7 @@ class ReplicaValueModel:
             week_requests=self.price.requests,
             week_missed=self.price.missed,
             per_day=self.price.per_day,
+            days=self.price.days,
         )
 
     def restore(self, past: SavedModel) -> None:

@@ -25,29 +25,73 @@ from raytide.scheduling.diagnosis import copies_that_fit, open_zones
 from raytide.scheduling.throughput import AcceleratorClasses, cost_per_work
 
 MEMORY_S = 900.0
+MEMORIES_S = tuple(MEMORY_S * 1.5**steps for steps in (0, -3, -2, -1, 1, 2))
+"""The memories of which a forecast chooses one; the first while none is better."""
+ERROR_MEMORY_S = 3 * 86400.0
 
 
 @dataclass(slots=True)
 class RequestRate:
-    """The usual request rate: an exponentially weighted mean with a memory of a quarter of an hour.
+    """The usual request rate: an exponentially weighted mean, by default with a memory of a quarter of an hour."""
 
-    A memory of half an hour is 1 % better for very bursty requests and 5 % worse for smooth ones. Trends, a second,
-    shorter memory and the shape of the day before did not improve the forecast over a cold start.
-    """
-
+    memory_s: float = MEMORY_S
     _sum: float = 0.0
     _weight: float = 0.0
 
     def observe(self, requests: int, dt_s: float) -> None:
         if dt_s <= 0:
             return
-        fade = math.exp(-dt_s / MEMORY_S)
+        fade = math.exp(-dt_s / self.memory_s)
         self._sum = self._sum * fade + requests / dt_s * (1.0 - fade)
         self._weight = self._weight * fade + 1.0 - fade
 
     @property
     def rps(self) -> float:
         return self._sum / self._weight if self._weight else 0.0
+
+
+@dataclass(slots=True)
+class RateForecast:
+    """The usual request rate with the memory that has forecast best: smooth requests are followed closely, and bursts,
+    which are over before a replica has started, are averaged.
+
+    The error is that of the rate one cold start later, squared and relative to the variance of random arrivals. Two
+    rates in one forecast (a trend, the shape of the day before) gained nothing.
+    """
+
+    rates: tuple[RequestRate, ...] = field(default_factory=lambda: tuple(map(RequestRate, MEMORIES_S)))
+    _errors: list[float] = field(default_factory=lambda: [0.0] * len(MEMORIES_S))
+    _made: deque[tuple[float, list[float]]] = field(default_factory=deque)
+    """(time, forecasts), back to one cold start ago."""
+    _now_s: float = 0.0
+
+    def observe(self, requests: int, dt_s: float, ahead_s: float) -> None:
+        """Counts the requests of an interval. `ahead_s`: the time ahead for which the rate is used."""
+        if dt_s <= 0:
+            return
+        self._now_s += dt_s
+        while len(self._made) > 1 and self._made[1][0] <= self._now_s - ahead_s:
+            self._made.popleft()
+        if self._made and self._made[0][0] <= self._now_s - ahead_s:
+            forecasts, fade = self._made[0][1], math.exp(-dt_s / ERROR_MEMORY_S)
+            scale = dt_s * dt_s / max(fmean(forecasts) * dt_s, 1.0)
+            self._errors = [
+                error * fade + scale * (requests / dt_s - forecast) ** 2
+                for error, forecast in zip(self._errors, forecasts, strict=True)
+            ]
+        for rate in self.rates:
+            rate.observe(requests, dt_s)
+        self._made.append((self._now_s, [rate.rps for rate in self.rates]))
+
+    @property
+    def best(self) -> RequestRate:
+        """The rate whose forecasts had the least error."""
+        errors = [round(error, 6) for error in self._errors]
+        return self.rates[errors.index(min(errors))]
+
+    @property
+    def rps(self) -> float:
+        return self.best.rps
 
 
 WINDOW_S = 30.0

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from raytide.core.objects.node import NodeReading
 
-NVML, ESTIMATE = "nvml", "estimate"
-"""Sources of energy: the GPUs, as their driver measures them, and the CPUs, by the CPU-seconds that they worked."""
+NVML, RAPL, ESTIMATE = "nvml", "rapl", "estimate"
+"""Sources of energy: the GPUs, as their driver measures them; the CPUs, by their own counters, or where there are none
+by the CPU-seconds that they worked."""
 
 _LONGEST_GAP_S = 60.0
 """The time for which a power counts that nothing has confirmed since."""
@@ -24,6 +25,8 @@ class EnergyMeter:
         self._lock = threading.Lock()
         self._last: dict[str, NodeReading] = {}
         self._joules: dict[str, dict[str, float]] = {}
+        self._cpu_power_w: dict[str, float] = {}
+        """The last power by the CPUs' counters."""
         self._booked_mj: dict[str, int] = {}
 
     def add(self, node_id: str, reading: NodeReading) -> None:
@@ -37,6 +40,11 @@ class EnergyMeter:
             joules = self._joules.setdefault(node_id, {})
             if (gpus := _gpu_joules(before, reading, seconds)) is not None:
                 joules[NVML] = joules.get(NVML, 0.0) + gpus
+            if (cpus := _risen(before.cpu_energy_j, reading.cpu_energy_j)) is not None:
+                joules[RAPL] = joules.get(RAPL, 0.0) + cpus
+                self._cpu_power_w[node_id] = cpus / (reading.at_s - before.at_s)
+                return
+            self._cpu_power_w.pop(node_id, None)
             if before.cores_used is not None:
                 joules[ESTIMATE] = joules.get(ESTIMATE, 0.0) + self._watts_per_core * before.cores_used * seconds
 
@@ -44,12 +52,13 @@ class EnergyMeter:
         with self._lock:
             return {node_id: dict(sources) for node_id, sources in self._joules.items()}
 
-    def power_w(self, reading: NodeReading) -> Mapping[str, float]:
-        """Returns the power of a machine in this reading."""
-        cores = reading.cores_used
+    def power_w(self, node_id: str, reading: NodeReading) -> Mapping[str, float]:
+        """Returns the power of a node in this reading."""
+        cores, cpus = reading.cores_used, self._cpu_power_w.get(node_id)
         found: dict[str, float | None] = {
             NVML: reading.gpu_power_w,
-            ESTIMATE: None if cores is None else self._watts_per_core * cores,
+            RAPL: cpus,
+            ESTIMATE: None if cores is None or cpus is not None else self._watts_per_core * cores,
         }
         return {source: watts for source, watts in found.items() if watts is not None}
 
@@ -66,11 +75,16 @@ class EnergyMeter:
             for node_id, amount in booked_mj.items():
                 self._booked_mj[node_id] = self._booked_mj.get(node_id, 0) + amount
             for node_id in closed:
-                for kept in (self._last, self._joules, self._booked_mj):
+                for kept in (self._last, self._joules, self._cpu_power_w, self._booked_mj):
                     kept.pop(node_id, None)
 
 
 def _gpu_joules(before: NodeReading, now: NodeReading, seconds: float) -> float | None:
-    if before.gpu_energy_j is not None and now.gpu_energy_j is not None and now.gpu_energy_j >= before.gpu_energy_j:
-        return now.gpu_energy_j - before.gpu_energy_j
+    if (risen := _risen(before.gpu_energy_j, now.gpu_energy_j)) is not None:
+        return risen
     return None if before.gpu_power_w is None else before.gpu_power_w * seconds
+
+
+def _risen(before: float | None, now: float | None) -> float | None:
+    """Returns the difference of a counter; None if it is not known, or began anew."""
+    return now - before if before is not None and now is not None and now >= before else None

@@ -8,11 +8,16 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from raytide.autoscaler.nodes.exporter.rapl import RAPL_ENERGY
 from raytide.core.objects.node import Meter, NodeReading, Signal
-from raytide.core.telemetry.catalogue.gpu import POWER_USAGE, TOTAL_ENERGY
+from raytide.core.telemetry.catalogue.gpu import GPU_UTIL, POWER_USAGE, TOTAL_ENERGY
 
-_METERS: Mapping[str, Meter] = {"ray_node_cpu_utilization": "cpu", "ray_node_gpus_utilization": "gpu"}
-"""Keyed by the metric names of Ray's agent; values in percent."""
+_METERS: Mapping[str, Meter] = {
+    "ray_node_cpu_utilization": "cpu",
+    "ray_node_gpus_utilization": "gpu",
+    GPU_UTIL.name: "gpu",
+}
+"""Keyed by the metric names of Ray's agent and of exporters; values in percent."""
 _READ = (
     *_METERS,
     "ray_node_cpu_count",
@@ -27,6 +32,7 @@ _READ = (
     "ray_node_gpu_power_milliwatts",
     POWER_USAGE.name,
     TOTAL_ENERGY.name,
+    RAPL_ENERGY,
 )
 PageSamples = Mapping[str, list[tuple[float, float]]]
 """(value, time) of each series by its metric."""
@@ -79,12 +85,20 @@ def reading_of(samples: PageSamples, now_s: float) -> NodeReading:
         cores_used=None if cpu_percent is None or cores is None else cpu_percent / 100.0 * cores,
         gpu_power_w=total(POWER_USAGE.name) if milliwatts is None else milliwatts / 1000.0,
         gpu_energy_j=None if millijoules is None else millijoules / 1000.0,
+        cpu_energy_j=total(RAPL_ENERGY),
     )
 
 
-def with_gpus_of(exporter: NodeReading, reading: NodeReading) -> NodeReading:
-    """Returns the agent's reading of a machine with what an exporter measures of its GPUs, at the exporter's time."""
-    return replace(reading, at_s=exporter.at_s, gpu_power_w=exporter.gpu_power_w, gpu_energy_j=exporter.gpu_energy_j)
+def with_exporter(exporter: NodeReading, reading: NodeReading) -> NodeReading:
+    """Returns the agent's reading of a machine with what an exporter measures of its GPUs and its CPUs' energy, at the
+    exporter's time."""
+    return replace(
+        reading,
+        at_s=exporter.at_s,
+        gpu_power_w=exporter.gpu_power_w,
+        gpu_energy_j=exporter.gpu_energy_j,
+        cpu_energy_j=exporter.cpu_energy_j,
+    )
 
 
 def _share(part: float | None, whole: float | None) -> float | None:

@@ -12,7 +12,8 @@ from collections.abc import Container, Iterable, Mapping
 import httpx
 
 from raytide.autoscaler.nodes.energy import EnergyMeter
-from raytide.autoscaler.nodes.node_page import PageSamples, meters_of, read_page, reading_of, with_gpus_of
+from raytide.autoscaler.nodes.exporter.directory import ExporterDirectory
+from raytide.autoscaler.nodes.node_page import PageSamples, meters_of, read_page, reading_of, with_exporter
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.core.clock import Clock
@@ -46,9 +47,10 @@ class MeterReader:
         clock: Clock,
         transport: httpx.AsyncBaseTransport | None = None,
         energy: EnergyMeter | None = None,
+        directory: ExporterDirectory | None = None,
     ) -> None:
-        """Only the thread uses `gcs`. `transport` is for tests."""
-        self._gcs, self._clock, self._transport = gcs, clock, transport
+        """Only the thread uses `gcs` and `directory`. `transport` is for tests."""
+        self._gcs, self._clock, self._transport, self._directory = gcs, clock, transport, directory
         self._machines: tuple[Machine, ...] = ()
         self._others: tuple[Machine, ...] = ()
         self._idle: Container[str] = ()
@@ -57,6 +59,8 @@ class MeterReader:
         self._readings: dict[str, NodeReading] = {}
         self.energy = energy or EnergyMeter()
         self._agents: Mapping[str, str] = {}
+        self._ports: Mapping[str, int] = {}
+        """The announced ports of exporters, by Ray's names."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
@@ -76,13 +80,22 @@ class MeterReader:
         """Returns the last reading of each machine by node, however old, with its power and energy."""
         joules, readings = self.energy.joules(), self._readings
         return {
-            node_id: NodeMeasurement(reading, self.energy.power_w(reading), joules.get(node_id, {}))
+            node_id: NodeMeasurement(reading, self.energy.power_w(node_id, reading), joules.get(node_id, {}))
             for node_id, reading in readings.items()
         }
 
     def agents(self) -> Mapping[str, str]:
         """Returns the address of the metrics of Ray's agent by Ray's name of the machine, as last listed."""
         return self._agents
+
+    def exporter_of(self, machine: Machine) -> str:
+        """Returns `host:port` of the machine's exporter: the one that its provider knows, else the one that announced
+        itself in Ray's GCS; empty without one."""
+        ray_name = machine.ray_id or machine.node_id
+        agent, port = self._agents.get(ray_name), self._ports.get(ray_name)
+        if machine.meter or agent is None or port is None:
+            return machine.meter
+        return f"{agent.rpartition(':')[0]}:{port}"
 
     def close(self) -> None:
         self._stopped.set()
@@ -93,15 +106,16 @@ class MeterReader:
         batch = self._next_batch(machines)
         if self._round % _AGENT_ROUNDS == 1:
             batch += others[: MAX_NODES_PER_ROUND - len(batch)]
-        exporters = {machine.node_id: machine.meter for machine in batch if machine.meter}
         agents = self._agent_pages(batch)
+        exporters = {machine.node_id: address for machine in batch if (address := self.exporter_of(machine))}
         found, of_agents = asyncio.run(self._read_all((exporters, agents)))
         meters = {node_id: meters_of(page) for node_id, page in of_agents.items()}
-        for node_id in exporters:  # its exporter speaks for the GPUs, and the agent for the CPUs
-            agents_own = meters.get(node_id, {})
-            meters[node_id] = meters_of(found.get(node_id, {}))
-            if "cpu" in agents_own:
-                meters[node_id].setdefault("cpu", agents_own["cpu"])
+        has_meter = {machine.node_id for machine in batch if machine.meter}
+        for node_id in exporters:
+            own = meters.get(node_id, {})
+            if node_id in has_meter:  # this exporter alone speaks for the GPUs, and the agent for the CPUs
+                own.pop("gpu", None)
+            meters[node_id] = {**own, **meters_of(found.get(node_id, {}))}
         before = self._use
         self._use = {m.node_id: {**before.get(m.node_id, {}), **meters.get(m.node_id, {})} for m in machines}
         self._note_readings((*machines, *others), of_agents, found)
@@ -113,7 +127,7 @@ class MeterReader:
             reading = reading_of(agents[name], now_s) if name in agents else before
             if name in exporters:
                 exporter = reading_of(exporters[name], now_s)
-                reading = exporter if reading is None else with_gpus_of(exporter, reading)
+                reading = exporter if reading is None else with_exporter(exporter, reading)
             if reading is not None:
                 kept[name] = reading
                 if reading is not before:
@@ -142,6 +156,8 @@ class MeterReader:
         """Returns the pages of Ray's agents to read in this round, without those that Ray does not list."""
         try:
             self._agents = agents = self._gcs.metrics_addresses()
+            if self._directory is not None and self._round % _AGENT_ROUNDS == 1:
+                self._ports = self._directory.ports()
         except ClusterError as error:  # the controller reports it too, and nodes without readings stay
             log.warning("source failed", extra={"source": "metrics addresses", "error": str(error)})
             return {}

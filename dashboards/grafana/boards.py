@@ -9,7 +9,7 @@ from raytide.core.telemetry.catalogue import (
     queue,
     training,
 )
-from raytide.dashboards.grafana.panels import Board, Panel, Query, by_labels, events, gauge, rare, rates, stat, values
+from raytide.dashboards.grafana.panels import Board, Panel, Query, by_labels, events, gauge, rates, stat, values
 from raytide.dashboards.grafana.serving_board import SERVING
 from raytide.dashboards.rules.expressions import (
     Matcher,
@@ -53,9 +53,20 @@ TRAINING = Board(
         (
             "Efficiency",
             (
-                Panel("Model FLOPs utilization", "percentunit", (rare(gauge(training.JOB_MFU, *_JOB)),)),
+                Panel(
+                    "Model FLOPs utilization",
+                    "percentunit",
+                    (gauge(training.JOB_MFU, *_JOB),),
+                    empty="no training on devices of known speed",
+                ),
                 Panel("Step time", "s", (gauge(training.JOB_STEP_SECONDS, *_JOB),)),
-                Panel("Waiting for data", "percentunit", (rare(gauge(training.JOB_DATA_WAIT, *_JOB)),), bound=0.2),
+                Panel(
+                    "Waiting for data",
+                    "percentunit",
+                    (gauge(training.JOB_DATA_WAIT, *_JOB),),
+                    bound=0.2,
+                    empty="no training",
+                ),
             ),
         ),
         (
@@ -63,10 +74,19 @@ TRAINING = Board(
             (
                 Panel("Since the last step", "s", (gauge(training.JOB_LAST_STEP_AGE, *_JOB),), bound=300),
                 Panel(
-                    "Age of the last checkpoint", "s", (rare(gauge(training.JOB_CHECKPOINT_AGE, *_JOB)),), bound=7200
+                    "Age of the last checkpoint",
+                    "s",
+                    (gauge(training.JOB_CHECKPOINT_AGE, *_JOB),),
+                    bound=7200,
+                    empty="no checkpoint yet",
                 ),
                 Panel("Restarts", "short", (gauge(training.JOB_RESTARTS, *_JOB),)),
-                Panel("Reported by the jobs themselves", "short", (rare(gauge(training.JOB_REPORT, *_JOB, "name")),)),
+                Panel(
+                    "Reported by the jobs themselves",
+                    "short",
+                    (gauge(training.JOB_REPORT, *_JOB, "name"),),
+                    empty="no job reports values of its own",
+                ),
             ),
         ),
     ),
@@ -164,7 +184,13 @@ QUEUE = Board(
                 Panel("Jobs by state", "short", (values(queue.JOBS, "state"),), is_stacked=True),
                 Panel("Jobs by team", "short", (values(queue.JOBS, "team"),), is_stacked=True),
                 Panel("Jobs by kind", "short", (values(queue.JOBS, "kind"),), is_stacked=True),
-                Panel("Waiting for nodes", "s", (rare(gauge(queue.GANG_PENDING, *_JOB)),), bound=1800),
+                Panel(
+                    "Waiting for nodes",
+                    "s",
+                    (gauge(queue.GANG_PENDING, *_JOB),),
+                    bound=1800,
+                    empty="no job waits for nodes",
+                ),
                 Panel("Members by state", "short", (values(queue.LEASE_MEMBERS, "state"),), is_stacked=True),
                 Panel("GPUs by use", "short", (values(infrastructure.GPUS, "use"),), is_stacked=True),
             ),
@@ -221,9 +247,26 @@ COST = Board(
         (
             "Budgets and units",
             (
-                Panel("Budget used", "percentunit", (rare(gauge(cost.BUDGET_USED, "team")),), bound=0.8),
-                Panel("Budget forecast", "percentunit", (rare(gauge(cost.BUDGET_FORECAST, "team")),), bound=1),
-                Panel("Dollars per million tokens", "currencyUSD", (rare(gauge(cost.USD_PER_MTOKEN, "endpoint")),)),
+                Panel(
+                    "Budget used",
+                    "percentunit",
+                    (gauge(cost.BUDGET_USED, "team"),),
+                    bound=0.8,
+                    empty="no team has a budget",
+                ),
+                Panel(
+                    "Budget forecast",
+                    "percentunit",
+                    (gauge(cost.BUDGET_FORECAST, "team"),),
+                    bound=1,
+                    empty="no team has a budget",
+                ),
+                Panel(
+                    "Dollars per million tokens",
+                    "currencyUSD",
+                    (gauge(cost.USD_PER_MTOKEN, "endpoint"),),
+                    empty="no endpoint generates tokens",
+                ),
                 Panel("Tokens by team", "suffix: tok/s", (rates(application.TOKENS, "team"),), is_stacked=True),
                 Panel(
                     "Tokens by endpoint",

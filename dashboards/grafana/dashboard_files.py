@@ -154,6 +154,8 @@ def _defaults(panel: Panel) -> dict[str, Any]:
     if panel.bound is not None:
         steps.append({"color": "red", "value": panel.bound})
     found: dict[str, Any] = {"unit": panel.unit, "min": 0, "thresholds": {"mode": "absolute", "steps": steps}}
+    if panel.empty:
+        found["noValue"] = panel.empty
     if panel.kind == "timeseries":
         found["custom"] = {
             "lineWidth": 1,

@@ -20,7 +20,7 @@ from raytide.dashboards.rules.expressions import (
     to_promql,
 )
 
-__all__ = ["Board", "Panel", "Query", "by_labels", "events", "gauge", "quantiles", "rare", "rates", "stat", "values"]
+__all__ = ["Board", "Panel", "Query", "by_labels", "events", "gauge", "quantiles", "rates", "stat", "values"]
 
 Kind = Literal["timeseries", "stat", "heatmap"]
 Unit = Literal[
@@ -79,6 +79,8 @@ class Panel:
     """The value from which it is coloured red, usually that of its alert."""
     is_stacked: bool = False
     description: str = ""
+    empty: str = ""
+    """The text where nothing is measured, of a panel whose zero would say something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +119,9 @@ def gauge(metric: Metric, *by: str) -> Query:
     return Query(max_by(select(metric), *by), by_labels(*by))
 
 
-def rare(query: Query) -> Query:
-    """Returns the query with zero where nothing reports it yet."""
-    return replace(query, is_rare=True)
-
-
-def stat(title: str, unit: Unit, expression: Expression, *, bound: float | None = None) -> Panel:
-    """Returns one number; zero if nothing reports it yet."""
-    return Panel(title, unit, (Query(expression, "", is_rare=True),), "stat", bound)
+def stat(title: str, unit: Unit, expression: Expression, *, bound: float | None = None, empty: str = "") -> Panel:
+    """Returns one number; where nothing reports it, the text `empty`, or zero without one."""
+    return Panel(title, unit, (Query(expression, "", is_rare=not empty),), "stat", bound, empty=empty)
 
 
 def quantiles(histogram: Metric, *by: str, q: tuple[float, ...] = (0.5, 0.9, 0.99)) -> tuple[Query, ...]:

@@ -42,10 +42,16 @@ SERVING = Board(
             (
                 stat("Requests", "reqps", _requests()),
                 stat("Server errors", "percentunit", ratio(_requests(outcome="error"), _requests()), bound=0.05),
-                stat("First token p99", "s", _FIRST_TOKEN_P99),
+                stat("First token p99", "s", _FIRST_TOKEN_P99, empty="no requests"),
                 stat("Tokens generated", "suffix: tok/s", sum_by(Rate(select(model.GENERATED_TOKENS), 300))),
                 stat("Ready replicas", "short", sum_by(select(application.REPLICAS_READY))),
-                stat("Fullest KV cache", "percentunit", max_by(select(model.KV_USE_RATIO)), bound=0.95),
+                stat(
+                    "Fullest KV cache",
+                    "percentunit",
+                    max_by(select(model.KV_USE_RATIO)),
+                    bound=0.95,
+                    empty="no replicas",
+                ),
             ),
         ),
         (
@@ -161,24 +167,15 @@ SERVING = Board(
                 Panel(
                     "Probes answered",
                     "short",
-                    (
-                        Query(
-                            max_by(select(monitoring.PROBE_SUCCESS), "endpoint", "probe"),
-                            "{{endpoint}} {{probe}}",
-                            is_rare=True,
-                        ),
-                    ),
+                    (gauge(monitoring.PROBE_SUCCESS, "endpoint", "probe"),),
+                    empty="no probes",
                 ),
                 Panel(
                     "Perplexity of answers",
                     "short",
-                    (
-                        Query(
-                            max_by(select(model.SERVED_PERPLEXITY), "endpoint", "revision"),
-                            "{{endpoint}} {{revision}}",
-                            is_rare=True,
-                        ),
-                    ),
+                    (gauge(model.SERVED_PERPLEXITY, "endpoint", "revision"),),
+                    description="Of one answer in a hundred, with engines that give log probabilities.",
+                    empty="nothing measured in the last hour",
                 ),
             ),
         ),

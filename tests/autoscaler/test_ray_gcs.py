@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.autoscaler.nodes.exporter.fake_nvml import HEALTHY, make_library, write_gpu
 
+from raytide.autoscaler.nodes.exporter.directory import ExporterDirectory
 from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.notices.base import CloudNotice
@@ -17,6 +23,7 @@ from raytide.core.clock import SystemClock
 from raytide.core.errors import ClusterError
 from raytide.core.objects.node import CapacityType, Node, NodeState, Signal
 from raytide.core.objects.snapshot import Demand
+from raytide.core.ray_internals import gcs_client
 from raytide.scheduling.replicas import REPLICA_LABEL
 
 pytestmark = pytest.mark.cluster
@@ -47,6 +54,11 @@ def ray_cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_library(tmp_path_factory.mktemp("nvml"))
+
+
 def until(what: str, seen: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not seen():
@@ -75,6 +87,34 @@ def test_ray_s_own_agents_tell_how_busy_their_nodes_are(ray_cluster: Any) -> Non
     assert 0.0 <= found.value <= 1.0
     assert found.is_fresh(clock.now_s())
     assert "gpu" not in meters.last_readings()["node-1"], "there is none"
+
+
+def test_a_node_s_exporter_announces_itself_and_is_read_as_its_gpus(
+    ray_cluster: Any, library: Path, tmp_path: Path
+) -> None:
+    write_gpu(tmp_path, 0, {**HEALTHY, "use": 70})
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "FAKE_NVML": str(tmp_path)}
+    exporter = subprocess.Popen(
+        [sys.executable, "-m", "raytide.autoscaler.nodes.exporter.server", "node-1", ray_cluster.address],
+        env=environment,
+    )
+    clock = SystemClock()
+    directory = ExporterDirectory(lambda: gcs_client(ray_cluster.address), clock)
+    meters = MeterReader(GcsReader(ray_cluster.address), clock, directory=directory)
+    meters._machines = (Machine("node-1", "gpu1", "local", 1, 0.0),)  # without its thread
+
+    def gpu() -> float | None:
+        meters.read_all()
+        found = meters.last_readings()["node-1"].get("gpu")
+        return None if found is None else found.value
+
+    try:
+        until("the exporter to be read", lambda: gpu() == 0.7)
+        assert meters.exporter_of(meters._machines[0]).startswith("127.0.78.2:")
+        assert meters.measured()["node-1"].power_w["nvml"] == 350.5
+    finally:
+        exporter.kill()
+        exporter.wait(10)
 
 
 def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:

@@ -159,6 +159,9 @@ class Meters:
     def agents(self) -> dict[str, str]:
         return {}
 
+    def exporter_of(self, machine: Machine) -> str:
+        return ""
+
     def measured(self) -> dict[str, NodeMeasurement]:
         return {}
 

@@ -23,7 +23,7 @@ def unit(name: str) -> configparser.ConfigParser:
     return found
 
 
-@pytest.mark.parametrize("name", ["ray-head", "raytide-head"])
+@pytest.mark.parametrize("name", ["ray-head", "raytide-head", "raytide-standby"])
 def test_a_unit_runs_as_a_user_of_its_own_and_starts_again(name: str) -> None:
     service = unit(name)["Service"]
     assert service["User"] == "raytide"
@@ -37,6 +37,15 @@ def test_raytide_s_part_follows_ray_s_and_its_command_is_known() -> None:
     program, command, _, *options = shlex.split(found["Service"]["ExecStart"])
     shown = CliRunner().invoke(app, [command, "--help"])
     assert (Path(program).name, shown.exit_code) == ("raytide", 0)
+    assert [option for option in options if option not in shown.output] == []
+
+
+def test_a_head_of_several_starts_ray_itself_and_its_command_is_known() -> None:
+    found = unit("raytide-standby")
+    assert "Requires" not in found["Unit"]
+    _, command, _, *options = shlex.split(found["Service"]["ExecStart"])
+    assert (command, options) == ("head", ["--standby", "--block"])
+    shown = CliRunner().invoke(app, [command, "--help"])
     assert [option for option in options if option not in shown.output] == []
 
 

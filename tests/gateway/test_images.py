@@ -69,6 +69,28 @@ async def test_a_chat_with_images_is_answered_and_its_image_tokens_are_counted(t
 
 
 @pytest.mark.asyncio
+async def test_a_response_reads_the_images_that_a_chat_does(tiny: Path) -> None:
+    def ask(image: bytes) -> Any:
+        part = {"type": "input_image", "image_url": data_url(image), "detail": "auto"}
+        return [{"role": "user", "content": [part, {"type": "input_text", "text": "what is this?"}]}]
+
+    async with serving(tiny) as (_, client):
+        one, other = [
+            await client.responses.create(model="sees", input=ask(image), max_output_tokens=8, temperature=0)
+            for image in (ONE, OTHER)
+        ]
+        chat = await client.chat.completions.create(model="sees", **asked(ONE) | {"extra_body": {}})
+        with pytest.raises(openai.BadRequestError, match="data URLs only"):
+            await client.responses.create(
+                model="sees",
+                input=[{"role": "user", "content": [{"type": "input_image", "image_url": "file:///etc/passwd"}]}],  # type: ignore[typeddict-item]
+            )
+    assert one.output_text == chat.choices[0].message.content != other.output_text
+    assert one.usage is not None and chat.usage is not None
+    assert one.usage.input_tokens == chat.usage.prompt_tokens > TOKENS
+
+
+@pytest.mark.asyncio
 async def test_equal_prompts_with_other_images_share_no_answer(tiny: Path) -> None:
     async with serving(tiny) as (_, client):
         asking = (client.chat.completions.create(model="sees", **asked(image)) for image in (ONE, OTHER, ONE))

@@ -66,7 +66,7 @@ WRONG: dict[str, dict[str, list[Any]]] = {
 }
 GENERATION: dict[str, list[Any]] = {
     "temperature": [-1, 9, "hot", [], {}],
-    "top_p": [-1, 0, 2, "x"],
+    "top_p": [-1, 1.1, 2, "x"],
     "n": [0, -1, 1.5, 1000, "x"],
     "max_tokens": [0, -1, 1.5, "x", 2**40],
     "stop": [5, [5], ["", "a"], ["a"] * 50, {}],

@@ -24,7 +24,7 @@ soak = pytest.mark.soak
     ("signum", "with_workers", "send"),
     [
         (signal.SIGKILL, True, os.kill),
-        (signal.SIGINT, False, os.kill),
+        pytest.param(signal.SIGINT, False, os.kill, marks=soak),
         (signal.SIGINT, True, os.killpg),  # Ctrl-C: the terminal sends it to the workers too
         pytest.param(signal.SIGINT, True, os.kill, marks=soak),
         pytest.param(signal.SIGKILL, False, os.kill, marks=soak),

@@ -39,7 +39,18 @@ pytestmark = [
 ]
 
 NAME = "watched"
-SETTINGS = {"scrape_s": 1, "alerts": {"ReplicaUnreachable": {"for_s": 2}}}
+SETTINGS = {
+    "scrape_s": 1,
+    "alerts": {"ReplicaUnreachable": {"for_s": 2}},
+    "probes": [{"endpoint": "chat", "prompt": "x", "every_s": 5}],
+}
+UNMEASURED = {
+    "Model FLOPs utilization",
+    "Reported by the jobs themselves",
+    "Waiting for nodes",
+    "Perplexity of answers",
+}
+"""They say so: this CPU's speed is unknown, no script reports, and one answer in a hundred is measured."""
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +194,11 @@ def panels() -> Iterator[tuple[Board, Panel]]:
     return ((board, panel) for board in BOARDS for panel in board.panels)
 
 
-def test_no_panel_is_empty(prometheus: Prometheus, endpoint: rt.EndpointHandle, training: rt.TrainRun) -> None:
+def test_no_panel_is_empty(
+    watched: LocalCluster, prometheus: Prometheus, endpoint: rt.EndpointHandle, training: rt.TrainRun
+) -> None:
+    ApiClient.from_run_dir(watched.run_dir).change_team("default", budget={"hard_usd": 100.0})
+
     def empty() -> set[str]:
         """Returns the queries that gave nothing in the last ten minutes."""
         now_s = time.time()
@@ -192,7 +207,7 @@ def test_no_panel_is_empty(prometheus: Prometheus, endpoint: rt.EndpointHandle, 
             for query in panel.queries:
                 promql = without_variables(query.promql(board.variables), "20s")
                 data = prometheus.get("query_range", query=promql, start=now_s - 600, end=now_s, step=5)
-                if not data["result"]:
+                if not data["result"] and not (panel.empty and panel.title in UNMEASURED):
                     found.add(f"{board.uid} / {panel.title}: {promql}")
         return found
 

@@ -102,7 +102,8 @@ def test_a_script_sees_nothing_of_the_operators_and_its_token_opens_its_own_job_
 def test_drivers_and_nodes_have_nothing_of_the_operators(
     live: LocalCluster, shown: tuple[rt.Run, dict[str, str]]
 ) -> None:
-    own = {process.pid for what in ("supervisor", "controller", "api", "owner") if (process := live.process(what))}
+    operators = ("supervisor", "controller", "api", "monitor", "owner")
+    own = {process.pid for what in operators if (process := live.process(what))}
     seen: list[str] = []
     for process in marked(MARK, live.cluster_id):
         try:

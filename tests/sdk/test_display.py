@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -83,6 +83,9 @@ def test_a_glance_without_an_end_pulses() -> None:
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=300), st.integers(1, 80))
+@example([0.0, 2.2e-309], 1)
+@example([-1.7e308, 0.0, 1.7e308], 3)
+@example([0.0, 5e-324], 2)
 def test_a_sparkline_is_as_wide_as_it_may_be(values: list[float], width: int) -> None:
     line = sparkline(values, width)
     finite = [value for value in values if value == value and abs(value) != float("inf")]

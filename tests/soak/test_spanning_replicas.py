@@ -25,7 +25,7 @@ def members(of: LocalCluster) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            is_member = "raytide.actors.engine.model.tensor_parallel.member" in process.cmdline()
+            is_member = "raytide.actors.engine.model.parallel.member" in process.cmdline()
             if is_member and process.environ().get(MARK) == of.cluster_id:
                 found.append(process)
         except psutil.Error:
@@ -33,10 +33,12 @@ def members(of: LocalCluster) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.parametrize("options", [{}, {"pipeline_parallel": 2}], ids=["heads", "layers"])
 def test_a_stream_goes_on_when_a_member_of_its_replica_is_killed(
-    tide: rt.Client, live: LocalCluster, tmp_path: Path, eventually: Callable[..., None]
+    options: dict[str, int], tide: rt.Client, live: LocalCluster, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     save_llama(tmp_path, max_position_embeddings=1024)
+    name = "deep" if options else "wide"
     expected = (
         LLM(tmp_path)
         .generate(["import os"], SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))[0]
@@ -44,12 +46,12 @@ def test_a_stream_goes_on_when_a_member_of_its_replica_is_killed(
         .text
     )
     spec = ServeSpec(
-        name="wide",
+        name=name,
         model=str(tmp_path),
         replicas=Replicas(min=1, max=1),
         resources={"GPU": 8},
         members=2,
-        engine={"kind": "native", "device": "cpu", "num_blocks": 64},
+        engine={"kind": "native", "device": "cpu", "num_blocks": 64, **options},
     )
     tide.client.change_team("default", quota={"GPU": 24.0})
     handle = tide.serve(spec)
@@ -59,7 +61,7 @@ def test_a_stream_goes_on_when_a_member_of_its_replica_is_killed(
         held = [node_id for node_id, shares in occupancies(tide.client.snapshot()).items() if shares]
         assert len(held) == 2, "each member has a node of its own"
         stream = handle.openai(timeout=240.0).completions.create(
-            model="wide",
+            model=name,
             prompt="import os",
             max_tokens=TOKENS,
             temperature=0,

@@ -163,6 +163,7 @@ def test_a_flow_that_ran_before_is_cached_and_a_failing_gate_leaves_the_old_vers
     assert any(start.is_ready and start.ordered_at_s >= since_s for start in replaced.startups)
 
 
+@pytest.mark.soak
 def test_a_stage_that_fails_says_why_and_a_resume_does_only_what_is_left(
     tide: rt.Client, tmp_path: Path, out: Path
 ) -> None:

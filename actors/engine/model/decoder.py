@@ -10,16 +10,19 @@ from collections.abc import Callable
 
 import torch
 
+from raytide.actors.engine.model.layer_stream import StreamedLayers, load_layers
 from raytide.actors.engine.model.lora import LoraRows
 from raytide.actors.engine.model.vision.encoder import ImageRows, VisionEncoder
-from raytide.actors.engine.model.weight_loader import QuantizedOptions, SparseFfn, WeightLoader
+from raytide.actors.engine.model.weight_loader import LayerWeights, Linear, QuantizedOptions, SparseFfn, WeightLoader
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.components.rope import cos_sin
 from raytide.actors.models.quantized.model_weights import ModelWeights
+from raytide.core.errors import ConfigError
 from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
+Layers = list[LayerWeights] | StreamedLayers
 
 
 class PagedDecoder:
@@ -32,17 +35,31 @@ class PagedDecoder:
         ops: Ops,
         max_len: int,
         options: QuantizedOptions,
+        weights_bytes: int | None = None,
+        layers: range | None = None,
     ) -> None:
+        """Loads the weights, or some of the layers alone; the first come with embedding and head. With
+        `weights_bytes`, layers beyond that memory are read from the files in every pass; ConfigError if it is too
+        little even so."""
         self.arch, self._ops = arch, ops
+        self._own_layers = range(arch.num_layers) if layers is None else layers
+        is_first = self._own_layers.start == 0
         build = WeightLoader(arch, weights, ops, options)
-        self._embedding = build.embedding()
-        self._lookup: Callable[[Tensor], Tensor] = self._embedding.__getitem__
-        self._positions = build.positions()
-        self._layers = [build.layer(index) for index in range(arch.num_layers)]
         self._norm = build.final_norm()
-        self._head = build.head(self._embedding)
+        self._embedding = build.embedding() if is_first else self._norm.weight.new_empty(0, arch.hidden_size)
+        self._lookup: Callable[[Tensor], Tensor] = self._embedding.__getitem__
+        self._positions = build.positions() if is_first else None
+        self._layers: Layers
+        if weights_bytes is not None and arch.vision is not None:
+            raise ConfigError("a model that reads images keeps its weights.", hint="Leave weights_memory_gb out.")
+        if weights_bytes is None:
+            self._layers = [build.layer(index) for index in self._own_layers]
+        else:
+            self._layers = load_layers(build, arch.num_layers, weights_bytes, embedding_bytes=self._embedding.nbytes)
+        self._head: Linear = build.head(self._embedding) if is_first else _no_head
         self.vision = None if arch.vision is None else VisionEncoder(arch.vision, arch.hidden_size, weights)
-        build.check_all_read()
+        if layers is None:
+            build.check_all_read()
         self.quantization = build.quantization
         # Rounded as transformers rounds it.
         self._embedding_scale = self._embedding.new_tensor(arch.embedding_scale).item()
@@ -56,7 +73,12 @@ class PagedDecoder:
         is finite.
         """
         shape = (2, num_blocks * block_size, self.arch.num_kv_heads, self.arch.head_dim)
-        return [self._embedding.new_zeros(shape) for _ in self._layers]
+        return [self._embedding.new_zeros(shape) for _ in self._own_layers]
+
+    @property
+    def streamed_layers(self) -> int:
+        """The number of layers that are read from the files in every pass."""
+        return self._layers.num_streamed if isinstance(self._layers, StreamedLayers) else 0
 
     @torch.inference_mode()
     def forward(
@@ -94,11 +116,8 @@ class PagedDecoder:
         attends = [ops.attention(batch, spec) for spec in self._attentions]
         ropes = [Rope(cos[positions_T], sin[positions_T]) for cos, sin in self._ropes]
         heads, all_heads, dim = arch.num_heads, arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim
-        x_TN = self._embed(ids_T, positions_T)
-        if images is not None:
-            x_TN[images.rows_T] = images.features_TN
-        delta_TN = torch.zeros_like(x_TN)
-        for index, (layer, kv) in enumerate(zip(self._layers, cache, strict=True)):
+        x_TN, delta_TN = self._enter(ids_T, positions_T, images)
+        for index, (layer, kv) in enumerate(zip(self._layers, cache, strict=True), self._own_layers.start):
             normed_TN = ops.add_norm(x_TN, delta_TN, layer.input_norm)
             qkv_TAD = layer.qkv(normed_TN)
             if loras is not None:
@@ -112,10 +131,21 @@ class PagedDecoder:
                 loras.add(index, "attention_out", attended, delta_TN)
             if layer.post_attention_norm is not None:
                 delta_TN = ops.norm(delta_TN, layer.post_attention_norm)
-            delta_TN = self._feed_forward(index, ops.add_norm(x_TN, delta_TN, layer.ffn_norm), loras)
+            delta_TN = self._feed_forward(index, layer, ops.add_norm(x_TN, delta_TN, layer.ffn_norm), loras)
             if layer.post_ffn_norm is not None:
                 delta_TN = ops.norm(delta_TN, layer.post_ffn_norm)
-        return ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)
+        return self._leave(x_TN, delta_TN, rows_R)
+
+    def _enter(self, ids_T: Tensor, positions_T: Tensor, images: ImageRows | None) -> tuple[Tensor, Tensor]:
+        """Returns the first layer's input: the residual stream, and what is to be added to it."""
+        x_TN = self._embed(ids_T, positions_T)
+        if images is not None:
+            x_TN[images.rows_T] = images.features_TN
+        return x_TN, torch.zeros_like(x_TN)
+
+    def _leave(self, x_TN: Tensor, delta_TN: Tensor, rows_R: Tensor) -> Tensor:
+        """Returns the normed hidden states of some tokens behind the last layer."""
+        return self._ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)
 
     def _embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
         x_TN = self._lookup(ids_T)
@@ -125,8 +155,8 @@ class PagedDecoder:
             x_TN += self._positions[positions_T]
         return x_TN
 
-    def _feed_forward(self, index: int, x_TN: Tensor, loras: LoraRows | None) -> Tensor:
-        layer, arch, ops = self._layers[index], self.arch, self._ops
+    def _feed_forward(self, index: int, layer: LayerWeights, x_TN: Tensor, loras: LoraRows | None) -> Tensor:
+        arch, ops = self.arch, self._ops
         if layer.gate_up is None or layer.down is None:
             assert layer.sparse is not None
             return self._choose_experts(layer.sparse, x_TN)
@@ -146,3 +176,7 @@ class PagedDecoder:
         if self.arch.experts.renormalize:
             weights_TX = weights_TX / weights_TX.sum(-1, keepdim=True)
         return ffn.experts(x_TN, likely.indices, weights_TX)
+
+
+def _no_head(hidden_RN: Tensor) -> Tensor:
+    raise AssertionError("a stage behind the first has no head")

@@ -35,8 +35,8 @@ from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import Ops, ops_for
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.model.tensor_parallel.launcher import Launcher
-    from raytide.actors.engine.model.tensor_parallel.leader import GroupLeader
+    from raytide.actors.engine.model.parallel.launcher import Launcher
+    from raytide.actors.engine.model.parallel.leader import GroupLeader
 
 _MEASURED_TOKENS = 256
 _C_OPERATORS = "raytide.kernels.quantized"
@@ -53,7 +53,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, arch: Architecture, launcher: Launcher | None = None) -> None:
-        """Loads the model. `launcher` brings the other members with `tensor_parallel`; None: processes here."""
+        """Loads the model. `launcher` brings the other members of several processes; None: processes here."""
         self.arch, self._device = arch, resolve_device(config.device)
         self._dtype = self._device.dtype(arch.dtype if config.dtype == "auto" else config.dtype)
         self.max_len = _max_len(config, arch)
@@ -68,12 +68,13 @@ class ModelRunner:
         self.max_len = min(self.max_len, num_blocks * self.block_size)
         num_host_blocks = int(config.host_memory_gb * 1e9) // block_bytes
         self._ops = ops_for(self._device.kind, config.deterministic)
-        self._leader = None if config.tensor_parallel == 1 else self._form_group(config, launcher)
+        self._quantized = QuantizedOptions(_quantized_input(config, arch, self._ops), config.quantized_head)
+        self._leader = None if config.num_processes == 1 else self._form_group(config, launcher)
         if self._leader is None:
             self.cache = KvCache(num_blocks, num_host_blocks)
         else:
             self.cache = self._leader.new_cache(num_blocks, num_host_blocks, self.block_size)
-        self._quantized = QuantizedOptions(_quantized_input(config, arch, self._ops), config.quantized_head)
+        self._weights_bytes = None if config.weights_memory_gb is None else int(config.weights_memory_gb * 1e9)
         self._adapters = LoraManager(config.max_loras)
         self._model: PagedDecoder | None = None
         try:
@@ -88,21 +89,28 @@ class ModelRunner:
 
     def _form_group(self, config: EngineConfig, launcher: Launcher | None) -> GroupLeader:
         """Returns the leader of the members that share the model. Raises ConfigError for a model that they cannot."""
-        from raytide.actors.engine.model.tensor_parallel.decoder import plain_weights
-        from raytide.actors.engine.model.tensor_parallel.launcher import LocalMembers
-        from raytide.actors.engine.model.tensor_parallel.leader import Computation, GroupLeader
+        from raytide.actors.engine.model.parallel.decoder import plain_weights
+        from raytide.actors.engine.model.parallel.launcher import LocalMembers
+        from raytide.actors.engine.model.parallel.leader import Computation, GroupLeader
 
-        size = config.tensor_parallel
-        plain_weights(_directory(config.model_dir), self._dtype, self._device.torch_device)
+        size = config.num_processes
+        if config.tensor_parallel > 1:
+            plain_weights(_directory(config.model_dir), self._dtype, self._device.torch_device)
         local_size = size if launcher is None else launcher.local_size
         if self._device.kind == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
         if launcher is None:
             launcher = LocalMembers(range(1, size), local_size=size, threads=torch.get_num_threads())
         computation = Computation(
-            self.arch, self._ops, self._device.torch_device, self._dtype, self.max_len, config.deterministic
+            self.arch,
+            self._ops,
+            self._device.torch_device,
+            self._dtype,
+            self.max_len,
+            config.deterministic,
+            self._quantized,
         )
-        return GroupLeader(computation, size, launcher)
+        return GroupLeader(computation, size, launcher, stages=config.pipeline_parallel)
 
     def _load_draft(self, config: EngineConfig, arch: Architecture) -> DraftModel:
         """Returns the model that guesses. Raises ConfigError for another vocabulary or too short a context."""
@@ -133,8 +141,9 @@ class ModelRunner:
         """Reads weights beside the present ones, which stay in use."""
         if self._leader is not None:
             return self._leader.load(model_dir)
-        weights = open_weights(model_dir, self._dtype, self._device.torch_device)
-        return PagedDecoder(self.arch, weights, self._ops, self.max_len, self._quantized)
+        limit = self._weights_bytes
+        weights = open_weights(model_dir, self._dtype, self._device.torch_device, maps=limit is None)
+        return PagedDecoder(self.arch, weights, self._ops, self.max_len, self._quantized, limit)
 
     def use(self, model: PagedDecoder) -> None:
         """Uses these weights from now on. KV of the former ones is invalid."""
@@ -160,6 +169,11 @@ class ModelRunner:
     def quantization(self) -> str:
         """The formats of quantized weights and what they are computed with; empty for plain ones."""
         return self._loaded.quantization
+
+    @property
+    def streamed_layers(self) -> int:
+        """The number of layers that are read from the files in every step."""
+        return self._loaded.streamed_layers
 
     @property
     def row_cost(self) -> float:
@@ -269,8 +283,8 @@ class ModelRunner:
         """
         if self._leader is not None:
             raise ConfigError(
-                f"adapter {name} cannot be loaded with tensor_parallel.",
-                hint="Leave tensor_parallel out.",
+                f"adapter {name} cannot be loaded by several processes.",
+                hint="Leave tensor_parallel and pipeline_parallel out.",
             )
         self._adapters.check_free(name)
         self._adapters.add(name, read_adapter(path, self.arch, self._ops, self._dtype, self._device.torch_device))
@@ -312,12 +326,15 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _own_kv_elements(config: EngineConfig, arch: Architecture) -> int:
-    """Returns the elements of KV a token that one member holds. Raises ConfigError for heads that do not divide."""
-    if config.tensor_parallel == 1:
+    """Returns the most elements of KV a token that one member holds. Raises ConfigError for a model that the members
+    cannot share."""
+    if config.num_processes == 1:
         return arch.kv_elements
-    from raytide.actors.engine.model.tensor_parallel.shard import ModelShard
+    from raytide.actors.engine.model.parallel.shard import ModelShard
 
-    return ModelShard(0, config.tensor_parallel).architecture(arch).kv_elements
+    shards = ModelShard.of_group(config.pipeline_parallel, config.tensor_parallel)
+    own = shards[0].architecture(arch)
+    return own.kv_elements // own.num_layers * max(len(shard.layers(arch)) for shard in shards)
 
 
 def _directory(model: str) -> Path:

@@ -24,6 +24,8 @@ Linear = Callable[[Tensor], Tensor]
 
 
 _HEAD_GROUP = 32
+_UNPACKED_BYTES = 8
+"""The memory that reading a quantized weight takes for each code, before it is packed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class WeightLoader:
     def __init__(self, arch: Architecture, weights: ModelWeights, ops: Ops, options: QuantizedOptions) -> None:
         self._arch, self._weights, self._ops, self._options = arch, weights, ops, options
         self._is_quantized = self._rounds_head = False
+        self._built_bytes = self._scratch_bytes = 0
         self._names: Names = NAMES[arch.names]
         self._prefix = "" if arch.vision is None else "language_model."
         root = self._prefix + self._names.root
@@ -89,19 +92,19 @@ class WeightLoader:
         head that it quantizes.
         """
         if self._arch.num_labels:
-            return self._ops.linear(self._get("score", self._arch.num_labels, self._arch.hidden_size), None)
+            return self._plain(self._get("score", self._arch.num_labels, self._arch.hidden_size), None)
         shape = (self._arch.vocab_size, self._arch.hidden_size)
         name = self._prefix + self._names.head
         quantized = self._weights.quantized(name, *shape)
         if quantized is None and self._arch.tied_embeddings:
             quantized = self._weights.quantized(self._root + self._names.embedding, *shape)
         if quantized is not None:
-            return self._ops.quantized_linear(quantized, None, self._options.input)
+            return self._integer(quantized, None)
         weight = embedding if self._arch.tied_embeddings else self._get(name, *shape)
         self._rounds_head = self._is_quantized and self._options.rounds_head and shape[1] % _HEAD_GROUP == 0
         if not self._rounds_head:
-            return self._ops.linear(weight, None)
-        return self._ops.quantized_linear(round_to_nearest(weight, 8, _HEAD_GROUP), None, self._options.input)
+            return self._plain(weight, None)
+        return self._integer(round_to_nearest(weight, 8, _HEAD_GROUP), None)
 
     @property
     def quantization(self) -> str:
@@ -114,6 +117,16 @@ class WeightLoader:
 
     def check_all_read(self) -> None:
         self._weights.check_all_read()
+
+    @property
+    def built_bytes(self) -> int:
+        """The bytes of all matrices that were built so far, as they are computed with."""
+        return self._built_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The most that building one matrix took beside it: its parts as the file has them, and stacked."""
+        return self._scratch_bytes
 
     def layer(self, index: int) -> LayerWeights:
         arch, names = self._arch, self._names
@@ -161,10 +174,20 @@ class WeightLoader:
             return self._quantized(at, by, parts, bias)
         if self._names.transposed:
             (path,), (size,) = by.paths, rows
-            return self._ops.linear(self._get(at + path, by.columns, size).t().contiguous(), bias)
-        return self._ops.linear(
-            self._weights.stack([f"{at}{path}.weight" for path in by.paths], rows, by.columns), bias
-        )
+            return self._plain(self._get(at + path, by.columns, size).t().contiguous(), bias)
+        return self._plain(self._weights.stack([f"{at}{path}.weight" for path in by.paths], rows, by.columns), bias)
+
+    def _plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        self._built_bytes += weight.nbytes
+        self._scratch_bytes = max(self._scratch_bytes, 2 * weight.nbytes)
+        return self._ops.linear(weight, bias)
+
+    def _integer(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
+        numbers = [weight.scales_NG] if weight.offsets_NG is None else [weight.scales_NG, weight.offsets_NG]
+        codes = weight.codes_NK.numel()
+        self._built_bytes += codes * weight.bits // 8 + sum(each.nbytes for each in numbers)
+        self._scratch_bytes = max(self._scratch_bytes, _UNPACKED_BYTES * codes)
+        return self._ops.quantized_linear(weight, bias, self._options.input)
 
     def _quantized(self, at: str, by: Projection, parts: list[QuantizedWeight | None], bias: Tensor | None) -> Linear:
         """Returns the product of parts of which some are quantized. Neighbours that can are stacked."""
@@ -183,9 +206,7 @@ class WeightLoader:
             own_bias = None if bias is None else bias[first : first + rows].contiguous()
             first += rows
             linears.append(
-                self._ops.quantized_linear(whole, own_bias, self._options.input)
-                if isinstance(whole, QuantizedWeight)
-                else self._ops.linear(whole, own_bias)
+                self._integer(whole, own_bias) if isinstance(whole, QuantizedWeight) else self._plain(whole, own_bias)
             )
         return linears[0] if len(linears) == 1 else lambda x: torch.cat([linear(x) for linear in linears], -1)
 
@@ -199,8 +220,10 @@ class WeightLoader:
             if f"{at}{names.fused_gate_up}" in self._weights
             else self._single_experts(at, experts.count, experts.ffn_size)
         )
+        self._built_bytes += gate_up.nbytes + down.nbytes
+        self._scratch_bytes = max(self._scratch_bytes, 2 * gate_up.nbytes)
         return SparseFfn(
-            router=self._ops.linear(self._get(at + router, experts.count, arch.hidden_size), None),
+            router=self._plain(self._get(at + router, experts.count, arch.hidden_size), None),
             experts=self._ops.experts(gate_up, down, arch.activation),
         )
 

@@ -38,9 +38,12 @@ class ModelWeights(Protocol):
         """The method and formats of the quantized modules that were read; empty without any."""
 
 
-def open_weights(model: Path, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """Opens a model's files. Raises DataError if they are unreadable, ConfigError for a format that is not read."""
+def open_weights(model: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> ModelWeights:
+    """Opens a model's files. Raises DataError if they are unreadable, ConfigError for a format that is not read.
+
+    With `maps=False` nothing of a file stays in memory but the tensors that are returned.
+    """
     if is_gguf(model):
         return GgufWeights(GgufFile(model), dtype, device)
-    weights = Weights(model, dtype, device)
-    return QuantizedDirectory(model, dtype, device) if is_quantized(weights) else weights
+    weights = Weights(model, dtype, device, maps=maps)
+    return QuantizedDirectory(model, dtype, device, maps=maps) if is_quantized(weights) else weights

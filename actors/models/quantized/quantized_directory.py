@@ -41,8 +41,8 @@ def is_quantized(weights: Weights) -> bool:
 class QuantizedDirectory(Weights):
     """Tensors by name, as in `Weights`; those of quantized modules are dequantized unless asked for by `quantized`."""
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(model_dir, dtype, device)
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> None:
+        super().__init__(model_dir, dtype, device, maps=maps)
         config = model_dir / "config.json"
         self._config = read_quantization(read_json(config), str(config))
         found = dict[str, set[str]]()

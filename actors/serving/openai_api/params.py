@@ -23,19 +23,31 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for plain completions; a chat continues until the model stops or the context is full."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
     "audio": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "use_beam_search": (False,),
     "web_search_options": (),
 }
-"""Known fields that this server does not implement, with their neutral values."""
+"""Known fields of OpenAI and vLLM that this server does not implement, with their neutral values."""
 
 _FIELD_OF: dict[Feature, str] = {"prompt_logprobs": "echo", "stop_strings": "stop"}
 """The request field of a feature that has another name."""
+_LEAST_TOP_P = 1e-9
+"""In place of 0, which OpenAI accepts: the most likely token is left."""
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
@@ -61,7 +73,7 @@ def sampling_of(request: GenerationRequest, forced: Structured | None = None) ->
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        top_p=1.0 if request.top_p is None else max(_LEAST_TOP_P, request.top_p),
         top_k=max(0, request.top_k or 0),
         min_p=request.min_p or 0.0,
         seed=request.seed,

@@ -155,7 +155,7 @@ class GenerationRequest(_Request, Constraints):
     model: Name
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_HTTP_STOPS)] | None = None
     seed: Int64 | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raytide.actors.engine.model.tensor_parallel.launcher import Invitation, LocalMembers
+from raytide.actors.engine.model.parallel.launcher import Invitation, LocalMembers
 from raytide.actors.models.model_cache import staged_model
 from raytide.core.errors import EngineError
 from raytide.core.objects.endpoint import ServeSpec

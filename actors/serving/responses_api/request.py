@@ -109,7 +109,8 @@ def _messages(request: ResponsesRequest) -> list[Item]:
         where = f"input[{place}]"
         match item.get("type", "message"):
             case "message":
-                messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
+                content = _content(item.get("content"), f"{where}.content")
+                messages.append({"role": item.get("role"), "content": content})
             case "function_call":
                 if not (messages and messages[-1]["role"] == "assistant"):
                     messages.append({"role": "assistant", "content": None})
@@ -126,13 +127,38 @@ def _messages(request: ResponsesRequest) -> list[Item]:
     return messages
 
 
-def _text(content: Any, where: str) -> Any:
+def _content(content: Any, where: str) -> Any:
+    """Returns a content as a chat has it: its text, or its parts if an image is among them."""
+    has_images = isinstance(content, list) and any(_is_image(part) for part in content)
+    if not has_images:
+        return _text(content, where)
+    return [
+        _image(part, f"{where}[{place}]")
+        if _is_image(part)
+        else {"type": "text", "text": _text([part], where, first=place)}
+        for place, part in enumerate(content)
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
+
+
+def _image(part: Item, where: str) -> Item:
+    """Returns an image as a part of a chat. `detail` is left out: the model has one size."""
+    url = part.get("image_url")
+    if not isinstance(url, str):
+        raise invalid(f"{where}: an image is read from its image_url, not from a file.", param=where)
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _text(content: Any, where: str, first: int = 0) -> Any:
     """Returns the text of a content, or what is no content as it is, for the chat's validation to refuse."""
     if not isinstance(content, list):
         return content
-    for place, part in enumerate(content):
+    for place, part in enumerate(content, first):
         if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise invalid(f"{where}[{place}]: this model reads text parts only.", param=f"{where}[{place}]")
+            raise invalid(f"{where}[{place}]: only texts and images are read here.", param=f"{where}[{place}]")
     return "".join(part["text"] for part in content)
 
 

@@ -99,8 +99,8 @@ def with_token(config: Mapping[str, Any], token_file: Path | str) -> dict[str, A
 def start_commands(
     config: Mapping[str, Any], head_ip: str, node_id: str, node_type: NodeType, zone: str, *, has_token: bool = False
 ) -> list[str]:
-    """Returns the `worker_start_ray_commands` with raytide's environment variables, and the notice watcher where the
-    cloud gives notices."""
+    """Returns the `worker_start_ray_commands` with raytide's environment variables, the notice watcher where the cloud
+    gives notices, and the exporter where there are GPUs."""
     variables = {
         "RAY_HEAD_IP": head_ip,
         "RAY_NODE_TYPE_NAME": node_type.name,
@@ -114,4 +114,6 @@ def start_commands(
     commands = [*config["worker_start_ray_commands"]]
     if (cloud := config["provider"]["type"]) in CLOUDS:
         commands.append(f"raytide watch-notices {cloud}")
+    if cloud in CLOUDS and node_type.resources.get("GPU"):
+        commands.append("raytide export-metrics")
     return [exports + command for command in commands]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 
+from raytide.autoscaler.nodes.exporter.server import start_exporter
+from raytide.autoscaler.providers.local.files import LocalMachine, NodeFolder
 from raytide.autoscaler.providers.local.node import RAYLET_ENDED, run_node
 from raytide.core.io.process import Process
 
@@ -22,5 +25,14 @@ def how_it_ended(raylet: Process) -> str:
     return f"{RAYLET_ENDED} ({f'killed by {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'})"
 
 
+def start_meter(folder: NodeFolder, purchase: LocalMachine) -> str:
+    """Starts the machine's exporter in a thread, since a broken driver may fail or hang, and the node goes on without
+    it. Returns "": the exporter announces itself in Ray's GCS."""
+    arguments = (purchase.node_id, purchase.address, purchase.gcs_address)
+    threading.Thread(target=start_exporter, args=arguments, name="exporter", daemon=True).start()
+    return ""
+
+
 if __name__ == "__main__":
-    sys.exit(run_node(sys.argv[1], sys.argv[2], object_store_bytes=None, how_it_ended=how_it_ended))
+    path, lock = sys.argv[1:]
+    sys.exit(run_node(path, lock, object_store_bytes=None, start_meter=start_meter, how_it_ended=how_it_ended))

@@ -30,7 +30,10 @@ _FIRST_PORT, _PORTS_PER_NODE, _NODES = 10_100, 4, 5_000
 
 
 def main(path: str, lock: str) -> int:
-    return run_node(path, lock, start_meter=start_meter)
+    def meter_of_gpus(folder: NodeFolder, purchase: LocalMachine) -> str:
+        return start_meter(folder, purchase) if purchase.resources.get("GPU") else ""
+
+    return run_node(path, lock, start_meter=meter_of_gpus)
 
 
 def run_node(
@@ -42,7 +45,8 @@ def run_node(
     how_it_ended: Callable[[Process], str] = lambda raylet: RAYLET_ENDED,
 ) -> int:
     """Runs the node of this folder until its raylet ends or a SIGTERM comes. Without `object_store_bytes` and a
-    resource of that name, Ray chooses the size of the object store."""
+    resource of that name, Ray chooses the size of the object store. `start_meter` returns `host:port` of an exporter
+    that it has started, or ""."""
     os.set_inheritable(int(lock), False)  # held by this process alone: free means that the node is gone
     folder = NodeFolder(Path(path))
     purchase = folder.machine()
@@ -54,8 +58,8 @@ def run_node(
     try:
         raylet = start_raylet(purchase, object_store_bytes)
         signal.signal(signal.SIGTERM, _stop)
-        if start_meter is not None and purchase.resources.get("GPU"):
-            folder.record_meter(start_meter(folder, purchase))
+        if start_meter is not None and (meter := start_meter(folder, purchase)):
+            folder.record_meter(meter)
         raylet.wait(None)
         folder.announce_end(how_it_ended(raylet))
     except SystemExit:

@@ -61,7 +61,7 @@ command's docstring."""
 
 _OWN_ARGUMENTS = {"run": {"allow_interspersed_args": False}}
 """Commands whose arguments after the first are passed on to a script."""
-_HIDDEN = {"watch-notices": "cluster:watch_notices"}
+_HIDDEN = {"watch-notices": "cluster:watch_notices", "export-metrics": "cluster:export_metrics"}
 
 
 class LazyGroup(TyperGroup):

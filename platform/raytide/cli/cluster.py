@@ -153,20 +153,48 @@ def _stdout_to_stderr() -> Iterator[None]:
 def head(
     config: Annotated[Path, typer.Argument(help="The cluster.yaml that `ray up` writes: ~/ray_bootstrap_config.yaml.")],
     block: Annotated[bool, typer.Option("--block", help="Wait until the cluster ends; for containers.")] = False,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="One of several heads: lead, or wait until the one that leads is lost.")
+    ] = False,
+    as_name: Annotated[
+        str | None, typer.Option("--as", metavar="NAME", help="With --standby: this machine; by default its host name.")
+    ] = None,
     insecure: Insecure = False,
     monitoring: Monitoring = False,
 ) -> None:
     """Start controller and API beside the Ray head of this machine.
 
     It is the last of cluster.yaml's head_start_ray_commands. Run again, it restarts them with the present file.
+    With --standby it also starts Ray's head, once this machine leads.
     """
-    from raytide.control.bootstrap import cloud_head
+    from raytide.control.bootstrap.head import cloud_head
 
+    if standby:
+        _join_heads(config, as_name, block=block, insecure=insecure, monitoring=monitoring)
+        return
+    if as_name is not None:
+        raise UsageError("--as names one of several heads.", hint="Add --standby, or leave --as out.")
     started = cloud_head.start(config, insecure=insecure, monitoring=monitoring and _has_monitoring())
     _warn_of_rights(started.config_path)
     print(f"cluster {started.name} is up: API {started.api_url}, Ray {started.dashboard_url}")
     if block:
         cloud_head.run_foreground(started)
+
+
+def _join_heads(config: Path, name: str | None, *, block: bool, insecure: bool, monitoring: bool) -> None:
+    import socket
+
+    from raytide.control.bootstrap.head.guard import run_guard, start_guard
+
+    name = name or socket.gethostname()
+    monitoring = monitoring and _has_monitoring()
+    if block:
+        run_guard(config, name, insecure=insecure, monitoring=monitoring)
+        return
+    joined = start_guard(config, name, insecure=insecure, monitoring=monitoring)
+    _warn_of_rights(joined.config_path)
+    print(f"{name} is a head of cluster {joined.name}: it leads, or waits until the head that leads is lost")
+    print(f"`raytide status --cluster {joined.name}` tells which; its log is {joined.log('guard')}")
 
 
 def watch_notices(cloud: Annotated[str, typer.Argument(help="aws, gcp or azure.")]) -> None:
@@ -176,15 +204,27 @@ def watch_notices(cloud: Annotated[str, typer.Argument(help="aws, gcp or azure."
     print(f"notices of {cloud} are watched by process {start(cloud).pid}")
 
 
+def export_metrics() -> None:
+    """Start this node's exporter of GPU and energy metrics; raytide runs this itself on every GPU node that it buys."""
+    from raytide.control.bootstrap.node_agent import export_metrics as start
+
+    print(f"the metrics of this node are exported by process {start().pid}")
+
+
 def down(name: Name = "local", json: Json = False) -> None:
     """End a cluster and check that no process of it is left.
 
     On a cloud's head it ends every node that raytide bought; `ray down` then ends the head.
     """
-    from raytide.control.bootstrap import cloud_head, local
+    from raytide.control.bootstrap import local
     from raytide.control.bootstrap.cluster_record import HeadCluster, load, run_dir_of
+    from raytide.control.bootstrap.head import cloud_head
+    from raytide.control.bootstrap.head.ending import end_guard
 
     cluster = load(run_dir_of(name))
+    if cluster is None and end_guard(run_dir_of(name)):
+        _show_standby_ended(name, json=json)
+        return
     closed = cloud_head.down(cluster) if isinstance(cluster, HeadCluster) else local.down(name)
     wrong = [] if closed is None else [asdict(difference) for difference in closed.differences]
     if json:
@@ -196,6 +236,13 @@ def down(name: Name = "local", json: Json = False) -> None:
         for d in closed.differences:
             amounts = f"booked {d.booked_micro_usd} micro-dollars, billed {d.bill_micro_usd}"
             print(f"warning: the books do not balance: {d.node_id}: {amounts}: {d.what}")
+
+
+def _show_standby_ended(name: str, *, json: bool) -> None:
+    if json:
+        as_json({"name": name, "state": "standby ended", "differences": []})
+    else:
+        print(f"this machine waits no more to be the head of cluster {name}; the cluster goes on")
 
 
 def status(
@@ -222,6 +269,9 @@ def status(
     age = "never ticked" if now.controller_age_s is None else f"decided {ago(now.controller_age_s)} ago"
     counts = ", ".join(f"{count} {state}" for state, count in now.jobs.items()) or "none"
     print(f"cluster {now.name}: controller {age}; jobs: {counts}; endpoints: {now.endpoints}")
+    if now.head:
+        waiting = f"{', '.join(now.standbys)} waits to take over" if now.standbys else "no machine waits to take over"
+        print(f"head: {now.head}; {waiting}")
     print(f"{format_usd(now.price_micro_usd_h)} an hour now, {format_usd(now.cost_micro_usd)} so far")
     rows = [
         (node.id, node.type, node.market, node.zone, node.state, format_usd(node.price_micro_usd_h) + "/h", node.reason)

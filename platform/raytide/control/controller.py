@@ -64,7 +64,7 @@ from raytide.ledger.occupancy import holders, occupancies
 from raytide.queue.admission.priority import LAST_SHARE
 from raytide.queue.admission.scheduler import queued_jobs
 from raytide.queue.admission.start_forecast import forecast_starts
-from raytide.registry.rollout.lifecycle import advance_all, losing_endpoints
+from raytide.registry.rollout.lifecycle import advance_all, judged_by, losing_endpoints
 from raytide.registry.rollout.routes import EndpointRoute, routes
 from raytide.registry.rollout.shares import with_shares
 
@@ -89,7 +89,7 @@ class Controller:
         self._store, self._config, self._sources, self._clock = store, config, sources, clock
         self._live_path = live_path
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
-        self._serve_sync = ServeSync(sources.serve)
+        self._serve_sync = ServeSync(sources.serve, store.check_lead)
         self._idle, self._departures, self._silence = IdleClock(), RecentlyReleased(), DriverSilence()
         self._learned = LearnedState(live_path.with_name("learned.json"))
         known = self._learned.known
@@ -174,8 +174,7 @@ class Controller:
         self._store.commit(changes(stored, records, booking, plan, now_s))
         self._sources.meters.energy.settle(energy_of(booking.entries), booking.closed)
         log_plan(plan)
-        self._store.check_lead()
-        result = apply(records, plan, observed, self._sources, self._node_types, now_s)
+        result = apply(records, plan, observed, self._sources, self._node_types, now_s, self._store.check_lead)
         routed = self._quarantine.attempt(
             "rollouts", lambda: routes(stored.serving, records.rollouts.values()), dict[str, EndpointRoute]()
         )
@@ -191,8 +190,11 @@ class Controller:
     def _advance_rollouts(self, records: ClusterRecords, observed: ClusterObservation, now_s: float) -> None:
         before = records.rollouts.values()
         counts = self._store.rollouts.counts(each.number for each in before if each.state.is_live)
-        liked = {r.number: self._store.feedback.groups(r.name, r.created_at_s) for r in before if r.kind == "ab"}
-        records.rollouts = advance_all(before, records.endpoints, observed.loads, counts, now_s, liked)
+        feedback = self._store.feedback
+        live = [(r, *judged_by(r)) for r in before if r.state.is_live]
+        liked = {r.number: feedback.groups(r.name, r.created_at_s, metric) for r, metric, _ in live if r.kind == "ab"}
+        bad = {r.number: feedback.bad_values(r.name, limits, r.created_at_s) for r, _, limits in live if limits}
+        records.rollouts = advance_all(before, records.endpoints, observed.loads, counts, now_s, liked, bad)
         records.endpoints |= losing_endpoints(records.rollouts.values(), records.endpoints, now_s)
 
     def _decide(
@@ -378,7 +380,7 @@ def main(run_dir: str) -> None:
     with hold_lock(folder / "controller.lock"):
         config, clock, live_path = load_cluster(cluster.config_path), SystemClock(), folder / "live.json"
         clock.go_on_from(last_pass_s(live_path))
-        store = Store.open(cluster.state_url)
+        store = Store.open(cluster.state_url, head_epoch=cluster.head_epoch)
         wait_for_lead(store, cluster.holder, clock, live_path)
         controller = Controller(store, config, sources(cluster), clock, live_path)
         signal.signal(signal.SIGTERM, lambda *_: controller.stop())

@@ -225,6 +225,10 @@ class ClusterStatus:
     serve: str
     """The base URL of all endpoints."""
     errors: tuple[str, ...] = ()
+    head: str = ""
+    """The machine that leads; empty in a cluster with one head."""
+    standbys: tuple[str, ...] = ()
+    """The machines that wait to take over."""
     prometheus: str = ""
     """The URL of the cluster's Prometheus; empty without `--monitoring`."""
     alertmanager: str = ""

@@ -189,7 +189,7 @@ class Client:
         slo_target: float | None = None,
         canary: bool | Mapping[str, Any] | CanarySpec = False,
         shadow: float | None = None,
-        ab: float | None = None,
+        ab: float | Mapping[str, Any] | None = None,
         why: str = "",
         **options: Unpack[ServeOptions],
     ) -> EndpointHandle:
@@ -199,7 +199,8 @@ class Client:
         this share of first tokens arrives within `slo_ttft_s`. A ServeSpec has all other options.
 
         With `canary`, `shadow` or `ab` (percents) the model becomes a challenger beside what the endpoint serves:
-        `EndpointHandle.rollout` shows how it does.
+        `EndpointHandle.rollout` shows how it does. `ab={"metric": "accepted", "test": {"effect": 0.05}}` compares the
+        means of a metric of yours in place of thumbs.
         """
         rollout = rollout_of(canary, shadow, ab)
         if isinstance(model, ServeSpec):

@@ -124,6 +124,7 @@ def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
     low, high = min(finite), max(finite)
     count = min(width, len(finite))
     picked = [finite[at * (len(finite) - 1) // max(1, count - 1)] for at in range(count)]
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    line = "".join(_BLOCKS[int((value - low) * scale)] for value in picked)
+    span = high / 2 - low / 2  # halves, since the difference of two floats may not be one
+    shares = [(value / 2 - low / 2) / span if span > 0 else 0.0 for value in picked]
+    line = "".join(_BLOCKS[int(share * (len(_BLOCKS) - 1))] for share in shares)
     return f"{line}  {finite[-1]:.4g}  ({low:.4g} to {high:.4g})"

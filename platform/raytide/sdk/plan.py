@@ -16,6 +16,7 @@ from raytide.core.money import MICRO
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.node import NodeType
 from raytide.core.specs.train import MemorySpec, Precision, TrainSpec
+from raytide.sizing.calibration import Corrections
 from raytide.sizing.catalogue import MODELS
 from raytide.sizing.devices import device_of
 from raytide.sizing.model_shape import ModelShape
@@ -130,16 +131,19 @@ def plan(
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
+    corrections: Corrections | None = None,
 ) -> PlanReport:
     """Returns ranked plans of a training over the node types of a cluster.yaml. No cluster is needed, and no torch.
 
     `source` is a TrainSpec or its YAML file, a model directory or its `config.json`, or the name of a known model, such
     as `llama-3-8b`. Of a model alone, `tokens` are trained: by default as many as its size makes optimal.
+    `corrections` are what a cluster's runs measured, `ApiClient.corrections()`.
     """
     config = load_cluster(cluster_file)
     workload, memory = _workload(source, tokens, seq_len, global_batch, precision)
     watts = config.settings.energy.watts_per_core
-    options = SearchOptions(objective=by, base=memory, hours=hours, watts_per_core=watts)
+    learned = corrections or Corrections()
+    options = SearchOptions(objective=by, base=memory, hours=hours, watts_per_core=watts, corrections=learned)
     return PlanReport(workload, search_plans(workload, config.node_types, options), config.node_types)
 
 

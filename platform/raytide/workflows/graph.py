@@ -52,15 +52,6 @@ def order_of(flow: FlowSpec) -> tuple[str, ...]:
     return tuple(order)
 
 
-def descendants(flow: FlowSpec, name: str) -> frozenset[str]:
-    """Returns the stages that need this one, directly or through others."""
-    found: set[str] = set()
-    for each in order_of(flow):
-        if {name, *found}.intersection(needs_of(flow.stages[each])):
-            found.add(each)
-    return frozenset(found)
-
-
 def _check_references(flow: FlowSpec, name: str, stage: StageSpec) -> None:
     where = f"{flow.name}: stage {name}"
     try:

@@ -18,7 +18,7 @@ from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, S
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
 from raytide.actors.engine.kv_cache.handle import KvHandle
-from raytide.actors.engine.model.tensor_parallel.decoder import ShardedDecoder
+from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
 from raytide.core.errors import ConfigError, EngineDeadError
 
 PROMPTS = ["import os", "def main(", "class Tide:\n    def", "for x in range("] * 2
@@ -33,7 +33,7 @@ def members() -> list[psutil.Process]:
 
 def is_member(process: psutil.Process) -> bool:
     try:
-        return any("tensor_parallel.member" in word for word in process.cmdline())
+        return any("parallel.member" in word for word in process.cmdline())
     except psutil.NoSuchProcess:  # it ended; what another test started may be a zombie for long
         return False
 
@@ -93,7 +93,7 @@ def test_two_members_give_the_tokens_of_one(model_dir: Path, tmp_path: Path, mon
             with pytest.raises(KeyboardInterrupt):
                 answers(group)
         assert answers(group) == other, "Ctrl-C in the middle of a step ends the call alone"
-        with pytest.raises(ConfigError, match="adapter a cannot be loaded with tensor_parallel"):
+        with pytest.raises(ConfigError, match="adapter a cannot be loaded by several processes"):
             group.load_lora("a", tmp_path)
     finally:
         group.close()

@@ -15,7 +15,7 @@ import pytest_asyncio
 from tests.actors.engine.tiny import save_llama
 
 from raytide.actors.engine import LLM, SamplingParams
-from raytide.actors.engine.model.tensor_parallel.launcher import Invitation, LocalMembers
+from raytide.actors.engine.model.parallel.launcher import Invitation, LocalMembers
 from raytide.actors.engine.types import GenRequest
 from raytide.actors.serving.engine_child import EngineChild, _answer
 from raytide.core.errors import EngineDeadError, EngineError
@@ -56,7 +56,7 @@ async def replica(tmp_path: Path) -> AsyncIterator[EngineChild]:
     finally:
         await child.stop(0.0)
         node.members.stop()
-        assert processes("tensor_parallel.member") + processes("engine_process") == []
+        assert processes("parallel.member") + processes("engine_process") == []
 
 
 async def test_a_killed_member_ends_its_replica(replica: EngineChild, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_a_killed_member_ends_its_replica(replica: EngineChild, tmp_path: 
     request = GenRequest(request_id="1", prompt=[5, 6, 7], sampling=greedy)
     tokens = [token async for chunk in replica.engine.generate(request) for token in chunk.token_ids]
     assert tokens == LLM(tmp_path / "here").generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids
-    (member,), (engine,) = processes("tensor_parallel.member"), processes("engine_process")
+    (member,), (engine,) = processes("parallel.member"), processes("engine_process")
 
     async def read_and_kill() -> None:
         async for chunk in replica.engine.generate(GenRequest(request_id="2", prompt=[5, 6, 7], sampling=ENDLESS)):
@@ -78,7 +78,7 @@ async def test_a_killed_member_ends_its_replica(replica: EngineChild, tmp_path: 
 
 
 async def test_a_member_ends_when_its_leader_is_killed(replica: EngineChild) -> None:
-    (member,), (engine,) = processes("tensor_parallel.member"), processes("engine_process")
+    (member,), (engine,) = processes("parallel.member"), processes("engine_process")
     engine.kill()
     await asyncio.to_thread(member.wait, 30)
 

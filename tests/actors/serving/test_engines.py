@@ -58,6 +58,12 @@ def test_members_of_the_native_engine_have_equally_many_processes_that_divide_th
     for size in (3, 0, "2"):
         with pytest.raises(ConfigError, match=r"tensor_parallel .* and 2 members"):
             choose_engine(spec(members=2, engine={"tensor_parallel": size}))
+    piped = spec(members=4, engine={"pipeline_parallel": 2})
+    assert "with 4 processes on 4 members" in choose_engine(piped).why
+    assert build_engine(piped.model_copy(update={"model": str(tmp_path)}))._config.tensor_parallel == 2  # type: ignore[attr-defined]
+    for stages in (3, 0, "2"):
+        with pytest.raises(ConfigError, match=r"pipeline_parallel .* and 4 members"):
+            choose_engine(spec(members=4, engine={"pipeline_parallel": stages}))
     config = {
         "model_type": "llama",
         "vocab_size": 64,
@@ -70,6 +76,8 @@ def test_members_of_the_native_engine_have_equally_many_processes_that_divide_th
     check_members(spec(model=str(tmp_path), members=2))
     with pytest.raises(ConfigError, match="tensor_parallel 3 does not divide the model's 4 heads"):
         check_members(spec(model=str(tmp_path), members=3))
+    with pytest.raises(ConfigError, match="pipeline_parallel 2 is more than the model's 1 layers"):
+        check_members(spec(model=str(tmp_path), members=2, engine={"pipeline_parallel": 2}))
     with pytest.raises(ConfigError, match="has adapters"):
         choose_engine(spec(members=2, adapters={"a": "/a"}))
 
@@ -88,3 +96,14 @@ def test_an_engine_opens_nothing_outside_of_the_data_roots(
         build_engine(spec(model=fields["model"].format(tmp_path), engine=engine))
     with pytest.raises(DeniedError, match="data roots"):
         build_engine(spec(model=f"{tmp_path}/data", engine={**engine, "model_dir": fields["model"].format(tmp_path)}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "own", "utilization"),
+    [(0.5, {}, 0.46), (1, {}, None), (0.25, {"gpu_memory_utilization": 0.2}, 0.2)],
+)
+def test_vllm_takes_its_share_of_a_gpu_so_that_another_one_starts_beside_it(
+    gpus: float, own: dict[str, object], utilization: float | None
+) -> None:
+    engine = build_engine(spec(gpus=gpus, engine={"vllm": own} if own else {}))
+    assert engine._config.vllm.get("gpu_memory_utilization") == utilization  # type: ignore[attr-defined]

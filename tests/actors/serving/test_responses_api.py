@@ -95,6 +95,12 @@ def test_the_history_of_calls_is_sent_back(client: OpenAI) -> None:
         ({"extra_body": {"colour": "blue"}}, "colour"),
         ({"input": [{"type": "input_image"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input[0].content[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}, {"type": "y"}]}]},
+            "input[0].content[1]",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"temperature": 3}, "temperature"),

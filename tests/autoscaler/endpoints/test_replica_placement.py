@@ -24,7 +24,7 @@ from raytide.autoscaler.endpoints.replica_value import (
     late_with_losses,
     spared_by_draining,
 )
-from raytide.autoscaler.endpoints.traffic import MEMORY_S, RequestRate
+from raytide.autoscaler.endpoints.traffic import MEMORY_S, RateForecast, RequestRate
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.endpoint_load import ReplicaValue
 from raytide.simulate.serving.zone_backoff import LONGEST_BACKOFF_S, ZoneBackoff
@@ -88,6 +88,26 @@ def test_the_usual_rate_is_a_mean_and_forgets_by_e_in_a_quarter_of_an_hour() -> 
     for _ in range(int(MEMORY_S / 20)):
         usual.observe(0, 20.0)
     assert usual.rps == pytest.approx(2.0 / np.e)
+
+
+def test_a_smooth_trend_is_followed_and_bursts_that_end_before_a_start_are_averaged() -> None:
+    smooth, bursty, mean = RateForecast(), RateForecast(), RequestRate()
+    for tick in range(6 * 180):
+        requests = round(100 + 80 * np.sin(2 * np.pi * tick / 180))  # a period of an hour
+        smooth.observe(requests, 20.0, 200.0)
+        mean.observe(requests, 20.0)
+        bursty.observe(2000 if tick % 90 < 5 else 0, 20.0, 200.0)
+    chosen = {name: forecast.best.memory_s for name, forecast in (("smooth", smooth), ("bursty", bursty))}
+    assert chosen["smooth"] < MEMORY_S < chosen["bursty"]
+    assert smooth.rps != pytest.approx(mean.rps, rel=0.05)
+
+
+def test_without_a_better_memory_the_usual_one_stays() -> None:
+    forecast = RateForecast()
+    for _ in range(100):
+        forecast.observe(40, 20.0, 200.0)
+    assert forecast.best.memory_s == MEMORY_S
+    assert forecast.rps == pytest.approx(2.0)
 
 
 def test_paper_fleets_are_late_for_what_a_burst_makes_late() -> None:
@@ -197,6 +217,18 @@ def test_a_zone_that_rested_is_tried_with_one_node_and_with_more_once_that_was_g
     assert stock.max_launches("a", 30.0) == 1
     stock.on_launched("a")
     assert stock.max_launches("a", 31.0) is None
+
+
+def test_the_first_day_moves_the_price_more_than_a_later_one() -> None:
+    price, moved = SloShadowPrice(0.97), []
+    for _ in range(4):
+        for hour in range(24):
+            before = price.moved
+            price.observe(3600, 120, 1.0, 3600.0)  # a ninth too many are late
+            if hour == 12:
+                moved.append(price.moved - before)
+    assert moved[0] > 1.5 * moved[-1] > 0.0
+    assert all(np.diff(moved) < 0)
 
 
 def test_a_missed_request_is_worth_more_while_too_many_are_missed_and_not_without_end() -> None:
@@ -412,6 +444,7 @@ def test_what_took_days_to_learn_is_known_to_the_next_controller_and_of_another_
     assert new.simulator.request_s == old.simulator.request_s
     assert new.price.usd(1.0, 3.0) == old.price.usd(1.0, 3.0)
     assert new.price.attained == old.price.attained == 0.5
+    assert new.price.days == old.price.days > 0.0
     other, blank = (
         ReplicaValueModel.from_goal(goal("a", slo_target=0.5)),
         ReplicaValueModel.from_goal(goal("a", slo_target=0.5)),

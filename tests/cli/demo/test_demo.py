@@ -10,8 +10,10 @@ import pytest
 from rich.console import Console
 
 from raytide.cli import demo
+from raytide.cli.demo import specs
 from raytide.cli.demo.view import View
 from raytide.core.errors import ClusterError, WaitTimeoutError
+from raytide.pipelines.inputs import find_inputs
 
 LIVE = "_live"
 
@@ -20,6 +22,17 @@ LIVE = "_live"
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
+
+
+def test_its_text_leaves_out_debian_s_link_into_the_system_s_settings(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = temporary / "lib"
+    library.mkdir()
+    (library / "os.py").write_text("import abc\n")
+    (library / "sitecustomize.py").symlink_to("/etc/passwd")
+    monkeypatch.setattr(specs.sysconfig, "get_path", lambda name: str(library))
+    assert [Path(file.url).name for file in find_inputs(specs.data(temporary))] == ["os.py"]
 
 
 def ends_with(monkeypatch: pytest.MonkeyPatch, end: BaseException | str) -> None:

@@ -40,7 +40,9 @@ class Api(ApiClient):
         champion = CountedRevision(rollout=3, revision=1, requests=300, errors=3, started=300, first_token_ms=60_000)
         challenger = CountedRevision(rollout=3, revision=2, compared=4, equal=3)
         sides = ((1, "chat:1", champion), (2, "", challenger))
-        return RolloutStatus(self.rollout, *(RevisionOutcome(n, v, c, intervals(c)) for n, v, c in sides))
+        values = {2: {"edits": (20, 5)}} if self.rollout.state is RolloutState.PROMOTED else {}
+        outcomes = (RevisionOutcome(n, v, c, intervals(c, values.get(n, {}))) for n, v, c in sides)
+        return RolloutStatus(self.rollout, *outcomes)
 
     def start_rollout(self, spec: ServeSpec, rollout: Mapping[str, Any], why: str = "") -> RolloutStatus:
         self.asked.append((spec.name, rollout, why))
@@ -58,7 +60,7 @@ class Api(ApiClient):
         return [EndpointRevision("web", 1, "blue", "ana", 5.0, "", ServeSpec(name="web", model="/m"))]
 
     def feedback(self, name: str) -> list[RevisionFeedback]:
-        return []
+        return [RevisionFeedback(1, 2, 1, {"edits": (20, 3.25)})]
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +92,11 @@ def test_a_rollout_begins_with_default_steps_or_those_of_a_file(api: Api, tmp_pa
         ("web", {"ab": {"percent": 50.0}}, ""),
     ]
     assert json.loads(run("serve", "registry:chat:2", "--ab", "50", "--json"))["rollout"]["name"] == "web"
+    test = tmp_path / "test.yaml"
+    test.write_text("metric: edits\ntest: {effect: 2, better: lower}\n")
+    run("serve", "registry:chat:2", "--name", "web", "--ab", str(test))
+    assert api.asked[-1] == ("web", {"ab": {"metric": "edits", "test": {"effect": 2, "better": "lower"}}}, "")
+    assert rollout_of(ab={"metric": "edits"}) == {"ab": {"metric": "edits"}}
 
 
 def test_a_rollout_is_shown_and_ended(api: Api) -> None:
@@ -102,6 +109,11 @@ def test_a_rollout_is_shown_and_ended(api: Api) -> None:
     assert api.asked == [("web", "stop", "it rhymes"), ("web", "promote", "")]
     history = run("endpoint", "history", "web")
     assert "ana\tcanary 1 -> 2\trunning\tnewer\t-\t25 % for another 10 s" in history
+    assert "2 up, 1 down, edits 3.25 of 20" in history
+    api.rollout = replace(ROLLOUT, state=RolloutState.PROMOTED)
+    printed = run("endpoint", "rollout", "web")
+    assert "BAD edits" in printed
+    assert "-\t25.00% (11.19% to 46.87%)" in printed
     api.rollout = None
     with pytest.raises(NotFoundError, match="had no rollout yet"):
         run("endpoint", "rollout", "web")

@@ -20,6 +20,7 @@ from raytide.control.api.services import input_check
 from raytide.control.api.services.input_check import check_file
 from raytide.core.errors import DataError
 from raytide.core.io.storage import check_url
+from raytide.sizing import replica_memory
 
 __all__ = ["client", "clock", "desk"]
 
@@ -167,7 +168,7 @@ def test_only_regular_files_are_opened(shared: Path, operator: bool) -> None:
         assert check_file(path, 100, for_everybody=not operator).content is None
     (shared / "large").write_bytes(b"x" * 101)
     (shared / "small").write_bytes(b"x" * 100)
-    assert check_file(str(shared / "large"), 100, for_everybody=not operator) == input_check.FileCheck()
+    assert check_file(str(shared / "large"), 100, for_everybody=not operator) == input_check.FileCheck(size=101)
     assert check_file(str(shared / "small"), 100, for_everybody=not operator).content == b"x" * 100
 
 
@@ -216,3 +217,23 @@ def test_a_gguf_file_or_a_packaged_model_needs_no_directory(shared: Path) -> Non
         inputs.check_model(str(shared), caller)
     with pytest.raises(DataError, match="is a GGUF file in a store"):
         inputs.check_model("s3://bucket/m.gguf", caller)
+
+
+def test_a_model_that_its_part_of_a_gpu_does_not_hold_is_refused(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_memory, "gpu_memory_gb", lambda _: 35.0)
+    (tmp_path / "config.json").write_text("{}")
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(3 * 10**9)  # a hole: it takes no room
+    body = {"name": "big", "model": str(tmp_path), "gpus": 0.1}
+    refused = client.post("/v1/endpoints", json=body, headers=ROOT)
+    says = "its weights (3 GB) and its KV cache (1 GB) need 4 GB; 0.1 GPU has at most 3.5 GB here"
+    assert says in error(refused)["message"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"metadata": {"total_size": 9000000000}}')
+    assert "(9 GB)" in error(client.post("/v1/endpoints", json=body, headers=ROOT))["message"]
+    index.unlink()
+    for fields in ({"gpus": 0.2}, {"engine": {"kv_memory_gb": 0.2}}):
+        answer = client.post("/v1/endpoints", json={**body, **fields}, headers=ROOT)
+        assert answer.status_code == 200, answer.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -32,7 +33,20 @@ TYPE = NodeType(
 
 
 @pytest.fixture(scope="module")
-def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def other_user() -> Iterator[bool]:
+    """Holds the port of a Ray of another user of this machine; False if somebody else holds it."""
+    with socket.socket() as held:
+        try:
+            held.bind(("127.0.0.1", 10001))
+            held.listen()
+        except OSError:
+            yield False
+        else:
+            yield True
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory, other_user: bool) -> Iterator[LocalCluster]:
     """Real Ray, stand-in controller and API: nobody but the test launches and ends nodes."""
     standins = str(Path(__file__).parents[1] / "standins")
     with pytest.MonkeyPatch.context() as patch:
@@ -64,6 +78,12 @@ def nodes_in_ray(of: LocalCluster) -> dict[str, dict[str, Any]]:
     """The living nodes, by raytide's node id."""
     ours = [node for node in ray_nodes(of) if node["state"] == "ALIVE" and NODE_ID_LABEL in node["labels"]]
     return {node["labels"][NODE_ID_LABEL]: node for node in ours}
+
+
+def test_a_cluster_comes_up_beside_the_ray_of_another_user(ray_cluster: LocalCluster, other_user: bool) -> None:
+    if not other_user:
+        pytest.skip("127.0.0.1:10001 is taken")
+    assert ray_cluster.is_alive("head")
 
 
 def until(condition: Callable[[], bool]) -> None:

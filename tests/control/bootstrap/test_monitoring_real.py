@@ -30,6 +30,7 @@ OWN = 'up{job="prometheus"}'
 ALERT = "ReplicaUnreachable"
 
 
+@pytest.mark.soak
 def test_measurements_outlive_down_and_up(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:

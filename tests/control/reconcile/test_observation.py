@@ -31,17 +31,25 @@ def test_the_pages_of_agents_exporters_and_replicas_are_found() -> None:
     )
     load = EndpointLoad(0.0, 0.0, 2, pages={"r1": "127.0.2.2:7", "r2": ""})  # one of an older release has no page
     agents = {"head": "127.0.2.1:1", "node-1": "127.0.2.2:1", "pod-3": "127.0.2.4:1"}
+    announced = {"node-3": "127.0.2.4:9400"}
+    meters = SimpleNamespace(
+        last_readings=dict,
+        measured=dict,
+        agents=lambda: agents,
+        exporter_of=lambda machine: machine.meter or announced.get(machine.node_id, ""),
+    )
     source: Any = SimpleNamespace(
         provider=SimpleNamespace(machines=lambda: machines, notices=tuple, prices=dict, problems=tuple),
         gcs=SimpleNamespace(nodes=tuple, demand=tuple),
         groups=SimpleNamespace(list=dict),
         serve=SimpleNamespace(loads=lambda names: {"chat": load}),
-        meters=SimpleNamespace(last_readings=dict, measured=dict, agents=lambda: agents),
+        meters=meters,
     )
     assert observe(source, endpoints=("chat",), with_drivers=False, with_gangs=False).targets == (
         Target("raytide-node", "127.0.2.1:1", labels={"node": "head"}),
         Target("raytide-node", "127.0.2.2:1", labels={"node": "node-1"}),
         Target("raytide-node", "127.0.2.4:1", labels={"node": "node-3"}),
         Target("raytide-gpu", "127.0.2.2:9400", labels={"node": "node-1"}),
+        Target("raytide-gpu", "127.0.2.4:9400", labels={"node": "node-3"}),
         Target("raytide-replica", "127.0.2.2:7", labels={"endpoint": "chat", "replica": "r1"}),
     )

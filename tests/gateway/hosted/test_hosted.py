@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -152,10 +153,12 @@ async def test_it_is_billed_at_its_own_price_under_its_own_name(
         body = chat("chat", stream=stream)
         answer = await gateway.http.post("/v1/chat/completions", json=body, headers=headers)
         assert answer.status_code == 200
+        ids = set(re.findall(r'"id": "(.*?)"', answer.text))
         refused = await gateway.http.post("/v1/chat/completions", json=chat("other"), headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "model_not_allowed")
     (row,) = [row for row in store.tenancy.usage.rows(UsageFilter())[0] if row.status == 200]
     assert (row.model, row.version, row.completion_tokens) == ("chat", "hosted:big", 5)
+    assert ids == {f"chatcmpl-{row.id}"}, "by which the answer can be judged"
     assert row.cost_micro_usd == row.prompt_tokens * 3 + 5 * 7
 
 

@@ -11,7 +11,7 @@ from tests.gateway.conftest import Gateway, running_gateway
 from tests.gateway.tenancy.conftest import Line, line, secret_of, store  # noqa: F401
 
 from raytide.actors.engine.backends.fake import FakeEngine
-from raytide.core.specs.rollout import RevisionFeedback, RolloutReport, served_revision, served_version
+from raytide.core.specs.rollout import MetricLimit, RevisionFeedback, RolloutReport, served_revision, served_version
 from raytide.core.state import Store
 from raytide.gateway.rollouts import feedback
 from raytide.gateway.rollouts.reporter import RolloutReporter
@@ -142,12 +142,13 @@ async def test_in_an_a_b_test_a_judgement_is_of_its_users_group_through_any_gate
         assert entry.rollout is not None
         gateway.listing["chat"] = replace(entry, rollout=entry.rollout.model_copy(update={"by_key": True}))
         gateway.models.update(gateway.listing)
-        expected: dict[int, dict[int, tuple[int, int]]] = {1: {}, 2: {}}
+        expected: dict[int, dict[int, tuple[int, float]]] = {1: {}, 2: {}}
         split, account = entry.rollout.split, store.tenancy.keys.page()[0].account
         for number in range(20):
             user = f"user-{number}"
             answer = await ask(gateway, "completions", secret, {"prompt": "hi", "user": user})
             await judge(gateway, secret, answer.json()["id"], "up" if number % 2 else "down")
+            await send(gateway, secret, answer.json()["id"], metric="edits", value=number % 2)
             unit = f"{account}/{user}"
             judged, liked = expected[split.revision_of(unit)].get(split.group_of(unit), (0, 0))
             expected[split.revision_of(unit)][split.group_of(unit)] = (judged + 1, liked + number % 2)
@@ -155,4 +156,55 @@ async def test_in_an_a_b_test_a_judgement_is_of_its_users_group_through_any_gate
         assert len({each.headers["x-raytide-revision"] for each in keyed}) == 1, "who names no user is one with its key"
         assert {each.json()["id"][-2:] for each in keyed} == {f"{split.group_of(account):02d}"}
     assert store.feedback.groups("chat", 0.0) == expected
+    assert store.feedback.groups("chat", 0.0, "edits") == expected
+    assert store.feedback.groups("chat", 0.0, "other") == {}
     assert store.feedback.groups("chat", 1e12) == {}
+
+
+async def send(gateway: Gateway, secret: str, request_id: str, **given: object) -> httpx.Response:
+    body = {"request_id": request_id, **given}
+    return await gateway.http.post("/v1/feedback", json=body, headers={"authorization": f"Bearer {secret}"})
+
+
+async def test_values_of_users_metrics_are_kept_by_answer_beside_thumbs(
+    store: Store,  # noqa: F811
+    line: Line,  # noqa: F811
+    secret_of: Callable[..., str],  # noqa: F811
+) -> None:
+    secret, stranger = secret_of(team="blue"), secret_of(team="green", name="other")
+    async with running_gateway(requires_keys=True, api=line.api()) as gateway:
+        await deploy(gateway)
+        ids = [(await ask(gateway, "completions", secret, {"prompt": f"hi {n}"})).json()["id"] for n in range(2)]
+        given = await send(gateway, secret, ids[0], metric="accepted", value=0.25)
+        assert (given.status_code, given.json()["metric"], given.json()["value"]) == (200, "accepted", 0.25)
+        assert given.json()["revision"] == 7
+        await send(gateway, secret, ids[0], metric="accepted", value=0.5)
+        await send(gateway, secret, ids[0], metric="seconds", value=30)
+        await send(gateway, secret, ids[1], metric="accepted", value=1)
+        await send(gateway, secret, ids[1], score="up")
+        for wrong in (
+            {},
+            {"metric": "accepted"},
+            {"value": 1},
+            {"metric": "accepted", "value": 1, "score": "up"},
+            {"metric": "Not a name", "value": 1},
+            {"metric": "accepted", "value": 1e300},
+            {"metric": "accepted", "value": "much"},
+        ):
+            refused = await send(gateway, secret, ids[0], **wrong)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error"), wrong
+        for number in range(14):
+            assert (await send(gateway, secret, ids[0], metric=f"m{number}", value=number)).status_code == 200
+        beyond = await send(gateway, secret, ids[0], metric="one_more", value=1)
+        assert (beyond.status_code, beyond.json()["error"]["param"]) == (400, "metric")
+        assert (await send(gateway, secret, ids[0], metric="m3", value=4)).status_code == 200, "it has that one"
+        assert (await send(gateway, stranger, ids[0], metric="accepted", value=0)).status_code == 404
+    (found,) = store.feedback.sums("chat")
+    assert (found.revision, found.up, found.down) == (7, 1, 0)
+    assert found.metrics["accepted"] == (2, 0.75)
+    assert found.metrics["seconds"] == (1, 30.0)
+    limits = {"accepted": MetricLimit(below=0.6), "seconds": MetricLimit(above=40)}
+    assert store.feedback.bad_values("chat", limits, 0.0) == {7: {"accepted": (2, 1), "seconds": (1, 0)}}
+    assert store.feedback.bad_values("chat", limits, 1e12) == {}
+    store.feedback.prune(1e12)
+    assert store.feedback.sums("chat") == ()

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.endpoint_load import EndpointLoad
 from raytide.core.specs.rollout import CountedRevision, Rollout, RolloutState, Serving, application_of, endpoint_of
-from raytide.registry.rollout.lifecycle import GRACE_S, RolloutView, advance, advance_all, intervals, losing_endpoints
+from raytide.registry.rollout.lifecycle import (
+    GRACE_S,
+    RolloutView,
+    advance,
+    advance_all,
+    intervals,
+    judged_by,
+    losing_endpoints,
+)
 from raytide.registry.rollout.routes import routes
 from raytide.registry.rollout.shares import with_shares
 from raytide.registry.rollout.spec import RolloutSpec
@@ -219,3 +227,36 @@ def test_an_a_b_test_says_which_revision_is_liked_better_and_leaves_the_end_to_a
     assert None not in found.progress["test"].values()
     again = stored(advance(found, view(liked={}), 104.0))
     assert again.progress["test"]["winner"] == "b", "a declared winner stays"
+
+
+def test_a_canary_goes_back_for_a_metric_that_its_rule_names_and_a_replaced_value_is_no_new_evidence() -> None:
+    canary = {**PLAN["canary"], "metrics": {"accepted": {"below": 0.5}}}
+    plan = RolloutSpec.model_validate({"canary": canary}).model_dump(mode="json")
+    found = advance(rollout(plan=plan), view(), 101.0)
+    same = view(counts=counts((100, 0), (2, 0)), bad_values={1: {"accepted": (100, 2)}, 2: {"accepted": (3, 2)}})
+    for second in range(20):
+        found = stored(advance(found, same, 102.0 + second))
+    assert found.state is RolloutState.RUNNING
+    worse = {1: {"accepted": (140, 3), "unnamed": (40, 40)}, 2: {"accepted": (40, 35)}}
+    found = advance(found, replace(same, bad_values=worse), 130.0)
+    assert found.state is RolloutState.ROLLED_BACK
+    assert found.reason == "87.5% bad values of metric accepted in 40, against 2.1% of the champion"
+    assert list(intervals(CountedRevision(rollout=3, revision=2), found.progress["metrics"]["challenger"])) == [
+        "metric accepted"
+    ]
+
+
+def test_an_a_b_test_compares_the_means_of_a_users_metric() -> None:
+    test = {"effect": 2.0, "better": "lower"}
+    with pytest.raises(ValueError, match="a metric needs test"):
+        RolloutSpec.model_validate({"ab": {"metric": "edits"}})
+    plan = RolloutSpec.model_validate({"ab": {"metric": "edits", "test": test}}).model_dump(mode="json")
+    found = advance(rollout(kind="ab", plan=plan), view(), 101.0)
+    assert judged_by(found) == ("edits", {})
+    edits = {
+        revision: {group: (10, 10 * mean + group % 3) for group in range(40)} for revision, mean in ((1, 9.0), (2, 4.0))
+    }
+    found = stored(advance(found, view(liked=edits), 102.0))
+    assert found.state is RolloutState.RUNNING
+    assert found.reason.startswith("the challenger's edits is better: -5 edits (-5.")
+    assert found.progress["test"]["winner"] == "b"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.sizing.published_models import gpt
 
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import MemorySpec
@@ -14,7 +15,6 @@ from raytide.sizing.devices import DEVICES, Accelerator, cpu_device, with_figure
 from raytide.sizing.memory.activations import Slice, last_bytes
 from raytide.sizing.memory.estimate import CONTEXT_BYTES, FRAGMENTATION, Hardware, estimate
 from raytide.sizing.memory.states import rank_states
-from raytide.sizing.model_shape import ModelShape
 from raytide.sizing.step.step_time import step_time
 from raytide.sizing.workload import Strategy, TrainWorkload
 
@@ -72,13 +72,6 @@ def test_llama_parameters() -> None:
     assert sizes["llama-3-8b"] == 8_030_261_248
     assert sizes["llama-3-70b"] == 70_553_706_496
     assert sizes["llama-3-405b"] == 405_853_388_800
-
-
-def gpt(layers: int, width: int, heads: int) -> ModelShape:
-    return ModelShape(
-        layers=layers, width=width, heads=heads, kv_heads=heads, head_dim=width // heads, ffn=4 * width, vocab=51_200,
-        gated=False, tied=True, layer_norms=True, positions=2048,
-    )  # fmt: skip
 
 
 MEGATRON = {

@@ -24,7 +24,7 @@ from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRe
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.model.tensor_parallel.launcher import Launcher
+    from raytide.actors.engine.model.parallel.launcher import Launcher
 
 T = TypeVar("T")
 

@@ -54,7 +54,7 @@ from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, O
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raytide.actors.engine.model.tensor_parallel.launcher import Launcher
+    from raytide.actors.engine.model.parallel.launcher import Launcher
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +119,7 @@ class EngineCore:
             max_running=config.max_running,
             max_waiting=config.max_waiting,
             quantization=self.runner.quantization,
+            streamed_layers=self.runner.streamed_layers,
             num_labels=arch.num_labels,
         )
 

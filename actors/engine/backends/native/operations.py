@@ -72,7 +72,12 @@ def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -
     """Computes with these weights from the next step on, also for running requests."""
     core.runner.use(model)
     core.weights = weights
-    core.info = replace(core.info, weights_version=weights.version, quantization=core.runner.quantization)
+    core.info = replace(
+        core.info,
+        weights_version=weights.version,
+        quantization=core.runner.quantization,
+        streamed_layers=core.runner.streamed_layers,
+    )
     core.salt_again()
     core.scheduler.invalidate()
 

@@ -20,7 +20,7 @@ from raytide.actors.engine.types import as_request_error
 from raytide.core.errors import EngineDeadError, EngineError, RaytideError
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.model.tensor_parallel.launcher import Launcher
+    from raytide.actors.engine.model.parallel.launcher import Launcher
 
 T = TypeVar("T")
 

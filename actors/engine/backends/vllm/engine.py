@@ -24,6 +24,7 @@ from raytide.actors.engine.backends.vllm.request import (
     tokens_prompt,
     translated,
 )
+from raytide.actors.engine.backends.vllm.weights import ServedWeights
 from raytide.actors.engine.base import BasicEngine, check_features, check_prompt, check_resume, refuse
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.tokenizer import Tokenizer
@@ -81,6 +82,7 @@ class VllmEngine(BasicEngine):
         self._launch = launch
         self._core: VllmCore | None = None
         self._live: dict[str, _Live] = {}
+        self._weights: ServedWeights | None = None
         self._loras: dict[str, Any] = {}
         self._loras_loaded = 0
         self._counters = EngineStats()
@@ -103,6 +105,9 @@ class VllmEngine(BasicEngine):
         except BaseException:
             await self.shutdown()
             raise
+        if "weights_swap" in core.features:
+            self._weights = await asyncio.to_thread(ServedWeights, core, model_dir)
+            self._counters.weights_version = self._weights.version
         self._counters.num_blocks = core.num_blocks
         self._accepting = True
         return EngineInfo(
@@ -112,6 +117,7 @@ class VllmEngine(BasicEngine):
             block_size=core.block_size,
             num_blocks=core.num_blocks,
             features=core.features,
+            weights_version=self._counters.weights_version,
             chat=self._tokenizer.chat_format,
             max_running=self._config.max_running,
             max_waiting=self._config.max_waiting,
@@ -182,6 +188,13 @@ class VllmEngine(BasicEngine):
     async def resume(self) -> None:
         await self._offering("pause").llm.resume_generation()
         self._counters.state = "serving"
+
+    async def load_weights(self, source: str, version: str | None = None) -> str:
+        self._offering("weights_swap")
+        assert self._weights is not None
+        is_paused = self._counters.state == "paused"
+        self._counters.weights_version = await self._weights.swap(source, version, stays_paused=is_paused)
+        return self._counters.weights_version
 
     async def load_lora(self, name: str, path: str) -> None:
         core = self._offering("lora")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from raytide.actors.engine.backends.vllm.config import VllmConfig, engine_arguments, environment
@@ -147,10 +148,18 @@ def _features(llm: Any, config: VllmConfig, modules: Mapping[str, Any]) -> froze
         found.add("lora")
     if "mode" in _parameters(llm, "pause_generation") and hasattr(llm, "resume_generation"):
         found.add("pause")
+        if "reset_running_requests" in _parameters(llm, "reset_prefix_cache") and _reads_weights(config):
+            found.add("weights_swap")
     if not config.vllm.get("skip_tokenizer_init"):  # both need a tokenizer in vLLM too
         found |= {"bad_words"} if "bad_words" in fields else set()
         found |= {"structured"} if "structured_outputs" in fields else set()
     return frozenset(found)
+
+
+def _reads_weights(config: VllmConfig) -> bool:
+    """Returns whether vLLM's workers can read plain safetensors once more, in place of what they have."""
+    is_plain = config.vllm.get("load_format", "auto") in ("auto", "safetensors") and not config.vllm.get("quantization")
+    return is_plain and any(Path(config.model_dir).glob("*.safetensors"))
 
 
 def _parameters(target: object, method: str) -> Mapping[str, object]:

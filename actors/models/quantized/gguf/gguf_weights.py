@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections import Counter
 
@@ -107,10 +108,12 @@ class GgufWeights:
         return tensor
 
     def _raw(self, tensor: GgufTensor) -> Tensor:
-        """Returns a tensor's bytes, copied: the file is read-only memory."""
-        return torch.frombuffer(
-            bytearray(self._file.data[tensor.start : tensor.start + tensor.bytes]), dtype=torch.uint8
-        )
+        """Returns a tensor's bytes, copied: the file is read-only memory, whose pages are given back."""
+        data = self._file.data
+        raw = torch.frombuffer(bytearray(data[tensor.start : tensor.start + tensor.bytes]), dtype=torch.uint8)
+        first = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
+        data.madvise(mmap.MADV_DONTNEED, first, tensor.start + tensor.bytes - first)
+        return raw
 
     def _rows(self, name: str, rows: int) -> Tensor | None:
         """Returns the file's rows in the order of Hugging Face. Llama's files have the two numbers that a rotation

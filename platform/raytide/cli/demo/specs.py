@@ -14,6 +14,8 @@ from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.train import OptimSpec, TrainSpec
 
+SYSTEM_LINK = "sitecustomize.py"
+"""The file of Debian's and Ubuntu's standard library that is a link into `/etc`, which no dataset may read."""
 ON_DEMAND = {MARKET_LABEL: str(CapacityType.ON_DEMAND)}
 SPOT = {MARKET_LABEL: str(CapacityType.SPOT)}
 GANG = 2
@@ -38,7 +40,7 @@ def data(out: Path) -> DataSpec:
         name="stdlib",
         inputs=(sysconfig.get_path("stdlib"),),
         include=(".py",),
-        exclude=("site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"),
+        exclude=(*("site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"), SYSTEM_LINK),
         tokenizer=TokenizerSpec(train=TrainTokenizer(vocab_size=2048, sample_documents=300)),
         out=str(out / "dataset"),
         gang=GangSpec(shapes=(Shape(resources={"CPU": 2}, labels=ON_DEMAND),)),

@@ -38,9 +38,13 @@ def plan(
     unique_tokens: Annotated[
         float | None, typer.Option(min=1, help="The tokens of the data; more of them are repetitions.")
     ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Correct a training's plan by what the runs of this cluster measured.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show what a training or an endpoint needs, and what a budget buys."""
+    from raytide.control.client.api_client import ApiClient
     from raytide.sdk import plan as planner
 
     if flops is not None or usd is not None:
@@ -66,6 +70,7 @@ def plan(
         tokens=tokens,
         seq_len=seq_len,
         global_batch=global_batch,
+        corrections=None if cluster is None else ApiClient.find(cluster).corrections(),
     )
     if json:
         as_json(report.json())

@@ -17,7 +17,7 @@ from raytide.core.objects.endpoint import ADAPTER_SEPARATOR
 from raytide.core.objects.endpoint_load import LOADING
 from raytide.core.specs.live_changes import AdapterChange
 from raytide.core.specs.model_version import SCHEME
-from raytide.core.specs.rollout import RolloutState
+from raytide.core.specs.rollout import RevisionFeedback, RolloutState
 from raytide.registry.rollout.canary import CRITERIA
 from raytide.sdk.serving.endpoint import EndpointHandle
 
@@ -37,7 +37,7 @@ def history(
     if json:
         as_json([to_json(revision) for revision in revisions])
         return
-    thumbs = {each.revision: f"{each.up} up, {each.down} down" for each in client.feedback(name)}
+    thumbs = {each.revision: _judgements(each) for each in client.feedback(name)}
     rows = [
         (
             each.number,
@@ -106,8 +106,11 @@ def rollout(
         as_json(to_json(status))
         return
     print(rollout_line(status))
-    rows = [_outcome(side, each) for side, each in (("champion", status.champion), ("challenger", status.challenger))]
-    as_table(("", "REVISION", "VERSION", "REQUESTS", "FAILED", "LATE", "DISLIKED", "FIRST TOKEN", "EQUAL"), rows)
+    sides = (("champion", status.champion), ("challenger", status.challenger))
+    metrics = sorted({name for _, each in sides for name in each.shares} - set(CRITERIA))
+    rows = [_outcome(side, each, metrics) for side, each in sides]
+    bad = [f"BAD {name.removeprefix('metric ')}" for name in metrics]
+    as_table(("", "REVISION", "VERSION", "REQUESTS", "FAILED", "LATE", "DISLIKED", *bad, "FIRST TOKEN", "EQUAL"), rows)
 
 
 def rollout_line(status: RolloutStatus) -> str:
@@ -180,12 +183,17 @@ def _row(status: RolloutStatus) -> tuple[object, ...]:
     )
 
 
-def _outcome(side: str, found: RevisionOutcome) -> tuple[object, ...]:
-    shares = [_share(found.shares.get(name)) for name in CRITERIA]
+def _outcome(side: str, found: RevisionOutcome, metrics: Sequence[str]) -> tuple[object, ...]:
+    shares = [_share(found.shares.get(name)) for name in (*CRITERIA, *metrics)]
     timed = found.counts.started
     first_s = f"{found.counts.first_token_ms / timed / 1000:.3f} s" if timed else "-"
     equal = f"{found.counts.equal} of {found.counts.compared}" if found.counts.compared else "-"
     return (side, found.revision, found.version or "-", found.counts.requests, *shares, first_s, equal)
+
+
+def _judgements(found: RevisionFeedback) -> str:
+    means = [f"{metric} {mean:.4g} of {number}" for metric, (number, mean) in found.metrics.items()]
+    return ", ".join([f"{found.up} up, {found.down} down", *means])
 
 
 def _share(found: tuple[float, float, float] | None) -> str:

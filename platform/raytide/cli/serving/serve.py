@@ -71,8 +71,12 @@ def serve(
         float | None, typer.Option(metavar="PERCENT", help="Send copies of this share of requests to the model.")
     ] = None,
     ab: Annotated[
-        float | None, typer.Option(metavar="PERCENT", help="Give the model this share of users until you decide.")
-    ] = None,
+        str,
+        typer.Option(
+            metavar="PERCENT|FILE",
+            help="Give the model this share of users until you decide; a YAML file may name a metric to compare.",
+        ),
+    ] = "",
     why: Annotated[str, typer.Option(help="The reason, for the history of a rollout.")] = "",
     weights: Annotated[
         str | None,
@@ -101,7 +105,7 @@ def serve(
         raise UsageError("--rollback takes no other options.", hint="Serve the model again with the options.")
     if model is not None and delete:
         raise UsageError("a model and --delete cannot be combined.", hint="Run two commands.")
-    rollout = rollout_of(_canary(canary), shadow, ab)
+    rollout = rollout_of(_canary(canary), shadow, _ab(ab))
     if rollout is not None and (model is None or rollback or explain):
         raise UsageError("a rollout needs a model.", hint="`raytide serve MODEL --name ENDPOINT --canary defaults`.")
     if why and rollout is None:
@@ -195,6 +199,14 @@ def _print_changes(handle: EndpointHandle, *, quiet: bool) -> None:
 def _canary(given: str) -> bool | dict[str, object]:
     """Returns the fields of a canary's file; True for the default steps, False for no canary."""
     return given == "defaults" or (dict(load_yaml(given)) if given else False)
+
+
+def _ab(given: str) -> float | dict[str, object] | None:
+    """Returns the percent of an A/B test, or the fields of its file; None for no test."""
+    try:
+        return float(given) if given else None
+    except ValueError:
+        return dict(load_yaml(given))
 
 
 def _explain(spec: ServeSpec, *, json: bool) -> None:

@@ -30,7 +30,7 @@ def main(run_dir: str) -> None:
     assert cluster is not None, run_dir
     log_to()
     with hold_lock(folder / "api.lock"):
-        store = Store.open(cluster.state_url)
+        store = Store.open(cluster.state_url, head_epoch=cluster.head_epoch)
         clock = SystemClock()
         clock.go_on_from(last_pass_s(folder / "live.json"))
         config = load_cluster(cluster.config_path)

@@ -195,6 +195,10 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
     def plans(caller: q.CallerInput, limit: q.Limit = 50, until_s: q.Until = None) -> Any:
         return service.plans(caller, min(limit, 1000), until_s)
 
+    @app.get("/v1/corrections")
+    def corrections(caller: q.CallerInput) -> Any:
+        return to_json(service.jobs.learned.current())
+
     @app.get("/v1/snapshot")
     async def snapshot(caller: q.CallerInput) -> Response:
         return Response(await _in(pools.slow, service.snapshot, caller), media_type="application/json")

@@ -182,15 +182,6 @@ class Repository:
         """Copies snapshots of another repository that this one does not have."""
         self._checked(["copy", *self._from(other), *snapshots], "did not take the copy", timeout_s=_TRANSFER_S)
 
-    def stored_bytes(self) -> int:
-        """Returns the size of everything that the repository's snapshots use, as it is stored."""
-        done = self._checked(["stats", "--json", "--mode", "raw-data"], "cannot be measured", timeout_s=_TRANSFER_S)
-        return int(json.loads(done.stdout)["total_size"])
-
-    def unlock(self) -> None:
-        """Removes the locks of processes that are dead."""
-        self._checked(["unlock"], "cannot be unlocked")
-
     def _from(self, other: Repository) -> list[str]:
         return ["--from-repo", other.url, "--from-password-file", str(other.password_file)]
 

@@ -18,6 +18,7 @@ from raytide.core.objects.cluster_config import load_cluster
 
 __all__ = [
     "AGENT_PORT_BASE",
+    "CLIENT_PORT_BASE",
     "GCS_PORT_BASE",
     "MARK",
     "RAY_ENVIRONMENT",
@@ -36,7 +37,7 @@ MARK = "RAYTIDE_CLUSTER"
 PROMETHEUS_PORT, ALERTMANAGER_PORT = 7490, 7493
 """They are not the programs' own ports, which those of the machine itself may have."""
 
-GCS_PORT_BASE, AGENT_PORT_BASE = 6379, 8266
+GCS_PORT_BASE, AGENT_PORT_BASE, CLIENT_PORT_BASE = 6379, 8266, 9600
 """Ports of cluster K are these + K, because the GCS listens on all addresses of the machine, and the head's agent,
 which starts the drivers of jobs, also on 127.0.0.1. An agent that cannot bind both never takes jobs."""
 
@@ -78,6 +79,12 @@ class RunningCluster(Config):
     """The process whose end ends the cluster, if any; see `raytide.control.bootstrap.owner_watch`."""
     monitoring: bool = False
     """Prometheus and Alertmanager run beside the cluster."""
+    head_name: str = ""
+    """The name of this machine among the heads of the cluster; the host name if empty."""
+    head_epoch: int = 0
+    """The epoch of this machine's lead over other heads; 0 in a cluster with one head."""
+    shared_dir: Path | None = None
+    """The folder that all heads see, if there are several."""
 
     @property
     def head_ip(self) -> str:
@@ -86,12 +93,12 @@ class RunningCluster(Config):
     @property
     def holder(self) -> str:
         """The controller's name, unique among the clusters that may use the store."""
-        return f"{self.cluster_id}@{socket.gethostname()}"
+        return f"{self.cluster_id}@{self.head_name or socket.gethostname()}"
 
     @property
     def tokens_file(self) -> Path:
         """{token: {user, team}}, or {token: {role: gateway}}"""
-        return self.run_dir / "tokens.json"
+        return (self.shared_dir or self.run_dir) / "tokens.json"
 
     @property
     def client_file(self) -> Path:
@@ -226,6 +233,8 @@ class HeadCluster(RunningCluster):
 
     @property
     def ray_token_file(self) -> Path | None:
+        if self.shared_dir is not None:
+            return self.shared_dir / "ray_token"
         mode = os.environ.get("RAY_AUTH_MODE")
         file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
         return file if (file.exists() if mode is None else mode.lower() == "token") else None

@@ -20,6 +20,7 @@ from raytide.autoscaler.providers.local.files import node_folders
 from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
 from raytide.control.bootstrap.cluster_record import (
     AGENT_PORT_BASE,
+    CLIENT_PORT_BASE,
     GCS_PORT_BASE,
     MARK,
     LocalCluster,
@@ -50,7 +51,7 @@ from raytide.dashboards.rules.overrides import adjusted_groups
 
 DEFAULT_CONFIG = Path(__file__).with_name("local.yaml")
 _HOSTS_END_S = 60.0
-DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT = 8265, 7400, 8000, 10001
+DASHBOARD_PORT, API_PORT, SERVE_PORT = 8265, 7400, 8000
 
 
 def up(
@@ -211,9 +212,11 @@ def _create(
 
 
 def _places(k: int) -> list[tuple[str, int]]:
-    """Returns the addresses on which the head listens."""
-    own = (DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT)
-    return [(ANY, GCS_PORT_BASE + k), (ANY, AGENT_PORT_BASE + k), *((f"127.0.{k}.1", port) for port in own)]
+    """Returns the addresses on which the head listens. Ray's client server takes 127.0.0.1 too, which other users of
+    this machine share."""
+    shared = (GCS_PORT_BASE, AGENT_PORT_BASE, CLIENT_PORT_BASE)
+    own = (DASHBOARD_PORT, API_PORT, SERVE_PORT)
+    return [*((ANY, base + k) for base in shared), *((f"127.0.{k}.1", port) for port in own)]
 
 
 def _end_everything(cluster: LocalCluster) -> None:

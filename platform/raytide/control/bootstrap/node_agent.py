@@ -1,9 +1,11 @@
-"""Starts raytide's own process on each cloud node: the watcher of the cloud's notices."""
+"""Starts raytide's own processes on each cloud node: the watcher of the cloud's notices, and the GPUs' exporter."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 from raytide.autoscaler.providers.notices.watch import CLOUDS, board_at
 from raytide.control.supervision.daemon import spawn
@@ -12,7 +14,10 @@ from raytide.core.errors import ClusterError, UsageError
 from raytide.core.io.process import Process
 from raytide.core.ray_internals import gcs_address_here
 
-_WHAT = "notices"
+
+class _Here(NamedTuple):
+    node_id: str
+    gcs_address: str
 
 
 def watch_notices(cloud: str) -> Process:
@@ -23,22 +28,42 @@ def watch_notices(cloud: str) -> Process:
     """
     if cloud not in CLOUDS:
         raise UsageError(f"cloud {cloud!r} is not supported.", hint=f"Supported clouds: {', '.join(CLOUDS)}.")
-    node_id, gcs_address = os.environ.get("RAY_CLOUD_INSTANCE_ID", ""), gcs_address_here()
-    if not node_id or not gcs_address:
+    here = _here()
+
+    def check() -> None:
+        try:
+            CLOUDS[cloud]().pending_notice(0.0)
+            board_at(here.gcs_address).notices()
+        except ClusterError as error:
+            sys.stderr.write(f"notices of {cloud} do not reach raytide yet: {error}\n")
+
+    return _start("notices", ["raytide.autoscaler.providers.notices.watch", cloud, *here], here, check)
+
+
+def export_metrics() -> Process:
+    """Starts this node's exporter, which outlives the caller, or returns the running one. On a machine without an
+    NVIDIA driver and energy counters it ends at once."""
+    here = _here()
+    return _start("exporter", ["raytide.autoscaler.nodes.exporter.server", *here], here, lambda: None)
+
+
+def _here() -> _Here:
+    here = _Here(os.environ.get("RAY_CLOUD_INSTANCE_ID", ""), gcs_address_here())
+    if not all(here):
         raise UsageError(
             "this machine is not a node of a raytide cluster.",
             hint="raytide runs this command itself, after `worker_start_ray_commands`, with RAY_CLOUD_INSTANCE_ID set.",
         )
-    folder = home().resolve() / "nodes" / node_id
-    running = Process.read(folder / "pids" / f"{_WHAT}.json")
+    return here
+
+
+def _start(what: str, module: list[str], here: _Here, check: Callable[[], None]) -> Process:
+    """Starts the module as a process of this node, unless it runs; `check` is called before."""
+    folder = home().resolve() / "nodes" / here.node_id
+    running = Process.read(folder / "pids" / f"{what}.json")
     if running is not None and running.alive:
         return running
-    try:
-        CLOUDS[cloud]().pending_notice(0.0)
-        board_at(gcs_address).notices()
-    except ClusterError as error:
-        sys.stderr.write(f"notices of {cloud} do not reach raytide yet: {error}\n")
+    check()
     for name in ("logs", "pids"):
         (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-    argv = [sys.executable, "-m", "raytide.autoscaler.providers.notices.watch", cloud, node_id, gcs_address]
-    return spawn(_WHAT, argv, run_dir=folder, environment=os.environ)
+    return spawn(what, [sys.executable, "-m", *module], run_dir=folder, environment=os.environ)

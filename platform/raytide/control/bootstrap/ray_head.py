@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import httpx
 
-from raytide.control.bootstrap.cluster_record import LocalCluster
+from raytide.control.bootstrap.cluster_record import CLIENT_PORT_BASE, LocalCluster
 from raytide.control.bootstrap.loopback import is_listening
 from raytide.control.supervision.daemon import spawn
 from raytide.core.errors import ClusterError
@@ -29,6 +29,7 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
         "dashboard-host": cluster.head_ip,
         "dashboard-port": dashboard_port,
         "dashboard-agent-listen-port": cluster.agent_address.rpartition(":")[2],
+        "ray-client-server-port": str(CLIENT_PORT_BASE + cluster.k),
         "temp-dir": str(cluster.ray_temp_dir),
         "num-cpus": "0",
         "num-gpus": "0",

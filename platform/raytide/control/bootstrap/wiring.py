@@ -10,6 +10,7 @@ from typing import Any
 from raytide.actors.gang.placement_groups import PlacementGroups
 from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.autoscaler.nodes.energy import EnergyMeter
+from raytide.autoscaler.nodes.exporter.directory import ExporterDirectory
 from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Bill, Provider
 from raytide.autoscaler.providers.cloud.provider import CloudProvider
@@ -39,6 +40,8 @@ __all__ = ["RAY_NAMESPACE", "bill", "local_provider", "provider", "sources"]
 
 RAY_NAMESPACE = "raytide"
 HOSTS = "hosts"
+GCS_GONE_S = 600
+"""The time that a node waits for another head. Ray's default is a minute, after which its raylet ends."""
 
 
 def sources(cluster: RunningCluster) -> Sources:
@@ -62,7 +65,10 @@ def sources(cluster: RunningCluster) -> Sources:
         serve=ServeControl(),
         api=ApiProbe(cluster.api_url),
         meters=MeterReader(
-            GcsReader(cluster.gcs_address), SystemClock(), energy=EnergyMeter(settings.energy.watts_per_core)
+            GcsReader(cluster.gcs_address),
+            SystemClock(),
+            energy=EnergyMeter(settings.energy.watts_per_core),
+            directory=ExporterDirectory(lambda: ray_internals.gcs_client(cluster.gcs_address), SystemClock()),
         ),
     )
 
@@ -135,6 +141,8 @@ def _bought(
 def _host_cluster(cluster: RunningCluster, settings: RaytideSection) -> HostCluster:
     named = passed(os.environ, (), all_passed(settings.pass_environment))
     rays = {name: value for name, value in RAY_ENVIRONMENT.items() if name != "RAY_AUTH_MODE"}
+    if settings.standby is not None:
+        rays |= {"RAY_gcs_rpc_server_reconnect_timeout_s": str(GCS_GONE_S)}
     return HostCluster(cluster.cluster_id, cluster.gcs_address, {**named, **rays}, cluster.ray_token_file)
 
 

@@ -50,6 +50,7 @@ from raytide.core.specs.model_version import (
 )
 from raytide.core.specs.rollout import RevisionFeedback
 from raytide.ledger.report import By
+from raytide.sizing.calibration import Corrections
 
 _TIMEOUT_S = 15.0
 _UPLOAD_TIMEOUT_S = 300.0
@@ -115,8 +116,7 @@ class ApiClient:
 
     def submit(self, spec: JobSpec, *, key: str | None = None) -> JobView:
         """Queues a job. The same `key` never queues a second job."""
-        query = {"key": key or secrets.token_hex(8)}
-        return from_json(JobView, self._post("/v1/jobs", _to_body(spec), query))
+        return from_json(JobView, self._post("/v1/jobs", _to_body(spec), {"key": key or secrets.token_hex(8)}))
 
     def upload(self, package: bytes) -> str:
         """Uploads a packed working directory for later jobs; returns its digest."""
@@ -252,14 +252,15 @@ class ApiClient:
         self, name: str, *, alias: str | None = None, until_s: float | None = None, limit: int = 100
     ) -> list[AliasChange]:
         """Returns changes of a model's aliases up to a time, newest first."""
-        given = {"alias": alias, "until_s": until_s, "limit": limit}
-        query = {name: value for name, value in given.items() if value is not None}
+        query = {k: v for k, v in {"alias": alias, "until_s": until_s, "limit": limit}.items() if v is not None}
         return from_json(list[AliasChange], self._get(f"/v1/models/{name}/history", query))
 
     def plans(self, *, limit: int = 50, until_s: float | None = None) -> list[dict[str, Any]]:
         """Returns the latest plans (made by `until_s`) with actions, newest last, in the format of Plan.to_json."""
-        query = {"limit": limit} if until_s is None else {"limit": limit, "until_s": until_s}
-        return list(self._get("/v1/plans", query))
+        return list(self._get("/v1/plans", {"limit": limit} | ({} if until_s is None else {"until_s": until_s})))
+
+    def corrections(self) -> Corrections:
+        return from_json(Corrections, self._get("/v1/corrections"))
 
     def snapshot(self) -> Snapshot:
         """Returns the input of the controller's next decision, without the jobs' configurations."""

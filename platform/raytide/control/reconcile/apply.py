@@ -50,11 +50,16 @@ def apply(
     sources: Sources,
     node_types: Mapping[str, NodeType],
     now_s: float,
+    check_lead: Callable[[], None] = lambda: None,
 ) -> ApplyResult:
-    """Executes all that is due. Failed calls are reported, and the next tick retries them; the others are executed."""
+    """Executes all that is due. Failed calls are reported, and the next tick retries them; the others are executed.
+
+    `check_lead` is called before each call, and ends all by raising: this process may have been paused for long.
+    """
     result = ApplyResult()
 
     def attempt(what: str, act: Callable[[], object]) -> None:
+        check_lead()
         try:
             act()
         except Exception as error:  # outside systems may raise anything

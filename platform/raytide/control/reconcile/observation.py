@@ -119,7 +119,7 @@ def observe(
         use=sources.meters.last_readings(),
         measured=sources.meters.measured(),
         names=known,
-        targets=tuple(_targets(machines or (), sources.meters.agents(), known, loads)),
+        targets=tuple(_targets(machines or (), sources.meters, known, loads)),
         problems=query("provider problems", sources.provider.problems) or (),
         errors=tuple(errors),
     )
@@ -143,16 +143,16 @@ def at_controller_time(observed: ClusterObservation, wall_ahead_s: float) -> Clu
 
 def _targets(
     machines: Iterable[Machine],
-    agents: Mapping[str, str],
+    meters: MeterReader,
     names: Mapping[str, str],
     loads: Mapping[str, EndpointLoad],
 ) -> Iterator[Target]:
     """Yields the pages of Ray's agents, of exporters, and of replicas."""
-    for ray_id, address in sorted(agents.items()):
+    for ray_id, address in sorted(meters.agents().items()):
         yield Target("raytide-node", address, labels={"node": names.get(ray_id, ray_id)})
     for machine in machines:
-        if machine.meter and machine.ended_at_s is None:
-            yield Target("raytide-gpu", machine.meter, labels={"node": machine.node_id})
+        if machine.ended_at_s is None and (exporter := meters.exporter_of(machine)):
+            yield Target("raytide-gpu", exporter, labels={"node": machine.node_id})
     for name, load in loads.items():
         for replica, address in load.pages.items():
             if address:

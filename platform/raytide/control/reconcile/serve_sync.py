@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -36,10 +36,11 @@ class ServeObservation:
 
 
 class ServeSync:
-    """Runs one pass at a time; the next starts when it has finished."""
+    """Runs one pass at a time; the next starts when it has finished. `check_lead` is called before each change, and
+    raises once another controller leads."""
 
-    def __init__(self, control: ServeControl) -> None:
-        self._control = control
+    def __init__(self, control: ServeControl, check_lead: Callable[[], None] = lambda: None) -> None:
+        self._control, self._check_lead = control, check_lead
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="serving")
         self._pass: Future[ServeObservation] | None = None
         self._published: dict[str, int] = {}
@@ -68,6 +69,7 @@ class ServeSync:
         failures: dict[str, str] = {}
         unseen: dict[str, str] = {}
         try:
+            self._check_lead()
             there = self._control.applications()
             if not there:  # avoids a log line of Serve on each pass
                 self._control.start()
@@ -78,6 +80,7 @@ class ServeSync:
         for endpoint in endpoints:
             seen = there.get(endpoint.name)
             try:
+                self._check_lead()
                 if endpoint.state is EndpointState.DELETING:
                     self._control.delete(endpoint.name, is_there=seen is not None)
                     self._published.pop(endpoint.name, None)

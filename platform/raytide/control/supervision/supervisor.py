@@ -46,6 +46,8 @@ BACKUP = {"backup": "raytide.control.backup"}
 
 _log = logging.getLogger(__name__)
 
+_MARKS = ("RAYTIDE_CLUSTER", "RAYTIDE_HEAD")
+"""The variables by which the processes of a cluster, and of one of its heads, are found."""
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.2, 10.0
 _HEALTHY_S = 30.0
 """A child that ran this long is restarted with the first delay."""
@@ -149,10 +151,10 @@ def _environment(child: Child, run_dir: Path) -> Mapping[str, str]:
     keys of hosted APIs; Prometheus and Alertmanager get none.
     """
     if child.what in MONITORING:
-        return passed(os.environ, ON_NODES, ("RAYTIDE_CLUSTER", *all_passed(())))
+        return passed(os.environ, ON_NODES, (*_MARKS, *all_passed(())))
     if not child.what.startswith("gateway"):
         return os.environ
-    named = ("RAYTIDE_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", *_keys_of_hosted_apis(run_dir))
+    named = (*_MARKS, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", *_keys_of_hosted_apis(run_dir))
     return passed(os.environ, (*ON_NODES, "RAY_*"), (*named, *all_passed(())))
 
 

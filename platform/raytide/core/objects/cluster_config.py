@@ -18,6 +18,7 @@ from raytide.core.errors import ConfigError
 from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.money import micro_usd
 from raytide.core.objects.hardware.host import HostsSection, with_hosts
+from raytide.core.objects.hardware.standby import StandbySection, check_standby
 from raytide.core.objects.node import CapacityType, Meter, NodeType, ScheduledMinimum
 from raytide.core.objects.snapshot import Unmanaged
 from raytide.core.objects.team import CLASSES, TeamSpec, check_tree
@@ -169,6 +170,8 @@ class RaytideSection(Config):
     energy: EnergySection = EnergySection()
     backup: BackupSection | None = None
     """None: nothing is backed up."""
+    standby: StandbySection | None = None
+    """None: the cluster has one head."""
     teams: dict[str, TeamSpec] = Field(default_factory=lambda: {"default": TeamSpec()})
     priorities: dict[str, int] = Field(default_factory=lambda: dict(CLASSES))
     """Priority classes: a higher number goes first, and may preempt a lower one."""
@@ -229,6 +232,9 @@ def load_cluster(path: Path | str) -> ClusterConfig:
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path} has no metadata.raytide.", hint="`raytide schema` prints what belongs there.")
     settings = RaytideSection.parse(raw, where=f"{path}: metadata.raytide")
+    if settings.standby is not None:
+        saved = None if settings.backup is None else settings.backup.paths
+        check_standby(settings.standby, settings.state_url, section["type"], saved, where=str(path))
     node_types = _join_node_types(file, settings, where=str(path))
     if settings.hosts is not None:
         node_types = with_hosts(node_types, settings.hosts, where=str(path))

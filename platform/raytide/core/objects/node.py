@@ -62,6 +62,8 @@ class NodeReading:
     """The power of all GPUs, as NVML measures it."""
     gpu_energy_j: float | None = None
     """NVML's counter of their energy, since the driver was loaded."""
+    cpu_energy_j: float | None = None
+    """The energy of the CPU packages by the kernel's RAPL counters, since the exporter started."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
@@ -117,14 +117,21 @@ class RolloutReport(Config):
 
 
 Score = Literal["up", "down"]
+MetricName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
+"""The name of a number that users send for answers."""
+MOST_METRICS = 16
+"""The metrics of one answer."""
+MetricValue = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
 
 
 class Feedback(Config):
-    """A user's judgement of an answer."""
+    """A user's judgement of an answer: a thumb, or the value of a metric of theirs."""
 
     request_id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,100}$")]
     """The id of the response."""
-    score: Score
+    score: Score | None = None
+    metric: MetricName | None = None
+    value: MetricValue | None = None
     comment: Annotated[str, StringConstraints(max_length=4096)] = ""
     team: bounds.Name = "default"
     """The team of the request; the gateway fills it in, and `key` and `model`."""
@@ -132,14 +139,40 @@ class Feedback(Config):
     model: bounds.Word = ""
     """The endpoint, where the address names one."""
 
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        check_one_judgement(self.score, self.metric, self.value)
+        return self
+
+
+def check_one_judgement(score: Score | None, metric: str | None, value: float | None) -> None:
+    """Raises ValueError unless it is a score or a metric with its value."""
+    if (score is None) == (metric is None) or (metric is None) != (value is None):
+        raise ValueError("give a score, or a metric and its value")
+
 
 @dataclass(frozen=True, slots=True)
 class RevisionFeedback:
-    """The thumbs that answers of a revision got."""
+    """The judgements that answers of a revision got."""
 
     revision: int
     up: int
     down: int
+    metrics: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """The number of values and their mean, by metric."""
+
+
+class MetricLimit(Config):
+    """The values of a metric that a good answer does not have."""
+
+    below: MetricValue | None = None
+    above: MetricValue | None = None
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if self.below is None and self.above is None:
+            raise ValueError("give below or above: the values on that side are bad")
+        return self
 
 
 _SERVED = re.compile(r"(?:^| )r([0-9]+)$")

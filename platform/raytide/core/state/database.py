@@ -12,7 +12,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,9 @@ from raytide.core.bounds import encodable
 from raytide.core.errors import ConfigError, ConflictError, StorageError
 
 BUSY_TIMEOUT_S = 30.0
+PAUSED_TRANSACTION_S = 10
+"""The time after which PostgreSQL ends the session of a process that stopped in the middle of a transaction: its locks
+would keep everybody else from writing."""
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 7_283_118_433
 """The key of the advisory lock that serializes migrations on PostgreSQL."""
@@ -47,6 +50,8 @@ class Database:
         self.engine = _engine(url)
         self._turn = threading.Lock()
         self._failed: tuple[str, float] | None = None
+        self.fence: Callable[[sa.Connection], None] | None = None
+        """Called in each write transaction, before anything is written; what it raises prevents the write."""
 
     @property
     def last_failure(self) -> WriteFailure | None:
@@ -70,6 +75,8 @@ class Database:
             with _clear_errors(self.engine), self._my_turn(), self.engine.connect() as plain:
                 connection = plain.execution_options(raytide_write=True)
                 with connection.begin():
+                    if self.fence is not None:
+                        self.fence(connection)
                     yield connection
         except StorageError as error:
             self._failed = (str(error), time.monotonic())
@@ -151,7 +158,14 @@ def _engine(url: str) -> sa.Engine:
         if parsed.get_backend_name() == "sqlite":
             return _sqlite(parsed)
         if parsed.get_backend_name() == "postgresql":
-            return sa.create_engine(parsed, pool_pre_ping=True, json_serializer=dumps, json_deserializer=loads)
+            options = {"options": f"-c idle_in_transaction_session_timeout={PAUSED_TRANSACTION_S}s"}
+            return sa.create_engine(
+                parsed,
+                connect_args={} if "options" in parsed.query else options,
+                pool_pre_ping=True,
+                json_serializer=dumps,
+                json_deserializer=loads,
+            )
     except sa.exc.ArgumentError:
         raise ConfigError(
             f"{url!r} is not a state URL.", hint="Use sqlite:////path/state.db or postgresql://host/db."

@@ -6,6 +6,7 @@ Each method is one transaction. Each column has one writer (see `tables`), so th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import sqlalchemy as sa
@@ -30,6 +31,7 @@ from raytide.core.state.records import Changes, Event, Records, StoredPlan, Stor
 from raytide.core.state.registry.datasets import DatasetRecords
 from raytide.core.state.registry.endpoints import request_delete, save_endpoint, served_endpoint
 from raytide.core.state.registry.feedback import FeedbackRecords
+from raytide.core.state.registry.heads import HeadLease, HeadView, check_head, view_heads
 from raytide.core.state.registry.models import ModelRecords
 from raytide.core.state.registry.orders import OrderRecords, end_orders, open_orders
 from raytide.core.state.registry.revisions import RevisionRecords
@@ -75,15 +77,17 @@ class Store:
         self._leader: Leader | None = None
 
     @classmethod
-    def open(cls, url: str) -> Self:
+    def open(cls, url: str, *, head_epoch: int = 0) -> Self:
         """Opens the store after migrating its schema, one process at a time. Raises ConflictError if a newer raytide
-        wrote it."""
+        wrote it. With the epoch of a head, nothing is written after another head took over."""
         database = Database(url)
         try:
             database.upgrade()
         except BaseException:
             database.engine.dispose()
             raise
+        if head_epoch:
+            database.fence = partial(check_head, epoch=head_epoch)
         return cls(database)
 
     def close(self) -> None:
@@ -183,7 +187,7 @@ class Store:
     def lead(self, holder: str) -> str:
         """Tries to become the leader. Returns an empty string on success, else the leader's name: try again later."""
         if self._leader is None:
-            self._leader = Leader(self._db, holder)
+            self._leader = Leader(self._db, holder, always_asks=self._db.fence is not None)
         return self._leader.take()
 
     def check_lead(self) -> None:
@@ -194,6 +198,14 @@ class Store:
     def resign(self) -> None:
         if self._leader is not None:
             self._leader.resign()
+
+    def head_lease(self, holder: str, lease_s: float) -> HeadLease:
+        return HeadLease(self._db, holder, lease_s)
+
+    def heads(self) -> HeadView | None:
+        """Returns the machine that leads and those that wait; None in a cluster with one head."""
+        with self._db.read() as c:
+            return view_heads(c)
 
     def load(self) -> Records:
         """Returns all records that are not final, and the next numbers."""

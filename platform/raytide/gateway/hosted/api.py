@@ -35,6 +35,8 @@ _LIMITS = {
     "responses": "max_output_tokens",
 }
 """The field that bounds an answer, by the path."""
+_IDS = {"chat/completions": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}
+"""The begin of an answer's id, by the path."""
 _REFUSED = frozenset({400, 404, 409, 413, 415, 422})
 
 
@@ -80,7 +82,8 @@ class HostedApis:
         try:
             found = await self._send(backend, path, body)
             options = asked.get("stream_options") or {}
-            reader = UsageReader(model, prompt_tokens // 4, shows_usage=bool(options.get("include_usage")))
+            id = f"{_IDS[path]}{grant.id}" if grant.id and path in _IDS else ""
+            reader = UsageReader(model, prompt_tokens // 4, shows_usage=bool(options.get("include_usage")), id=id)
             request.scope[HEADERS] = {**grant.headers(), "x-raytide-replica": HOSTED}
             if asked.get("stream"):
                 return _RelayedStream(found, reader, grant, version, track)

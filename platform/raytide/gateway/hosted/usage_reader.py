@@ -1,4 +1,4 @@
-"""Reads what a hosted API answers: the model's name is replaced, and the tokens are counted."""
+"""Reads what a hosted API answers: the model's name and the id are replaced, and the tokens are counted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _DATA = b"data:"
 class UsageReader:
     """One answer. `usage` has the tokens that the API reported; until then, one for each piece of text so far."""
 
-    def __init__(self, model: str, prompt_tokens: int, *, shows_usage: bool) -> None:
-        self._model, self._prompt_tokens, self._shows_usage = model, prompt_tokens, shows_usage
+    def __init__(self, model: str, prompt_tokens: int, *, shows_usage: bool, id: str = "") -> None:
+        """`id` takes the place of the answer's, so that it names the request in the usage."""
+        self._model, self._prompt_tokens, self._shows_usage, self._id = model, prompt_tokens, shows_usage, id
         self._reported: TokenUsage | None = None
         self._pieces = 0
         self._rest = b""
@@ -50,6 +51,8 @@ class UsageReader:
             if isinstance(each, dict):
                 if "model" in each:
                     each["model"] = self._model
+                if self._id and isinstance(each.get("id"), str):
+                    each["id"] = self._id
                 self._reported = _usage(each.get("usage")) or self._reported
         choices = answer.get("choices")
         self._pieces += len(choices) if isinstance(choices, list) else str(answer.get("type", "")).endswith(".delta")

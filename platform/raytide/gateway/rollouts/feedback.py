@@ -1,19 +1,19 @@
-"""`/v1/feedback`: thumbs for answers, by the id of the response."""
+"""`/v1/feedback`: thumbs for answers, or values of users' own metrics, by the id of the response."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from raytide.actors.serving.openai_api.admission import caller_of
 from raytide.actors.serving.openai_api.errors import invalid
-from raytide.core.errors import NotFoundError
-from raytide.core.specs.rollout import Feedback, Score
+from raytide.core.errors import NotFoundError, UsageError
+from raytide.core.specs.rollout import Feedback, MetricName, MetricValue, Score, check_one_judgement
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import GatewayCaller
 
@@ -28,14 +28,24 @@ class FeedbackRequest(BaseModel):
 
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
     """The id of the response."""
-    score: Score
+    score: Score | None = None
+    metric: MetricName | None = None
+    value: MetricValue | None = None
+    """The value of `metric` for this answer."""
     comment: Annotated[str, Field(max_length=4096)] = ""
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        check_one_judgement(self.score, self.metric, self.value)
+        return self
 
 
 class FeedbackObject(BaseModel):
     object: Literal["feedback"] = "feedback"
     request_id: str
-    score: Score
+    score: Score | None
+    metric: str | None
+    value: float | None
     revision: int
     """The revision of the endpoint that answered; 0 if it is not known."""
 
@@ -52,7 +62,9 @@ def add_feedback_routes(app: FastAPI, api: ControlApi, endpoint_of: Callable[[Re
         for pause_s in pauses:
             try:
                 revision = await api.save_feedback(given)
-                return FeedbackObject(request_id=body.request_id, score=body.score, revision=revision)
+                return FeedbackObject(**body.model_dump(exclude={"comment"}), revision=revision)
+            except UsageError as error:
+                raise invalid(str(error), param="metric") from None
             except NotFoundError:
                 if pause_s is not None:
                     await asyncio.sleep(pause_s)

@@ -9,6 +9,7 @@ from raytide.core.objects.gang import Shape
 from raytide.core.objects.job import JobKind, JobSpec
 from raytide.core.objects.node import NodeType
 from raytide.core.specs.train import TrainSpec
+from raytide.sizing.calibration import Corrections
 from raytide.sizing.model_shape import ModelShape
 from raytide.sizing.search.automatic import fill_in
 from raytide.sizing.search.fixes import check_training
@@ -17,8 +18,14 @@ ReadConfig = Callable[[TrainSpec], Mapping[str, object] | None]
 """It returns the `config.json` of the model that a spec trains; None if that cannot be read."""
 
 
-def plan_training(job: JobSpec, node_types: Sequence[NodeType], read_config: ReadConfig) -> JobSpec:
-    """Returns the job with the automatic fields of its training filled in; other jobs as they are.
+def plan_training(
+    job: JobSpec,
+    node_types: Sequence[NodeType],
+    read_config: ReadConfig,
+    learned: Callable[[], Corrections] = Corrections,
+) -> JobSpec:
+    """Returns the job with the automatic fields of its training filled in; other jobs as they are. `learned` corrects
+    the planner by what runs measured.
 
     Raises CapacityError for a training that cannot fit its GPUs, with the cheapest fix, and ConfigError for `auto` with
     a model that cannot be read here. Without `auto` such a training is not checked; its driver reports what is wrong.
@@ -28,7 +35,7 @@ def plan_training(job: JobSpec, node_types: Sequence[NodeType], read_config: Rea
     spec = TrainSpec.parse(job.config, where=job.name)
     if not spec.auto and not any(shape.resources.get("GPU") for shape in job.gang.shapes):
         return job
-    model = _model(spec, read_config)
+    model = model_of(spec, read_config)
     if model is None:
         if spec.auto:
             raise ConfigError(
@@ -40,10 +47,10 @@ def plan_training(job: JobSpec, node_types: Sequence[NodeType], read_config: Rea
         check_training(spec, model, _without_spares(job.gang.shapes, spec.spares), node_types)
         return job
     if "gang" in spec.auto:
-        filled = fill_in(spec, model, node_types)
+        filled = fill_in(spec, model, node_types, learned())
         return job.model_copy(update={"config": filled.model_dump(mode="json"), "gang": filled.asks})
     whole = job.gang.model_copy(update={"shapes": tuple(_without_spares(job.gang.shapes, spec.spares))})
-    filled = fill_in(spec.model_copy(update={"gang": whole}), model, node_types)
+    filled = fill_in(spec.model_copy(update={"gang": whole}), model, node_types, learned())
     config = filled.model_copy(update={"gang": spec.gang}).model_dump(mode="json")
     return job.model_copy(update={"config": config})
 
@@ -52,7 +59,7 @@ def _without_spares(shapes: Sequence[Shape], spares: int) -> list[Shape]:
     return [shape.model_copy(update={"members": max(1, shape.members - spares)}) for shape in shapes]
 
 
-def _model(spec: TrainSpec, read_config: ReadConfig) -> ModelShape | None:
+def model_of(spec: TrainSpec, read_config: ReadConfig) -> ModelShape | None:
     """Returns the sizes of the model that a spec trains; None if they are not known here."""
     from raytide.actors.models.architecture import model_shape
     from raytide.actors.models.families import architecture_of

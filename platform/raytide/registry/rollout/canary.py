@@ -10,10 +10,13 @@ from pydantic import Field, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
+from raytide.core.specs.rollout import MOST_METRICS, MetricLimit, MetricName
 from raytide.registry.rollout.share_test import BadShare, ShareTest
 
 Criterion = Literal["errors", "late", "disliked"]
 CRITERIA: tuple[Criterion, ...] = ("errors", "late", "disliked")
+_METRIC = "metric "
+"""The begin of the criterion of a metric, which may have the name of another criterion."""
 Action = Literal["hold", "advance", "complete", "roll_back"]
 _NAMES = {"errors": "failed requests", "late": "late first tokens", "disliked": "disliked answers"}
 
@@ -38,6 +41,8 @@ class CanarySpec(Config):
     100 % may add as much again."""
     tolerance: float = Field(default=0.005, ge=0, lt=1)
     """The excess over the champion's share of failed, late or disliked requests that is accepted even if it is real."""
+    metrics: dict[MetricName, MetricLimit] = Field(default_factory=dict, max_length=MOST_METRICS)
+    """Metrics that users send for answers, and which of their values are bad."""
 
     @model_validator(mode="after")
     def _rises(self) -> CanarySpec:
@@ -61,11 +66,18 @@ class RevisionCounts:
     judged: int = 0
     """Answers with a quality score: a thumb, or a judge's verdict."""
     disliked: int = 0
+    metrics: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """The number of values and of the bad ones, by metric."""
 
-    def share(self, criterion: Criterion) -> BadShare:
+    def share(self, criterion: str) -> BadShare:
+        """Returns the bad share by one of CRITERIA, or by a metric."""
         if criterion == "errors":
             return BadShare(self.requests, self.errors)
-        return BadShare(self.started, self.late) if criterion == "late" else BadShare(self.judged, self.disliked)
+        if criterion == "late":
+            return BadShare(self.started, self.late)
+        if criterion == "disliked":
+            return BadShare(self.judged, self.disliked)
+        return BadShare(*self.metrics.get(criterion.removeprefix(_METRIC), (0, 0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +87,8 @@ class CanaryState:
     """The begin of the step."""
     requests: int = 0
     """The challenger's requests in this step."""
-    tests: Mapping[Criterion, ShareTest] = field(default_factory=lambda: dict.fromkeys(CRITERIA, ShareTest()))
+    tests: Mapping[str, ShareTest] = field(default_factory=lambda: dict.fromkeys(CRITERIA, ShareTest()))
+    """The tests, one for each criterion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +101,8 @@ class CanaryDecision:
 
 def begin(spec: CanarySpec, now_s: float) -> tuple[CanaryState, CanaryDecision]:
     percent = spec.steps[0].percent
-    return CanaryState(0, now_s), CanaryDecision("advance", percent, f"begins with {percent:g} %")
+    tests = dict.fromkeys((*CRITERIA, *(_METRIC + name for name in spec.metrics)), ShareTest())
+    return CanaryState(0, now_s, tests=tests), CanaryDecision("advance", percent, f"begins with {percent:g} %")
 
 
 def decide(
@@ -106,8 +120,9 @@ def decide(
     }
     state = replace(state, tests=tests, requests=state.requests + challenger.requests)
     for criterion, test in tests.items():
-        if test.e_value >= len(CRITERIA) / spec.alpha and test.excess > spec.tolerance:
-            why = f"{test.b.mean:.1%} {_NAMES[criterion]} in {test.b.total}, against {test.a.mean:.1%} of the champion"
+        if test.e_value >= len(tests) / spec.alpha and test.excess > spec.tolerance:
+            bad = _NAMES.get(criterion) or f"bad values of {criterion}"
+            why = f"{test.b.mean:.1%} {bad} in {test.b.total}, against {test.a.mean:.1%} of the champion"
             return state, CanaryDecision("roll_back", 0.0, why)
     left_s, left = state.since_s + step.for_s - now_s, step.requests - state.requests
     if left_s > 0 or left > 0:

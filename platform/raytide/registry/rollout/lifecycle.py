@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -13,9 +13,10 @@ from pydantic import TypeAdapter
 from raytide.core.bounds import printable
 from raytide.core.objects.endpoint import Endpoint, EndpointState
 from raytide.core.objects.endpoint_load import EndpointLoad
-from raytide.core.specs.rollout import CountedRevision, Rollout, RolloutState
+from raytide.core.specs.rollout import CountedRevision, MetricLimit, Rollout, RolloutState
 from raytide.registry.rollout.ab_test import Arm, last_look, look
 from raytide.registry.rollout.canary import CRITERIA, CanaryState, RevisionCounts, begin, decide
+from raytide.registry.rollout.share_test import BadShare
 from raytide.registry.rollout.spec import AbTestSpec, RolloutSpec
 
 GRACE_S = 3.0
@@ -35,8 +36,11 @@ class RolloutView:
     """The challenger's replicas that answer."""
     counts: Mapping[int, CountedRevision] = field(default_factory=dict)
     """The totals since the begin, by revision."""
-    liked: Mapping[int, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
-    """In an A/B test: the judged and the liked answers by revision and group of users."""
+    liked: Mapping[int, Mapping[int, tuple[int, float]]] = field(default_factory=dict)
+    """In an A/B test: the number of judged answers and the liked ones, or of values and their sum, by revision and
+    group of users."""
+    bad_values: Mapping[int, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
+    """In a canary: the number of values since the begin, and of bad ones, by revision and metric."""
 
     @property
     def needed(self) -> int:
@@ -50,7 +54,8 @@ def advance_all(
     loads: Mapping[str, EndpointLoad],
     counts: Mapping[int, Mapping[int, CountedRevision]],
     now_s: float,
-    liked: Mapping[int, Mapping[int, Mapping[int, tuple[int, int]]]] = MappingProxyType({}),
+    liked: Mapping[int, Mapping[int, Mapping[int, tuple[int, float]]]] = MappingProxyType({}),
+    bad_values: Mapping[int, Mapping[int, Mapping[str, tuple[int, int]]]] = MappingProxyType({}),
 ) -> dict[int, Rollout]:
     """Returns the rollouts by number, each a step further. `endpoints` are those not deleted, by application."""
     moved = {}
@@ -62,6 +67,7 @@ def advance_all(
             0 if load is None else load.ready,
             counts.get(rollout.number, {}),
             liked.get(rollout.number, {}),
+            bad_values.get(rollout.number, {}),
         )
         moved[rollout.number] = advance(rollout, view, now_s)
     return moved
@@ -127,14 +133,19 @@ def _measured(rollout: Rollout, spec: RolloutSpec, view: RolloutView, now_s: flo
     before = rollout.progress.get("seen", {})
     sides = {"champion": rollout.champion, "challenger": rollout.challenger}
     seen = {side: _total(view.counts.get(revision)) for side, revision in sides.items()}
-    champion, challenger = (_since(seen[side], before.get(side, {})) for side in sides)
+    values = {side: dict(view.bad_values.get(revision, {})) for side, revision in sides.items()}
+    before_values = rollout.progress.get("metrics", {})
+    champion, challenger = (
+        replace(_since(seen[side], before.get(side, {})), metrics=_gained(values[side], before_values.get(side, {})))
+        for side in sides
+    )
     if spec.ab is not None:
         return _compared(replace(rollout, progress={**rollout.progress, "seen": seen}), spec.ab, view)
     if spec.canary is None:
         return replace(rollout, progress={**rollout.progress, "seen": seen})
     state = _STATE.validate_python(rollout.progress["canary"])
     state, decision = decide(spec.canary, state, champion, challenger, now_s)
-    rollout = replace(rollout, progress={**_dumped(state), "seen": seen})
+    rollout = replace(rollout, progress={**_dumped(state), "seen": seen, "metrics": values})
     if decision.action == "roll_back":
         return _decided(rollout, RolloutState.ROLLED_BACK, decision.reason, now_s)
     if decision.action == "complete":
@@ -147,21 +158,25 @@ def _compared(rollout: Rollout, spec: AbTestSpec, view: RolloutView) -> Rollout:
     champion, challenger = (_arm(view.liked.get(each, {})) for each in (rollout.champion, rollout.challenger))
     found = look(spec.test, champion, challenger, last_look(rollout.progress))
     dumped = {name: None if value in (math.inf, -math.inf) else value for name, value in asdict(found).items()}
-    sides = {"a": "the champion is liked better", "b": "the challenger is liked better"}
+    if spec.metric is None:
+        what, sides = "liked answers", {"a": "the champion is liked better", "b": "the challenger is liked better"}
+    else:
+        what = spec.metric
+        sides = {"a": f"the champion's {what} is better", "b": f"the challenger's {what} is better"}
     reason = sides.get(
         found.winner, found.reason.replace("a has", "the champion has").replace("b has", "the challenger has")
     )
     if found.low > -math.inf:
-        reason += (
-            f": {found.difference:+.1%} liked answers ({found.low:+.1%} to {found.high:+.1%}, p {found.p_value:.3g})"
-        )
+        unit = "+.1%" if spec.metric is None else "+.4g"
+        interval = f"{found.low:{unit}} to {found.high:{unit}}"
+        reason += f": {found.difference:{unit}} {what} ({interval}, p {found.p_value:.3g})"
     return replace(rollout, progress={**rollout.progress, "test": dumped}, reason=reason)
 
 
-def _arm(liked: Mapping[int, tuple[int, int]]) -> Arm:
+def _arm(liked: Mapping[int, tuple[int, float]]) -> Arm:
     arm = Arm()
-    for group, (judged, good) in liked.items():
-        arm.add(group, float(good), judged)
+    for group, (judged, total) in liked.items():
+        arm.add(group, float(total), judged)
     return arm
 
 
@@ -185,24 +200,51 @@ def _dumped(state: CanaryState) -> dict[str, Any]:
     return {"canary": _STATE.dump_python(state, mode="json")}
 
 
-_NAMES = tuple(RevisionCounts.__dataclass_fields__)
+_NAMES = tuple(name for name in RevisionCounts.__dataclass_fields__ if name != "metrics")
 
 
 def _total(counted: CountedRevision | None) -> dict[str, int]:
     values = {} if counted is None else counted.model_dump(exclude={"rollout", "revision"})
-    return {**asdict(RevisionCounts()), **values}
+    return {**dict.fromkeys(_NAMES, 0), **values}
 
 
 def _since(total: Mapping[str, int], before: Mapping[str, int]) -> RevisionCounts:
     """Returns the difference of two totals."""
-    gained = {name: max(0, total[name] - before.get(name, 0)) for name in _NAMES}
+    gained: dict[str, Any] = {name: max(0, total[name] - before.get(name, 0)) for name in _NAMES}
     for whole, part in (("requests", "errors"), ("started", "late"), ("judged", "disliked")):
         gained[part] = min(gained[part], gained[whole])  # a thumb that was changed counts once
     return RevisionCounts(**gained)
 
 
-def intervals(counted: CountedRevision) -> dict[str, tuple[float, float, float]]:
-    """Returns the share of bad requests by criterion, with the limits of its 95 % interval."""
-    counts = RevisionCounts(**{name: value for name, value in _total(counted).items() if name in _NAMES})
-    shares = {criterion: counts.share(criterion) for criterion in CRITERIA}
+def _gained(total: Mapping[str, tuple[int, int]], before: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
+    """Returns the new values of each metric, and the bad ones of them; a value that was replaced counts once."""
+    gained = {}
+    for metric, (number, bad) in total.items():
+        earlier, earlier_bad = before.get(metric, (0, 0))
+        new = max(0, number - earlier)
+        gained[metric] = (new, min(new, max(0, bad - earlier_bad)))
+    return gained
+
+
+def judged_by(rollout: Rollout) -> tuple[str | None, Mapping[str, MetricLimit]]:
+    """Returns the metric of an A/B test, None for thumbs, and the metrics of a canary with their limits."""
+    try:
+        spec = RolloutSpec.model_validate(rollout.plan)
+    except ValueError:  # `advance` ends it
+        return None, {}
+    return (
+        None if spec.ab is None else spec.ab.metric,
+        {} if spec.canary is None else spec.canary.metrics,
+    )
+
+
+def intervals(
+    counted: CountedRevision, values: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> dict[str, tuple[float, float, float]]:
+    """Returns the share of bad requests by criterion, with the limits of its 95 % interval. `values` has the number of
+    values of each metric, and of the bad ones."""
+    known: dict[str, Any] = {name: value for name, value in _total(counted).items() if name in _NAMES}
+    counts = RevisionCounts(**known)
+    shares: dict[str, BadShare] = {criterion: counts.share(criterion) for criterion in CRITERIA}
+    shares |= {f"metric {metric}": BadShare(number, bad) for metric, (number, bad) in values.items()}
     return {name: (each.mean, each.lower(0.025), each.upper(0.025)) for name, each in shares.items() if each.total}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -9,7 +10,7 @@ from pydantic import Field, model_validator
 from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.objects.endpoint import ServeSpec
-from raytide.core.specs.rollout import RolloutKind
+from raytide.core.specs.rollout import MetricName, RolloutKind
 from raytide.registry.rollout.ab_test import AbSpec
 from raytide.registry.rollout.canary import CanarySpec
 
@@ -26,8 +27,17 @@ class AbTestSpec(Config):
 
     percent: float = Field(default=50.0, gt=0, lt=100)
     """The challenger's share of users."""
+    metric: MetricName | None = None
+    """The metric whose means are compared; by default the shares of thumbs up."""
     test: AbSpec = AbSpec(effect=0.05)
-    """The test of the share of answers with a thumb up."""
+    """The test; `effect` is in units of the metric."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _effect(cls, fields: object) -> object:
+        if isinstance(fields, Mapping) and fields.get("metric") is not None and "test" not in fields:
+            raise ValueError("a metric needs test: {effect: the size of a difference that matters}")
+        return fields
 
 
 class RolloutSpec(Config):

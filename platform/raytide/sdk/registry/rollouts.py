@@ -10,12 +10,14 @@ from raytide.registry.rollout.canary import CanarySpec
 
 
 def rollout_of(
-    canary: bool | Mapping[str, Any] | CanarySpec = False, shadow: float | None = None, ab: float | None = None
+    canary: bool | Mapping[str, Any] | CanarySpec = False,
+    shadow: float | None = None,
+    ab: float | Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Returns a RolloutSpec as JSON; None without any of the three. Raises UsageError for more than one.
 
     `canary` is True for the default steps, a CanarySpec or its fields, which may include the rollout's
-    `ready_within_s`; `shadow` and `ab` are percents.
+    `ready_within_s`; `shadow` and `ab` are percents, or `ab` has the fields of an AbTestSpec.
     """
     asked: dict[str, Any] = {}
     common: dict[str, Any] = {}
@@ -28,7 +30,7 @@ def rollout_of(
     if shadow is not None:
         asked["shadow"] = {"percent": shadow}
     if ab is not None:
-        asked["ab"] = {"percent": ab}
+        asked["ab"] = dict(ab) if isinstance(ab, Mapping) else {"percent": ab}
     if len(asked) > 1:
         raise UsageError(f"{' and '.join(asked)} cannot be combined.", hint="Choose one.")
     return {**asked, **common} if asked else None

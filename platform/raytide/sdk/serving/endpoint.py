@@ -157,14 +157,22 @@ class EndpointHandle:
         """
         self._client.call("POST", f"/v1/endpoints/{self.name}/signals", signals)
 
-    def feedback(self, request_id: str, score: Score, comment: str = "", *, api_key: str = "none") -> int:
-        """Judges an answer by its id, up or down; returns the revision that gave it.
+    def feedback(
+        self, request_id: str, score: Score | None = None, comment: str = "", *, api_key: str = "none", **metrics: float
+    ) -> int:
+        """Judges an answer by its id, up or down, or by metrics of yours: `feedback(answer.id, accepted=1.0)`; returns
+        the revision that gave it. A later judgement replaces an earlier one, of each metric too.
 
         Raises NotFoundError for a request that is not of the key's team.
         """
+        given: list[dict[str, object]] = [{"metric": name, "value": value} for name, value in metrics.items()]
+        if score is not None or comment or not metrics:
+            given.append({"score": score, "comment": comment})
+        return [self._judge({"request_id": request_id, **each}, api_key) for each in given][-1]
+
+    def _judge(self, body: dict[str, object], api_key: str) -> int:
         import httpx
 
-        body = {"request_id": request_id, "score": score, "comment": comment}
         headers = {"Authorization": f"Bearer {api_key}"}
         answer = httpx.post(f"{self.base_url}/feedback", json=body, headers=headers, timeout=_FEEDBACK_S)
         if answer.status_code == NotFoundError.http_status:

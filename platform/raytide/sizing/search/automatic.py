@@ -10,6 +10,7 @@ from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.node import TYPE_LABEL, NodeType, fits, labels_match
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import MemorySpec, TrainSpec
+from raytide.sizing.calibration import Corrections
 from raytide.sizing.devices import GB, device_of
 from raytide.sizing.memory.estimate import estimate
 from raytide.sizing.model_shape import ModelShape
@@ -20,7 +21,9 @@ from raytide.sizing.workload import Strategy, TrainWorkload
 _MOST_SHAPES = 4
 
 
-def fill_in(spec: TrainSpec, model: ModelShape, node_types: Sequence[NodeType]) -> TrainSpec:
+def fill_in(
+    spec: TrainSpec, model: ModelShape, node_types: Sequence[NodeType], corrections: Corrections | None = None
+) -> TrainSpec:
     """Returns the spec with its automatic fields chosen, by cost. Raises CapacityError, with the cheapest fix, if no
     plan fits.
 
@@ -30,7 +33,7 @@ def fill_in(spec: TrainSpec, model: ModelShape, node_types: Sequence[NodeType]) 
     if not spec.auto:
         return spec
     workload = TrainWorkload.from_spec(spec, model)
-    options = SearchOptions(base=spec.memory)
+    options = SearchOptions(base=spec.memory, corrections=corrections or Corrections())
     plan = _best(spec, workload, node_types, options)
     found = _with_strategy(spec, plan.strategy)
     if "gang" in spec.auto:

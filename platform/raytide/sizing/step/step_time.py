@@ -103,11 +103,6 @@ def bubble_ratio(ranks: int, microbatches: int, stages: int = 1) -> float:
     return (ranks - 1) / (stages * microbatches)
 
 
-def bubble_share(ranks: int, microbatches: int, stages: int = 1) -> float:
-    """Returns the pipeline's idle share of the whole step, (p-1) / (v m + p - 1)."""
-    return (ranks - 1) / (stages * microbatches + ranks - 1)
-
-
 def step_time(workload: TrainWorkload, strategy: Strategy, device: Accelerator, devices_per_node: int) -> StepTime:
     """Returns the time of one optimizer step of the whole gang."""
     sizes, layout, memory = strategy.sizes, strategy.layout, strategy.memory

@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import os
 import random
 import re
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from tests.actors.engine.model.test_lora import write_adapter
 from tests.actors.engine.tiny import VOCAB
 from tests.actors.engine.vllm_cores import MAX_LEN, SharedCores, needs_vllm
@@ -165,6 +169,46 @@ async def test_adapters_give_the_native_engine_s_tokens(
     await engine.unload_lora("poet")
     with pytest.raises(NotFoundError, match="poet"):
         await engine.unload_lora("poet")
+
+
+@needs_vllm
+async def test_other_weights_take_over_between_two_tokens_and_bad_ones_change_nothing(
+    vllm_cores: SharedCores, wide_model_dir: Path, model_dir: Path, tmp_path: Path
+) -> None:
+    other, broken = tmp_path / "other", tmp_path / "broken"
+    shutil.copytree(wide_model_dir, other)
+    model = LlamaForCausalLM.from_pretrained(wide_model_dir)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.roll(1, 0))
+    model.save_pretrained(other)
+    shutil.copytree(other, broken)
+    os.truncate(broken / "model.safetensors", 50_000)
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    long = replace(sampling, max_tokens=MAX_LEN - len(PROMPT))
+    before, after = (LLM(each, max_model_len=MAX_LEN) for each in (wide_model_dir, other))
+    [old], [new] = before.generate([PROMPT], long), after.generate([PROMPT], sampling)
+    assert old.token_ids[:12] != new.token_ids
+    engine = vllm_cores.engine()
+    info = await engine.start()
+    running = engine.generate(GenRequest(request_id="running", prompt=PROMPT, sampling=long))
+    try:
+        chunks = [await anext(running)]
+        for source, error in ((model_dir, ConflictError), (broken, DataError)):
+            with pytest.raises(error):
+                await engine.load_weights(str(source))
+        assert (await engine.stats()).weights_version == info.weights_version
+        version = await engine.load_weights(str(other))
+        assert version == (await engine.stats()).weights_version != info.weights_version
+        fresh = await collect(engine, "fresh", PROMPT, sampling)
+        assert tokens_of(fresh) == new.token_ids, "nor does it read the KV of the weights before"
+        tokens = tokens_of(chunks + [chunk async for chunk in running])
+    finally:
+        await engine.load_weights(str(wide_model_dir))
+    assert len(tokens) == long.max_tokens
+    at = next(i for i, (one, seen) in enumerate(zip(old.token_ids, tokens, strict=True)) if one != seen)
+    [rest] = after.generate([PROMPT + tokens[:at]], replace(long, max_tokens=8))
+    assert tokens[at : at + 8] == rest.token_ids, "it goes on with the new ones"
+    assert tokens_of(await collect(engine, "again", PROMPT, sampling)) == old.token_ids[:12]
 
 
 @needs_vllm

@@ -41,6 +41,7 @@ from raytide.ledger.cost import accrued, costs
 from raytide.registry.rollout.lifecycle import intervals
 from raytide.registry.rollout.spec import NewRollout
 from raytide.scheduling.diagnosis import check_possible
+from raytide.sizing.replica_memory import check_memory
 
 
 class EndpointService:
@@ -119,6 +120,8 @@ class EndpointService:
         self._check_hosted(spec)
         if spec.backend is None:
             self._inputs.check_model(spec.model, caller, spec.adapters.values())
+            if spec.engine.get("kind") != "fake" and (size := self._inputs.weight_bytes(spec.model, caller)):
+                spec = check_memory(spec, size, self._config.node_types)
         if spec.weights:
             self._inputs.check_weights(spec.model, spec.weights, caller)
         self._rate.take_change(spec.team, len(spec.model_dump_json()))
@@ -177,7 +180,8 @@ class EndpointService:
             if rollout.ended_at_s is not None:
                 kept = rollout.progress.get("seen", {}).get(side, {})
                 counts = CountedRevision(rollout=rollout.number, revision=revision, **kept)
-            outcomes[side] = RevisionOutcome(revision, versions.get(revision, ""), counts, intervals(counts))
+            shares = intervals(counts, rollout.progress.get("metrics", {}).get(side, {}))
+            outcomes[side] = RevisionOutcome(revision, versions.get(revision, ""), counts, shares)
         return RolloutStatus(rollout, **outcomes)
 
     def get(self, name: str, caller: Caller) -> EndpointStatus:

@@ -34,6 +34,8 @@ _FREE_S = 0.2
 """The longest wait for a free thread, because threads of a hanging file system stay busy."""
 _MOST_BYTES = 2**24
 """The largest manifest read here; the driver reads larger ones."""
+_MOST_WEIGHTS = 1 << 50
+"""More is no model that an index describes."""
 T = TypeVar("T")
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 """Folders whose entries look like files but may block or have effects when read."""
@@ -46,6 +48,7 @@ class FileCheck:
 
     content: bytes | None = None
     is_missing: bool = False
+    size: int = 0
 
 
 _UNKNOWN = FileCheck()
@@ -139,6 +142,21 @@ class Inputs:
                 lacks = "it does not exist" if file == location else f"it has no {Path(file).name}"
                 raise DataError(f"{location} is not {kind}: {lacks}.", hint="Use an exported one.")
 
+    def weight_bytes(self, model: str, caller: Caller) -> int:
+        """Returns the bytes of a model's weights on its disk; 0 if they are not known here."""
+        from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
+
+        if is_gguf(model):
+            return self._look(model, caller, most=0).size
+        index = self._look(join(model, "model.safetensors.index.json"), caller).content
+        if index is None:
+            return self._look(join(model, "model.safetensors"), caller, most=0).size
+        try:
+            size = json.loads(index)["metadata"]["total_size"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            return 0
+        return size if isinstance(size, int) and 0 < size < _MOST_WEIGHTS else 0
+
     def check_weights(self, model: str, weights: str, caller: Caller) -> None:
         """Raises DataError for weights that are no model, ConflictError if they are known to be of another
         architecture.
@@ -205,7 +223,7 @@ def check_file(path: str, most: int, *, for_everybody: bool) -> FileCheck:
             return FileCheck(is_missing=True)
         if for_everybody and not about.st_mode & stat.S_IROTH:
             return _UNKNOWN
-        return FileCheck(_read(real, most, for_everybody=for_everybody))
+        return FileCheck(_read(real, most, for_everybody=for_everybody), size=about.st_size)
     except OSError as error:
         return FileCheck(is_missing=error.errno in _MISSING)
     except ValueError:  # not a path

@@ -34,6 +34,7 @@ from raytide.core.state import Store
 from raytide.core.telemetry.job_trace import StepTraces
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.queue.lifecycle.deadline_check import resolve_deadline
+from raytide.queue.lifecycle.learned_pace import LearnedCorrections
 from raytide.queue.lifecycle.pending_reason import given_away_text
 from raytide.queue.lifecycle.training_plan import plan_training
 from raytide.scheduling.diagnosis import check_possible
@@ -63,6 +64,7 @@ class JobService:
         self._curves = CurveReaders()
         self._rate = rate
         self._steps = StepTraces(config.settings.tracing)
+        self.learned = LearnedCorrections(store, config.node_types, self._config_of, clock)
 
     def submit(self, body: Mapping[str, object], caller: Caller, key: str | None, digest: str | None = None) -> JobView:
         """Queues a job. `digest` identifies the request, if its body alone does not."""
@@ -75,7 +77,12 @@ class JobService:
         spec = spec.model_copy(update={"gang": self._with_accelerator_labels(spec.gang)})
         gang = select_gpu_memory(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         spec = spec.model_copy(update={"gang": gang})
-        spec = plan_training(spec, self._config.node_types, lambda train: self._inputs.training_config(train, caller))
+        spec = plan_training(
+            spec,
+            self._config.node_types,
+            lambda train: self._inputs.training_config(train, caller),
+            self.learned.current,
+        )
         check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         self._check_config(spec, caller)
         spec = resolve_deadline(spec, self._config.node_types, now_s)
@@ -83,6 +90,10 @@ class JobService:
         most = self._config.settings.max_live_jobs
         job = self._store.submit_job(spec, caller.user, now_s, key=key, digest=digest, most_live=most)
         return self.view(job)
+
+    def _config_of(self, spec: TrainSpec, job: Job) -> Mapping[str, object] | None:
+        """Returns the `config.json` of the model that a job trained, with no more rights than its team's."""
+        return self._inputs.training_config(spec, Caller(user=job.user, team=job.spec.team))
 
     def _with_accelerator_labels(self, gang: GangSpec) -> GangSpec:
         types = self._config.node_types

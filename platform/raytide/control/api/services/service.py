@@ -89,6 +89,7 @@ class ApiService:
         booked = self._store.books.booked("team")
         pending = accrued(self._store.books.intervals(), to_us(now))
         burn = rates(self._store.books.intervals())
+        heads = self._store.heads()
         return ClusterStatus(
             name=self._config.name,
             at_s=now,
@@ -104,6 +105,8 @@ class ApiService:
             serve=self._serve_url,
             prometheus=self._prometheus_url,
             alertmanager=self._alertmanager_url,
+            head=_machine(heads.leader) if heads else "",
+            standbys=tuple(map(_machine, heads.standbys)) if heads else (),
             errors=(*(trouble.text for trouble in self.watch.troubles()), *live.errors),
         )
 
@@ -168,3 +171,8 @@ class ApiService:
     def live(self) -> Live:
         """Returns the controller's last observation; empty before its first tick."""
         return self.watch.live()
+
+
+def _machine(holder: str) -> str:
+    """Returns the machine's name in that of a holder, `CLUSTER_ID@MACHINE`."""
+    return holder.rpartition("@")[2]

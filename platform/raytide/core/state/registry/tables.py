@@ -143,3 +143,19 @@ feedback = Table(
     Index(None, "at_s"),
 )
 """Judgements of answers, one for each request of `usage`."""
+feedback_values = Table(
+    "feedback_values",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("metric", String, primary_key=True),
+    Column("at_s", Double, nullable=False),
+    Column("team", String, nullable=False),
+    Column("key", String, nullable=False),
+    Column("model", String, nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("unit_group", Integer, nullable=False),
+    Column("value", Double, nullable=False),
+    Index(None, "model", "metric", "revision", "at_s"),
+    Index(None, "at_s"),
+)
+"""Values of users' metrics, one for each request and metric."""

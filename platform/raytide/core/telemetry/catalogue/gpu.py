@@ -1,6 +1,7 @@
 """Metrics of GPUs under the names and labels of NVIDIA's DCGM exporter.
 
-Nodes with GPUs run that exporter; local nodes run a stand-in (`autoscaler/providers/local`).
+Nodes with GPUs run raytide's exporter (`autoscaler/nodes/exporter`), and local nodes a stand-in
+(`autoscaler/providers/local/meter.py`).
 DCGM exposes its counters without `_total`, so they are declared as gauges here.
 """
 

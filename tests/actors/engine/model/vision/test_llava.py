@@ -19,7 +19,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from raytide.actors.engine import LLM, EngineConfig, limits
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import RequestFailure
-from raytide.actors.engine.model.tensor_parallel.shard import check_divides
+from raytide.actors.engine.model.parallel.shard import check_divides
 from raytide.actors.engine.model.vision.pixels import ImageProcessor
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import ScheduledChunk
@@ -221,6 +221,8 @@ def test_several_processes_refuse_a_model_that_reads_images(tmp_path: Path) -> N
     check_divides(arch, 1)
     with pytest.raises(ConfigError, match="a model that reads images runs in one process"):
         check_divides(arch, 2)
+    with pytest.raises(ConfigError, match="a model that reads images keeps its weights"):
+        LLM(tmp_path, weights_memory_gb=1.0)
 
 
 def test_a_failure_in_the_tower_ends_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

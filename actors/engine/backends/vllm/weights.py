@@ -1,0 +1,81 @@
+"""Exchanges the weights of a running vLLM in place: its workers read a directory, and running requests begin again."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from raytide.actors.engine.backends.vllm.launch import VllmCore
+from raytide.actors.models.content import content_digest
+from raytide.actors.models.families import is_same_architecture, read_architecture
+from raytide.core.errors import ConfigError, ConflictError, DataError, EngineError
+
+
+class ServedWeights:
+    """The weights that a vLLM core computes with. Use it from the event loop of the engine."""
+
+    def __init__(self, core: VllmCore, model_dir: Path) -> None:
+        self._core, self._model_dir = core, model_dir
+        self.version = content_digest(model_dir) if any(model_dir.glob("*.safetensors")) else ""
+        """Empty for files that nothing can be exchanged for."""
+        self._swapping = asyncio.Lock()
+
+    async def swap(self, source: str, version: str | None, *, stays_paused: bool) -> str:
+        """Serves the weights of another directory from the next step on; returns their version.
+
+        vLLM writes them over those that it has: it pauses meanwhile, and computes the tokens of running requests so far
+        again. Raises ConflictError for another architecture, DataError for files that cannot be read: then, and where
+        vLLM fails to read them, it keeps the weights that it has.
+        """
+        model_dir = Path(source)
+        found = await asyncio.to_thread(_checked, model_dir, self._model_dir)
+        async with self._swapping:
+            llm = self._core.llm
+            await llm.pause_generation(mode="keep", clear_cache=False)
+            try:
+                try:
+                    await self._read(model_dir)
+                except Exception as error:
+                    await self._read(self._model_dir)
+                    raise EngineError(
+                        f"vLLM cannot read the weights of {model_dir}: {error}", hint="It keeps those that it had."
+                    ) from error
+                await llm.reset_prefix_cache(reset_running_requests=True)
+            finally:
+                if not stays_paused:
+                    await llm.resume_generation()
+            self._model_dir, self.version = model_dir, version or found
+        return self.version
+
+    async def _read(self, model_dir: Path) -> None:
+        await self._core.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
+
+
+def _checked(theirs: Path, ours: Path) -> str:
+    """Returns the digest of weights of the same form as ours."""
+    found = content_digest(theirs)
+    try:
+        differs = _shapes(theirs) != _shapes(ours)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read {theirs}: {error}.", hint="The file is missing or damaged.") from None
+    with suppress(ConfigError):  # of a family that only vLLM computes, and only its tensors describe here
+        differs |= not is_same_architecture(read_architecture(theirs), read_architecture(ours))
+    if differs:
+        raise ConflictError(
+            f"{theirs} holds a model of another architecture than {ours}.", hint="Start another engine for it."
+        )
+    return found
+
+
+def _shapes(model_dir: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the type and shape of each tensor by name."""
+    found = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                tensor = file.get_slice(name)
+                found[name] = (str(tensor.get_dtype()), tuple(tensor.get_shape()))
+    return found

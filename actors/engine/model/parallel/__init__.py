@@ -1,0 +1,1 @@
+"""One model computed by several processes, each with some of the layers or a part of their heads and columns."""

@@ -1,0 +1,111 @@
+"""A member's part of the decoder: the same forward pass over fewer layers, or over fewer heads and columns with sums
+over the members that share them.
+
+Between two stages goes the residual stream with what is to be added to it, so that a pipeline computes what one process
+does, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.parallel.collectives import Collectives
+from raytide.actors.engine.model.parallel.sharded_weights import ShardedWeights
+from raytide.actors.engine.model.vision.encoder import ImageRows
+from raytide.actors.engine.model.weight_loader import LayerWeights, QuantizedOptions
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.loader import Weights
+from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
+from raytide.actors.models.quantized.model_weights import ModelWeights, open_weights
+from raytide.actors.models.quantized.quantized_directory import is_quantized
+from raytide.core.errors import ConfigError
+from raytide.kernels.registry import Ops
+
+Tensor = torch.Tensor
+
+
+class ShardedDecoder(PagedDecoder):
+    """Computes on one member. All members must make the same calls; the leader alone gets whole logits."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        model_dir: Path,
+        ops: Ops,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Collectives,
+        options: QuantizedOptions,
+    ) -> None:
+        shard = group.shard
+        weights: ModelWeights
+        if shard.size == 1:
+            weights = open_weights(model_dir, dtype, device)
+        else:
+            weights = ShardedWeights(plain_weights(model_dir, dtype, device), arch, shard)
+        layers = None if shard.stages == 1 else shard.layers(arch)
+        super().__init__(shard.architecture(arch), weights, ops, max_len, options, layers=layers)
+        self._whole_arch, self._group = arch, group
+        if shard.size == 1:
+            return
+        self._layers = [self._with_sums(layer) for layer in self._layers]
+        self._first_row, self._end_row = shard.part(arch.vocab_size)
+        self._lookup = self._look_up
+
+    @torch.inference_mode()
+    def head(self, hidden_RN: Tensor) -> Tensor:
+        if self.arch.num_labels:  # every member has the few rows of a head that classifies
+            return super().head(hidden_RN)
+        return self._group.gather_vocabulary(super().head(hidden_RN), self._whole_arch)
+
+    def _enter(self, ids_T: Tensor, positions_T: Tensor, images: ImageRows | None) -> tuple[Tensor, Tensor]:
+        if self._group.shard.stage == 0:
+            return super()._enter(ids_T, positions_T, images)
+        return self._group.receive_from_before(len(ids_T), self._embedding)
+
+    def _leave(self, x_TN: Tensor, delta_TN: Tensor, rows_R: Tensor) -> Tensor:
+        group, shard = self._group, self._group.shard
+        if shard.stage < shard.stages - 1:
+            group.send_on(x_TN, delta_TN)
+            return x_TN[:0] if shard.stage else group.receive_back(len(rows_R), x_TN)
+        hidden_RN = super()._leave(x_TN, delta_TN, rows_R)
+        if shard.stage:
+            group.send_back(hidden_RN)
+        return hidden_RN
+
+    def _look_up(self, ids_T: Tensor) -> Tensor:
+        """Returns the embeddings of tokens, of which each member has some."""
+        is_elsewhere = (ids_T < self._first_row) | (ids_T >= self._end_row)
+        own_TN = self._embedding[(ids_T - self._first_row).masked_fill(is_elsewhere, 0)]
+        return self._group.sum(own_TN.masked_fill(is_elsewhere[:, None], 0.0))
+
+    def _with_sums(self, layer: LayerWeights) -> LayerWeights:
+        sparse = layer.sparse
+        return replace(
+            layer,
+            attention_out=self._summed(layer.attention_out),
+            down=None if layer.down is None else self._summed(layer.down),
+            sparse=None if sparse is None else replace(sparse, experts=self._summed(sparse.experts)),
+        )
+
+    def _summed(self, partial: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        group = self._group
+        return lambda *inputs: group.sum(partial(*inputs))
+
+
+def plain_weights(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Opens weights that can be cut. Raises ConfigError for quantized ones."""
+    if not is_gguf(model_dir):
+        weights = Weights(model_dir, dtype, device)
+        if not is_quantized(weights):
+            return weights
+    raise ConfigError(
+        f"{model_dir} is quantized; tensor_parallel computes plain weights only.",
+        hint="Use pipeline_parallel instead, or take the model in bfloat16 or float32.",
+    )

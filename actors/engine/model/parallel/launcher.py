@@ -1,0 +1,98 @@
+"""Starts the members of a group other than the leader."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess  # nosec B404
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+_END_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """The address at which the leader of `size` members expects the others, and the secret that they show."""
+
+    host: str
+    port: int
+    secret: str
+    size: int
+
+
+class Launcher(Protocol):
+    """A way to bring the other members. `host` is the leader's address, `local_size` the members on its machine."""
+
+    host: str
+    local_size: int
+
+    def launch(self, invitation: Invitation) -> None:
+        """Starts them; they connect by themselves."""
+
+    def problem(self) -> str | None:
+        """Returns why one of them cannot come, or None."""
+
+    def stop(self) -> None:
+        """Ends those that are still there, and waits for their end."""
+
+
+class LocalMembers:
+    """Members as processes of this machine. `host` is its address, `model_dir` its copy of the model if that is in
+    another place than the leader's; `invite` gets the invitation for members on other machines."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        *,
+        local_size: int,
+        host: str = "127.0.0.1",
+        threads: int = 1,
+        model_dir: str = "",
+        invite: Callable[[Invitation], None] | None = None,
+    ) -> None:
+        self.host, self.local_size, self._invite = host, local_size, invite
+        self._ranks, self._threads, self._model_dir = ranks, threads, model_dir
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def launch(self, invitation: Invitation) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
+        for rank in self._ranks:
+            process = subprocess.Popen(  # nosec B603
+                [sys.executable, "-m", "raytide.actors.engine.model.parallel.member"],
+                stdin=subprocess.PIPE,
+                env=environment,
+            )
+            self._processes[rank] = process
+            order = {
+                **asdict(invitation),
+                "rank": rank,
+                "local_rank": rank % self.local_size,
+                "own_host": self.host,
+                "model_dir": self._model_dir,
+            }
+            assert process.stdin is not None
+            # It stays open: its end tells the member that this process has gone.
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
+        if self._invite is not None:
+            self._invite(invitation)
+
+    def problem(self) -> str | None:
+        for rank, process in self._processes.items():
+            if (code := process.poll()) is not None:
+                return f"member {rank} ended with code {code} during its start"
+        return None
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes.values():
+            try:
+                process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

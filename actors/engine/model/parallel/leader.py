@@ -1,0 +1,335 @@
+"""The leader of the members that compute one model: it alone has requests, the schedule and the metadata of the cache,
+and tells the others what to compute in each step.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raytide.actors.engine.kv_cache.kv_cache import KvCache
+from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.lora import LoraRows
+from raytide.actors.engine.model.parallel.cache import LeaderCache
+from raytide.actors.engine.model.parallel.collectives import Collectives, open_store
+from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
+from raytide.actors.engine.model.parallel.launcher import Invitation, Launcher
+from raytide.actors.engine.model.parallel.link import Ints, MemberLink, member_died, pack_step, watch
+from raytide.actors.engine.model.parallel.shard import ModelShard
+from raytide.actors.engine.model.vision.encoder import ImageRows
+from raytide.actors.engine.model.weight_loader import QuantizedOptions
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.content import content_digest
+from raytide.core.errors import EngineDeadError, EngineError, from_json
+from raytide.kernels.core import PagedBatch
+from raytide.kernels.registry import Ops
+
+Tensor = torch.Tensor
+
+_COME_S = 180.0
+"""The time in which all members must connect: they import torch first, on nodes that may be cold."""
+_NOTICE_S = 1.0
+"""The time that a failed step waits for the watch to tell which member has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """The model and its operators, for all members. `arch` is the whole model's; `ops` are the leader's own."""
+
+    arch: Architecture
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype
+    max_len: int
+    deterministic: bool
+    quantized: QuantizedOptions
+
+
+class GroupLeader:
+    """Forms the group, and gives orders to its other members. The end of one is the end of all.
+
+    The group has `stages` of the layers, each with as many members that share its heads.
+    """
+
+    def __init__(self, computation: Computation, size: int, launcher: Launcher, *, stages: int = 1) -> None:
+        self._computation, self._launcher = computation, launcher
+        self._death: EngineDeadError | None = None
+        self._has_ended = threading.Event()
+        self._asking = threading.Lock()
+        self._loads = 0
+        self._cache: LeaderCache
+        listening = socket.create_server((launcher.host, 0), backlog=size)
+        secret = secrets.token_hex(32)
+        links: list[MemberLink] = []
+        self._links = links
+        self._finish = weakref.finalize(self, _end, links, launcher)
+        try:
+            with listening:
+                launcher.launch(Invitation(launcher.host, listening.getsockname()[1], secret, size))
+                links += _accept(listening, secret, size, launcher)
+            self._order(
+                prepare={
+                    "device": computation.device.type,
+                    "dtype": str(computation.dtype).removeprefix("torch."),
+                    "max_len": computation.max_len,
+                    "deterministic": computation.deterministic,
+                    "quantized_input": computation.quantized.input,
+                    "quantized_head": computation.quantized.rounds_head,
+                    "pipeline_parallel": stages,
+                }
+            )
+            self._raise_refusal()
+            store = open_store(launcher.host)
+            self._order(join=[launcher.host, store.port])
+            self._group = Collectives(
+                store,
+                ModelShard(0, size // stages, 0, stages),
+                computation.device,
+                own_host=launcher.host,
+                ordered=computation.deterministic,
+            )
+            self._store = store
+        except BaseException:
+            self.close()
+            raise
+        this = weakref.ref(self)  # the thread must not keep the leader
+        watch([link.fileno() for link in links], lambda index: _notice(this, links[index].rank))
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """The error of a group that has lost a member."""
+        return self._death
+
+    def load(self, model_dir: Path) -> LeaderDecoder:
+        """Reads weights on all members beside the present ones; thread-safe. Raises the first error of them."""
+        with self._asking:
+            self._loads += 1
+            number = self._loads
+            self._order(load={"number": number, "model_dir": str(model_dir), "digest": content_digest(model_dir)})
+            failed: BaseException | None = None
+            try:
+                model = LeaderDecoder(self, number, self._computation, model_dir, self._group)
+            except BaseException as error:
+                failed = error
+            self._raise_refusal(failed)
+            return model
+
+    def use(self, model: PagedDecoder) -> None:
+        """Lets all members compute with these weights from the next step on."""
+        assert isinstance(model, LeaderDecoder)
+        self._order(use=model.number)
+
+    def new_cache(self, num_blocks: int, num_host_blocks: int, block_size: int) -> KvCache:
+        self._order(cache=[num_blocks, num_host_blocks, block_size])
+        self._cache = LeaderCache(self, self._group, self._computation.arch, num_blocks, num_host_blocks)
+        return self._cache
+
+    def free_weights(self) -> None:
+        self._order(free_weights=True)
+
+    def close(self) -> None:
+        """Ends the other members. Idempotent."""
+        if self._death is None:
+            self._death = EngineDeadError("the engine has been closed.", hint="Make a new one.")
+        self._finish()
+
+    def order(self, **command: Any) -> None:
+        """Sends a command of one key to all members, which follow orders one after the other."""
+        if self._death is not None:
+            raise self._death
+        self._order(**command)
+
+    @contextmanager
+    def step(self, packed: Ints) -> Iterator[None]:
+        """Lets all members compute a step while the caller does."""
+        with self.together():
+            for link in self._links:
+                link.send_step(packed)
+            yield
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Ends the group if the leader's part of what all do fails: members may have stopped at different places."""
+        if self._death is not None:
+            raise self._death
+        with _interrupt_deferred():
+            try:
+                yield
+            except BaseException as error:
+                raise self._failed(error) from error
+
+    def holds(self, layers: list[Tensor]) -> bool:
+        """Returns whether these are the engine's KV."""
+        return layers is self._cache.layers
+
+    def notice_end(self, rank: int) -> None:
+        if self._death is None:
+            self._death = member_died(rank, "its connection closed")
+        self._has_ended.set()
+
+    def _order(self, **command: Any) -> None:
+        with _interrupt_deferred():
+            for link in self._links:
+                try:
+                    link.send(command)
+                except OSError as error:
+                    raise self._failed(error) from None
+
+    def _raise_refusal(self, own: BaseException | None = None) -> None:
+        """Waits for all members' answers to the last order. Raises the first error, `own` before theirs."""
+        with _interrupt_deferred():
+            errors = [own, *[self._answer(link) for link in self._links]]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _answer(self, link: MemberLink) -> BaseException | None:
+        try:
+            answer = link.receive()
+        except OSError as error:
+            return self._failed(error)
+        assert isinstance(answer, dict)
+        return from_json(answer["error"]) if "error" in answer else None
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Returns the error with which the group ends, and ends the other members."""
+        self._has_ended.wait(_NOTICE_S)
+        if self._death is None:
+            self._death = EngineDeadError(
+                f"the members of this replica are out of step after {error!r}.",
+                hint="Retry elsewhere; the replica is formed anew.",
+            )
+        self._finish()
+        return self._death if isinstance(error, Exception) else error
+
+
+class LeaderDecoder(ShardedDecoder):
+    """The leader's part of the model. Its calls make all members compute theirs."""
+
+    def __init__(
+        self, leader: GroupLeader, number: int, computation: Computation, model_dir: Path, group: Collectives
+    ) -> None:
+        each = computation
+        super().__init__(each.arch, model_dir, each.ops, each.max_len, each.dtype, each.device, group, each.quantized)
+        self._leader, self.number = leader, number
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        batch: PagedBatch,
+        cache: list[Tensor],
+        rows_R: Tensor,
+        loras: LoraRows | None = None,
+        images: ImageRows | None = None,
+    ) -> Tensor:
+        with self._step(ids_T, positions_T, batch, cache, rows_R, wants_logits=True):
+            return super().head(super().hidden(ids_T, positions_T, batch, cache, rows_R, loras, images))
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        batch: PagedBatch,
+        cache: list[Tensor],
+        rows_R: Tensor,
+        loras: LoraRows | None = None,
+        images: ImageRows | None = None,
+    ) -> Tensor:
+        with self._step(ids_T, positions_T, batch, cache, rows_R, wants_logits=False):
+            return super().hidden(ids_T, positions_T, batch, cache, rows_R, loras, images)
+
+    def head(self, hidden_RN: Tensor) -> Tensor:
+        """Returns the logits of the first hidden states that the last call of `hidden` returned, for a model that
+        generates; of any, for one that classifies."""
+        if not self.arch.num_labels:
+            self._leader.order(head=len(hidden_RN))
+        return super().head(hidden_RN)
+
+    def _step(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        batch: PagedBatch,
+        cache: list[Tensor],
+        rows_R: Tensor,
+        *,
+        wants_logits: bool,
+    ) -> AbstractContextManager[None]:
+        """A context in which all members compute the step. A cache for one pass, which is not the engine's, is made by
+        each of them."""
+        own_blocks = 0 if self._leader.holds(cache) else cache[0].shape[1] // batch.block_size
+        return self._leader.step(
+            pack_step(ids_T, positions_T, batch, rows_R, own_blocks=own_blocks, wants_logits=wants_logits)
+        )
+
+
+def _accept(listening: socket.socket, secret: str, size: int, launcher: Launcher) -> list[MemberLink]:
+    """Returns the connections of all other members by rank. Raises EngineError when one does not come."""
+    links: dict[int, MemberLink] = {}
+    deadline_s = time.monotonic() + _COME_S
+    listening.settimeout(0.2)
+    while len(links) < size - 1:
+        missing = [rank for rank in range(1, size) if rank not in links]
+        why = launcher.problem()
+        if why is None and time.monotonic() > deadline_s:
+            why = f"members {missing} did not connect within {_COME_S:.0f} s"
+        if why is not None:
+            for link in links.values():
+                link.close()
+            raise EngineError(f"the group of {size} members was not formed: {why}.", hint="See the replica's log.")
+        try:
+            connection, _ = listening.accept()
+        except TimeoutError:
+            continue
+        try:
+            link = MemberLink.accept(connection, secret)
+        except (OSError, ValueError):  # a stranger: the members still have their time
+            connection.close()
+            continue
+        if link.rank in missing:
+            links[link.rank] = link
+        else:
+            link.close()
+    return [links[rank] for rank in sorted(links)]
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Holds Ctrl-C back until the members have done the same; Python raises it in the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _notice(leader: weakref.ref[GroupLeader], rank: int) -> None:
+    found = leader()
+    if found is not None:
+        found.notice_end(rank)
+
+
+def _end(links: list[MemberLink], launcher: Launcher) -> None:
+    for link in links:
+        link.close()
+    launcher.stop()

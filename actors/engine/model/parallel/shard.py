@@ -1,0 +1,90 @@
+"""One member's part of a model: its layers, and of these its heads, feed-forward columns and rows of the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from raytide.actors.models.architecture import Architecture
+from raytide.core.errors import ConfigError
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """GroupMember `rank` of the `size` that share each layer of pipeline stage `stage`. KV heads that are fewer than
+    members are held by several of them."""
+
+    rank: int
+    size: int
+    stage: int = 0
+    stages: int = 1
+
+    @classmethod
+    def of_group(cls, stages: int, size: int) -> list[ModelShard]:
+        """Returns all members by their rank in the group: those of a stage follow each other."""
+        return [cls(rank, size, stage, stages) for stage in range(stages) for rank in range(size)]
+
+    @property
+    def group_rank(self) -> int:
+        return self.stage * self.size + self.rank
+
+    @property
+    def group_size(self) -> int:
+        return self.stages * self.size
+
+    def layers(self, arch: Architecture) -> range:
+        """Returns the layers of this member's stage; stages differ by one layer at most."""
+        return range(*(edge * arch.num_layers // self.stages for edge in (self.stage, self.stage + 1)))
+
+    def part(self, count: int) -> Range:
+        """Returns this member's share of so many columns or rows, from and to; shares differ by one at most."""
+        return self.rank * count // self.size, (self.rank + 1) * count // self.size
+
+    def kv_heads(self, arch: Architecture) -> Range:
+        first = self.rank * arch.num_kv_heads // self.size
+        return first, first + max(1, arch.num_kv_heads // self.size)
+
+    def architecture(self, arch: Architecture) -> Architecture:
+        """Returns what this member computes. Raises ConfigError when heads cannot be divided so."""
+        check_divides(arch, self.size, self.stages)
+
+        def own(count: int) -> int:
+            first, end = self.part(count)
+            return end - first
+
+        first, end = self.kv_heads(arch)
+        experts = None if arch.experts is None else replace(arch.experts, ffn_size=own(arch.experts.ffn_size))
+        return replace(
+            arch,
+            num_heads=own(arch.num_heads),
+            num_kv_heads=end - first,
+            ffn_size=own(arch.ffn_size),
+            vocab_size=own(arch.vocab_size),
+            experts=experts,
+        )
+
+
+def check_divides(arch: Architecture, size: int, stages: int = 1) -> None:
+    """Raises ConfigError unless so many members can share the heads, and so many stages the layers."""
+    if size * stages > 1 and arch.vision is not None:
+        raise ConfigError(
+            "a model that reads images runs in one process.", hint="Leave tensor_parallel and pipeline_parallel out."
+        )
+    if stages > arch.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel {stages} is more than the model's {arch.num_layers} layers.",
+            hint=f"It may be {arch.num_layers} at most.",
+        )
+    if not _divides(arch, size):
+        sizes = [str(each) for each in range(1, arch.num_heads + 1) if _divides(arch, each)]
+        raise ConfigError(
+            f"tensor_parallel {size} does not divide the model's {arch.num_heads} heads and {arch.num_kv_heads} KV "
+            "heads.",
+            hint=f"It may be {', '.join(sizes)}.",
+        )
+
+
+def _divides(arch: Architecture, size: int) -> bool:
+    divides_kv = arch.num_kv_heads % size == 0 or size % arch.num_kv_heads == 0
+    return arch.num_heads % size == 0 and divides_kv and size <= arch.vocab_size

@@ -1,0 +1,118 @@
+"""The GPUs of this machine as NVIDIA's driver reports them (NVML), under the names of the DCGM exporter.
+
+https://docs.nvidia.com/deploy/nvml-api/ describes each function. A value that a GPU does not have, such as ECC on a
+consumer board, is left out; a GPU that the driver has lost shows an unknown use, NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import pynvml
+from prometheus_client.core import GaugeMetricFamily
+
+from raytide.core.logs import logger
+from raytide.core.telemetry.catalogue import gpu as dcgm
+from raytide.core.telemetry.metrics import Metric
+
+__all__ = ["GpuCollector"]
+
+_EVENT_WAIT_MS = 5_000
+_MIB = 2**20
+
+log = logger(__name__)
+
+Values = Mapping[Metric, float]
+T = TypeVar("T")
+
+
+class GpuCollector:
+    """Collects the metrics of each GPU at each read of the page. A thread waits for XID errors, which the driver
+    reports as events. Raises pynvml.NVMLError where there is no driver.
+    """
+
+    def __init__(self, node_id: str, host: str) -> None:
+        pynvml.nvmlInit()
+        self._node_id, self._host = node_id, host
+        self._devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        self._uuids = [pynvml.nvmlDeviceGetUUID(device) for device in self._devices]
+        self._models = [pynvml.nvmlDeviceGetName(device) for device in self._devices]
+        self._xids: dict[str, float] = {}
+        """The last XID error by UUID."""
+        threading.Thread(target=self._watch_xids, name="xids", daemon=True).start()
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Returns nothing, so that registering does not collect."""
+        return ()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yields the families of all GPUs."""
+        families: dict[Metric, GaugeMetricFamily] = {}
+        for index, (device, uuid, model) in enumerate(zip(self._devices, self._uuids, self._models, strict=True)):
+            values = {dcgm.XID_ERRORS: self._xids.get(uuid, 0.0), **_values(device)}
+            for metric, value in values.items():
+                family = families.setdefault(metric, GaugeMetricFamily(metric.name, metric.help, labels=metric.labels))
+                family.add_metric((str(index), uuid, model, self._host, self._node_id), value)
+        yield from families.values()
+
+    def _watch_xids(self) -> None:
+        events = pynvml.nvmlEventSetCreate()
+        for device, uuid in zip(self._devices, self._uuids, strict=True):
+            try:
+                pynvml.nvmlDeviceRegisterEvents(device, pynvml.nvmlEventTypeXidCriticalError, events)
+            except pynvml.NVMLError as error:
+                log.warning("XID errors cannot be watched", extra={"gpu": uuid, "error": str(error)})
+        while True:
+            try:
+                event = pynvml.nvmlEventSetWait_v2(events, _EVENT_WAIT_MS)
+                uuid = pynvml.nvmlDeviceGetUUID(event.device)
+            except pynvml.NVMLError_Timeout:
+                continue
+            except pynvml.NVMLError as error:
+                log.warning("XID errors are no longer watched", extra={"error": str(error)})
+                return
+            log.error("XID error", extra={"gpu": uuid, "xid": event.eventData})
+            self._xids[uuid] = float(event.eventData)
+
+
+def _values(device: Any) -> Values:
+    """Returns the metrics of one GPU. Any work may run on a GPU whose use the driver cannot tell, hence NaN."""
+    found = {metric: value for metric, read in _READS.items() if (value := _try(read, device)) is not None}
+    for metric, value in (_try(_memory, device) or {}).items():
+        found[metric] = value
+    for metric, value in (_try(_remapped_rows, device) or {}).items():
+        found[metric] = value
+    return {dcgm.GPU_UTIL: math.nan, **found}
+
+
+def _memory(device: Any) -> Values:
+    memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+    return {dcgm.FB_USED: memory.used / _MIB, dcgm.FB_FREE: memory.free / _MIB}
+
+
+def _remapped_rows(device: Any) -> Values:
+    _, uncorrectable, _, has_failed = pynvml.nvmlDeviceGetRemappedRows(device)
+    return {dcgm.UNCORRECTABLE_REMAPPED_ROWS: float(uncorrectable), dcgm.ROW_REMAP_FAILURE: float(has_failed)}
+
+
+_READS: Mapping[Metric, Callable[[Any], float]] = {
+    dcgm.SM_CLOCK: lambda device: float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM)),
+    dcgm.GPU_TEMP: lambda device: float(pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
+    dcgm.POWER_USAGE: lambda device: pynvml.nvmlDeviceGetPowerUsage(device) / 1000.0,
+    dcgm.TOTAL_ENERGY: lambda device: float(pynvml.nvmlDeviceGetTotalEnergyConsumption(device)),
+    dcgm.GPU_UTIL: lambda device: float(pynvml.nvmlDeviceGetUtilizationRates(device).gpu),
+    dcgm.ECC_DBE: lambda device: float(
+        pynvml.nvmlDeviceGetTotalEccErrors(device, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    ),
+}
+
+
+def _try(read: Callable[[Any], T], device: Any) -> T | None:
+    """Returns None for what this GPU or this driver does not know."""
+    try:
+        return read(device)
+    except pynvml.NVMLError:
+        return None

@@ -1,0 +1,63 @@
+"""The energy of this machine's CPU packages, from the kernel's RAPL counters, as Prometheus' node_exporter names it.
+
+https://docs.kernel.org/power/powercap/powercap.html describes the files. Each counter starts again at zero after
+`max_energy_range_uj`. Virtual machines have none, and on most systems only root may read them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily
+
+__all__ = ["RAPL_ENERGY", "RaplCollector"]
+
+RAPL_ENERGY = "node_rapl_package_joules_total"
+POWERCAP = Path("/sys/class/powercap")
+
+
+class RaplCollector:
+    """Collects the joules of each CPU package since the start of this process. It must be read at least once for each
+    turn of a counter, which takes minutes at full power.
+    """
+
+    def __init__(self, folder: Path = POWERCAP) -> None:
+        self._packages = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
+        self._lock = threading.Lock()
+        self._last: dict[Path, int] = {}
+        self._joules: dict[Path, float] = {}
+        for zone in self._packages:
+            self._read(zone)
+
+    @property
+    def has_counters(self) -> bool:
+        return bool(self._last)
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """Returns nothing, so that registering does not collect."""
+        return ()
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields one family; nothing where no counter can be read."""
+        with self._lock:
+            for zone in self._packages:
+                self._read(zone)
+            joules = dict(self._joules)
+        if joules:
+            help = "Energy of a CPU package, by the kernel's RAPL counter"
+            family = CounterMetricFamily(RAPL_ENERGY.removesuffix("_total"), help, labels=("index", "path"))
+            for zone, value in joules.items():
+                family.add_metric((zone.name.partition(":")[2], zone.name), value)
+            yield family
+
+    def _read(self, zone: Path) -> None:
+        try:
+            now = int((zone / "energy_uj").read_text())
+            turn = int((zone / "max_energy_range_uj").read_text())
+        except (OSError, ValueError):
+            return
+        passed = now - self._last.get(zone, now)
+        self._joules[zone] = self._joules.get(zone, 0.0) + (passed if passed >= 0 else passed + turn) / 1e6
+        self._last[zone] = now

@@ -1,0 +1,64 @@
+"""Ends what runs on one machine of a cluster with several heads, or the whole cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from raytide.control.bootstrap.cluster_record import HeadCluster
+from raytide.control.bootstrap.head.ray_start import HEAD_MARK, forget_ray
+from raytide.control.supervision.daemon import record_of
+from raytide.core.errors import ConflictError
+from raytide.core.io.process import Process, kill_marked, terminate_all
+from raytide.core.state import Store
+
+__all__ = ["GUARD", "end_guard", "end_processes", "leading_to_the_end"]
+
+GUARD = "guard"
+_GRACE_S = 30.0
+
+
+def end_processes(run_dir: Path) -> None:
+    """Ends every process of this machine's head at once, but not the caller: Ray, the supervisor and its children."""
+    kill_marked(HEAD_MARK, str(run_dir))
+    with suppress(OSError):
+        forget_ray(run_dir)
+
+
+def end_guard(run_dir: Path) -> bool:
+    """Ends a machine that waits or leads: another one may take over. Returns whether there was one."""
+    guard = Process.read(record_of(run_dir, GUARD))
+    if guard is None or not guard.alive:
+        return False
+    terminate_all([guard], grace_s=_GRACE_S)
+    return True
+
+
+@contextmanager
+def leading_to_the_end(cluster: HeadCluster) -> Iterator[None]:
+    """Keeps the lead of this machine inside the block and lets no other take over after it. Raises ConflictError if
+    another one leads, after all that runs here has ended. Does nothing in a cluster with one head."""
+    if not cluster.head_epoch:
+        yield
+        return
+    guard = Process.read(record_of(cluster.run_dir, GUARD))
+    if guard is not None:
+        terminate_all([guard], grace_s=0.0)  # it must not resign
+    store = Store.open(cluster.state_url)
+    try:
+        lease = store.head_lease(cluster.holder, 0.0)
+        lease.epoch = cluster.head_epoch
+        heads = store.heads()
+        if heads is None or heads.epoch != cluster.head_epoch:
+            end_processes(cluster.run_dir)
+            raise ConflictError(
+                f"the head of cluster {cluster.name} is {heads.leader if heads else 'another machine'}: only what ran "
+                "here was ended.",
+                hint=f"Run `raytide down --name {cluster.name}` there to end the nodes.",
+            )
+        lease.resign(ends=True)
+        yield
+        end_processes(cluster.run_dir)
+    finally:
+        store.close()

@@ -1,0 +1,99 @@
+"""Gives Ray's GCS of each head a Redis user of its own, and removes those of former heads.
+
+Ray has no lease for its tables: a GCS that was paused would write to them when it wakes. Redis closes the connections
+of a user that is removed, and refuses new ones, so a former head's GCS can neither read nor write.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedRWPair
+
+from raytide.core.errors import ClusterError, ConfigError
+from raytide.core.objects.hardware.standby import StandbySection
+
+__all__ = ["RedisUser", "replace_user"]
+
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RedisUser:
+    """The user of one head's GCS."""
+
+    name: str
+    password: str
+
+
+def replace_user(section: StandbySection, cluster: str, epoch: int) -> RedisUser:
+    """Makes the user of this epoch and removes the users of all others. Raises ClusterError if Redis does not answer,
+    ConfigError if it refuses."""
+    prefix = f"raytide-{cluster}-"
+    user = RedisUser(f"{prefix}{epoch}", secrets.token_hex(24))
+    with _connected(section) as redis:
+        if password := section.redis_password():
+            redis.call("AUTH", *([section.redis_user] if section.redis_user else []), password)
+        redis.call("ACL", "SETUSER", user.name, "reset", "on", f">{user.password}", "~*", "&*", "+@all", "-acl")
+        names = redis.call("ACL", "USERS")
+        ours = [name for name in names if name.startswith(prefix) and name.removeprefix(prefix).isdigit()]
+        former = [name for name in ours if name != user.name]
+        if former:
+            redis.call("ACL", "DELUSER", *former)
+    return user
+
+
+class _Connection:
+    """A connection that sends a command at a time, in Redis' protocol (RESP2)."""
+
+    def __init__(self, stream: BufferedRWPair, where: str) -> None:
+        self._stream, self._where = stream, where
+
+    def call(self, *words: str) -> list[str]:
+        """Returns the reply's texts. Raises ConfigError with Redis' own words if it refuses."""
+        encoded = [word.encode() for word in words]
+        self._stream.write(b"*%d\r\n" % len(encoded))
+        for word in encoded:
+            self._stream.write(b"$%d\r\n%s\r\n" % (len(word), word))
+        self._stream.flush()
+        return self._reply(" ".join(words[:2]) if words[0] == "ACL" else words[0])
+
+    def _reply(self, command: str) -> list[str]:
+        line = self._stream.readline()
+        if not line.endswith(b"\r\n"):
+            raise ConnectionError("it closed the connection")
+        kind, rest = line[:1], line[1:-2]
+        if kind == b"-":
+            raise ConfigError(
+                f"Redis at {self._where} refuses {command}: {rest.decode(errors='replace').rstrip('.')}.",
+                hint="Name a user that may use ACL in metadata.raytide.standby.redis_user, and the file with its "
+                "password in redis_password_file: without it a former head could write to Ray's tables.",
+            )
+        if kind == b"*":
+            return [text for _ in range(int(rest)) for text in self._reply(command)]
+        if kind == b"$":
+            size = int(rest)
+            return [] if size < 0 else [self._stream.read(size + 2)[:-2].decode(errors="replace")]
+        return [rest.decode(errors="replace")]
+
+
+@contextmanager
+def _connected(section: StandbySection) -> Iterator[_Connection]:
+    host, port = section.redis_address
+    where = f"{host}:{port}"
+    try:
+        with socket.create_connection((host, port), timeout=_TIMEOUT_S) as plain:
+            sock = plain
+            if section.has_tls:
+                sock = ssl.create_default_context().wrap_socket(plain, server_hostname=host)
+            with sock.makefile("rwb") as stream:
+                yield _Connection(stream, where)
+    except OSError as error:
+        raise ClusterError(
+            f"Redis at {where} does not answer: {error}.",
+            hint="Ray's tables are there: start it, or correct metadata.raytide.standby.redis_url.",
+        ) from None

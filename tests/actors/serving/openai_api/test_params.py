@@ -1,0 +1,43 @@
+"""Fields that clients send with the values that change nothing, and the ends of ranges."""
+
+from __future__ import annotations
+
+import pytest
+
+from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.actors.serving.openai_api.params import refuse_unknown, sampling_of
+from raytide.actors.serving.openai_api.wire import ChatRequest
+
+
+def chat(**fields: object) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields})
+
+
+def test_a_top_p_of_0_leaves_the_most_likely_token() -> None:
+    assert 0.0 < sampling_of(chat(top_p=0)).top_p < 1e-6
+    assert sampling_of(chat(top_p=0.5)).top_p == 0.5
+    assert sampling_of(chat()).top_p == 1.0
+
+
+@pytest.mark.parametrize(
+    ("field", "neutral", "other"),
+    [
+        ("skip_special_tokens", True, False),
+        ("spaces_between_special_tokens", True, False),
+        ("add_generation_prompt", True, False),
+        ("continue_final_message", False, True),
+        ("echo", False, True),
+        ("chat_template_kwargs", {}, {"enable_thinking": False}),
+        ("use_beam_search", False, True),
+        ("length_penalty", 1.0, 2.0),
+        ("return_token_ids", False, True),
+    ],
+)
+def test_defaults_of_vllms_fields_are_accepted_and_other_values_are_named(
+    field: str, neutral: object, other: object
+) -> None:
+    refuse_unknown(chat(**{field: neutral}))
+    with pytest.raises(ApiError) as refused:
+        refuse_unknown(chat(**{field: other}))
+    assert refused.value.body.error.param == field
+    assert refused.value.body.error.message == f"{field} is not supported by this model server."
