@@ -35,8 +35,9 @@ class Node:
 
 
 def processes(module: str) -> list[psutil.Process]:
+    """Returns this process' own children: engines of a cluster that another test keeps are further down."""
     found = []
-    for child in psutil.Process().children(recursive=True):
+    for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it ended; what another test started may be a zombie for long
             if any(module in word for word in child.cmdline()):
                 found.append(child)
