@@ -115,7 +115,7 @@ def test_a_flipped_byte_in_the_only_checkpoint_is_found_and_named(
     tide: rt.Client, train_spec: Callable[..., TrainSpec]
 ) -> None:
     spec = train_spec(steps=4, checkpoint_every=2, keep_checkpoints=1, export=False)
-    tide.train(spec).wait(timeout_s=120.0)
+    tide.train(spec).wait(timeout_s=360.0)
     (checkpoint,) = sorted(Path(spec.out, "checkpoints").iterdir())
     victim = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     body = bytearray(victim.read_bytes())
@@ -124,5 +124,5 @@ def test_a_flipped_byte_in_the_only_checkpoint_is_found_and_named(
 
     again = tide.train(spec.model_copy(update={"steps": 6}))
     with pytest.raises(rt.RaytideError) as caught:
-        again.wait(timeout_s=120.0)
+        again.wait(timeout_s=360.0)
     assert victim.name in str(caught.value) or checkpoint.name in str(caught.value)

@@ -36,7 +36,7 @@ def test_a_job_goes_on_where_its_process_was_killed(
             process.wait(20)
     recorded = [json.loads(line)["line"] for line in progress.read_bytes().rpartition(b"\n")[0].splitlines()[1:]]
     assert ROWS // 2 <= len(recorded) < ROWS
-    run.wait(timeout_s=120)
+    run.wait(timeout_s=360.0)
     assert run.state is JobState.SUCCEEDED, run.why()
     answers = [json.loads(line) for line in out.read_text().splitlines()]
     assert [each["custom_id"] for each in answers] == [f"id-{place}" for place in range(ROWS)]

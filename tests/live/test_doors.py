@@ -105,7 +105,7 @@ def test_a_token_of_one_team_does_nothing_with_anothers_job(
     live: LocalCluster, tide: rt.Client, raytide_cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "x.py").write_text("print('secret')")
-    mine = tide.run(tmp_path / "x.py", working_dir=tmp_path).wait(timeout_s=120.0)
+    mine = tide.run(tmp_path / "x.py", working_dir=tmp_path).wait(timeout_s=360.0)
     before = live.tokens_file.read_text()
     write_json(live.tokens_file, {**json.loads(before), "theirs": {"user": "bob", "team": "research"}})
     monkeypatch.setenv("RAYTIDE_API", live.api_url)
@@ -135,7 +135,7 @@ def test_a_run_is_followed_stopped_and_resumed_without_losing_a_step(
 
     steps = int(run.metrics()[-1]["step"]) + 10
     resumed = tide.train(spec.model_copy(update={"steps": steps}))
-    resumed.wait(timeout_s=120.0)
+    resumed.wait(timeout_s=360.0)
     assert Path(str(resumed.output()), "config.json").is_file()
     assert [line["step"] for line in resumed.metrics()] == list(range(1, steps + 1))
     assert resumed.result().steps == steps

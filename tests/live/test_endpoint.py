@@ -48,7 +48,7 @@ def model(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def endpoint(tide: rt.Client, model: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
     spec = ServeSpec(name="tiny", model=str(model), replicas=Replicas(min=2, max=2), resources={"CPU": 1})
     handle = tide.serve(spec)
-    yield handle.wait(replicas=2, timeout_s=120.0)
+    yield handle.wait(replicas=2, timeout_s=360.0)
     handle.delete()
     eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)
 
@@ -64,7 +64,7 @@ def mortal(tide: rt.Client, model: Path, eventually: Callable[..., None]) -> Ite
         engine={"kind": "fake", "die_on": "poison", "tokens_per_s": 50.0},
     )
     handle = tide.serve(spec)
-    yield handle.wait(replicas=2, timeout_s=120.0)
+    yield handle.wait(replicas=2, timeout_s=360.0)
     handle.delete()
     eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)
 
@@ -151,7 +151,7 @@ def test_an_endpoint_without_requests_has_no_replica_and_the_next_request_starts
         resources={"CPU": 1},
         engine={"kind": "fake"},
     )
-    handle = tide.serve(spec).wait(replicas=1, timeout_s=120.0)
+    handle = tide.serve(spec).wait(replicas=1, timeout_s=360.0)
     client = handle.openai(max_retries=0, timeout=120.0)
     assert client.completions.create(model="idle", prompt="x", max_tokens=5).choices[0].text == "tide "
     eventually(lambda: handle.refresh().status.endpoint.target_replicas == 0, within_s=90.0)

@@ -33,7 +33,7 @@ def test_weights_are_swapped_under_a_stream_and_others_are_refused(
     first, second = trained(dataset, tmp_path / "one"), trained(dataset, tmp_path / "second")
     wider = trained(dataset, tmp_path / "wider", dim=32)
     spec = ServeSpec(name="swapped", model=first, replicas=Replicas(min=2, max=2), resources={"CPU": 1})
-    endpoint = tide.serve(spec).wait(replicas=2, timeout_s=120.0)
+    endpoint = tide.serve(spec).wait(replicas=2, timeout_s=360.0)
     before = {each.id for each in endpoint.status.startups}
     stream = endpoint.openai().completions.create(
         model="swapped", prompt="import", max_tokens=200, temperature=0, stream=True, extra_body={"ignore_eos": True}

@@ -116,7 +116,7 @@ def model(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hangs(tide: rt.Client, model: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
     spec = ServeSpec(name="hangs", model=str(model), replicas=Replicas(min=1, max=1), resources={"CPU": 1})
     handle = tide.serve(spec)
-    yield handle.wait(replicas=1, timeout_s=120.0)
+    yield handle.wait(replicas=1, timeout_s=360.0)
     handle.delete()
     eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)
 

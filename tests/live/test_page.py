@@ -34,7 +34,7 @@ def endpoint(tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]) -
         resources={"CPU": 1},
         engine={"kind": "fake", "tokens_per_s": 200.0},
     )
-    handle = tide.serve(spec).wait(replicas=1, timeout_s=120.0)
+    handle = tide.serve(spec).wait(replicas=1, timeout_s=360.0)
     ended = threading.Event()
 
     def ask() -> None:

@@ -96,7 +96,7 @@ def endpoint(client: rt.Client, tmp_path_factory: pytest.TempPathFactory) -> Ite
         engine={"kind": "fake", "tokens_per_s": 200.0},
     )
     handle = client.serve(spec)
-    handle.wait(replicas=1, timeout_s=120.0)
+    handle.wait(replicas=1, timeout_s=360.0)
     with loaded(handle):
         yield handle
     handle.delete()

@@ -134,7 +134,7 @@ def test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request(
     because: str,
 ) -> None:
     name = f"web-{because.split()[0]}-{len(str(broken))}"
-    handle = serve(name, reply="old ").wait(timeout_s=120.0)
+    handle = serve(name, reply="old ").wait(timeout_s=360.0)
     with Load(handle.base_url, name) as load:
         eventually(lambda: load.answered["old "] > 20, within_s=60.0)
         steps = {**STEPS, "ready_within_s": 20} if broken.get("kind") == "native" else STEPS
@@ -154,7 +154,7 @@ def test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request(
 def test_a_good_challenger_is_promoted_in_steps_by_controllers_that_are_killed(
     live: LocalCluster, tide: rt.Client, serve: Callable[..., rt.EndpointHandle], eventually: Callable[..., None]
 ) -> None:
-    handle = serve("good", reply="old ").wait(timeout_s=120.0)
+    handle = serve("good", reply="old ").wait(timeout_s=360.0)
     with Load(handle.base_url, "good") as load:
         eventually(lambda: load.answered["old "] > 20, within_s=60.0)
         serve("good", canary=STEPS, reply="new ")

@@ -32,7 +32,7 @@ def endpoint(tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]) -
     (tmp_path / "config.json").write_text("{}")
     spec = ServeSpec(name="fills", model=str(tmp_path), replicas=replicas, resources={"GPU": 8}, engine=GROWING)
     handle = tide.serve(spec)
-    yield handle.wait(replicas=1, timeout_s=120.0)
+    yield handle.wait(replicas=1, timeout_s=360.0)
     handle.delete()
     eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)
 

@@ -148,7 +148,7 @@ def kill(live: LocalCluster, what: str) -> None:
 def test_copies_reach_no_user_and_cost_none(
     tide: rt.Client, served: Callable[..., rt.EndpointHandle], eventually: Callable[..., None]
 ) -> None:
-    handle = served("copied").wait(timeout_s=120.0)
+    handle = served("copied").wait(timeout_s=360.0)
     user = User(tide, handle.base_url, "copied")
     served("copied", engine={"reply": "nearer "}, shadow=100.0)
     eventually(lambda: running(handle), within_s=90.0)
@@ -179,7 +179,7 @@ def test_users_stay_with_their_side_of_a_split_and_their_own_metric_decides(
     served: Callable[..., rt.EndpointHandle],
     eventually: Callable[..., None],
 ) -> None:
-    handle = served("split").wait(timeout_s=120.0)
+    handle = served("split").wait(timeout_s=360.0)
     user = User(tide, handle.base_url, "split")
     served("split", engine={"reply": "nearer "}, ab={"metric": "words", "test": {"effect": 1.0, "requests": 60}})
     eventually(lambda: running(handle), within_s=90.0)
@@ -282,7 +282,7 @@ def test_nothing_is_billed_twice_while_replicas_and_a_gateway_are_killed(
     kills: int,
 ) -> None:
     name = f"billed-{streams}"
-    handle = served(name, replicas=(2, 2), engine={"tokens_per_s": 40.0}).wait(replicas=2, timeout_s=120.0)
+    handle = served(name, replicas=(2, 2), engine={"tokens_per_s": 40.0}).wait(replicas=2, timeout_s=360.0)
     user, is_over, moments = User(tide, handle.base_url, name), threading.Event(), random.Random(0)
 
     def keep_asking(number: int) -> int:
@@ -323,7 +323,7 @@ def test_two_models_share_a_gpu_each_by_its_name(
 ) -> None:
     handles = [served(name, gpus=0.5, engine={"reply": f"{name} "}) for name in ("left", "right")]
     for handle in handles:
-        handle.wait(timeout_s=120.0)
+        handle.wait(timeout_s=360.0)
     address = handles[0].base_url.replace("/left/", "/")
     user = User(tide, address, "shares")
     assert [text_of(user.ask(name, "hi", max_tokens=4)) for name in ("left", "right")] == ["left", "righ"]

@@ -61,7 +61,7 @@ def test_four_members_become_two_by_a_dead_raylet_and_a_notice_and_four_again(
     eventually(lambda: ready() == 6)
     for pid in kept:
         os.kill(pid, signal.SIGCONT)
-    run.wait(timeout_s=120.0)
+    run.wait(timeout_s=360.0)
 
     worlds = [event["world"] for event in formed()]
     assert worlds[-1] == 4 and 2 in worlds[worlds.index(4) :], worlds

@@ -61,7 +61,7 @@ def shown(tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]) -> I
         yield run, json.loads(found()[0])
     finally:
         go.touch()
-        run.wait(timeout_s=60.0)
+        run.wait(timeout_s=360.0)
 
 
 def asker(live: LocalCluster, token: str) -> Callable[..., int]:
@@ -126,7 +126,7 @@ def test_a_jobs_token_ends_with_its_job(
     ask = asker(live, environment["RAYTIDE_TOKEN"])
     assert ask("GET", "/v1/status") == 200
     Path(environment["GO"]).touch()
-    run.wait(timeout_s=60.0)
+    run.wait(timeout_s=360.0)
     assert run.refresh().state is JobState.SUCCEEDED
     assert ask("GET", "/v1/status") == 401
 
@@ -146,7 +146,7 @@ def test_a_script_that_runs_as_another_user_reads_no_secret(
     live.config_path.write_text(yaml.safe_dump(file))
     try:
         run = tide.run("sh", "look.sh", working_dir=tmp_path)
-        run.wait(timeout_s=120.0)
+        run.wait(timeout_s=360.0)
     finally:
         live.config_path.write_text(before)
     printed = run.logs().splitlines()

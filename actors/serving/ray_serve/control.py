@@ -38,7 +38,10 @@ _REPORTS = (b"/queue/", b"/startup/", b"/live/", b"/replica/", b"/log/")
 _QUEUE_REPORT_S = 5.0
 """An older report on waiting requests is of a gateway that has ended."""
 LOOK_TIMEOUT_S = 4.0
-"""The timeout of one look at Serve, however many endpoints there are."""
+"""The timeout of one look at Serve, however many endpoints there are. A tick waits for it."""
+LIST_TIMEOUT_S = 60.0
+"""The timeout of a list of Serve's applications, for which no tick waits. A busy Serve takes seconds for it, and where
+it fails nothing is deployed or deleted."""
 
 
 class ServeControl:
@@ -50,10 +53,12 @@ class ServeControl:
         self,
         *,
         look_timeout_s: float = LOOK_TIMEOUT_S,
+        list_timeout_s: float = LIST_TIMEOUT_S,
         call_timeout_s: float = 10.0,
         start_timeout_s: float = 90.0,
     ) -> None:
         self._look_timeout_s = look_timeout_s
+        self._list_timeout_s = list_timeout_s
         self._call_timeout_s = call_timeout_s
         self._start_timeout_s = start_timeout_s
 
@@ -133,7 +138,7 @@ class ServeControl:
 
     def applications(self) -> dict[str, Application]:
         """Returns Serve's applications, also those whose replicas still finish their requests."""
-        timeout_s = self._look_timeout_s
+        timeout_s = self._list_timeout_s
         return call_with_timeout(timeout_s, "Ray Serve's controller to answer", lambda: _applications(timeout_s))
 
     def delete(self, name: str, *, is_there: bool) -> None:

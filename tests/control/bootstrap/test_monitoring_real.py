@@ -68,7 +68,7 @@ def test_a_hung_replica_reaches_alertmanager_by_prometheus_and_is_replaced(
     spec = ServeSpec(name="hangs", model=str(tmp_path), resources={"CPU": 1}, engine={"kind": "fake"})
     with local.temporary(tmp_path / "home", tmp_path / "cluster.yaml", monitoring=True) as cluster:
         tide = rt.Client(ApiClient.from_run_dir(cluster.run_dir))
-        endpoint = tide.serve(spec).wait(timeout_s=120.0)
+        endpoint = tide.serve(spec).wait(timeout_s=360.0)
         (replica,) = replica_pids(cluster)
         (engine,) = (
             p for p in psutil.Process(replica).children(recursive=True) if "engine_process" in str(p.cmdline())
@@ -83,7 +83,7 @@ def test_a_hung_replica_reaches_alertmanager_by_prometheus_and_is_replaced(
         alerts = f"{cluster.alertmanager_url}/api/v2/alerts"
         eventually(lambda: any(is_it(each) for each in httpx.get(alerts, timeout=10).json()))
         eventually(lambda: not engine.is_running(), within_s=120)
-        endpoint.wait(timeout_s=120.0)
+        endpoint.wait(timeout_s=360.0)
         assert endpoint.openai().completions.create(model="hangs", prompt="a", max_tokens=2).choices[0].text
         healed_s = time.time()
         (done,) = [each for each in tide.client.call("GET", "/v1/alerts/actions") if each["alert"] == ALERT]

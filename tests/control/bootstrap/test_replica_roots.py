@@ -22,6 +22,7 @@ import sys, time
 from pathlib import Path
 from raytide.control.bootstrap.cluster_record import HeadCluster
 from raytide.control.bootstrap.wiring import sources
+from raytide.core.errors import WaitTimeoutError
 from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
 
 run_dir, gcs_address, port = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -37,9 +38,12 @@ for name, model in places.items():
     spec = ServeSpec(name=name, model=str(model), replicas=Replicas(min=1, max=1), engine={"kind": "fake"})
     endpoint = Endpoint(spec=spec, user="me", state=EndpointState.DEPLOYING, created_at_s=0.0, target_replicas=1)
     control.deploy(endpoint, is_there=False)
-until_s = time.monotonic() + 120
+until_s = time.monotonic() + 240
 while time.monotonic() < until_s:
-    seen, loads = control.applications(), control.loads(list(places))
+    try:
+        seen, loads = control.applications(), control.loads(list(places))
+    except WaitTimeoutError:  # Serve is busy
+        continue
     failed = {name: seen[name].failure for name in ("outside", "linked") if name in seen and seen[name].failure}
     if len(failed) == 2 and "inside" in loads and loads["inside"].ready == 1:
         break
@@ -75,7 +79,7 @@ def test_a_replica_opens_no_model_outside_of_the_data_roots(gcs_address: str, tm
         port: int = free.getsockname()[1]
     done = subprocess.run(
         [sys.executable, "-c", DEPLOY, str(tmp_path), gcs_address, str(port)],
-        timeout=240, capture_output=True, check=False, text=True, env=dict(os.environ),
+        timeout=400, capture_output=True, check=False, text=True, env=dict(os.environ),
     )  # fmt: skip
     assert done.stdout.startswith("['inside']"), done.stdout + done.stderr
     assert done.stdout.count("is outside the data roots of this cluster") >= 2

@@ -66,7 +66,7 @@ def endpoint(name: str, **engine: object) -> Endpoint:
     return Endpoint(spec=spec, user="me", state=EndpointState.DEPLOYING, created_at_s=0.0, target_replicas=1)
 
 
-def until(what: str, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def until(what: str, holds: Callable[[], bool], timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
@@ -95,7 +95,7 @@ def control() -> Iterator[ServeControl]:
         )  # fmt: skip
         assert died.returncode == -signal.SIGKILL, died.stderr.decode()
         ray.init(address=cluster.address, log_to_driver=False)
-        yield ServeControl()
+        yield ServeControl(look_timeout_s=60.0)
     finally:
         ray.shutdown()
         cluster.shutdown()
