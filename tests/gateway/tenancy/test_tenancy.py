@@ -48,8 +48,8 @@ def run(line: Line, body: Callable[[Tenancy], Awaitable[None]], *, requires_keys
     asyncio.run(session())
 
 
-def caller(tenancy: Tenancy, secret: str) -> GatewayCaller:
-    return tenancy.authenticate({"authorization": f"Bearer {secret}"})
+async def caller(tenancy: Tenancy, secret: str) -> GatewayCaller:
+    return await tenancy.authenticate({"authorization": f"Bearer {secret}"})
 
 
 async def refusal(admitted: Awaitable[object]) -> tuple[int, str, str | None]:
@@ -62,7 +62,7 @@ async def refusal(admitted: Awaitable[object]) -> tuple[int, str, str | None]:
 def test_without_a_valid_key_nobody_is_let_in(line: Line, store: Store, header: str) -> None:
     async def body(tenancy: Tenancy) -> None:
         with pytest.raises(ApiError) as error:
-            tenancy.authenticate({"authorization": header})
+            await tenancy.authenticate({"authorization": header})
         assert (error.value.status, error.value.body.error.code) == (401, "invalid_api_key")
 
     run(line, body)
@@ -76,14 +76,14 @@ def test_where_no_keys_are_demanded_all_are_let_in_but_keys_still_count(
 
     async def body(tenancy: Tenancy) -> None:
         for headers in ({}, {"authorization": "Bearer EMPTY"}):
-            anybody = tenancy.authenticate(headers)
+            anybody = await tenancy.authenticate(headers)
             assert (anybody.is_known, anybody.team, anybody.may_use("x")) == (False, "default", True)
             grant = await anybody.admit("chat", 10, 10**9)
             assert grant.headers() == {}
             grant.settle(TokenUsage(10, 5), 200)
         with pytest.raises(ApiError):
-            caller(tenancy, new_secret())
-        known = caller(tenancy, secret)
+            await caller(tenancy, new_secret())
+        known = await caller(tenancy, secret)
         assert (known.is_known, known.team) == (True, "blue")
         await known.admit("chat", 1, 1)
         assert await refusal(known.admit("chat", 1, 1)) == (429, "requests", "rate_limit_exceeded")
@@ -97,7 +97,7 @@ def test_a_request_is_billed_for_what_it_used(line: Line, store: Store, secret_o
     secret = secret_of(tokens_per_min=1000, budget={"usd": 0.001})
 
     async def body(tenancy: Tenancy) -> None:
-        who = caller(tenancy, secret)
+        who = await caller(tenancy, secret)
         grant = await who.admit("chat", 100, 300)
         assert grant.headers()["x-ratelimit-remaining-tokens"] == "600"
         assert store.tenancy.spending.spent(["key-1"], tenancy.now_s())["key-1"].reserved == 700
@@ -121,7 +121,7 @@ def test_refusals_are_openais_and_are_reported(line: Line, store: Store, secret_
     secret = secret_of(models=["chat"], tokens_per_min=500, budget={"usd": 0.0002, "per": "life"})
 
     async def body(tenancy: Tenancy) -> None:
-        who = caller(tenancy, secret)
+        who = await caller(tenancy, secret)
         assert not who.may_use("code")
         assert await refusal(who.admit("code\n", 1, 1)) == (403, "invalid_request_error", "model_not_allowed")
         with pytest.raises(ApiError) as error:
@@ -146,7 +146,7 @@ def test_two_hundred_requests_at_once_share_few_calls_and_stay_within_the_budget
     secret = secret_of(budget={"usd": 0.001})
 
     async def one(tenancy: Tenancy, number: int) -> int:
-        grant = await caller(tenancy, secret).admit("chat", 10, 10)
+        grant = await (await caller(tenancy, secret)).admit("chat", 10, 10)
         await asyncio.sleep(0)
         if number % 3 == 0:
             grant.release()
@@ -178,8 +178,12 @@ def test_without_the_api_only_keys_with_a_budget_are_refused(
 
     async def body(tenancy: Tenancy) -> None:
         line.is_cut = True
-        (await caller(tenancy, plain).admit("chat", 1, 1)).settle(TokenUsage(1, 1), 200)
-        assert await refusal(caller(tenancy, limited).admit("chat", 1, 1)) == (503, "server_error", "overloaded")
+        (await (await caller(tenancy, plain)).admit("chat", 1, 1)).settle(TokenUsage(1, 1), 200)
+        assert await refusal((await caller(tenancy, limited)).admit("chat", 1, 1)) == (
+            503,
+            "server_error",
+            "overloaded",
+        )
 
     run(line, body)
 
@@ -188,9 +192,9 @@ def test_what_costs_nothing_needs_no_reservation(line: Line, store: Store, secre
     secret = secret_of(budget={"usd": 0})
 
     async def body(tenancy: Tenancy) -> None:
-        (await caller(tenancy, secret).admit("free", 10, 10)).settle(TokenUsage(10, 10), 200)
-        (await caller(tenancy, secret).admit("free", 10, 10)).release()
-        assert await refusal(caller(tenancy, secret).admit("chat", 1, 1)) == (
+        (await (await caller(tenancy, secret)).admit("free", 10, 10)).settle(TokenUsage(10, 10), 200)
+        (await (await caller(tenancy, secret)).admit("free", 10, 10)).release()
+        assert await refusal((await caller(tenancy, secret)).admit("chat", 1, 1)) == (
             429,
             "insufficient_quota",
             "insufficient_quota",
@@ -206,7 +210,7 @@ def test_a_reservation_whose_answer_was_lost_is_made_once(line: Line, store: Sto
 
     async def body(tenancy: Tenancy) -> None:
         line.answers_lost = True
-        admitting = asyncio.create_task(caller(tenancy, secret).admit("chat", 10, 10))
+        admitting = asyncio.create_task((await caller(tenancy, secret)).admit("chat", 10, 10))
         await until(lambda: line.calls.count("/v1/gateway/reservations") >= 1)
         line.answers_lost = False
         grant = await admitting
@@ -225,8 +229,8 @@ def test_nothing_is_admitted_that_could_not_be_billed(
     async def body(tenancy: Tenancy) -> None:
         line.is_cut = True
         for _ in range(2):
-            (await caller(tenancy, secret).admit("chat", 1, 1)).settle(None, 500)
-        assert await refusal(caller(tenancy, secret).admit("chat", 1, 1)) == (503, "server_error", "overloaded")
+            (await (await caller(tenancy, secret)).admit("chat", 1, 1)).settle(None, 500)
+        assert await refusal((await caller(tenancy, secret)).admit("chat", 1, 1)) == (503, "server_error", "overloaded")
         (await tenancy_of_anybody(tenancy).admit("chat", 1, 1)).settle(None, 200)  # dropped
 
     run(line, body)

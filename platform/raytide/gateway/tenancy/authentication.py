@@ -29,7 +29,7 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(_CLOSED) and CALLER not in scope:
             try:
-                scope[CALLER] = self._tenancy.authenticate(Headers(scope=scope))
+                scope[CALLER] = await self._tenancy.authenticate(Headers(scope=scope))
             except ApiError as error:
                 response = error_response(error)
                 response.headers["connection"] = "close"  # its body is not read

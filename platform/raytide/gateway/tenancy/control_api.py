@@ -35,6 +35,12 @@ class ControlApi:
         found = await self._call("GET", "/v1/gateway/keys", params=query, timeout=timeout_s + _TIMEOUT_S)
         return _KEY_TABLE.validate_python(found)
 
+    async def key_changes(self, newer_than: int) -> KeyTableChange:
+        """Returns at once what changed after this revision. Unlike `key_table` it does not report this gateway."""
+        query = {"newer_than": newer_than, "timeout_s": 0.0}
+        found = await self._call("GET", "/v1/gateway/keys", params=query, timeout=_TIMEOUT_S)
+        return _KEY_TABLE.validate_python(found)
+
     async def reserve(self, batch: ReservationBatch, timeout_s: float) -> dict[str, str]:
         """Returns the refusal of each reservation, empty if it is granted, by its id."""
         body = batch.model_dump(mode="json")

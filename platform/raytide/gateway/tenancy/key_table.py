@@ -17,8 +17,10 @@ __all__ = ["MOST_STALE_S", "KeyTable", "unavailable"]
 
 POLL_S = 10.0
 """The longest time that the API holds a poll; it answers at once when a key changes."""
-FRESH_S = 2.5 * POLL_S
-"""The age of the table from which an unknown key may be one that was made since."""
+_LOOK_TIMEOUT_S = 5.0
+"""The longest wait for the API's word on an unknown key."""
+_LOOKS_APART_S = 0.1
+"""The least time between two such looks, so that wrong keys cost the API ten calls a second at most."""
 MOST_STALE_S = 3600.0
 """The age of the table from which no key is accepted: it could have been revoked long ago."""
 _FREE = TokenPrice()
@@ -42,6 +44,8 @@ class KeyTable:
         self._weights: Mapping[str, float] = {}
         self._revision = -1
         self._synced_s: float | None = None
+        self._looking = asyncio.Lock()
+        self._looked_s, self._look_succeeded = float("-inf"), False
         self.synced = asyncio.Event()
         """Set once the table was read."""
 
@@ -58,9 +62,11 @@ class KeyTable:
                 await asyncio.sleep(random.uniform(0.1, 0.5))
 
     def apply(self, change: KeyTableChange) -> None:
-        """Takes over what changed."""
+        """Takes over what changed, unless a later change was taken over meanwhile."""
         if change.is_whole:
             self._keys.clear()
+        elif change.revision < self._revision:
+            return
         for digest, key in change.keys.items():
             if key.revoked_at_s is None:
                 self._keys[digest] = key
@@ -72,27 +78,30 @@ class KeyTable:
         self._revision, self._synced_s = change.revision, self._monotonic_s()
         self.synced.set()
 
-    def key(self, secret: str) -> ApiKey:
+    async def key(self, secret: str) -> ApiKey:
         """Returns the key of this secret, or raises a 401 as OpenAI does; a 503 while that cannot be known.
 
-        The table is searched by the secret's hash, so that the time says nothing about other secrets.
+        An unknown key may have been made a moment ago, so the API is asked before it is refused. The table is searched
+        by the secret's hash, so that the time says nothing about other secrets.
         """
-        age_s = float("inf") if self._synced_s is None else self._monotonic_s() - self._synced_s
-        if age_s > MOST_STALE_S:
+        if self._is_too_old():
             raise unavailable("API keys cannot be checked at the moment.")
-        key = self._keys.get(digest_of_secret(secret))
-        if key is not None and key.is_valid(self._now_s()):
-            return key
-        if key is None and age_s > FRESH_S:
-            raise unavailable("This API key cannot be checked at the moment.")
-        raise unauthorized(f"Incorrect API key provided: {_masked(secret)}.")
+        digest = digest_of_secret(secret)
+        key = self._keys.get(digest)
+        if key is None:
+            if not await self._look():
+                raise unavailable("This API key cannot be checked at the moment.")
+            key = self._keys.get(digest)
+        if key is None or not key.is_valid(self._now_s()):
+            raise unauthorized(f"Incorrect API key provided: {_masked(secret)}.")
+        return key
 
     def key_of_account(self, account: str) -> ApiKey:
         """Returns the newest key of an account, for work that goes on after the request that began it.
 
         Raises a 401 if it is no longer valid, a 503 while that cannot be known.
         """
-        if self._synced_s is None or self._monotonic_s() - self._synced_s > MOST_STALE_S:
+        if self._is_too_old():
             raise unavailable("API keys cannot be checked at the moment.")
         key = self._accounts.get(account)
         if key is None or not key.is_valid(self._now_s()):
@@ -106,6 +115,24 @@ class KeyTable:
     def weight(self, team: str) -> float:
         """Returns the team's weight in the fair share."""
         return self._weights.get(team, 1.0)
+
+    def _is_too_old(self) -> bool:
+        return self._synced_s is None or self._monotonic_s() - self._synced_s > MOST_STALE_S
+
+    async def _look(self) -> bool:
+        """Reads what changed until this call; returns False if the API does not say. Calls at one time share a look."""
+        called_s = time.monotonic()
+        async with self._looking:
+            if self._looked_s < called_s:
+                await asyncio.sleep(max(0.0, self._looked_s + _LOOKS_APART_S - called_s))
+                self._looked_s, self._look_succeeded = time.monotonic(), False
+                try:
+                    async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                        self.apply(await self._api.key_changes(self._revision))
+                    self._look_succeeded = True
+                except (RaytideError, ValueError, TimeoutError):
+                    pass
+            return self._look_succeeded
 
 
 def unauthorized(message: str) -> ApiError:

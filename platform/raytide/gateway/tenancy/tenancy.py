@@ -1,6 +1,6 @@
 """Authenticates the caller of each request, admits the request, and bills it at its end.
 
-caller = tenancy.authenticate(request.headers)            # before the body is read
+caller = await tenancy.authenticate(request.headers)      # before the body is read
 grant = await caller.admit(model, prompt_tokens, most_completion_tokens)
 try:
     ...                                                   # grant.headers() go into the response
@@ -98,7 +98,7 @@ class Tenancy:
         await self.api.close()
         self.limits.close()
 
-    def authenticate(self, headers: Mapping[str, str]) -> GatewayCaller:
+    async def authenticate(self, headers: Mapping[str, str]) -> GatewayCaller:
         """Returns the caller of a request by its Authorization header, which is found by its name in lower case.
 
         Raises a 401 as OpenAI does. Where no keys are demanded, only texts that look like one are checked, because
@@ -108,7 +108,7 @@ class Tenancy:
         secret = secret.strip() if scheme.lower() == "bearer" else ""
         try:
             if secret.startswith("rk-") or (secret and self.requires_keys):
-                return GatewayCaller(self, self.keys.key(secret))
+                return GatewayCaller(self, await self.keys.key(secret))
             if self.requires_keys:
                 raise unauthorized(
                     "You didn't provide an API key. Send it in an Authorization header: `Authorization: Bearer rk-...`."
