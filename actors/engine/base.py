@@ -14,12 +14,14 @@ from typing import Any, Literal, NoReturn, Protocol
 
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.types import (
+    PLAIN_PROMPT,
     EngineInfo,
     EngineStats,
     Feature,
     GenChunk,
     GenRequest,
     Message,
+    PromptOptions,
     SampleProgress,
     Timing,
     TokenUsage,
@@ -67,7 +69,12 @@ class Engine(Protocol):
         """Returns the text of a token in mid-text, as UTF-8 that may begin or end with half a character."""
         ...
 
-    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: PromptOptions = PLAIN_PROMPT,
+    ) -> list[int]:
         """Returns the token ids of a conversation, by the model's chat template, ready for `generate`. `tools` are
         those that the model may call, in OpenAI's form.
         """

@@ -35,6 +35,7 @@ MAX_IMAGE_BYTES = 8 << 20
 """The most bytes of an image file; those in a body are bounded by it, too."""
 MAX_IMAGE_PIXELS = 1 << 24
 MAX_TOOLS = 128
+MAX_TEMPLATE_KWARGS = 32
 """Tools of one request, and calls of one message."""
 MAX_ARGUMENT_CHARS = 1 << 18
 """The most characters in the arguments of one call, and in the description of a tool."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.core.errors import UsageError
@@ -67,6 +68,22 @@ class ToolCallTurn:
     id: str
     name: str
     arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """The options of a chat's prompt. `template_kwargs` are variables of the chat template, such as Qwen's
+    `enable_thinking`; a template ignores those that it does not know.
+
+    `ending`: `answer` starts the assistant's turn, `open` leaves the last message open, so that the answer continues
+    it, and `closed` adds nothing to the messages.
+    """
+
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ending: Literal["answer", "open", "closed"] = "answer"
+
+
+PLAIN_PROMPT = PromptOptions()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from raytide.core.errors import ConfigError, UsageError
@@ -30,9 +31,17 @@ class ChatTemplate:
         """True if the template shows tools to the model and renders calls and their results."""
         return re.search(r"\btools\b", self.source) is not None
 
-    def render(self, turns: Sequence[Turn], *, prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Returns the text; `prompt` ends it with the start of an answer. UsageError if the template refuses."""
-        return self._marked(turns, prompt, tools).replace(_BEGIN, "").replace(_END, "")
+    def render(
+        self,
+        turns: Sequence[Turn],
+        *,
+        prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Returns the text; `prompt` ends it with the start of an answer. UsageError if the template refuses.
+        `variables` are others that the template uses, such as `enable_thinking`."""
+        return self._marked(turns, prompt, tools, variables or {}).replace(_BEGIN, "").replace(_END, "")
 
     def answers(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
         """Returns the whole conversation and the character ranges of the assistant's answers."""
@@ -57,15 +66,22 @@ class ChatTemplate:
             ranges.append((len(before), len(after)))
         return text, ranges
 
-    def _marked(self, turns: Sequence[Turn], prompt: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def _marked(
+        self,
+        turns: Sequence[Turn],
+        prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         from jinja2.exceptions import TemplateError
 
+        own = {"messages": turns, "add_generation_prompt": prompt, "tools": list(tools) or None}
         try:
-            shown = {"tools": list(tools) or None}
-            return str(self._compiled.render(messages=turns, add_generation_prompt=prompt, **shown, **self._specials))
-        except TemplateError as error:
+            return str(self._compiled.render({**(variables or {}), **own, **self._specials}))
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise UsageError(
-                f"the model's chat template refused the messages: {error}.", hint="Check the roles."
+                f"the model's chat template refused the messages: {error}.",
+                hint="Check the roles, and chat_template_kwargs if there are any.",
             ) from None
 
 
@@ -79,7 +95,7 @@ def _compile(source: str) -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()]
     )
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = _refuse
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     if len(source) > MOST_TEMPLATE_CHARS:
         raise ConfigError(f"the chat template has {len(source)} characters.", hint=f"At most {MOST_TEMPLATE_CHARS}.")
     try:
@@ -114,6 +130,10 @@ def _unmark(marked: str) -> tuple[str, list[tuple[int, int]]]:
             ranges.append((len(text), len(text) + len(inside)))
         text += inside + rest
     return text, ranges
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005  a template tells the model the date where it runs
 
 
 def _refuse(message: str) -> None:

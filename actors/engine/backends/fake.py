@@ -19,12 +19,14 @@ from raytide.actors.engine.backends.fake_generator import (
 from raytide.actors.engine.base import BasicEngine, Prompt, aborted_chunks, check_features, check_resume
 from raytide.actors.engine.kv_cache.handle import KvHandle, KvHeader
 from raytide.actors.engine.types import (
+    PLAIN_PROMPT,
     EngineInfo,
     EngineStats,
     Feature,
     GenChunk,
     GenRequest,
     Message,
+    PromptOptions,
     SampleProgress,
     Timing,
     TokenUsage,
@@ -246,8 +248,15 @@ class FakeEngine(BasicEngine):
     def token_bytes(self, token: int) -> bytes:
         return bytes([token % 256])
 
-    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        return list("\n".join(f"{message.role}: {message.content}" for message in messages).encode())
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: PromptOptions = PLAIN_PROMPT,
+    ) -> list[int]:
+        lines = [f"{message.role}: {message.content}" for message in messages]
+        shown = [f"{name}={value}" for name, value in options.template_kwargs.items()]
+        return list("\n".join([*shown, *lines]).encode())
 
     def _check_alive(self) -> None:
         if self._is_dead:

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from raytide.actors.engine.text.tool_prompt import format_of, turns_of
+from raytide.actors.engine.text.tool_prompt import checked_variables, format_of, left_open, turns_of
 from raytide.actors.engine.text.worker_pool import TextPool
-from raytide.actors.engine.types import ChatFormat, Message, as_request_error
+from raytide.actors.engine.types import PLAIN_PROMPT, ChatFormat, Message, PromptOptions, as_request_error
 from raytide.actors.models.chat_template import ChatTemplate
 from raytide.actors.models.components.llava import VisionSpec
 from raytide.actors.models.model_config import Fields, as_ids
@@ -118,10 +118,15 @@ class Tokenizer:
         return str(self.rust.decode(list(ids), skip_special_tokens=True))
 
     async def chat_prompt_off_loop(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, enough: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: PromptOptions = PLAIN_PROMPT,
+        *,
+        enough: int | None = None,
     ) -> list[int]:
         """Runs `chat_prompt` in a thread."""
-        return await self.pool.run(lambda: self.chat_prompt(messages, tools, enough=enough))
+        return await self.pool.run(lambda: self.chat_prompt(messages, tools, options, enough=enough))
 
     @cached_property
     def chat_format(self) -> ChatFormat:
@@ -129,7 +134,12 @@ class Tokenizer:
         return format_of(self._chat) if self._template else ChatFormat()
 
     def chat_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, enough: int | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: PromptOptions = PLAIN_PROMPT,
+        *,
+        enough: int | None = None,
     ) -> list[int]:
         """Returns a conversation's token ids, cut as `encode` does. A model without a chat template (a base model) gets
         plain `role: content` lines.
@@ -140,13 +150,19 @@ class Tokenizer:
         if not messages:
             raise UsageError("the conversation is empty.", hint="Send at least one message.")
         turns = turns_of(messages, tools, knows_tools=bool(self._template) and self._chat.knows_tools)
-        (turns, tools), mark = self._break_names((turns, list(tools)))
+        variables = checked_variables(options.template_kwargs)
+        (turns, tools, variables), mark = self._break_names((turns, list(tools), variables))
+        last_text = turns[-1]["content"]
         if self._vision is not None:
             turns = self._show_images(turns, self._vision.image_token)
+        starts_answer = options.ending == "answer"
         if self._template:
-            text = self._chat.render(turns, prompt=True, tools=tools)
+            text = self._chat.render(turns, prompt=starts_answer, tools=tools, variables=variables)
         else:
-            text = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns) + "assistant:"
+            lines = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns)
+            text = lines + "assistant:" if starts_answer else lines
+        if options.ending == "open":
+            text = left_open(text, messages[-1], last_text)
         whole, plain = _checked(text), bool(self._template)
         text = self._cut(whole, enough)
         ids = self._encode_without(mark, text, plain) if mark else self.encode_all([text], plain=plain)[0]

@@ -1,4 +1,4 @@
-"""Tools in a prompt: a chat's turns for templates that know tools and for those that do not."""
+"""A chat's turns for templates that know tools and for those that do not, and a prompt's other options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from raytide.actors.engine.types import ChatFormat, Message
 from raytide.actors.models.chat_template import ChatTemplate
 from raytide.core.errors import UsageError
 
-__all__ = ["format_of", "turns_of"]
+__all__ = ["checked_variables", "format_of", "left_open", "turns_of"]
+
+_RESERVED = frozenset(
+    {
+        *("messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"),
+        *("cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range", "strftime_now"),
+    }
+)
+"""Names in a template that a request sets by other fields, or not at all."""
 
 _MARKS: tuple[tuple[str, str], ...] = (
     ("<｜tool▁call", "deepseek"),
@@ -60,6 +68,33 @@ def turns_of(
     if turns[0]["role"] == "system":
         return [{"role": "system", "content": f"{turns[0]['content']}\n\n{told}"}, *turns[1:]]
     return [{"role": "system", "content": told}, *turns]
+
+
+def checked_variables(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a request's variables of the chat template. Raises UsageError for those that are not a request's."""
+    if taken := sorted(_RESERVED & kwargs.keys()):
+        raise UsageError(
+            f"chat_template_kwargs cannot set {taken[0]}.", hint="Set only variables that the model's template defines."
+        )
+    return dict(kwargs)
+
+
+def left_open(text: str, last: Message, content: object) -> str:
+    """Returns a rendered conversation up to the end of its last message, whose text was rendered as `content`, without
+    what the template writes after it. Raises UsageError if that is no assistant's text, or is not shown as it is."""
+    if last.role != "assistant" or not isinstance(content, str) or not content.strip() or last.tool_calls:
+        raise UsageError(
+            "continue_final_message needs a last message of the assistant with text and without calls.",
+            hint="Add the beginning of the answer as the last message, or leave the field out.",
+        )
+    # Many templates strip a message: as much of it is kept as is shown.
+    for shown in (content.lstrip(), content.strip()):
+        if (start := text.rfind(shown)) >= 0:
+            return text[: start + len(shown)]
+    raise UsageError(
+        "the chat template does not show the last message as it is, so that it cannot be continued.",
+        hint="Leave continue_final_message out.",
+    )
 
 
 def _turn(message: Message) -> dict[str, object]:

@@ -23,10 +23,7 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for plain completions; a chat continues until the model stops or the context is full."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
     "audio": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),

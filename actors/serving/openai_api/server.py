@@ -6,18 +6,20 @@ import asyncio
 import time
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from uuid import uuid4
 
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.limits import MAX_CHOICES, MAX_LOGPROB_ENTRIES
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.text.worker_pool import TextPool
-from raytide.actors.engine.types import EngineInfo, Feature, GenRequest
+from raytide.actors.engine.types import PLAIN_PROMPT, EngineInfo, Feature, GenRequest
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
 from raytide.actors.serving.openai_api.admission import Anybody, RequestCaller
 from raytide.actors.serving.openai_api.chat.image_fetcher import ImageFetcher
 from raytide.actors.serving.openai_api.chat.images import images_of
+from raytide.actors.serving.openai_api.chat.prompt_options import prompt_options, reasoning_after
 from raytide.actors.serving.openai_api.chat.tool_choice import NO_TOOLS, tool_use_of
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.generation import GenerationStream
@@ -124,7 +126,10 @@ class Server:
         if isinstance(request, ChatRequest):
             messages = messages_of(request.messages, sees_images="images" in self.info.features)
             images = await images_of(request.messages, self.images)
-            prompts = [await self.engine.chat_prompt(messages, use.shown)]
+            options = prompt_options(request)
+            prompts = [await self.engine.chat_prompt(messages, use.shown, options)]
+            if use.reasoning and options != PLAIN_PROMPT:
+                use = replace(use, reasoning=await reasoning_after(self.engine, prompts[0], messages[-1], options))
             self._check_length(prompts[0], "messages")
         else:
             prompts = await self.prompts(request.prompt, field="prompt")

@@ -31,6 +31,7 @@ from raytide.actors.engine.limits import (
     MAX_NAME_CHARS,
     MAX_PROMPTS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TEMPLATE_KWARGS,
     MAX_TIMEOUT_S,
     MAX_TOOLS,
     MAX_WORD_CHARS,
@@ -269,6 +270,10 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Name | None = None
+    chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=MAX_TEMPLATE_KWARGS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class PromptDetails(BaseModel):

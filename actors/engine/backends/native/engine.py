@@ -20,7 +20,15 @@ from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.model.pooling import pooling_of
 from raytide.actors.engine.sequence import PooledPrompt
-from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest, Message
+from raytide.actors.engine.types import (
+    PLAIN_PROMPT,
+    EngineInfo,
+    EngineStats,
+    GenChunk,
+    GenRequest,
+    Message,
+    PromptOptions,
+)
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
 
 if TYPE_CHECKING:
@@ -98,9 +106,14 @@ class NativeEngine(BasicEngine):
     def token_bytes(self, token: int) -> bytes:
         return self._started().vocabulary.token_bytes(token)
 
-    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: PromptOptions = PLAIN_PROMPT,
+    ) -> list[int]:
         core = self._started()
-        return await core.tokenizer.chat_prompt_off_loop(messages, tools, enough=core.info.max_model_len)
+        return await core.tokenizer.chat_prompt_off_loop(messages, tools, options, enough=core.info.max_model_len)
 
     async def stats(self) -> EngineStats:
         """Returns the engine's counters. Raises EngineDeadError when the thread has died."""

@@ -19,11 +19,13 @@ from raytide.actors.engine.model.pooling import pooling_of
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import PooledPrompt
 from raytide.actors.engine.types import (
+    PLAIN_PROMPT,
     CompletionOutput,
     EngineStats,
     GenChunk,
     GenRequest,
     Message,
+    PromptOptions,
     RequestOutput,
     TokenUsage,
 )
@@ -86,12 +88,13 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         images: Items[bytes] = (),
+        options: PromptOptions = PLAIN_PROMPT,
     ) -> RequestOutput:
         """Returns the model's next turn in a conversation, by its chat template. `images` are the files that stand for
-        None in the messages' `parts`, in order.
+        None in the messages' `parts`, in order. `options` hold the template's variables, such as `enable_thinking`.
         """
         turns = [each if isinstance(each, Message) else Message(each["role"], each["content"]) for each in messages]
-        prompt = self._core.tokenizer.chat_prompt(turns)
+        prompt = self._core.tokenizer.chat_prompt(turns, options=options)
         return self._run([prompt], [sampling or SamplingParams()], images=tuple(images))[0]
 
     def logits(self, token_ids: Items[int]) -> Tensor:

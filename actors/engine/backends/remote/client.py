@@ -13,7 +13,15 @@ from typing import Any, Literal, cast
 from raytide.actors.engine.backends.remote import wire
 from raytide.actors.engine.backends.remote.wire import Kind
 from raytide.actors.engine.base import BasicEngine, Prompt
-from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest, Message
+from raytide.actors.engine.types import (
+    PLAIN_PROMPT,
+    EngineInfo,
+    EngineStats,
+    GenChunk,
+    GenRequest,
+    Message,
+    PromptOptions,
+)
 from raytide.core.errors import EngineDeadError, RaytideError
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -104,8 +112,15 @@ class RemoteEngine(BasicEngine):
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         return list(await self._call("decode", prompts))
 
-    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        return list(await self._call("chat_prompt", wire.pack_messages(messages), wire.pack_tools(tools)))
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: PromptOptions = PLAIN_PROMPT,
+    ) -> list[int]:
+        others = () if options == PLAIN_PROMPT else (wire.pack_options(options),)
+        turns = wire.pack_messages(messages)
+        return list(await self._call("chat_prompt", turns, wire.pack_tools(tools), *others))
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the text of a token for which log probabilities were received."""

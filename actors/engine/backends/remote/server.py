@@ -37,8 +37,8 @@ _MAX_UNSENT_BYTES = 64 << 20
 _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
     "tokenize": lambda engine, text, pair: engine.tokenize(text, pair),
     "decode": lambda engine, prompts: engine.decode(prompts),
-    "chat_prompt": lambda engine, turns, tools: engine.chat_prompt(
-        wire.unpack_messages(turns), wire.unpack_tools(tools)
+    "chat_prompt": lambda engine, turns, tools, options="{}": engine.chat_prompt(
+        wire.unpack_messages(turns), wire.unpack_tools(tools), wire.unpack_options(options)
     ),
     "cached_prefix": lambda engine, ids, lora, salt: engine.cached_prefix(ids, lora=lora, cache_salt=salt),
     "embed": lambda engine, batch, lora: engine.embed(batch, lora=lora),

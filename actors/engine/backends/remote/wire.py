@@ -23,6 +23,7 @@ from raytide.actors.engine.types import (
     GenChunk,
     GenRequest,
     Message,
+    PromptOptions,
     SampleProgress,
     Timing,
     TokenLogprobs,
@@ -163,6 +164,15 @@ def pack_tools(tools: Iterable[Mapping[str, Any]]) -> str:
 def unpack_tools(packed: str) -> list[dict[str, Any]]:
     tools: list[dict[str, Any]] = json.loads(packed)
     return tools
+
+
+def pack_options(options: PromptOptions) -> str:
+    """Returns a prompt's options as JSON text, for the same reason."""
+    return json.dumps({"template_kwargs": options.template_kwargs, "ending": options.ending})
+
+
+def unpack_options(packed: str) -> PromptOptions:
+    return PromptOptions(**json.loads(packed))
 
 
 def pack_error(error: Exception) -> dict[str, str]:

@@ -29,12 +29,14 @@ from raytide.actors.engine.base import BasicEngine, check_features, check_prompt
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.types import (
+    PLAIN_PROMPT,
     EngineInfo,
     EngineStats,
     Feature,
     GenChunk,
     GenRequest,
     Message,
+    PromptOptions,
     Timing,
     TokenUsage,
     as_request_error,
@@ -159,8 +161,14 @@ class VllmEngine(BasicEngine):
         self._running()
         return self._vocabulary.token_bytes(token)
 
-    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        return await self._tokenizer.chat_prompt_off_loop(messages, tools, enough=self._running().max_model_len)
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: PromptOptions = PLAIN_PROMPT,
+    ) -> list[int]:
+        enough = self._running().max_model_len
+        return await self._tokenizer.chat_prompt_off_loop(messages, tools, options, enough=enough)
 
     async def stats(self) -> EngineStats:
         core = self._running()

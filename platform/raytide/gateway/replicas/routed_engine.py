@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.actors.engine.base import BasicEngine, Prompt, StreamProgress
 from raytide.actors.engine.types import (
+    PLAIN_PROMPT,
     EngineInfo,
     EngineStats,
     GenChunk,
     GenRequest,
     Message,
+    PromptOptions,
 )
 from raytide.core.errors import EngineDeadError, OverloadedError
 from raytide.gateway.answers.answer_quality import AnswerQuality
@@ -151,8 +153,13 @@ class RoutedEngine(BasicEngine):
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         return await self._ask(lambda engine: engine.decode(prompts))
 
-    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        return await self._ask(lambda engine: engine.chat_prompt(messages, tools))
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: PromptOptions = PLAIN_PROMPT,
+    ) -> list[int]:
+        return await self._ask(lambda engine: engine.chat_prompt(messages, tools, options))
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
         return await self._ask(lambda engine: engine.embed(batch, lora=lora), lora)

@@ -14,7 +14,7 @@ from raytide.actors.engine.backends.remote import client, server, wire
 from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine, Prompt
-from raytide.actors.engine.types import Message
+from raytide.actors.engine.types import PLAIN_PROMPT, Message, PromptOptions
 
 TIMEOUT_S = 20.0
 
@@ -65,12 +65,18 @@ async def test_a_start_that_is_cancelled_closes_its_connection(monkeypatch: pyte
 
 
 class _Engine(FakeEngine):
-    """Records the tools of prompts, and has large embeddings."""
+    """Records the tools and options of prompts, and has large embeddings."""
 
     tools: Sequence[Mapping[str, Any]] = ()
+    options = PLAIN_PROMPT
 
-    async def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        self.tools = tools
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: PromptOptions = PLAIN_PROMPT,
+    ) -> list[int]:
+        self.tools, self.options = tools, options
         return await super().chat_prompt(messages)
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
@@ -84,7 +90,17 @@ async def test_numbers_of_tools_may_be_large() -> None:
         await remote.start()
         await remote.chat_prompt([Message("user", "hello")], tools)
         await remote.shutdown()
-    assert engine.tools == tools
+    assert (engine.tools, engine.options) == (tools, PLAIN_PROMPT)
+
+
+async def test_options_of_a_prompt_arrive() -> None:
+    engine, options = _Engine(), PromptOptions({"documents": [{"n": 2**70}], "enable_thinking": False}, "open")
+    async with served(engine) as (_, port):
+        remote = RemoteEngine("127.0.0.1", port, "secret")
+        await remote.start()
+        await remote.chat_prompt([Message("assistant", "hello")], (), options)
+        await remote.shutdown()
+    assert engine.options == options
 
 
 async def test_many_embeddings_do_not_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:

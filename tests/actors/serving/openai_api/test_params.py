@@ -24,10 +24,7 @@ def test_a_top_p_of_0_leaves_the_most_likely_token() -> None:
     [
         ("skip_special_tokens", True, False),
         ("spaces_between_special_tokens", True, False),
-        ("add_generation_prompt", True, False),
-        ("continue_final_message", False, True),
         ("echo", False, True),
-        ("chat_template_kwargs", {}, {"enable_thinking": False}),
         ("use_beam_search", False, True),
         ("length_penalty", 1.0, 2.0),
         ("return_token_ids", False, True),
