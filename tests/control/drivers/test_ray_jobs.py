@@ -114,3 +114,27 @@ def test_what_is_asked_of_ray_and_the_token_for_it_go_to_no_proxy(
         thread.start()
         assert RayJobs(f"http://127.0.0.1:{server.server_port}", tmp_path, {"Authorization": "t"}).statuses() == {}
         thread.join()
+
+
+def test_rays_job_service_is_made_to_watch_the_drivers_of_a_former_head(tmp_path: Path) -> None:
+    submitted: list[bytes] = []
+    state = "SUCCEEDED"
+
+    def ray(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            return httpx.Response(200, json=[{"submission_id": "raytide-job-1-0", "status": state}])
+        submitted.append(request.content)
+        if len(submitted) == 1:
+            return httpx.Response(500, text="No available agent to submit job")
+        return httpx.Response(400, text="Job with submission_id raytide-job-1-0 already exists.")
+
+    drivers = RayJobs("http://ray", tmp_path, {})
+    drivers._http = httpx.Client(base_url="http://ray", transport=httpx.MockTransport(ray))
+    assert drivers.statuses()[KEY].state == "succeeded"
+    assert submitted == []
+    state = "PENDING"
+    with pytest.raises(ClusterError, match="No available agent"):
+        drivers.statuses()
+    assert [drivers.statuses()[KEY].state for _ in range(3)] == ["running"] * 3
+    assert len(submitted) == 2
+    assert b'"submission_id":"raytide-job-1-0"' in submitted[1].replace(b" ", b"")

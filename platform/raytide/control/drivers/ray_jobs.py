@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class RayJobs:
         self._http = httpx.Client(base_url=dashboard_url, timeout=_TIMEOUT_S, headers=headers, trust_env=False)
         self._run_dir = run_dir
         self._agents: dict[DriverKey, str] = {}
+        self._is_watched = False
 
     def start(self, key: DriverKey) -> None:
         """Submits the attempt; has no effect if it was submitted before."""
@@ -53,7 +54,19 @@ class RayJobs:
             key = _key(str(entry.get("submission_id") or ""))
             if key is not None:
                 found[key] = _status(key, entry)
+        self._have_watched(found.values())
         return found
+
+    def _have_watched(self, found: Iterable[DriverStatus]) -> None:
+        """Submits a running attempt once more, which Ray refuses, the first time that there is one.
+
+        A head that took over watches the drivers of the former head only after the first submission to it. Until then
+        those that were lost with that head stay as they were.
+        """
+        running = next((status.key for status in found if status.state == "running"), None)
+        if running is not None and not self._is_watched:
+            self.start(running)
+            self._is_watched = True
 
     def stop(self, key: DriverKey) -> None:
         """Sends SIGTERM, and SIGKILL three seconds later."""
