@@ -95,19 +95,34 @@ def is_helper(process: psutil.Process) -> bool:
 
 @functools.cache
 def shared(file: str) -> str:
-    """Returns the group of tests that one worker runs: those of the session's cluster in two halves, those that start
-    one of their own, the engine's, the sources', or a file's. So three clusters are up at most."""
-    text = (ROOT / file).read_text()
-    if "mark.cluster" in text:
-        if re.search(r"\b(live|tide): ", text):
-            return "cluster" if file.startswith("tests/live/") else "cluster of how-tos"
-        return "own cluster"
+    """Returns the group of tests that one worker runs: those of tests/live on the session's cluster, all others with a
+    cluster, the engine's, the sources', or a file's. So two clusters are up at most: three starve two cores."""
+    if has_cluster(file):
+        return "cluster" if file.startswith("tests/live/") and has_session_cluster(file) else "other clusters"
     if file.startswith("tests/actors/engine/"):
         return "engine"
     return "sources" if file in SOURCES else file
 
 
-FIRST = ("cluster", "cluster of how-tos", "own cluster", "engine")
+@functools.cache
+def has_cluster(file: str) -> bool:
+    return "mark.cluster" in (ROOT / file).read_text()
+
+
+@functools.cache
+def has_session_cluster(file: str) -> bool:
+    """True if its tests share a cluster, which stays up until its worker ends."""
+    return has_cluster(file) and re.search(r"\b(live|tide): ", (ROOT / file).read_text()) is not None
+
+
+def turn(item: pytest.Item) -> tuple[int, bool]:
+    """Returns a test's place among the groups, and within its group: a cluster that stays is started last."""
+    file = item.nodeid.partition("::")[0]
+    group = shared(file)
+    return FIRST.index(group) if group in FIRST else len(FIRST), has_session_cluster(file)
+
+
+FIRST = ("cluster", "other clusters", "engine")
 """The groups that take longest, in the order in which workers take them."""
 SOURCES = ("tests/test_dependencies.py", "tests/test_floors.py", "tests/test_house.py")
 """They read all Python files, each once in a process."""
@@ -251,8 +266,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.nodeid.startswith(SLOW) or ENGINE_OF_OTHERS in item.nodeid:
             item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        order = {group: number for number, group in enumerate(FIRST)}
-        items.sort(key=lambda item: order.get(shared(item.nodeid.partition("::")[0]), len(FIRST)))
+        items.sort(key=turn)
 
 
 @pytest.hookimpl(optionalhook=True)
