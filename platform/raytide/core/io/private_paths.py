@@ -86,7 +86,10 @@ def check_opened(path: str, what: str = "") -> None:
     if _is_in(real, _staged()):
         return
     if _is_private(real):
-        raise DeniedError(f"{what or path} is in a folder of raytide or the system.", hint="Name another path.")
+        raise DeniedError(
+            f"{what or path} is in a folder of raytide or the system.",
+            hint="Name another path, or leave the file out: a build has `exclude` for that.",
+        )
     roots = _roots()
     if roots and not any(_is_in(real, root) for root in roots):
         raise _outside(what or path, roots)
