@@ -19,7 +19,8 @@ from raytide.sdk.serving.endpoint import EndpointHandle
 _POLL_S = 0.2
 _STAGE_TIMEOUT_S = 600.0
 """Several times the duration of a stage on two idle cores."""
-_MOST_WAVES = 6
+_LONGEST_LOAD_S = 90.0
+"""No further wave begins after this time. A node for a replica is ready after a tenth of it on two idle cores."""
 
 
 def build_dataset(client: Client, out: Path, say: Say, report: Report) -> None:
@@ -80,7 +81,9 @@ def ask(handle: EndpointHandle, report: Report) -> None:
 
 def load(client: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
     """Sends waves of concurrent streams until replicas and nodes have scaled up; the report has the last wave."""
-    for wave in range(1, _MOST_WAVES + 1):
+    deadline, wave = time.monotonic() + _LONGEST_LOAD_S, 0
+    while wave == 0 or time.monotonic() < deadline:
+        wave += 1
         report.load = _wave(client, handle, say, report, wave)
         if report.most_replicas > 1 and report.most_serving_nodes > 1:
             break
