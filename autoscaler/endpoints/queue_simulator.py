@@ -1,9 +1,10 @@
 """Counterfactual fleets of 1, 2, 3... replicas, which simulate the real arrivals and count late requests.
 
-Each fleet starts a request on the replica that is free first, as the router does (except that its slots form one pool),
-so the counts cover bursts of any shape and forecast errors. Counts are kept by the usual rate of one cold start
-earlier, which is what a launch decision knows about the time in which its node will serve. Single rates are seen for
-too few hours, so counts at nearby rates contribute too, scaled to the same replicas per request.
+Each fleet starts requests that can be in time in the order of their arrival, on the replica that is free first (except
+that its slots form one pool). Late ones are left out, since replicas start them after the others (deadline_queue.py).
+So the counts cover bursts of any shape and forecast errors. They are kept by the usual rate of one cold start earlier,
+which is what a launch decision knows about the time in which its node will serve. Single rates are seen for too few
+hours, so counts at nearby rates contribute too, scaled to the same replicas per request.
 """
 
 from __future__ import annotations
@@ -26,9 +27,6 @@ GUESS_H = 0.1
 """The weight of the prior for a rate, in hours of observation."""
 KNOWN_H = 0.3
 """Hours after which a rate counts as known."""
-LONGEST_WAIT = 24
-"""A simulated fleet rejects requests that would wait for this multiple of the SLO; else a fleet that is too small by
-day would be late all night."""
 _LEAST_WEIGHT = 0.003
 _BINS = 190
 _LEAST_RPS = 1e-3
@@ -66,13 +64,13 @@ class SavedCounts(Config):
 class CounterfactualFleets:
     def __init__(self, most: int, speed: ReplicaSpeed, slo_ttft_s: float) -> None:
         self._speed, self._most = speed, most
-        self._fleets = [_SimulatedFleet(size, speed.slots, slo_ttft_s) for size in _sizes(most)]
+        self._fleets = [DeadlineFleet(size, speed.slots, slo_ttft_s) for size in _sizes(most)]
         self._at = np.array([0, *(fleet.size for fleet in self._fleets)])
         self._late = np.zeros((_BINS, len(self._at)))
         """Late requests by rate and fleet size; in the first column, size 0, all are late."""
         self._hours = np.zeros(_BINS)
-        self._totals = np.array([1.0, 1.0, 0.5, 0.5])
-        """Requests, and their seconds of work, prefill and decode; starts as one request that takes a second."""
+        self._totals = np.array([1.0, 1.0])
+        """Requests, and their seconds of work; starts as one request that takes a second."""
 
     def observe(self, served: RequestBatch, usual_rps: float) -> None:
         """Simulates a batch. `usual_rps`: the usual rate one cold start before."""
@@ -88,7 +86,7 @@ class CounterfactualFleets:
         requests = list(zip(served.arrival_s.tolist(), prefill_s.tolist(), decode_s.tolist(), strict=True))
         self._late[rate_bin] += [len(requests), *(fleet.count_late(requests) for fleet in self._fleets)]
         work_s = np.maximum(prefill_s, (prefill_s + decode_s) / speed.slots)
-        self._totals = self._totals * fade + [len(requests), work_s.sum(), prefill_s.sum(), decode_s.sum()]
+        self._totals = self._totals * fade + [len(requests), work_s.sum()]
 
     def set_speed(self, speed: ReplicaSpeed) -> None:
         """Sets the speed of further batches; earlier counts stay until they decay."""
@@ -106,21 +104,15 @@ class CounterfactualFleets:
         """Restores stored counts, unless they are of other fleet sizes."""
         if len({len(row) for row in counted.late}) > 1:
             return
-        late, hours, totals = np.array(counted.late), np.array(counted.hours), np.array(counted.totals)
+        late, hours, totals = np.array(counted.late), np.array(counted.hours), np.array(counted.totals[:2])
         if (late.shape, hours.shape, totals.shape) == (self._late.shape, self._hours.shape, self._totals.shape):
             self._late, self._hours, self._totals = late, hours, totals
 
     @property
     def request_s(self) -> float:
         """Mean replica-seconds of one request: its prefill, or its share of the slots."""
-        requests, work_s, _, _ = self._totals.tolist()
+        requests, work_s = self._totals.tolist()
         return work_s / requests if requests else 0.0
-
-    @property
-    def in_flight_s(self) -> float:
-        """Mean time from arrival to the last token on a fleet without backlog: about one prefill of waiting."""
-        requests, _, prefill_s, decode_s = self._totals.tolist()
-        return (2 * prefill_s + decode_s) / requests if requests else 0.0
 
     def late_per_h(self, usual_rps: float) -> Floats:
         """Returns the late requests per hour with 0, 1, 2... replicas, as a decreasing convex curve.
@@ -148,7 +140,7 @@ class CounterfactualFleets:
             yield float(weights[at]), int(seen[at])
 
 
-class _SimulatedFleet:
+class DeadlineFleet:
     def __init__(self, size: int, slots: int, slo_ttft_s: float) -> None:
         self.size = size
         self._slo_ttft_s = slo_ttft_s
@@ -168,7 +160,6 @@ class _SimulatedFleet:
         """Returns how many of the requests (arrival, prefill, decode) get their first token late. A hot loop."""
         free_s, slots_free_s, slo_s, count = self._free_s, self._slots_free_s, self._slo_ttft_s, 0
         slots = self._slots
-        longest_s = LONGEST_WAIT * slo_s
         for arrived_s, prefill_s, decode_s in requests:
             start_s, slot_s = free_s[0], slots_free_s[0] if slots_free_s else arrived_s
             has_free = len(slots_free_s) < slots and slot_s > arrived_s
@@ -176,17 +167,15 @@ class _SimulatedFleet:
                 start_s = slot_s
             if start_s < arrived_s:
                 start_s = arrived_s
-            elif start_s - arrived_s > longest_s:
+            token_s = start_s + prefill_s
+            if token_s - arrived_s > slo_s:
                 count += 1
                 continue
-            token_s = start_s + prefill_s
             heapreplace(free_s, token_s)
             if has_free or not slots_free_s:
                 heappush(slots_free_s, token_s + decode_s)
             else:
                 heapreplace(slots_free_s, token_s + decode_s)
-            if token_s - arrived_s > slo_s:
-                count += 1
         return count
 
 

@@ -185,7 +185,7 @@ def _reason(value: ReplicaValue) -> str:
         spare = value.spot - value.busy - value.for_bursts
         asked = (
             f"; {100 * value.slo_target:g} % in time are asked, {attained}; of the {value.spot}, the usual rate needs "
-            f"{value.busy}, bursts {value.for_bursts} more, lost nodes and the backlog {spare} more"
+            f"{value.busy}, bursts {value.for_bursts} more, lost nodes {spare} more"
         )
     return (
         f"{value.usual_rps:.2f} requests/s are usual and a late one costs ${value.late_usd:.4f}: "

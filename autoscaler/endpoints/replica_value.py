@@ -34,8 +34,6 @@ SETTLE_S = 120.0
 """Requests are evaluated this long after their arrival: nearly all have their last token by then."""
 
 
-LEAST_SPARE = 0.25
-"""Replicas that work off the backlog of a fleet without spare capacity."""
 START_PRICE_FACTOR = 3.0
 """The initial price of a miss, in on-demand costs of a request over the square root of the allowed share of misses; the
 root keeps the price bounded for strict targets."""
@@ -80,8 +78,6 @@ class IntervalStats:
     requests: int
     missed: int
     """Requests whose first token became late in the interval."""
-    ongoing: float
-    """Requests in flight and waiting."""
     settled: RequestBatch
     held: Mapping[str, float]
     """Work of staying spot replicas by pool, starting ones included, in units of a replica on the slowest type."""
@@ -283,25 +279,14 @@ class ReplicaValueModel:
         shares = np.array([share for share, _ in losses])
         lost = np.array([[sum(held[zone] for zone in zones)] for _, zones in losses]).reshape(-1, 1)
         as_now, fixed = total * lost / max(sum(held.values()), 1), np.minimum(total, lost)
-        drained = self._drained(stats.ongoing, stats.ready)
         spot_usd_h = min(goal.spot_usd_h.values(), default=goal.ondemand_usd_h)
         without_losses = -np.diff(self.late_per_h) * self._late_usd
         self.burst_count = int(np.arange(1, len(total))[without_losses > spot_usd_h].max(initial=0))
         for nodes, usd_h, lost_share in ((self.spot, spot_usd_h, as_now), (self.ondemand, goal.ondemand_usd_h, fixed)):
             missing = np.maximum(lost_share * hazard.lost_share, 1.0)
             spared = -np.diff(late_with_losses(self.late_per_h, shares, missing))
-            nodes.update(spared * self._late_usd + drained, usd_h, usd_h * goal.cold_start_s / 3600.0, stats.dt_s)
+            nodes.update(spared * self._late_usd, usd_h, usd_h * goal.cold_start_s / 3600.0, stats.dt_s)
             nodes.count = max(nodes.count, goal.min_replicas, min(math.ceil(self._work), goal.max_replicas))
-
-    def _drained(self, ongoing: float, ready: float) -> Floats:
-        """Returns each replica's value for working off the backlog at the end of a cold start from now."""
-        goal, waiting = self.goal, ongoing - self.usual_rate.rps * self.simulator.in_flight_s
-        backlog_s = waiting * self.simulator.request_s + (self._work - ready) * goal.cold_start_s
-        if waiting <= 0 or backlog_s <= 0:
-            return np.zeros(goal.max_replicas)
-        return spared_by_draining(
-            self._late_usd, self.usual_rate.rps, self._work, backlog_s, goal.cold_start_s, goal.max_replicas
-        )
 
 
 def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
@@ -315,15 +300,3 @@ def late_with_losses(late_per_h: Floats, shares: Floats, missing: Floats) -> Flo
     without = np.interp(nodes - missing, nodes, late_per_h)
     total: Floats = late_per_h + shares @ (without - late_per_h)
     return total
-
-
-def spared_by_draining(
-    late_usd: float, rate_rps: float, work: float, backlog_s: float, cold_start_s: float, most: int
-) -> Floats:
-    """Returns the hourly value of the first replica, the second... while `backlog_s` replica-seconds wait beside the
-    usual `work` (replicas): all arrivals until the backlog is gone are late, and a faster fleet is needed for less
-    time."""
-    spare = np.maximum(np.arange(most + 1) - work, LEAST_SPARE)
-    drain_s = backlog_s / spare
-    worth: Floats = late_usd * rate_rps * -np.diff(drain_s) * 3600.0 / (cold_start_s + drain_s[1:])
-    return worth

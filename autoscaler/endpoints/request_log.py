@@ -94,8 +94,8 @@ class RouterQueue:
     arrival_s: deque[float] = field(default_factory=deque)
     late_count: int = 0
     """Requests at the head of the queue that have been reported late."""
-    taken: deque[bool] = field(default_factory=deque)
-    """Requests at replicas without a first token, in order: whether each has been reported late."""
+    reported: int = 0
+    """Requests at replicas that were reported late here, and that the replicas have not reported yet."""
 
     def record_interval(self, taken: int, length: int, from_s: float, until_s: float) -> int:
         """Returns the arrivals of an interval: `taken` requests went to replicas, and `length` wait at its end."""
@@ -104,20 +104,19 @@ class RouterQueue:
         left = len(self.arrival_s) - length
         for _ in range(left):
             self.arrival_s.popleft()
-        late = min(self.late_count, left, taken)
-        self.taken.extend([True] * late + [False] * (taken - late))
+        self.reported += min(self.late_count, left, taken)
         self.late_count = max(0, self.late_count - left)
         return count
 
-    def deduplicate_late(self, first_tokens: int, late: int, in_replicas: int) -> int:
-        """Returns how many of the `late` among new first tokens were already reported late while they waited here.
+    def deduplicate_late(self, late: int, in_replicas: int) -> int:
+        """Returns how many of the `late` requests that replicas report were already reported late while they waited
+        here. A replica reports those as soon as it has them.
 
         `in_replicas`: requests at replicas now.
         """
-        answered = [self.taken.popleft() for _ in range(min(first_tokens, len(self.taken)))]
-        while len(self.taken) > in_replicas:  # some ended without a token
-            self.taken.popleft()
-        return min(sum(answered), late)
+        found = min(self.reported, late)
+        self.reported = min(self.reported - found, in_replicas)
+        return found
 
     def count_newly_late(self, before_s: float) -> int:
         """Counts waiting requests that arrived before `before_s` and have not been reported late."""

@@ -90,7 +90,7 @@ class EndpointMonitor:
         from_s, taken, goal = self.learned_at_s, round(self.counted.requests), self.model.goal
         came = self.queue.record_interval(taken, round(load.queued), from_s, at_s)
         late, inside = round(self.counted.late), round(sum(r.running + r.waiting for r in load.replicas))
-        late -= self.queue.deduplicate_late(round(self.counted.first_tokens), late, inside)
+        late -= self.queue.deduplicate_late(late, inside)
         self.arrivals.correct(came - taken, from_s, at_s)
         settled_s = (max(at - SETTLE_S, self.complete_since_s) for at in (from_s, at_s))
         stats = IntervalStats(
@@ -98,7 +98,6 @@ class EndpointMonitor:
             dt_s=at_s - from_s if load.ready else 0.0,
             requests=came,
             missed=late + self.queue.count_newly_late(at_s - goal.slo_ttft_s),
-            ongoing=load.ongoing,
             settled=self.arrivals.take_batch(*settled_s),
             held=spot_held(view, hosts),
             ready=ready_work(load),

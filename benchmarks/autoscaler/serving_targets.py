@@ -4,27 +4,36 @@
 
 Loads are made from the recordings (serving_load.py) and served on recorded spot capacity. Each case has a load,
 collection, depth and seed of its own. Constants were chosen on the cases `tune`; the cases `look` were only run
-afterwards (--part). For each target: the attained share, its worst hour, the cost over the omniscient bound, and the
-cost over that of the cheapest SpotHedge with the same attainment (linear between its depths; - where none has it).
+afterwards (--part). For each target: the attained share, its worst hour, the cost over the omniscient bound and over
+that of an omniscient buyer of whole nodes (serving_floor.py), and over that of the cheapest SpotHedge with the same
+attainment (linear between its depths; - where none has it), as published and with raytide's order of waiting requests.
+Runs are kept in --results and not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+from serving_floor import WholeNodeFloor
 from serving_load import Load, read, write
 
-from raytide.simulate.serving.compare import Result, Scenario
+from raytide.core.objects.node import CapacityType
+from raytide.simulate.serving.compare import Scenario
 from raytide.simulate.serving.setup import ServingSetup
 
 TARGETS = (0.97, 0.99, 0.995, 0.999)
 HEDGES = tuple(f"spothedge-{extra}" for extra in range(5))
 TOLERANCE = 0.001
+ORDERED: dict[str, object] = {"queue": "deadline", "resumes": True}
+"""The treatment by raytide's replicas and gateways of requests that wait, or lose their node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,46 +74,125 @@ CASES = (
 )
 
 
-def cost_of_hedges(hedges: list[Result], slo: float) -> float | None:
+@dataclass(frozen=True, slots=True)
+class Run:
+    cost_usd: float
+    attained: float = 0.0
+    worst_hour: float = 0.0
+    ttft_p50_s: float = 0.0
+    ttft_p99_s: float = 0.0
+    ondemand_h: float = 0.0
+    spot_h: float = 0.0
+
+
+class Runs:
+    """The runs of one case, kept in a file and not repeated."""
+
+    def __init__(self, number: int, load: Callable[[], Scenario], days: float, file: Path | None) -> None:
+        self._number, self._load, self._days, self._file = number, load, days, file
+        self._known: dict[str, Run] = {}
+        for line in file.read_text().splitlines() if file and file.exists() else ():
+            entry = json.loads(line)
+            if (entry["case"], entry["days"]) == (number, days):
+                self._known[entry["name"]] = Run(**entry["run"])
+
+    @cached_property
+    def _stage(self) -> Scenario:
+        return self._load()
+
+    @cached_property
+    def _floor(self) -> WholeNodeFloor:
+        return WholeNodeFloor(self._stage)
+
+    def bound_usd(self) -> float:
+        return self._kept("bound", lambda: Run(self._stage.lower_bound_usd())).cost_usd
+
+    def floor_usd(self, attained: float) -> float:
+        """Returns the cost of an omniscient buyer of whole nodes that attains as much."""
+        return self._kept(f"floor {attained:.6f}", lambda: Run(self._floor.usd(attained))).cost_usd
+
+    def of(self, policy: str, **changed: object) -> Run:
+        label = " ".join((policy, *(f"{name}={value}" for name, value in changed.items())))
+        return self._kept(label, lambda: self._run(policy, changed))
+
+    def _run(self, policy: str, changed: dict[str, object]) -> Run:
+        stage = self._stage
+        result = replace(stage, setup=stage.setup.model_copy(update=changed)).run(policy)
+        hours = (result.node_hours[CapacityType.ON_DEMAND], result.node_hours[CapacityType.SPOT])
+        ttft_s = (result.ttft_p50_s, result.ttft_p99_s)
+        return Run(result.cost_usd, result.slo_attainment, result.worst_hour_attainment, *ttft_s, *hours)
+
+    def _kept(self, name: str, run: Callable[[], Run]) -> Run:
+        if name not in self._known:
+            self._known[name] = run()
+            if self._file:
+                entry = {"case": self._number, "days": self._days, "name": name, "run": asdict(self._known[name])}
+                with self._file.open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+        return self._known[name]
+
+
+def scenario(
+    case: Case, recordings: list[Path], envelope: Path | None, spot: Path, days: float, folder: Path
+) -> Scenario:
+    requests = folder / "load.csv"
+    write(requests, case.load.requests(read(recordings[case.recording]), np.random.default_rng(0)))
+    return Scenario.of(
+        ServingSetup.model_validate(
+            {"requests": requests, "envelope": envelope, "spot": spot, "days": days, **case.setup}
+        )
+    )
+
+
+def cost_of_hedges(hedges: list[Run], slo: float) -> float | None:
     """Returns the least cost of SpotHedge at an attainment, linear between any two depths; None if none reaches it."""
-    costs = [hedge.cost_usd for hedge in hedges if hedge.slo_attainment >= slo]
-    for low, high in combinations(sorted(hedges, key=lambda hedge: hedge.slo_attainment), 2):
-        if low.slo_attainment < slo <= high.slo_attainment:
-            share = (slo - low.slo_attainment) / (high.slo_attainment - low.slo_attainment)
+    costs = [hedge.cost_usd for hedge in hedges if hedge.attained >= slo]
+    for low, high in combinations(sorted(hedges, key=lambda hedge: hedge.attained), 2):
+        if low.attained < slo <= high.attained:
+            share = (slo - low.attained) / (high.attained - low.attained)
             costs.append(low.cost_usd + share * (high.cost_usd - low.cost_usd))
     return min(costs, default=None)
 
 
-def table(case: Case, recordings: list[Path], envelope: Path | None, spot: Path, days: float, folder: Path) -> None:
-    requests = folder / "load.csv"
-    write(requests, case.load.requests(read(recordings[case.recording]), np.random.default_rng(0)))
-    setup = ServingSetup.model_validate(
-        {"requests": requests, "envelope": envelope, "spot": spot, "days": days, **case.setup}
-    )
-    stage = Scenario.of(setup)
-    bound_usd, ondemand = stage.lower_bound_usd(), stage.run("serve-ondemand")
-    hedges = [stage.run(name) for name in HEDGES]
-    known = ", ".join(f"{100 * h.slo_attainment:.2f} at {h.cost_usd / bound_usd:.2f}" for h in hedges)
-    print(f"\n### {case.part}: {setup.collection} {setup.gpu}, depth {setup.depth}, seed {setup.seed}\n")
+def table(case: Case, runs: Runs, targets: Sequence[float]) -> None:
+    bound_usd, setup = runs.bound_usd(), case.setup
+    ondemand, hedges = others(runs)
+    print(f"\n### {case.part}: {setup['collection']}, depth {setup['depth']}, seed {setup['seed']}\n")
+    print(f"As published: {described(ondemand, hedges, bound_usd)}.\n")
+    ordered, ordered_hedges = others(runs, **ORDERED)
+    print(f"With raytide's queue: {described(ordered, ordered_hedges, bound_usd)}.\n")
     print(
-        f"On demand {100 * ondemand.slo_attainment:.2f} % at {ondemand.cost_usd / bound_usd:.2f}; SpotHedge {known}.\n"
+        "| asked % | attained % | | worst hour % | x bound | x whole nodes | x SpotHedge | with raytide's queue "
+        "| TTFT p50, p99 s | on-demand/spot h |"
     )
-    print("| asked % | attained % | | worst hour % | x bound | x SpotHedge | on-demand/spot h |")
-    print("|---|---|---|---|---|---|---|", flush=True)
-    for target in TARGETS:
-        goal = setup.model_copy(update={"slo_target": target})
-        result = Scenario(goal, stage.work, stage.zones, stage.usd_h).run("raytide")
-        hedge_usd = cost_of_hedges(hedges, result.slo_attainment)
-        beside = "-" if hedge_usd is None else f"{result.cost_usd / hedge_usd:.2f}"
-        kept = "kept" if result.slo_attainment >= target - TOLERANCE else "missed"
-        if ondemand.slo_attainment < target - TOLERANCE:
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for target in targets:
+        run = runs.of("raytide", slo_target=target)
+        attained, usd = run.attained, run.cost_usd
+        kept = "kept" if attained >= target - TOLERANCE else "missed"
+        if ondemand.attained < target - TOLERANCE:
             kept += " (not on demand)"
-        hours = "/".join(f"{spent:.0f}" for spent in result.node_hours.values())
         print(
-            f"| {100 * target:g} | {100 * result.slo_attainment:.2f} | {kept} "
-            f"| {100 * result.worst_hour_attainment:.1f} | {result.cost_usd / bound_usd:.2f} | {beside} | {hours} |",
+            f"| {100 * target:g} | {100 * attained:.2f} | {kept} | {100 * run.worst_hour:.1f} "
+            f"| {usd / bound_usd:.2f} | {usd / runs.floor_usd(attained):.2f} "
+            f"| {over(usd, cost_of_hedges(hedges, attained))} | {over(usd, cost_of_hedges(ordered_hedges, attained))} "
+            f"| {run.ttft_p50_s:.1f}, {run.ttft_p99_s:.0f} | {run.ondemand_h:.0f}/{run.spot_h:.0f} |",
             flush=True,
         )
+
+
+def others(runs: Runs, **changed: object) -> tuple[Run, list[Run]]:
+    return runs.of("serve-ondemand", **changed), [runs.of(name, **changed) for name in HEDGES]
+
+
+def described(ondemand: Run, hedges: list[Run], bound_usd: float) -> str:
+    """Returns attained shares at costs over the bound."""
+    known = ", ".join(f"{100 * hedge.attained:.2f} at {hedge.cost_usd / bound_usd:.2f}" for hedge in hedges)
+    return f"on demand {100 * ondemand.attained:.2f} % at {ondemand.cost_usd / bound_usd:.2f}; SpotHedge {known}"
+
+
+def over(usd: float, hedge_usd: float | None) -> str:
+    return "-" if hedge_usd is None else f"{usd / hedge_usd:.2f}"
 
 
 def main() -> None:
@@ -114,11 +202,17 @@ def main() -> None:
     parser.add_argument("--spot", type=Path, required=True)
     parser.add_argument("--days", type=float, default=7.0)
     parser.add_argument("--part", choices=("tune", "look"), action="append")
+    parser.add_argument("--case", type=int, action="append", help="index in CASES; by default all of the part")
+    parser.add_argument("--target", type=float, action="append")
+    parser.add_argument("--results", type=Path, help="a file for the runs, made when it is not there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for case in CASES:
+        for at, case in enumerate(CASES):
+            if at not in (args.case or range(len(CASES))):
+                continue
             if case.part in (args.part or ("tune", "look")) and case.recording < len(args.recording):
-                table(case, args.recording, args.envelope, args.spot, args.days, Path(folder))
+                load = partial(scenario, case, args.recording, args.envelope, args.spot, args.days, Path(folder))
+                table(case, Runs(at, load, args.days, args.results), args.target or TARGETS)
 
 
 if __name__ == "__main__":

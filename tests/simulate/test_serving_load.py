@@ -1,4 +1,4 @@
-"""Loads made from a recording: thinned, scaled, with bursts; and the worst hour of a run."""
+"""Loads made from a recording: thinned, scaled, with bursts; the worst hour of a run, and what whole nodes cost."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ import pytest
 from raytide.simulate.serving.compare import Scenario
 from raytide.simulate.serving.setup import ServingSetup
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "autoscaler" / "serving_load.py"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "autoscaler"
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def loads() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("serving_load", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["serving_load"] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded("serving_load")
 
 
 def recorded() -> np.ndarray:
@@ -62,3 +66,15 @@ def test_the_worst_hour_has_no_larger_share_in_time_than_the_whole(setup: Servin
     result = Scenario.of(setup).run("spot-naive")
     assert 0 <= result.worst_hour_attainment <= result.slo_attainment < 1
     assert 0 <= result.worst_hour < setup.horizon_s / 3600
+
+
+def test_no_policy_costs_less_than_the_floor_of_whole_nodes(setup: ServingSetup) -> None:
+    stage = Scenario.of(setup)
+    floor = loaded("serving_floor").WholeNodeFloor(stage)
+    low, high = floor.usd(0.9), floor.usd(0.999)
+    assert 0 < low < high
+    for name in ("raytide", "serve-ondemand"):
+        result = stage.run(name)
+        assert floor.usd(result.slo_attainment) < result.cost_usd
+    sizes = floor.sizes(0.99)
+    assert len(sizes) == 144 and max(sizes) <= setup.max_replicas

@@ -70,6 +70,32 @@ def test_a_request_goes_where_it_starts_first(setup: ServingSetup) -> None:
     assert two.first_token_s == pytest.approx([201.0, 201.1, 202.0])
 
 
+def test_by_deadline_a_request_that_is_late_anyway_lets_one_go_first_that_is_not(setup: ServingSetup) -> None:
+    arrivals_s = [200.0, 200.1, 202.0]
+    first_come, by_deadline = (
+        fleet(setup.model_copy(update={"queue": queue}), arrivals_s, prefill_s=3.0)
+        for queue in ("first-come", "deadline")
+    )
+    for one in (first_come, by_deadline):
+        ready(one, 180.0)
+        one.advance(300.0)
+    assert first_come.first_token_s == pytest.approx([203.0, 206.0, 209.0])  # the last two after 5 s
+    assert by_deadline.first_token_s == pytest.approx([203.0, 209.0, 206.0])
+
+
+def test_by_deadline_requests_wait_for_the_next_replica_and_those_of_a_lost_one_start_over(setup: ServingSetup) -> None:
+    zones = SpotZones(("a",), (0.0, 202.0), ((1,), (0,)))
+    one = fleet(setup.model_copy(update={"queue": "deadline"}), [10.0, 200.0, 201.5], zones)
+    ready(one, 180.0, zone=0)
+    assert one.first_token_s[0] == pytest.approx(181.0)
+    one.advance(202.0)
+    one.reclaim()
+    assert one.first_token_s[1:] == [float("inf")] * 2
+    ready(one, 400.0)
+    one.advance(500.0)
+    assert one.first_token_s[1:] == pytest.approx([401.0, 402.0])
+
+
 def test_requests_before_the_first_replica_wait_for_it(setup: ServingSetup) -> None:
     one = fleet(setup, [10.0, 20.0])
     ready(one, 180.0)
@@ -86,6 +112,20 @@ def test_what_a_lost_replica_had_not_finished_starts_over_elsewhere(setup: Servi
     assert both.first_token_s == pytest.approx([203.0, 201.1]) or both.first_token_s == pytest.approx([201.0, 203.0])
     assert len(both.lost_nodes) == 1
     assert both.node_hours()[CapacityType.SPOT] == pytest.approx(202 / 3600)
+
+
+def test_an_answer_of_a_lost_replica_goes_on_from_its_tokens_where_the_gateway_resumes_it(setup: ServingSetup) -> None:
+    zones = SpotZones(("a",), (0.0, 202.0), ((1,), (0,)))
+    resuming = setup.model_copy(update={"queue": "deadline", "resumes": True})
+    one = fleet(resuming, [200.0, 201.5], zones)
+    ready(one, 180.0, zone=0)
+    one.advance(202.0)
+    one.reclaim()
+    assert one.first_token_s == pytest.approx([201.0, float("inf")])
+    ready(one, 400.0)
+    one.advance(500.0)
+    assert one.first_token_s == pytest.approx([201.0, 401.0])
+    assert one.router.done_s == pytest.approx([403.0, 403.0])  # prefilled second; it had one of its two seconds left
 
 
 def test_a_zone_gives_no_more_than_it_holds(setup: ServingSetup) -> None:

@@ -131,6 +131,16 @@ def serving(
         str,
         typer.Option(help="`raytide`, `static`, `serve-ondemand`, `spot-naive`, or `spothedge-0` to `spothedge-4`."),
     ] = "raytide",
+    queue: Annotated[
+        str | None,
+        typer.Option(
+            help="Order of waiting requests: `deadline` (default of raytide) or `first-come` (of the others)."
+        ),
+    ] = None,
+    resumes: Annotated[
+        bool | None,
+        typer.Option(help="Answers of lost nodes go on from their tokens (default of raytide) or start again."),
+    ] = None,
     slo_ttft_s: Annotated[float, typer.Option(help="The goal for the time to first token, in seconds.")] = 5.0,
     slo_target: Annotated[float, typer.Option(help="The share of requests in time that raytide aims at.")] = 0.99,
     days: Annotated[float, typer.Option(help="The days to simulate; shorter traces are repeated.")] = 7.0,

@@ -100,6 +100,7 @@ class EndpointModels:
             if known is None:
                 known = self._applications[entry.spec.name] = self._made(name, entry)
             known.entry = entry
+            known.replicas.router.slo_ttft_s = entry.spec.replicas.slo_ttft_s or math.inf
             known.replicas.most_waiting = entry.spec.max_ongoing * max(1, entry.spec.replicas.max)
             known.metrics.revision = str(entry.revision or "")
             known.metrics.slo_ttft_s = entry.spec.replicas.slo_ttft_s

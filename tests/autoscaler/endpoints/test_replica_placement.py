@@ -22,7 +22,6 @@ from raytide.autoscaler.endpoints.replica_value import (
     ServingGoal,
     SloShadowPrice,
     late_with_losses,
-    spared_by_draining,
 )
 from raytide.autoscaler.endpoints.traffic import MEMORY_S, RateForecast, RequestRate
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
@@ -53,7 +52,7 @@ def busy_memory(zones: Sequence[str], rps: int = 2, slo_target: float = 0.99) ->
         came = served(
             at_s - 20.0, float(at_s), [float(second) for second in range(at_s - 20, at_s) for _ in range(rps)]
         )
-        memory.learn(IntervalStats(float(at_s), 20.0, 20 * rps, 0, 0, came, {}, 0), ReclaimHazard())
+        memory.learn(IntervalStats(float(at_s), 20.0, 20 * rps, 0, came, {}, 0), ReclaimHazard())
     return memory
 
 
@@ -259,14 +258,14 @@ def test_the_reason_tells_what_is_asked_what_is_attained_and_what_spares_are_hel
     )
     reason = FleetState(worth, {}, (), 60.0).plan().reason
     assert "99 % in time are asked, 98.76 % in the last week" in reason
-    assert "the usual rate needs 2, bursts 1 more, lost nodes and the backlog 2 more" in reason
+    assert "the usual rate needs 2, bursts 1 more, lost nodes 2 more" in reason
 
 
 def test_requests_before_the_first_replica_do_not_make_late_ones_dearer() -> None:
     memory = ReplicaValueModel.from_goal(goal("a"))
     first = memory.value(ReclaimHazard()).late_usd
     for step in range(1, 10):
-        waiting = IntervalStats(20.0 * step, 20.0, 40, 40, 40.0 * step, served(0.0, 0.0, []), {}, 0)
+        waiting = IntervalStats(20.0 * step, 20.0, 40, 40, served(0.0, 0.0, []), {}, 0)
         memory.learn(waiting, ReclaimHazard())
     assert memory.value(ReclaimHazard()).late_usd == first
 
@@ -343,16 +342,9 @@ def test_zones_that_were_lost_together_are_expected_to_go_together() -> None:
     assert all(("eu-west-1a",) in seen and len(seen) == 4 for seen in shares)
 
 
-def test_what_waits_makes_nodes_worth_more_the_more_it_is() -> None:
-    little, much = (spared_by_draining(0.01, 2.0, 3.0, backlog_s, 180.0, 12) for backlog_s in (60.0, 600.0))
-    assert (little[:2] == 0).all()  # they do not even keep up
-    assert (little[3:] > 0).all() and (much[4:] > little[4:]).all()
-    assert (np.diff(much[4:]) < 0).all()
-
-
 def test_on_demand_stays_until_its_spot_replacement_is_ready() -> None:
     memory = ReplicaValueModel.from_goal(goal("a"))
-    memory.learn(IntervalStats(20.0, 20.0, 0, 0, 0, served(0.0, 0.0, []), {}, 1), ReclaimHazard())
+    memory.learn(IntervalStats(20.0, 20.0, 0, 0, served(0.0, 0.0, []), {}, 1), ReclaimHazard())
     there = [at("1", ONDEMAND, True)]
     first = plan(memory, there)
     assert first.launch == ("a",) and first.release == ()

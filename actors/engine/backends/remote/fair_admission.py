@@ -3,7 +3,8 @@
 The requests of all gateway processes meet here, in the engine's process. As many run as the engine has places for; the
 others wait in a fair queue, and not in the engine's. When a team holds less than half of its share of the places and
 none is free, a request of a team with more is taken out of the engine, and goes on from its tokens later: its client
-sees a pause.
+sees a pause. Where first tokens are promised within a time, those of a team that can keep it go before those that
+cannot (deadline_queue.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from raytide.actors.engine.backends.remote.admission_entry import AdmissionEntry
 from raytide.actors.engine.backends.remote.direct_output import DirectOutput
 from raytide.actors.engine.backends.remote.fair_queue import FairQueue
 from raytide.actors.engine.base import StreamProgress, aborted_chunks
@@ -25,50 +27,10 @@ from raytide.core.errors import ConflictError, OverloadedError, RaytideError
 
 __all__ = ["FairAdmission"]
 
+START_WEIGHT = 0.1
+"""The weight of the last start in the mean time to a first token."""
 SPARE_SHARE = 16
 """One request more for each so many places waits in the engine itself, so that a free place is taken at once."""
-
-
-@dataclass(eq=False, slots=True)
-class _Entry:
-    """A request on its way through."""
-
-    request: GenRequest
-    progress: StreamProgress
-    places: int
-    """The sequences that it takes in the engine."""
-    priority: int
-    turn: asyncio.Future[None]
-    tokens: int = 0
-    """The tokens of its answer so far."""
-    is_running: bool = False
-    started: int = 0
-    """The number of its last start, in the order of all."""
-    is_answered: bool = False
-    """True once the engine has sent something since the last start: it waits there no more."""
-    is_preempted: bool = False
-    """True once the engine has ended it for others, since its last start."""
-    gave_way: bool = False
-    """True once the engine has ended it for others, ever."""
-    is_aborted: bool = False
-    has_preempted: bool = False
-    """True once others were taken out for it: then it goes to the engine although the KV cache seems full."""
-    cached_tokens: int | None = None
-    """The part of the prompt that was cached at the first start, if it was preempted since."""
-
-    @property
-    def kv_tokens(self) -> int:
-        return len(self.request.prompt) + 1 + self.tokens
-
-    def remainder(self) -> GenRequest:
-        """Returns the request for the rest of its answer."""
-        return replace(self.progress.resumed(), gave_way=self.gave_way)
-
-    @property
-    def is_preemptible(self) -> bool:
-        """False where what was computed would have to be computed, or sent, again."""
-        params = self.request.sampling
-        return self.is_running and params.num_samples == params.n and params.prompt_logprobs is None
 
 
 @dataclass(slots=True)
@@ -91,16 +53,22 @@ class Generator(Protocol):
 class FairAdmission:
     """The way to one engine. Use it from one event loop. An engine that does not tell its places gets all at once.
 
-    Chunks in `direct` have not passed here; they are counted before anything is decided.
+    Chunks in `direct` have not passed here; they are counted before anything is decided. `slo_ttft_s` is the promised
+    time to a first token, None without a promise: then a team's requests start in the order of their arrival.
     """
 
-    def __init__(self, engine: Generator, info: EngineInfo, direct: DirectOutput) -> None:
+    def __init__(
+        self, engine: Generator, info: EngineInfo, direct: DirectOutput, *, slo_ttft_s: float | None = None
+    ) -> None:
         self._engine, self._info, self._direct = engine, info, direct
+        self._slo_ttft_s = math.inf if slo_ttft_s is None else slo_ttft_s
+        self._start_s: float | None = None
+        """The mean time from a start to the first token, lately."""
         self._spare = min(-(-info.max_running // SPARE_SHARE), info.max_waiting)
-        self._queue: FairQueue[_Entry] = FairQueue()
-        self._entries: dict[str, _Entry] = {}
+        self._queue: FairQueue[AdmissionEntry] = FairQueue()
+        self._entries: dict[str, AdmissionEntry] = {}
         self._teams: dict[str, _Team] = {}
-        self._preempting: set[_Entry] = set()
+        self._preempting: set[AdmissionEntry] = set()
         self._aborting: set[asyncio.Task[None]] = set()
         self._asked = self._used = self._kv_tokens = self._unanswered = 0
         self._starts = itertools.count(1)
@@ -113,14 +81,17 @@ class FairAdmission:
         """The requests that wait here."""
         return len(self._queue)
 
-    async def generate(self, request: GenRequest) -> AsyncGenerator[GenChunk]:
-        """Streams a request as the engine does, once it is its turn. Raises OverloadedError if too many wait."""
+    async def generate(self, request: GenRequest, waited_s: float = 0.0) -> AsyncGenerator[GenChunk]:
+        """Streams a request as the engine does, once it is its turn. Raises OverloadedError if too many wait.
+
+        `waited_s` is the time for which it has waited elsewhere.
+        """
         if not self._info.max_running:
             async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     yield chunk
             return
-        entry = self._enter(request)
+        entry = self._enter(request, waited_s)
         try:
             while True:
                 await self._await_turn(entry)
@@ -164,19 +135,21 @@ class FairAdmission:
         for entry in list(self._entries.values()):
             self._refuse(entry)
 
-    def _enter(self, request: GenRequest) -> _Entry:
+    def _enter(self, request: GenRequest, waited_s: float) -> AdmissionEntry:
         if self._is_draining:
             raise OverloadedError(f"engine {self._info.model} takes no more requests now.", hint="Retry elsewhere.")
         if request.request_id in self._entries:
             raise ConflictError(
                 f"request {request.request_id} is already running.", hint="Give each request its own id."
             )
-        entry = _Entry(
+        loop = asyncio.get_running_loop()
+        entry = AdmissionEntry(
             request,
             StreamProgress(request),
             min(request.sampling.num_samples, self._info.max_running),
             max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority)),
-            asyncio.get_running_loop().create_future(),
+            loop.create_future(),
+            loop.time() - waited_s + self._slo_ttft_s,
         )
         if self._asked + entry.places > self._info.max_running + self._info.max_waiting:
             self._make_room(request, entry.places)
@@ -186,11 +159,19 @@ class FairAdmission:
         team.weight = request.weight
         team.requests += 1
         self._asked += entry.places
-        self._queue.push(entry, request.team, len(request.prompt), weight=request.weight, priority=entry.priority)
+        self._queue.push(
+            entry,
+            request.team,
+            len(request.prompt),
+            weight=request.weight,
+            priority=entry.priority,
+            due_s=entry.due_s,
+            needs_s=self._start_s or 0.0,
+        )
         self._dispatch()
         return entry
 
-    def _exit(self, entry: _Entry) -> None:
+    def _exit(self, entry: AdmissionEntry) -> None:
         del self._entries[entry.request.request_id]
         self._asked -= entry.places
         team = self._teams[entry.request.team]
@@ -202,7 +183,7 @@ class FairAdmission:
         if not self._entries:
             self._idle.set()
 
-    async def _await_turn(self, entry: _Entry) -> None:
+    async def _await_turn(self, entry: AdmissionEntry) -> None:
         try:
             if entry.gave_way and entry.turn.done():
                 await asyncio.sleep(0)  # the one for which it left, whose turn came first, reaches the engine first
@@ -212,7 +193,7 @@ class FairAdmission:
                 self._leave(entry)
             raise
 
-    def _queue_again(self, entry: _Entry) -> None:
+    def _queue_again(self, entry: AdmissionEntry) -> None:
         entry.turn = asyncio.get_running_loop().create_future()
         request = entry.request
         # One token, so that a team that has had little goes before it also when both start at the same time.
@@ -236,7 +217,7 @@ class FairAdmission:
             raise self._full()
         self._refuse(next(each for each in reversed(queued) if each.request.team == longest))
 
-    def _refuse(self, entry: _Entry) -> None:
+    def _refuse(self, entry: AdmissionEntry) -> None:
         """Refuses a request that waits."""
         if self._queue.remove(entry) and not entry.turn.done():
             entry.turn.set_exception(self._full())
@@ -250,15 +231,16 @@ class FairAdmission:
         One free place is enough for a request of several samples, which wait in the engine for the others: nobody waits
         until so many are free at once.
         """
-        if self._queue.head() is None:
+        if not self._queue:
             return
+        now_s = asyncio.get_running_loop().time()
         for entry in self._entries.values():
             if entry.is_running:
                 self._count_direct(entry)
         capacity = self._info.num_blocks * self._info.block_size
-        while (head := self._queue.head()) is not None:
+        while (head := self._queue.head(now_s)) is not None:
             if head.turn.done():  # it has been cancelled
-                self._queue.pop()
+                self._queue.pop(now_s)
                 continue
             room = self._info.max_running - self._used
             # A prefix that requests share is counted for each of them, so what seems not to fit is tried one by one.
@@ -274,11 +256,11 @@ class FairAdmission:
                     return
                 if not (room + self._spare > 0 and fits_kv):
                     return
-            self._start(self._queue.pop())
+            self._start(self._queue.pop(now_s), now_s)
 
-    def _start(self, entry: _Entry) -> None:
+    def _start(self, entry: AdmissionEntry, now_s: float) -> None:
         entry.is_running, entry.is_answered, entry.is_preempted = True, False, False
-        entry.started = next(self._starts)
+        entry.started, entry.started_s = next(self._starts), now_s
         self._used += entry.places
         self._unanswered += 1
         self._direct.begin(entry.request.request_id)
@@ -286,7 +268,7 @@ class FairAdmission:
         self._teams[entry.request.team].places += entry.places
         entry.turn.set_result(None)
 
-    def _leave(self, entry: _Entry) -> None:
+    def _leave(self, entry: AdmissionEntry) -> None:
         entry.is_running = False
         self._used -= entry.places
         self._unanswered -= not entry.is_answered
@@ -295,7 +277,7 @@ class FairAdmission:
         self._preempting.discard(entry)
         self._dispatch()
 
-    def _passed(self, entry: _Entry, chunk: GenChunk) -> GenChunk | None:
+    def _passed(self, entry: AdmissionEntry, chunk: GenChunk) -> GenChunk | None:
         """Counts a chunk and returns it as its client sees it; None for the end of a request that goes on later. The
         text that the engine held back comes again then.
         """
@@ -310,16 +292,18 @@ class FairAdmission:
         if not entry.is_answered:
             entry.is_answered = True
             self._unanswered -= 1
+            took_s = asyncio.get_running_loop().time() - entry.started_s
+            self._start_s = took_s if self._start_s is None else self._start_s + START_WEIGHT * (took_s - self._start_s)
             self._dispatch()
         if chunk.usage is None or entry.cached_tokens is None:
             return chunk
         return replace(chunk, usage=replace(chunk.usage, cached_tokens=entry.cached_tokens))
 
-    def _count_direct(self, entry: _Entry) -> None:
+    def _count_direct(self, entry: AdmissionEntry) -> None:
         for chunk in self._direct.sent(entry.request.request_id):
             self._count(entry, chunk)
 
-    def _count(self, entry: _Entry, chunk: GenChunk) -> None:
+    def _count(self, entry: AdmissionEntry, chunk: GenChunk) -> None:
         count = len(chunk.token_ids)
         entry.progress.add(chunk)
         entry.tokens += count
@@ -327,7 +311,7 @@ class FairAdmission:
         request = entry.request
         self._queue.charge(request.team, count, weight=request.weight, priority=entry.priority)
 
-    def _victims(self, head: _Entry, places: int, kv_tokens: int) -> list[_Entry]:
+    def _victims(self, head: AdmissionEntry, places: int, kv_tokens: int) -> list[AdmissionEntry]:
         """Returns the requests to take out of the engine so that `head` starts at once; none if that is not due.
 
         Less urgent ones may always be taken out, others if `head` is of a team with less than half of its share, and
@@ -340,7 +324,7 @@ class FairAdmission:
         share = self._info.max_running * own.weight / sum(team.weight for team in self._teams.values())
         least = (own.places + head.places) / own.weight if 2 * own.places < share else math.inf
         left = {name: team.places for name, team in self._teams.items()}
-        victims: list[_Entry] = []
+        victims: list[AdmissionEntry] = []
         for each in sorted(
             filter(lambda each: each.is_preemptible, self._entries.values()), key=self._preemption_order
         ):
@@ -360,12 +344,12 @@ class FairAdmission:
             kv_tokens -= each.kv_tokens if each.is_answered else 0
         return victims if places <= 0 and kv_tokens <= 0 else []
 
-    def _preemption_order(self, entry: _Entry) -> tuple[float, ...]:
+    def _preemption_order(self, entry: AdmissionEntry) -> tuple[float, ...]:
         team = self._teams[entry.request.team]
         cost = entry.kv_tokens if entry.is_answered else -entry.started
         return -entry.priority, -team.places / team.weight, entry.is_answered, cost
 
-    def _preempt(self, victim: _Entry) -> None:
+    def _preempt(self, victim: AdmissionEntry) -> None:
         async def abort() -> None:
             is_ending = False
             with suppress(RaytideError):  # a dead engine ends its requests itself

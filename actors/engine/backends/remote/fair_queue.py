@@ -4,18 +4,29 @@ Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over tokens: each 
 whose next request has the earliest virtual start goes first. Tokens are charged as they are served, as in the virtual
 token counter (Sheng et al., OSDI 2024), because nobody knows the length of an answer before its end. A team that asks
 for little starts at the present virtual time, and so waits for at most one request of each other team, however many
-these have queued.
+these have queued. Within a team the order is that of a DeadlineQueue.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from raytide.actors.engine.backends.remote.deadline_queue import DeadlineQueue
 
 __all__ = ["FairQueue"]
 
 T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class _Entry(Generic[T]):
+    number: int
+    """The number of its arrival, which decides between equal starts."""
+    length: float
+    """Its virtual length."""
+    request: T
 
 
 @dataclass(slots=True)
@@ -24,12 +35,14 @@ class _Team(Generic[T]):
     """The virtual time at which all that it was served is paid for."""
     start: float = 0.0
     """The virtual start of its next request."""
-    waiting: deque[tuple[int, float, T]] = field(default_factory=deque)
-    """Requests with the number of their arrival, which decides between equal starts, and their virtual length."""
+    waiting: DeadlineQueue[_Entry[T]] = field(default_factory=DeadlineQueue)
 
 
 class FairQueue(Generic[T]):
-    """Requests of many teams. The lowest priority value goes first; teams share what is served at each priority."""
+    """Requests of many teams. The lowest priority value goes first; teams share what is served at each priority.
+
+    `now_s` is the time on the clock of the due times; without it no request counts as late.
+    """
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level[T]] = {}
@@ -39,26 +52,36 @@ class FairQueue(Generic[T]):
         return sum(level.length for level in self._levels.values())
 
     def push(
-        self, request: T, team: str, tokens: int, *, weight: float = 1.0, priority: int = 0, again: bool = False
+        self,
+        request: T,
+        team: str,
+        tokens: int,
+        *,
+        weight: float = 1.0,
+        priority: int = 0,
+        again: bool = False,
+        due_s: float = math.inf,
+        needs_s: float = 0.0,
     ) -> None:
         """Queues a request that costs this many tokens at once. A team of twice the weight gets twice as many.
 
-        A request that comes `again`, because it lost its place, goes before the others of its team.
+        A request that comes `again`, because it lost its place, goes before the others of its team. `due_s` and
+        `needs_s` order a team's requests (see DeadlineQueue).
         """
         self._pushed += 1
-        level = self._levels.setdefault(priority, _Level())
-        level.push((self._pushed, tokens / weight, request), team, again=again)
+        queue = self._levels.setdefault(priority, _Level()).enter(team)
+        queue.waiting.push(_Entry(self._pushed, tokens / weight, request), due_s=due_s, needs_s=needs_s, first=again)
 
-    def head(self) -> T | None:
+    def head(self, now_s: float = -math.inf) -> T | None:
         """Returns the request that goes next, None if there is none."""
-        return self._levels[min(self._levels)].head() if self._levels else None
+        return self._levels[min(self._levels)].head(now_s) if self._levels else None
 
-    def pop(self) -> T:
+    def pop(self, now_s: float = -math.inf) -> T:
         """Removes and returns the request that goes next. Raises IndexError if there is none."""
         if not self._levels:
             raise IndexError("the queue is empty")
         priority = min(self._levels)
-        request = self._levels[priority].pop()
+        request = self._levels[priority].pop(now_s)
         self._forget_empty(priority)
         return request
 
@@ -89,34 +112,30 @@ class _Level(Generic[T]):
         self._teams: dict[str, _Team[T]] = {}
         self._now = 0.0
 
-    def push(self, entry: tuple[int, float, T], team: str, *, again: bool) -> None:
+    def enter(self, team: str) -> _Team[T]:
+        """Returns the queue of a team, which gets one more request."""
         queue = self._teams.setdefault(team, _Team())
         self.length += 1
         if not queue.waiting:
             queue.start = max(self._now, queue.finish)
-        if again:
-            queue.waiting.appendleft(entry)
-        else:
-            queue.waiting.append(entry)
+        return queue
 
-    def head(self) -> T:
-        return self._next().waiting[0][2]
+    def head(self, now_s: float) -> T:
+        return self._next(now_s).waiting.head(now_s).request
 
-    def pop(self) -> T:
-        queue = self._next()
-        _, length, request = queue.waiting.popleft()
+    def pop(self, now_s: float) -> T:
+        queue = self._next(now_s)
+        entry = queue.waiting.pop(now_s)
         self._now = queue.start
-        queue.finish = queue.start = queue.start + length
+        queue.finish = queue.start = queue.start + entry.length
         self.length -= 1
-        return request
+        return entry.request
 
     def remove(self, request: T) -> bool:
         for queue in self._teams.values():
-            for place, waiting in enumerate(queue.waiting):
-                if waiting[2] is request:
-                    del queue.waiting[place]
-                    self.length -= 1
-                    return True
+            if queue.waiting.remove(lambda entry: entry.request is request):
+                self.length -= 1
+                return True
         return False
 
     def charge(self, team: str, length: float) -> None:
@@ -124,6 +143,6 @@ class _Level(Generic[T]):
             queue.finish += length
             queue.start = max(self._now, queue.finish)
 
-    def _next(self) -> _Team[T]:
+    def _next(self, now_s: float) -> _Team[T]:
         waiting = (queue for queue in self._teams.values() if queue.waiting)
-        return min(waiting, key=lambda queue: (queue.start, queue.waiting[0][0]))
+        return min(waiting, key=lambda queue: (queue.start, queue.waiting.head(now_s).number))

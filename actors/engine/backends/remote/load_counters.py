@@ -8,28 +8,41 @@ from raytide.actors.engine.types import EngineStats
 
 
 class LoadCounters:
-    """Totals since the start. First tokens later than `slo_ttft_s`, and refused requests, are counted as late."""
+    """Totals since the start. Requests without a first token after `slo_ttft_s`, and refused ones, are late."""
 
     def __init__(self, slo_ttft_s: float | None) -> None:
         self._slo_ttft_s = slo_ttft_s or float("inf")
         self._requests = self._first_tokens = self._late = 0
         self._first_token_s = 0.0
+        self._unanswered: set[TrackedRequest] = set()
 
     def track(self, waited_s: float) -> TrackedRequest:
         """Counts a request that has waited elsewhere for `waited_s`."""
         self._requests += 1
-        return TrackedRequest(self, time.perf_counter() - waited_s)
+        request = TrackedRequest(self, time.perf_counter() - waited_s)
+        self._unanswered.add(request)
+        return request
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, request: TrackedRequest) -> None:
+        self._unanswered.discard(request)
         self._first_tokens += 1
-        self._first_token_s += seconds
-        self._late += seconds > self._slo_ttft_s
+        self._first_token_s += request.waited_s
+        self._count_if_late(request, is_refused=False)
 
-    def unanswered(self, seconds: float, *, is_refused: bool) -> None:
-        self._late += is_refused or seconds > self._slo_ttft_s
+    def unanswered(self, request: TrackedRequest, *, is_refused: bool) -> None:
+        """Counts a request that ended without a token."""
+        self._unanswered.discard(request)
+        self._count_if_late(request, is_refused=is_refused)
+
+    def _count_if_late(self, request: TrackedRequest, *, is_refused: bool) -> None:
+        if not request.is_late and (is_refused or request.waited_s > self._slo_ttft_s):
+            request.is_late = True
+            self._late += 1
 
     def load(self, stats: EngineStats) -> dict[str, float]:
         """Returns the numbers by the names of `raytide.core.objects.endpoint_load.ReplicaLoad` and `Counters`."""
+        for request in self._unanswered:
+            self._count_if_late(request, is_refused=False)
         return {
             "running": float(stats.running),
             "waiting": float(stats.waiting),
@@ -49,15 +62,22 @@ class TrackedRequest:
 
     def __init__(self, counters: LoadCounters, began_s: float) -> None:
         self._counters, self._began_s = counters, began_s
-        self._is_answered = False
+        self._is_counted = False
+        self.is_late = False
+        """True once it has been counted as late."""
+
+    @property
+    def waited_s(self) -> float:
+        return time.perf_counter() - self._began_s
 
     def first_chunk(self) -> None:
         """Counts the first of a request's chunks; later ones change nothing."""
-        if not self._is_answered:
-            self._is_answered = True
-            self._counters.first_token(time.perf_counter() - self._began_s)
+        if not self._is_counted:
+            self._is_counted = True
+            self._counters.first_token(self)
 
     def end(self, *, is_refused: bool) -> None:
         """Counts a request that ended without its last chunk."""
-        if not self._is_answered:
-            self._counters.unanswered(time.perf_counter() - self._began_s, is_refused=is_refused)
+        if not self._is_counted:
+            self._is_counted = True
+            self._counters.unanswered(self, is_refused=is_refused)

@@ -70,7 +70,7 @@ class EngineServer:
         self.direct = DirectOutput()
         engine.tap(self.direct.take)
         self.handover = HandoverEngine(engine, self.direct)
-        self.admission = FairAdmission(self.handover, info, self.direct)
+        self.admission = FairAdmission(self.handover, info, self.direct, slo_ttft_s=slo_ttft_s)
         self.is_draining = False
         self._secret = secret.encode()
         self._problem = problem
@@ -327,7 +327,7 @@ class _Connection(asyncio.Protocol):
             tracked = self._server.counters.track(waited_s)
             if prefill_at is not None:
                 self._server.handover.assign(request.request_id, PrefillPeer(*prefill_at))
-            async with aclosing(self._server.admission.generate(request)) as chunks:
+            async with aclosing(self._server.admission.generate(request, waited_s)) as chunks:
                 async for chunk in chunks:
                     tracked.first_chunk()
                     self._add(stream, chunk)

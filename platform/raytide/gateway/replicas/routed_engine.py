@@ -221,6 +221,7 @@ class RoutedEngine(BasicEngine):
                     lora=request.lora,
                     cache_salt=request.salt,
                     session=request.session,
+                    now_s=time.monotonic(),
                 )
                 return open_to_it[route.replica], route
             if not may_wait or time.monotonic() > deadline_s:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.serving.fleet import SimulatedFleet, SimulatedReplica
+from raytide.simulate.serving.fleet import SimulatedFleet
+from raytide.simulate.serving.router import SimulatedReplica
 
 TICK_S = 20.0
 """The decision period of every policy."""

@@ -14,9 +14,10 @@ from raytide.core.errors import ConfigError
 from raytide.core.objects.node import CapacityType
 from raytide.simulate.serving.baselines import TICK_S, ServeOnDemand, ServeTarget, SpotHedge, SpotNaive, Static
 from raytide.simulate.serving.bound import lower_bound_usd
-from raytide.simulate.serving.fleet import SimulatedFleet, SimulatedReplica
+from raytide.simulate.serving.fleet import SimulatedFleet
 from raytide.simulate.serving.raytide import RaytidePolicy
 from raytide.simulate.serving.requests import Workload, workload
+from raytide.simulate.serving.router import SimulatedReplica
 from raytide.simulate.serving.setup import USD_H, ServingSetup
 from raytide.simulate.serving.spot_zones import SpotZones, spot_zones
 
@@ -94,8 +95,15 @@ class Scenario:
                 low = middle + 1
         return best
 
+    def _setup_of(self, name: str) -> ServingSetup:
+        """Returns the setup with the order of waiting requests, and what happens to those of lost nodes."""
+        setup, is_raytide = self.setup, name == "raytide"
+        queue = setup.queue or ("deadline" if is_raytide else "first-come")
+        resumes = is_raytide if setup.resumes is None else setup.resumes
+        return setup.model_copy(update={"queue": queue, "resumes": resumes})
+
     def _run(self, name: str, chosen: FleetPolicy) -> Result:
-        fleet = SimulatedFleet(self.setup, self.work, self.zones)
+        fleet = SimulatedFleet(self._setup_of(name), self.work, self.zones)
         samples = _live(fleet, chosen)
         hours = fleet.node_hours()
         ttft = np.array(fleet.first_token_s) - self.work.arrival_s

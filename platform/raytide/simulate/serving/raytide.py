@@ -12,8 +12,9 @@ from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetState
 from raytide.autoscaler.endpoints.replica_value import SETTLE_S, IntervalStats, ReplicaValueModel, ServingGoal
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.serving.fleet import SimulatedFleet, SimulatedReplica
+from raytide.simulate.serving.fleet import SimulatedFleet
 from raytide.simulate.serving.requests import Workload
+from raytide.simulate.serving.router import SimulatedReplica
 from raytide.simulate.serving.setup import ServingSetup
 from raytide.simulate.serving.spot_zones import SpotZones
 from raytide.simulate.serving.zone_backoff import ZoneBackoff
@@ -116,7 +117,6 @@ class RaytidePolicy:
             dt_s=now_s - seen.at_s,
             requests=fleet.arrived - seen.arrived,
             missed=sum(fleet.first_token_s[i] - arrival_s[i] > self._slo_ttft_s for i in late),
-            ongoing=fleet.ongoing,
             settled=RequestBatch(
                 max(seen.at_s - SETTLE_S, 0.0),
                 max(now_s - SETTLE_S, 0.0),

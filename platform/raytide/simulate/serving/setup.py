@@ -27,6 +27,12 @@ class ServingSetup(Config):
     depth: int = Field(default=4, ge=1)
     """A factor on the nodes of each trace."""
     policy: str = "raytide"
+    queue: Literal["first-come", "deadline"] | None = None
+    """The order in which waiting requests start: by default `deadline` for raytide, as in its replicas, and
+    `first-come` for the others, as published."""
+    resumes: bool | None = None
+    """True if answers of lost nodes go on from their tokens elsewhere, as through raytide's gateway; else they start
+    again. By default only raytide's go on."""
     slo_ttft_s: float = Field(default=5.0, gt=0)
     slo_target: float = Field(default=0.99, gt=0, lt=1)
     """Used by raytide's policy only."""

@@ -91,6 +91,16 @@ def test_late_are_first_tokens_after_the_slo_requests_without_one_until_then_and
     assert late(0.1, answered_then_lost) == 0
 
 
+def test_a_request_is_late_as_soon_as_it_has_waited_too_long_and_only_once() -> None:
+    counters = LoadCounters(5.0)
+    request = counters.track(6.0)
+    assert [counters.load(STATS)["late"] for _ in range(2)] == [1.0, 1.0]
+    request.first_chunk()
+    assert counters.load(STATS)["late"] == 1.0
+    counters.track(6.0).end(is_refused=True)
+    assert counters.load(STATS)["late"] == 2.0
+
+
 def test_each_prompt_is_a_request_of_the_engine_and_embeddings_are_none() -> None:
     async def run() -> dict[str, float]:
         inner = FakeEngine()

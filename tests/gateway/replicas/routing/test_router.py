@@ -76,6 +76,22 @@ def test_a_busy_replica_gets_less_even_if_others_made_it_busy() -> None:
     assert counts["a"] == 0
 
 
+def test_requests_that_are_late_anyway_are_no_work_in_front_of_others() -> None:
+    """A replica that joins an overloaded one gets half of the requests from then on, not all until both have waited as
+    many."""
+    router = Router()
+    router.slo_ttft_s = 5.0
+    old, both = replicas()[:1], replicas()[:2]
+    late = [router.route(prompt(number), old, now_s=0.0) for number in range(100)]
+    routes = [router.route(prompt(1000 + number), both, now_s=6.0) for number in range(40)]
+    to_old = sum(route.replica == old[0].name for route in routes)
+    assert 10 <= to_old <= 30
+    for route in (*late, *routes):
+        route.end()
+    further = [router.route(prompt(2000 + number), both, now_s=20.0) for number in range(40)]
+    assert 10 <= sum(route.replica == old[0].name for route in further) <= 30
+
+
 def test_what_all_prompts_begin_with_does_not_gather_them_where_the_cache_is_full() -> None:
     router, small = Router(), [ReplicaState(name, cache_tokens=1 << 12) for name in NAMES]
     homes = Counter(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -59,6 +59,15 @@ class _Assigned:
     unanswered: set[int] = field(default_factory=set)
     pending_tokens: int = 0
     in_flight: set[Route] = field(default_factory=set)
+    due: deque[tuple[float, Route]] = field(default_factory=deque)
+    """(time at which its first token is late, route), while a time is promised."""
+    overdue: int = 0
+    """Requests in flight whose first token was late before it came."""
+
+    def count_overdue(self, now_s: float) -> None:
+        """Takes late requests out of the work in front of others: replicas serve those in time before them."""
+        while self.due and (self.due[0][0] < now_s or not self.due[0][1].is_unanswered):
+            self.due.popleft()[1].set_overdue()
 
     def sharing(self, keys: Sequence[bytes], count: int) -> int:
         """Returns how many requests in flight begin with the first `count` blocks of a prompt."""
@@ -73,6 +82,7 @@ class Route:
     __slots__ = (
         "_assigned",
         "_block_tokens",
+        "_is_overdue",
         "_last_uses",
         "_pending",
         "_root",
@@ -100,11 +110,26 @@ class Route:
         assigned.unanswered.add(self._use)
         assigned.pending_tokens += self._pending
         assigned.in_flight.add(self)
+        self._is_overdue = False
+
+    @property
+    def is_unanswered(self) -> bool:
+        return self._assigned is not None and self._use in self._assigned.unanswered
 
     def first_token(self) -> None:
         if (assigned := self._assigned) is not None and self._use in assigned.unanswered:
-            assigned.pending_tokens -= self._pending
             assigned.unanswered.discard(self._use)
+            if self._is_overdue:
+                assigned.overdue -= 1
+            else:
+                assigned.pending_tokens -= self._pending
+
+    def set_overdue(self) -> None:
+        """Counts the request as one that goes after others, if it still waits for its first token."""
+        if (assigned := self._assigned) is not None and self._use in assigned.unanswered:
+            self._is_overdue = True
+            assigned.overdue += 1
+            assigned.pending_tokens -= self._pending
 
     def end(self, *, cached_tokens: int | None = None, tokens: Sequence[int] = ()) -> None:
         """Ends the request. `cached_tokens` is what the replica found in its cache, which corrects the index; `tokens`
@@ -131,9 +156,13 @@ class Route:
 
 
 class Router:
-    """Routes the requests of one endpoint through one gateway process."""
+    """Routes the requests of one endpoint through one gateway process.
+
+    `slo_ttft_s` is the promised time to a first token, infinite without a promise.
+    """
 
     def __init__(self) -> None:
+        self.slo_ttft_s = math.inf
         self._assigned: dict[str, _Assigned] = {}
         self._sessions: OrderedDict[bytes, str] = OrderedDict()
         self._mean_tokens = 256.0
@@ -147,6 +176,7 @@ class Router:
         lora: str | None = None,
         cache_salt: str = "",
         session: str = "",
+        now_s: float = 0.0,
     ) -> Route:
         """Returns the route of a request to one of `replicas`, of which there is at least one, as sent."""
         root = root_key(lora, cache_salt)
@@ -154,8 +184,12 @@ class Router:
         for each in replicas:
             if each.name not in self._assigned:
                 self._assigned[each.name] = _Assigned(PrefixIndex(each.cache_tokens // BLOCK_TOKENS, self._clock))
+            self._assigned[each.name].count_overdue(now_s)
         chosen = self._cheapest(len(prompt), keys, replicas, root_key(session, lora, cache_salt) if session else b"")
-        route = Route(chosen, self._assigned[chosen.name], root, keys, len(prompt))
+        assigned = self._assigned[chosen.name]
+        route = Route(chosen, assigned, root, keys, len(prompt))
+        if math.isfinite(self.slo_ttft_s):
+            assigned.due.append((now_s + self.slo_ttft_s, route))
         self._mean_tokens += 0.05 * (len(prompt) - route.cached_tokens - self._mean_tokens)
         return route
 
@@ -205,7 +239,7 @@ class Router:
         """Returns the tokens in front of a request that still has `tokens` to compute."""
         own = self._assigned[replica.name]
         others = max(0, replica.waiting - len(own.unanswered))
-        held = max(replica.running + replica.waiting, len(own.in_flight))
+        held = max(replica.running + replica.waiting, len(own.in_flight)) - own.overdue
         shortage = max(0.0, own.pending_tokens + tokens - replica.free_kv_tokens)
         queue = own.pending_tokens + others * self._mean_tokens + REQUEST_TOKENS * held
         return queue + SHORTAGE_WEIGHT * shortage

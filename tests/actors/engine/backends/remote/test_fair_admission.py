@@ -31,10 +31,12 @@ def request(name: str, tokens: int = 20, *, team: str = "", prompt: int = 8, **f
 
 
 @asynccontextmanager
-async def admission(**options: object) -> AsyncIterator[tuple[FairAdmission, FakeEngine]]:
+async def admission(
+    *, slo_ttft_s: float | None = None, **options: object
+) -> AsyncIterator[tuple[FairAdmission, FakeEngine]]:
     options = {"max_running": PLACES, "max_waiting": 256, "tokens_per_s": 1.0, **options}
     engine = FakeEngine(**options)  # type: ignore[arg-type]
-    yield FairAdmission(engine, await engine.start(), DirectOutput()), engine
+    yield FairAdmission(engine, await engine.start(), DirectOutput(), slo_ttft_s=slo_ttft_s), engine
     await engine.shutdown()
 
 
@@ -362,5 +364,68 @@ def test_an_engine_that_does_not_tell_its_places_gets_all_at_once() -> None:
         await asyncio.sleep(0.5)
         assert ((await engine.stats()).waiting, fair.waiting) == (3, 0)
         await asyncio.gather(*asked)
+
+    run_virtually(body())
+
+
+SLO_S = 10.0
+
+
+async def burst(fair: FairAdmission, *, teams: str = "a", waited_s: float = 0.0) -> dict[str, list[float]]:
+    """Returns the times to first tokens by team: each has sixty requests at once on four places of four seconds, and
+    then, with the other teams, four in five seconds, of the five that these serve.
+    """
+    waits_s: dict[str, list[float]] = {team: [] for team in teams}
+
+    async def ask(team: str, number: int, before_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time() - before_s
+        async with aclosing(fair.generate(request(f"{team}-{number}", 4), before_s)) as chunks:
+            async for chunk in chunks:
+                if chunk.token_ids:
+                    waits_s[team].append(loop.time() - began_s)
+                    break
+            async for _ in chunks:
+                pass
+
+    tasks = [asyncio.create_task(ask(team, number, waited_s)) for number in range(60) for team in teams]
+    for number in range(60, 240):
+        await asyncio.sleep(1.25)
+        tasks.append(asyncio.create_task(ask(teams[number % len(teams)], number, 0.0)))
+    await asyncio.gather(*tasks)
+    return waits_s
+
+
+def in_time(waits_s: list[float]) -> int:
+    return sum(waited_s <= SLO_S for waited_s in waits_s)
+
+
+def test_in_a_burst_requests_that_are_late_anyway_make_no_others_late() -> None:
+    async def body() -> None:
+        async with admission(max_running=4, max_waiting=1000) as (fair, _):
+            first_come = (await burst(fair))["a"]
+        async with admission(max_running=4, max_waiting=1000, slo_ttft_s=SLO_S) as (fair, _):
+            by_deadline = (await burst(fair))["a"]
+        assert len(first_come) == len(by_deadline) == 240  # all are served
+        assert in_time(first_come) < 20
+        assert in_time(by_deadline) > 170
+
+    run_virtually(body())
+
+
+def test_the_time_that_a_request_has_waited_elsewhere_counts() -> None:
+    async def body() -> None:
+        async with admission(max_running=4, max_waiting=1000, slo_ttft_s=SLO_S) as (fair, _):
+            waits_s = (await burst(fair, waited_s=SLO_S))["a"]
+        assert 160 < in_time(waits_s) <= 180  # none of the sixty
+
+    run_virtually(body())
+
+
+def test_by_deadline_teams_share_as_they_do_first_come() -> None:
+    async def body() -> None:
+        async with admission(max_running=4, max_waiting=1000, slo_ttft_s=SLO_S) as (fair, _):
+            waits_s = await burst(fair, teams="ab")
+        assert abs(in_time(waits_s["a"]) - in_time(waits_s["b"])) <= 4
 
     run_virtually(body())

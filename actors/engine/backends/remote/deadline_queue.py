@@ -1,0 +1,81 @@
+"""Orders waiting requests so that as many first tokens as possible are in time.
+
+Requests that can still be in time go first, the earliest due first. Those that cannot go after them: they would only
+make further ones late. A small share of the starts stays theirs, so that none waits for ever. With equal times to the
+due time and one server no request that is in time first come, first served is late here: only earlier ones go before
+it. Requests without a due time keep the order of their arrival.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+__all__ = ["LATE_EVERY", "DeadlineQueue"]
+
+T = TypeVar("T")
+
+LATE_EVERY = 20
+"""While late requests wait, one of so many starts is the oldest late one."""
+
+
+class DeadlineQueue(Generic[T]):
+    """Waiting requests. Times are in seconds on any one clock."""
+
+    __slots__ = ("_late", "_passed_over", "_pushed", "_waiting")
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, int, float, T]] = []
+        """A heap of (order, number of arrival, last time of a start in time, request)."""
+        self._late: deque[T] = deque()
+        self._passed_over = 0
+        """Starts of others while late requests waited, since the last start of a late one."""
+        self._pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._late)
+
+    def push(self, request: T, *, due_s: float = math.inf, needs_s: float = 0.0, first: bool = False) -> None:
+        """Queues a request whose first token is due at `due_s` and comes `needs_s` after its start. One that is to be
+        `first` goes before all others, and is never late.
+        """
+        self._pushed += 1
+        if first:
+            heappush(self._waiting, (-math.inf, -self._pushed, math.inf, request))
+        else:
+            heappush(self._waiting, (due_s, self._pushed, due_s - needs_s, request))
+
+    def head(self, now_s: float = -math.inf) -> T:
+        """Returns the request that goes next if one starts now. Raises IndexError if there is none."""
+        waiting, late = self._waiting, self._late
+        while waiting and waiting[0][2] < now_s:
+            late.append(heappop(waiting)[3])
+        if late and (self._passed_over >= LATE_EVERY - 1 or not waiting):
+            return late[0]
+        return waiting[0][3]
+
+    def pop(self, now_s: float = -math.inf) -> T:
+        """Removes and returns the request that goes next. Raises IndexError if there is none."""
+        request = self.head(now_s)
+        if self._late and self._late[0] is request:
+            self._passed_over = 0
+            return self._late.popleft()
+        self._passed_over = self._passed_over + 1 if self._late else 0
+        return heappop(self._waiting)[3]
+
+    def remove(self, is_wanted: Callable[[T], bool]) -> bool:
+        """Removes the first request found of which `is_wanted` is true; returns whether there was one."""
+        for at, entry in enumerate(self._waiting):
+            if is_wanted(entry[3]):
+                self._waiting[at] = self._waiting[-1]
+                self._waiting.pop()
+                heapify(self._waiting)
+                return True
+        for at, each in enumerate(self._late):
+            if is_wanted(each):
+                del self._late[at]
+                return True
+        return False

@@ -1,0 +1,70 @@
+"""Splits the cost of raytide's serving policy into what an omniscient buyer of whole nodes pays and what comes on top.
+
+    benchmarks/autoscaler/serving_costs.py --recording code.csv --recording chat.jsonl --spot S.json --case 0
+
+On one case of serving_targets.py. All figures are multiples of the lower bound, which buys fractions of nodes. The
+omniscient buyer (serving_floor.py) attains as much as the policy did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from serving_floor import STEP_S, WholeNodeFloor
+from serving_targets import CASES, scenario
+
+from raytide.core.objects.node import CapacityType
+from raytide.simulate.serving.baselines import TICK_S
+from raytide.simulate.serving.compare import Result, Scenario
+
+
+def split(stage: Scenario, result: Result, floor: WholeNodeFloor) -> dict[str, float]:
+    """Returns dollars by cause. They add up to the cost, except for what is billed between two ticks."""
+    sizes = np.array(floor.sizes(result.slo_attainment))
+    spot_usd = stage.usd_h[CapacityType.SPOT] * TICK_S / 3600.0
+    ondemand_usd = stage.usd_h[CapacityType.ON_DEMAND] * TICK_S / 3600.0
+    ready = np.array([sample.ready for sample in result.samples])
+    spot = np.array([sample.spot for sample in result.samples])
+    ondemand = np.array([sample.ondemand for sample in result.samples])
+    least = sizes[np.minimum((np.arange(len(ready)) * TICK_S / STEP_S).astype(int), len(sizes) - 1)]
+    free = np.array([sum(stage.zones.at(sample.at_s)) for sample in result.samples]) > spot
+    return {
+        "the omniscient buyer's replicas, at the price of spot": spot_usd * least.sum(),
+        "ready replicas beyond those": spot_usd * np.maximum(ready - least, 0).sum(),
+        "ready replicas short of those": -spot_usd * np.maximum(least - ready, 0).sum(),
+        "nodes that start or end": spot_usd * (spot + ondemand - ready).sum(),
+        "on demand while no zone has a free node": (ondemand_usd - spot_usd) * ondemand[~free].sum(),
+        "on demand while one has": (ondemand_usd - spot_usd) * ondemand[free].sum(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recording", type=Path, action="append", required=True, help="twice: code, then chat")
+    parser.add_argument("--envelope", type=Path)
+    parser.add_argument("--spot", type=Path, required=True)
+    parser.add_argument("--days", type=float, default=7.0)
+    parser.add_argument("--case", type=int, action="append", help="index in CASES; by default the first")
+    parser.add_argument("--target", type=float, action="append")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for at in args.case or [0]:
+            stage = scenario(CASES[at], args.recording, args.envelope, args.spot, args.days, Path(folder))
+            bound_usd, floor = stage.lower_bound_usd(), WholeNodeFloor(stage)
+            for target in args.target or [0.99]:
+                setup = stage.setup.model_copy(update={"slo_target": target})
+                result = Scenario(setup, stage.work, stage.zones, stage.usd_h).run("raytide")
+                attained = result.slo_attainment
+                print(f"\n### case {at}, {100 * target:g} % asked, {100 * attained:.2f} % attained\n")
+                print("| part | x bound |\n|---|---|")
+                print(f"| all | {result.cost_usd / bound_usd:.2f} |")
+                print(f"| an omniscient buyer of whole nodes | {floor.usd(attained) / bound_usd:.2f} |")
+                for name, usd in split(stage, result, floor).items():
+                    print(f"| {name} | {usd / bound_usd:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
