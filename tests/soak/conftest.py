@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,11 +57,15 @@ def stormy(tmp_path: Path, config_path: Path) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Straight to the terminal, whatever pytest captures: the seed must be seen while the storm still blows."""
+    """Straight to the terminal, whatever pytest captures: the seed must be seen while the storm still blows. A worker of
+    several has no terminal, and shows it with a failure."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
     reporter = request.config.pluginmanager.getplugin("terminalreporter")
 
     def write(line: str) -> None:
+        if reporter is None:
+            sys.stdout.write(f"{line}\n")
+            return
         with capture.global_and_fixture_disabled():
             reporter.write_line(line)
 
