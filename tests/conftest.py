@@ -95,9 +95,9 @@ def is_helper(process: psutil.Process) -> bool:
 
 @functools.cache
 def shared(file: str) -> str:
-    """Returns the group of tests that one worker runs: those on the session's cluster, all others with a cluster and the
-    how-tos, which would make the first group too long, the engine's, the sources', or a file's. So two clusters are up
-    at most: three starve two cores. Each file of tests/soak is a group, since most have a cluster for each test."""
+    """Returns the group of tests that one worker runs: those on the session's cluster, all others with a cluster, with
+    the how-tos, which would make the first group too long, the engine's, the sources', or a file's. So two clusters are
+    up at most: three starve two cores. Each file of tests/soak is a group: most have a cluster for each test."""
     if has_cluster(file) and not file.startswith("tests/soak/"):
         return "cluster" if has_session_cluster(file) and file != "tests/test_howtos.py" else "other clusters"
     if file.startswith("tests/actors/engine/"):
@@ -124,7 +124,7 @@ def turn(item: pytest.Item) -> tuple[int, bool]:
 
 
 FIRST = ("tests/soak/test_page_memory.py", "cluster", "other clusters", "engine")
-"""The groups that take longest, in the order in which workers take them. The page's takes an hour, and hardly any CPU."""
+"""The groups that take longest, in the order in which workers take them. The page's takes an hour, and little CPU."""
 SOURCES = ("tests/test_dependencies.py", "tests/test_floors.py", "tests/test_house.py")
 """They read all Python files, each once in a process."""
 

@@ -57,8 +57,8 @@ def stormy(tmp_path: Path, config_path: Path) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Straight to the terminal, whatever pytest captures: the seed must be seen while the storm still blows. A worker of
-    several has no terminal, and shows it with a failure."""
+    """Straight to the terminal, whatever pytest captures: the seed must be seen while the storm still blows. One of
+    several workers has no terminal, and shows it with a failure."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
     reporter = request.config.pluginmanager.getplugin("terminalreporter")
 
