@@ -57,12 +57,18 @@ class Engine(Protocol):
         """
         ...
 
-    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
-        """Returns the token ids of a text, or of two joined as the model's tokenizer joins a pair."""
+    async def tokenize(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
+        """Returns the token ids of a text, or of two joined as the model's tokenizer joins a pair. A text is without
+        the special tokens that the tokenizer adds (a BOS, if it has one) unless `special`.
+        """
         ...
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Returns the texts of prompts given as tokens, special tokens by their names."""
+        ...
+
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Returns the names of tokens in the tokenizer's vocabulary; "" for an unknown one."""
         ...
 
     def token_bytes(self, token: int) -> bytes:

@@ -46,7 +46,7 @@ MAX_COPIED_TOKENS = 1 << 21
 """A prompt's tokens times its samples: each sample has a list of its own."""
 
 MAX_HTTP_STOPS = 4
-"""Stop strings in an HTTP request, as at OpenAI; Python callers of the engine may give more."""
+"""Stop strings in a request of OpenAI's API, as there; other callers of the engine may give more."""
 MAX_STOPS = 16
 MAX_WORD_CHARS = 256
 """Characters in one stop string or bad word."""

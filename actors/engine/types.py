@@ -185,7 +185,7 @@ class GenChunk:
     with None for the first token.
 
     `text` can lag behind `token_ids` (half a character, or the possible start of a stop string, is held back). A router
-    names the `replica` with the first chunk.
+    names the `replica` with the first chunk. `stop` is the stop string that ended the sample, or "".
     """
 
     request_id: str
@@ -198,6 +198,7 @@ class GenChunk:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     replica: str = ""
+    stop: str = ""
 
 
 @dataclass(slots=True)

@@ -221,7 +221,7 @@ def simulate(
             plan, replica.plan = replica.plan, None
             assert plan is not None
             yielded = [chunk.seq for chunk in plan.chunks if chunk.yields_token]
-            replica.scheduler.commit(plan, {sample.seq_id: -1 for sample in yielded})
+            replica.scheduler.commit(plan, {sample.seq_id: [-1] for sample in yielded})
             for sample in yielded:
                 if sample.seq_id in waiting_first:
                     waiting_first.discard(sample.seq_id)

@@ -33,7 +33,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "llama_index": ("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"),
     "schemathesis": ("schemathesis==4.32.5",),
 }
-"""The clients that this project does not install. openai 3.x and vLLM are those of its own environment."""
+"""The clients that this project does not install. openai 3.x, anthropic and vLLM are those of its own environment."""
 SCRIPTS = {"openai2": "openai"}
 NODE_PACKAGES = (
     "openai@6.49.0",
@@ -103,7 +103,7 @@ def test_a_client_in_an_environment_of_its_own(client: str, venvs: Path, url: st
     features(python_of(client, venvs), client, url, model_dir)
 
 
-@pytest.mark.parametrize("client", ["openai", "vllm"])
+@pytest.mark.parametrize("client", ["openai", "anthropic", "vllm"])
 def test_a_client_of_this_environment(client: str, url: str, model_dir: Path) -> None:
     if client == "vllm":
         pytest.importorskip("vllm", reason="./dev setup --vllm installs it")

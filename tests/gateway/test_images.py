@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -66,6 +67,26 @@ async def test_a_chat_with_images_is_answered_and_its_image_tokens_are_counted(t
     assert counts[2] == counts[1]
     cached = [usage.prompt_tokens_details.cached_tokens for usage in usages if usage and usage.prompt_tokens_details]
     assert cached[2] == 0 < TOKENS // 8 * 8 <= cached[4]
+
+
+@pytest.mark.asyncio
+async def test_a_message_reads_the_images_that_a_chat_does(tiny: Path) -> None:
+    def asked_as_message(image: bytes) -> Any:
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(image).decode()}
+        blocks = [{"type": "image", "source": source}, {"type": "text", "text": "what is this?"}]
+        return {"model": "sees", "messages": [{"role": "user", "content": blocks}]}
+
+    async with serving(tiny) as (gateway, client):
+        chat = await client.chat.completions.create(model="sees", **asked(ONE))
+        body = {**asked_as_message(ONE), "max_tokens": 8, "temperature": 0}
+        answer = await gateway.http.post("/v1/messages", json=body)
+        counted = await gateway.http.post("/v1/messages/count_tokens", json=asked_as_message(OTHER))
+    message, usage = answer.json(), chat.usage
+    assert usage is not None and counted.json() == {"input_tokens": usage.prompt_tokens}
+    read = message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
+    assert read == usage.prompt_tokens
+    written = "".join(block["text"] for block in message["content"])
+    assert (chat.choices[0].message.content or "").startswith(written)
 
 
 @pytest.mark.asyncio

@@ -242,8 +242,11 @@ class FakeEngine(BasicEngine):
             self._end(live)
         return live is not None
 
-    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
+    async def tokenize(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
         return list((text + (pair or "")).encode())
+
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return [chr(token % 256) for token in tokens]
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token % 256])

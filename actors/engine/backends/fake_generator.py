@@ -55,7 +55,13 @@ class CannedGenerator:
             text += self._scanner.flush()
         certain = None if params.logprobs is None else (self._certain(token),)
         return GenChunk(
-            self._request.request_id, [token], text, self.finish_reason, index=self._index, logprobs=certain
+            self._request.request_id,
+            [token],
+            text,
+            self.finish_reason,
+            index=self._index,
+            logprobs=certain,
+            stop=self._scanner.stopped_by,
         )
 
     def abort(self) -> GenChunk:

@@ -14,7 +14,7 @@ class StopScanner:
 
     The first stop string to be complete ends the stream, however the text is cut into chunks. The first `skip` chunks
     are not scanned. With `include` the stop string itself is emitted. The work for a character does not depend on the
-    number or length of the stop strings.
+    number or length of the stop strings. `stopped_by` is the one that ended the stream, or "".
     """
 
     def __init__(self, stop: Sequence[str], *, skip: int = 0, include: bool = False) -> None:
@@ -23,7 +23,11 @@ class StopScanner:
         self._skip = skip
         self._include = include
         self._held = ""
-        self.stopped = False
+        self.stopped_by = ""
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stopped_by)
 
     @classmethod
     def of(cls, params: SamplingParams) -> StopScanner:
@@ -45,7 +49,7 @@ class StopScanner:
             self._state = automaton.step(self._state, char)
             end += 1
             if length := automaton.longest[self._state]:
-                self.stopped, self._held = True, ""
+                self.stopped_by, self._held = held[end - length : end], ""
                 return held[: end if self._include else end - length]
         cut = len(held) - automaton.depth[self._state]
         self._held = held[cut:]

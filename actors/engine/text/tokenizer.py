@@ -84,13 +84,17 @@ class Tokenizer:
     def _special_names(self) -> list[str]:
         return [token.content for token in self.rust.get_added_tokens_decoder().values() if token.special]
 
-    async def encode_off_loop(self, text: str, pair: str | None = None, *, enough: int | None = None) -> list[int]:
+    async def encode_off_loop(
+        self, text: str, pair: str | None = None, *, enough: int | None = None, special: bool = True
+    ) -> list[int]:
         """Returns the token ids of a text or of a pair without blocking the event loop: long texts are encoded in a
-        thread.
+        thread. A text has no special tokens of the post-processor unless `special`.
         """
 
         def encode() -> list[int]:
-            return self.encode(text, enough=enough) if pair is None else self.encode_pair(text, pair, enough=enough)
+            if pair is not None:
+                return self.encode_pair(text, pair, enough=enough)
+            return self.encode_all([self._cut(_checked(text), enough)], plain=not special)[0]
 
         if len(text) + len(pair or "") > _INLINE_CHARS:
             return await self.pool.run(encode)
@@ -113,6 +117,10 @@ class Tokenizer:
             if count > enough:
                 return text[: start + _SLICE_CHARS]
         return text
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Returns the names of tokens in the vocabulary; "" for an unknown one."""
+        return [self.rust.id_to_token(token) or "" for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.rust.decode(list(ids), skip_special_tokens=True))

@@ -13,12 +13,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from raytide.actors.engine.limits import SEND_TIMEOUT_S
 from raytide.actors.serving.openai_api.admission import HEADERS
 
+REQUEST_ID = "raytide.request_id"
+"""The key of the ASGI scope with the id that the response's headers have."""
 _MAX_ID_CHARS = 256
 
 
 class ResponseHeaders:
-    """Middleware that adds response headers: `x-request-id` (the client's own, if it sent one), `openai-processing-ms`
-    and `x-raytide-replica`. A HEAD is answered as a GET, whose body the HTTP server leaves out.
+    """Middleware that adds response headers: `x-request-id` (the client's own, if it sent one), also as `request-id`,
+    where Anthropic's clients look for it, `openai-processing-ms` and `x-raytide-replica`. A HEAD is answered as a GET,
+    whose body the HTTP server leaves out.
 
     Plain ASGI: Starlette's BaseHTTPMiddleware would hide a client's disconnect from the routes.
     """
@@ -35,12 +38,12 @@ class ResponseHeaders:
             scope = {**scope, "method": "GET"}  # a copy: the HTTP server looks at its own
         began_s = time.perf_counter()
         request_id = Headers(scope=scope).get("x-request-id") or f"req_{uuid4().hex}"
-        request_id = request_id[:_MAX_ID_CHARS]
+        request_id = scope[REQUEST_ID] = request_id[:_MAX_ID_CHARS]
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
+                headers["x-request-id"] = headers["request-id"] = request_id
                 headers["openai-processing-ms"] = str(round((time.perf_counter() - began_s) * 1e3))
                 headers["x-raytide-replica"] = self._replica
                 for name, value in scope.get(HEADERS, {}).items():

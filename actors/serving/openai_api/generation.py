@@ -27,10 +27,14 @@ class ChoiceDelta:
 
     index: int
     text: str = ""
-    tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop: str = ""
+    """The stop string that ended it."""
     usage: TokenUsage | None = None
     logprobs: list[ScoredToken] = field(default_factory=list)
+    prompt_logprobs: list[ScoredToken] = field(default_factory=list)
+    """Those of a prompt that is not echoed."""
 
 
 class GenerationStream:
@@ -53,7 +57,9 @@ class GenerationStream:
     ) -> None:
         self.token_bytes: TokenBytes = engine.token_bytes
         self.tool_use, self.grant = tool_use, grant
-        self.prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.prompts = [request.prompt for request in requests if not isinstance(request.prompt, str)]
+        self.prompt_tokens = sum(map(len, self.prompts))
+        self.sampling = requests[0].sampling
         self.replica = ""
         """The replica that answers, as far as a router has named it."""
         self.timings: list[Timing] = []
@@ -62,6 +68,7 @@ class GenerationStream:
         self._n = requests[0].sampling.n
         self.choices = self._n * len(requests)
         self._open = len(requests)
+        self._is_echoed = any(echoes)
         self._echoes = {index: echo for index in range(self.choices) if (echo := echoes[index // self._n])}
         self._deltas: dict[int, ChoiceDelta] = {}
         self._pending = 0
@@ -102,10 +109,11 @@ class GenerationStream:
         index = place * self._n + chunk.index
         delta = self._deltas.setdefault(index, ChoiceDelta(index))
         delta.text += self._echoes.pop(index, "") + chunk.text
-        delta.tokens += len(chunk.token_ids)
-        delta.finish_reason, delta.usage = chunk.finish_reason, chunk.usage
+        delta.token_ids += chunk.token_ids
+        delta.finish_reason, delta.usage, delta.stop = chunk.finish_reason, chunk.usage, chunk.stop
         if chunk.prompt_logprobs is not None:
-            delta.logprobs += zip(self._requests[place].prompt, chunk.prompt_logprobs, strict=True)  # type: ignore[arg-type]
+            scored = delta.logprobs if self._is_echoed else delta.prompt_logprobs
+            scored += zip(self._requests[place].prompt, chunk.prompt_logprobs, strict=True)  # type: ignore[arg-type]
         delta.logprobs += [(each.token_id, each) for each in chunk.logprobs or ()]
         self._pending += len(chunk.token_ids) + sum(len(each.top) for each in chunk.logprobs or ())
         if self._pending > self._max_pending:

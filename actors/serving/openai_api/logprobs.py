@@ -39,6 +39,37 @@ class TextLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""vLLM's form of a prompt's log probabilities: of each token and of the most likely ones in its place, by their ids."""
+
+
+def prompt_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> PromptLogprobs:
+    found: PromptLogprobs = []
+    for token, figures in scored:
+        if figures is None:
+            found.append(None)
+            continue
+        ranked = [(other, logprob, rank) for rank, (other, logprob) in enumerate(figures.top, 1)]
+        found.append(
+            {
+                each: PromptLogprob(logprob=max(logprob, _LEAST), rank=rank, decoded_token=_text(bytes_of(each)))
+                for each, logprob, rank in [(token, figures.logprob, figures.rank), *ranked]
+            }
+        )
+    return found
+
+
+def token_names(token: int) -> bytes:
+    """Returns a token's id in place of its text, as vLLM names those that are no valid text on their own."""
+    return f"token_id:{token}".encode()
+
+
 def chat_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> ChatLogprobs:
     def top(token: int, logprob: float) -> TopLogprob:
         raw = bytes_of(token)

@@ -23,25 +23,39 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for plain completions; a chat continues until the model stops or the context is full."""
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (False,),
+    "allowed_token_ids": ([],),
     "audio": (),
+    "chat_template": (),
+    "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
+    "prompt_embeds": (),
+    "repetition_detection": (),
+    "request_id": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
 """Known fields of OpenAI and vLLM that this server does not implement, with their neutral values."""
 
-_FIELD_OF: dict[Feature, str] = {"prompt_logprobs": "echo", "stop_strings": "stop"}
+_FIELD_OF: dict[Feature, str] = {"stop_strings": "stop"}
 """The request field of a feature that has another name."""
 _LEAST_TOP_P = 1e-9
 """In place of 0, which OpenAI accepts: the most likely token is left."""
@@ -67,6 +81,7 @@ def sampling_of(request: GenerationRequest, forced: Structured | None = None) ->
     echoed = isinstance(request, CompletionRequest) and request.echo and logprobs is not None
     if echoed and n > 1:
         raise invalid("echo with logprobs goes with n = 1 only.", param="echo")
+    _check_prompt_logprobs(request, n, echoed=bool(echoed))
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
@@ -87,9 +102,17 @@ def sampling_of(request: GenerationRequest, forced: Structured | None = None) ->
         n=n,
         best_of=request.best_of,
         logprobs=logprobs,
-        prompt_logprobs=logprobs if echoed else None,
+        prompt_logprobs=logprobs if echoed else request.prompt_logprobs,
         structured=_constraint(request, forced),
     )
+
+
+def _check_prompt_logprobs(request: GenerationRequest, n: int, *, echoed: bool) -> None:
+    if request.prompt_logprobs is None:
+        return
+    for holds, other in ((n > 1, "n above 1"), (request.stream, "stream"), (echoed, "echo and logprobs")):
+        if holds:
+            raise invalid(f"prompt_logprobs and {other} exclude each other.", param="prompt_logprobs")
 
 
 def _constraint(request: GenerationRequest, forced: Structured | None) -> Structured | None:
@@ -115,6 +138,8 @@ def _field_of(feature: Feature, body: GenerationRequest, sampling: SamplingParam
     if feature == "penalties":
         neutral = SamplingParams()
         return next(name for name in _PENALTIES if getattr(sampling, name) != getattr(neutral, name))
+    if feature == "prompt_logprobs" and body.prompt_logprobs is None:
+        return "echo"
     return _FIELD_OF.get(feature, feature)
 
 

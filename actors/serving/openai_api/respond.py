@@ -19,11 +19,10 @@ from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import TokenUsage
 from raytide.actors.serving.metrics import Outcome, RequestTracker
 from raytide.actors.serving.openai_api.admission import HEADERS, caller_of
-from raytide.actors.serving.openai_api.chat.tool_choice import ToolUse
+from raytide.actors.serving.openai_api.answers.writer import ChoiceState, ResponseWriter, usage_of
 from raytide.actors.serving.openai_api.errors import ApiError, client_gone, invalid, timed_out, to_api_error
 from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
 from raytide.actors.serving.openai_api.logprobs import TokenBytes
-from raytide.actors.serving.openai_api.response_writer import ChoiceState, ResponseWriter, usage_of
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 from raytide.actors.serving.request_trace import RequestTrace
@@ -52,9 +51,9 @@ async def respond(
     api: str,
     body: CompletionRequest | ChatRequest,
     request: Request,
-    writer_of: Callable[[ToolUse], ResponseWriter],
+    writer_of: Callable[[GenerationStream], ResponseWriter],
 ) -> Response:
-    """Returns the answer to `body`, as `writer_of` the request's tools writes it. Metrics count it for `api`."""
+    """Returns the answer to `body`, as `writer_of` its generation writes it. Metrics count it for `api`."""
     track = server.metrics.track("probe" if PROBE in request.headers else api)
     if (trace := RequestTrace.of(request.scope)) is not None:
         trace.model = body.model
@@ -65,7 +64,7 @@ async def respond(
         generation = await _unless_gone(leaving, _in_time(deadline_s, generating))
         reading = _Reading(generation, track, server.version or server.info.weights_version, deadline_s, trace)
         try:
-            writer = writer_of(generation.tool_use)
+            writer = writer_of(generation)
             if generation.grant is not None and generation.grant.id:
                 writer.set_id(generation.grant.id)
             if body.stream:
@@ -121,7 +120,7 @@ def _deadline_s(timeout_s: float | None, request: Request) -> float | None:
 def session_of(body: BaseModel, headers: Mapping[str, str]) -> str:
     """Returns the session that a request names, in a header or in one of OpenAI's fields; "" for none."""
     fields = body.model_extra or {}
-    named = (headers.get(SESSION), fields.get("prompt_cache_key"), fields.get("user"))
+    named = (headers.get(SESSION), *(fields.get(name) for name in ("prompt_cache_key", "session_id", "user")))
     return next((each[:MAX_NAME_CHARS] for each in named if isinstance(each, str) and each), "")
 
 
@@ -165,8 +164,8 @@ class _Reading:
             raise timed_out() from None
         for delta in batch:
             self.choices[delta.index].add(delta)
-            self._tokens += delta.tokens
-            self.track.tokens(delta.index, delta.tokens)
+            self._tokens += len(delta.token_ids)
+            self.track.tokens(delta.index, len(delta.token_ids))
         return batch
 
     def finish(self, outcome: Outcome, status: int) -> None:
@@ -206,7 +205,8 @@ class _Reading:
 
 
 def _entries(delta: ChoiceDelta) -> int:
-    return sum(1 + len(figures.top) for _, figures in delta.logprobs if figures is not None)
+    scored = (*delta.logprobs, *delta.prompt_logprobs)
+    return sum(1 + len(figures.top) for _, figures in scored if figures is not None)
 
 
 async def _events(
@@ -217,7 +217,10 @@ async def _events(
         batch, head = first, writer.opening(len(reading.choices))
         while batch:
             render = partial(_rendered, writer, batch, reading.token_bytes)
-            many = any(delta.logprobs for delta in batch) and sum(map(_entries, batch)) > _MANY_ENTRIES
+            many = (
+                any(delta.logprobs or delta.prompt_logprobs for delta in batch)
+                and sum(map(_entries, batch)) > _MANY_ENTRIES
+            )
             yield head + (await texts.run(render) if many else render())
             batch, head = await reading.next(), b""
         reading.finish("ok", 200)

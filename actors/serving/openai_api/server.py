@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from uuid import uuid4
 
 from raytide.actors.engine.base import Engine
@@ -17,14 +17,24 @@ from raytide.actors.engine.types import PLAIN_PROMPT, EngineInfo, Feature, GenRe
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
 from raytide.actors.serving.openai_api.admission import Anybody, RequestCaller
+from raytide.actors.serving.openai_api.answers.bodies import Model
 from raytide.actors.serving.openai_api.chat.image_fetcher import ImageFetcher
 from raytide.actors.serving.openai_api.chat.images import images_of
 from raytide.actors.serving.openai_api.chat.prompt_options import prompt_options, reasoning_after
-from raytide.actors.serving.openai_api.chat.tool_choice import NO_TOOLS, tool_use_of
+from raytide.actors.serving.openai_api.chat.tool_choice import NO_TOOLS, ToolUse, tool_use_of
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
-from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
+from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a chat: its tokens, its images' files, and how the tools of the request are used."""
+
+    tokens: list[int]
+    images: tuple[bytes, ...]
+    use: ToolUse
 
 
 class Server:
@@ -124,15 +134,12 @@ class Server:
         use = tool_use_of(request, self.info.chat) if isinstance(request, ChatRequest) else NO_TOOLS
         sampling, echoes, images = sampling_of(request, use.structured), [""], tuple[bytes, ...]()
         if isinstance(request, ChatRequest):
-            messages = messages_of(request.messages, sees_images="images" in self.info.features)
-            images = await images_of(request.messages, self.images)
-            options = prompt_options(request)
-            prompts = [await self.engine.chat_prompt(messages, use.shown, options)]
-            if use.reasoning and options != PLAIN_PROMPT:
-                use = replace(use, reasoning=await reasoning_after(self.engine, prompts[0], messages[-1], options))
-            self._check_length(prompts[0], "messages")
+            chat = await self.chat_prompt(request, use)
+            prompts, images, use = [chat.tokens], chat.images, chat.use
+            self._check_length(chat.tokens, "messages")
         else:
-            prompts = await self.prompts(request.prompt, field="prompt")
+            special = request.add_special_tokens is not False
+            prompts = await self.prompts(request.prompt, field="prompt", special=special)
             echoes = await self._echoes(request.prompt, prompts) if request.echo else [""] * len(prompts)
         _check_size(sampling, prompts)
         group = uuid4().hex
@@ -158,7 +165,22 @@ class Server:
         grant = await caller.admit(self.model, sum(map(len, prompts)), self._most_tokens(sampling, prompts))
         return GenerationStream(self.engine, asked, echoes, use, grant)
 
-    async def prompts(self, given: str | list[str] | list[int] | list[list[int]], *, field: str) -> list[list[int]]:
+    async def chat_prompt(self, request: ChatRequest, use: ToolUse | None = None) -> ChatPrompt:
+        """Returns the prompt of a chat, of any length up to a little more than the context. `use` is that of its tools,
+        where the caller has looked at them.
+        """
+        use = use or tool_use_of(request, self.info.chat)
+        messages = messages_of(request.messages, sees_images="images" in self.info.features)
+        images = await images_of(request.messages, self.images)
+        options = prompt_options(request)
+        tokens = await self.engine.chat_prompt(messages, use.shown, options)
+        if use.reasoning and options != PLAIN_PROMPT:
+            use = replace(use, reasoning=await reasoning_after(self.engine, tokens, messages[-1], options))
+        return ChatPrompt(tokens, images, use)
+
+    async def prompts(
+        self, given: str | list[str] | list[int] | list[list[int]], *, field: str, special: bool = True
+    ) -> list[list[int]]:
         """Returns OpenAI's four forms of a prompt as token lists that fit into the context."""
         items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
         tokens = [item for item in items if isinstance(item, int)]
@@ -168,7 +190,7 @@ class Server:
         prompts = [tokens] if tokens else []
         for text in texts:
             if isinstance(text, str):
-                prompts.append(await self.tokens(text, field=field))
+                prompts.append(await self.tokens(text, field=field, special=special))
             else:
                 self._check_length(text, field)
                 prompts.append(text)
@@ -176,9 +198,9 @@ class Server:
             self._check_length(tokens, field)
         return prompts
 
-    async def tokens(self, text: str, pair: str | None = None, *, field: str) -> list[int]:
+    async def tokens(self, text: str, pair: str | None = None, *, field: str, special: bool = True) -> list[int]:
         """Returns the token ids of a text, or of two that are read together; they fit into the context."""
-        tokens = await self.engine.tokenize(text, pair)
+        tokens = await self.engine.tokenize(text, pair, special=special)
         self._check_length(tokens, field)
         await asyncio.sleep(0)  # many short ones together must not block the event loop
         return tokens
@@ -199,10 +221,14 @@ class Server:
         return texts or await self.engine.decode(prompts)
 
     def _check_length(self, prompt: list[int], field: str) -> None:
-        limit = self.info.max_model_len
         if not prompt:
             raise invalid(f"{field} is empty.", param=field)
-        if len(prompt) >= limit:
+        self.check_fits(prompt, field, answer=1)
+
+    def check_fits(self, prompt: Sequence[int], field: str, *, answer: int = 0) -> None:
+        """Refuses a prompt beyond the context, where engines cut texts before they count their tokens."""
+        limit = self.info.max_model_len
+        if len(prompt) + answer > limit:
             raise invalid(
                 # in OpenAI's words, by which clients recognize the error
                 f"This model's maximum context length is {limit} tokens, the answer included; {field} has at least "

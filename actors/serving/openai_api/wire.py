@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's HTTP API, field for field as the official client types them.
+"""The bodies of requests of OpenAI's HTTP API, field for field as the official client types them.
 
 Requests keep unlisted fields (`model_extra`): `params` ignores or refuses them.
 """
@@ -14,10 +14,8 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    SerializerFunctionWrapHandler,
     Tag,
     WithJsonSchema,
-    model_serializer,
 )
 
 from raytide.actors.engine.limits import (
@@ -36,10 +34,7 @@ from raytide.actors.engine.limits import (
     MAX_TOOLS,
     MAX_WORD_CHARS,
 )
-from raytide.actors.serving.openai_api.logprobs import ChatLogprobs, TextLogprobs
 from raytide.actors.serving.openai_api.structure import Constraints
-
-FinishReason = Literal["stop", "length", "tool_calls"]
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Int64 = Annotated[
@@ -99,11 +94,14 @@ NO_EFFECT = frozenset(
     {
         "metadata",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "reasoning_effort",
         "safety_identifier",
         "service_tier",
+        "session_id",
         "store",
+        "stream_interval",
         "user",
         "verbosity",
     }
@@ -124,6 +122,7 @@ _Stop = Annotated[
 
 class StreamOptions(_Request):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 def _not_too_many(bias: object) -> object:
@@ -177,16 +176,25 @@ class GenerationRequest(_Request, Constraints):
     priority: Int64 | None = None
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def includes_usage_always(self) -> bool:
+        """True if each piece of a stream has the usage so far."""
+        return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
 
 
 class FunctionDefinition(_Request):
@@ -274,113 +282,4 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=MAX_TEMPLATE_KWARGS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-
-
-class PromptDetails(BaseModel):
-    cached_tokens: int = 0
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails = PromptDetails()
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    finish_reason: FinishReason | None
-    logprobs: TextLogprobs | None = None
-
-
-class _Answer(BaseModel):
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str | None = None
-    usage: Usage | None = None
-
-
-class Completion(_Answer):
-    """A completion, whole or as a streamed chunk."""
-
-    object: Literal["text_completion"] = "text_completion"
-    choices: list[CompletionChoice]
-
-
-class Reply(BaseModel):
-    """The assistant's message in an answer.
-
-    `tool_calls` and `reasoning_content` are left out on the wire where there are none.
-    """
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-
-    @model_serializer(mode="wrap")
-    def _present(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        return {
-            name: value
-            for name, value in fields.items()
-            if value is not None or name not in ("reasoning_content", "tool_calls")
-        }
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: Reply
-    finish_reason: FinishReason
-    logprobs: ChatLogprobs | None = None
-
-
-class ChatCompletion(_Answer):
-    object: Literal["chat.completion"] = "chat.completion"
-    choices: list[ChatChoice]
-
-
-class Delta(BaseModel):
-    """A streamed piece of a message. Fields that are None are left out."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-
-    @model_serializer
-    def _present(self) -> dict[str, Any]:
-        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
-
-
-class ChunkChoice(BaseModel):
-    index: int
-    delta: Delta
-    finish_reason: FinishReason | None = None
-    logprobs: ChatLogprobs | None = None
-
-
-class ChatCompletionChunk(_Answer):
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChunkChoice]
-
-
-class Model(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "raytide"
-    max_model_len: int | None = None
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-def sse(data: str) -> bytes:
-    """Returns one server-sent event."""
-    return b"data: " + data.encode() + b"\n\n"
+    include_reasoning: bool | None = None

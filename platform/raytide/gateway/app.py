@@ -20,6 +20,8 @@ from raytide.gateway.tenancy.tenancy import Tenancy
 from raytide.gateway.tracing import RequestTracing, TracedRequests
 
 _OWN = frozenset({"v1", "v2", "health", "metrics", "docs", "openapi.json", "redoc"})
+_BARE = frozenset({"tokenize", "detokenize", "score", "rerank", "version"})
+"""Routes without a version and with nothing below them: endpoints may have their names."""
 _LOCAL_ORIGIN = r"(app|file|tauri|vscode-(file|webview))://.*|https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins on the browser's own machine. Pages from elsewhere must not use a gateway that demands no keys."""
 
@@ -73,6 +75,6 @@ class EndpointPaths:
         if scope["type"] == "http":
             _, _, path = scope["path"].partition("/")
             name, _, rest = path.partition("/")
-            if name not in _OWN and rest.partition("/")[0] in _OWN:
+            if name not in _OWN and rest.partition("/")[0] in _OWN | _BARE:
                 scope.update({"path": f"/{rest}", "raw_path": f"/{rest}".encode(), ENDPOINT: name})
         await self._app(scope, receive, send)

@@ -17,11 +17,12 @@ from pydantic import BaseModel
 from raytide.actors.serving.http.app import api_of
 from raytide.actors.serving.metrics import engine_samples
 from raytide.actors.serving.openai_api.admission import HEADERS, caller_of
+from raytide.actors.serving.openai_api.answers.bodies import Model
 from raytide.actors.serving.openai_api.chat.image_fetcher import ImageFetcher
 from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
 from raytide.actors.serving.openai_api.respond import in_request, outcome_of, session_of
 from raytide.actors.serving.openai_api.server import Server
-from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
+from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 from raytide.actors.serving.ray_serve.keys import queue_key
 from raytide.core.errors import WaitTimeoutError
 from raytide.core.objects.api_key import HostedBackend

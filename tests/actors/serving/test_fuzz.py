@@ -26,10 +26,14 @@ from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.openai_api.pooling.scores import RerankRequest, ScoreRequest
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
-from raytide.actors.serving.responses_api.request import ResponsesRequest
+from raytide.actors.serving.protocols.messages_api.request import MessagesRequest
+from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest
+from raytide.actors.serving.protocols.tokens import TokenizeRequest
 
 TEXT, CHAT, EMBED = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 RESPONSES, SCORE, RERANK = "/v1/responses", "/v1/score", "/v1/rerank"
+MESSAGES, COUNT, TOKENIZE, DETOKENIZE = "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"
+INPUT = "/v1/responses/input_tokens"
 OTHERS = ("/v1/models", "/v1/models/m", "/v1/models/\ufffd", "/health", "/metrics", "/docs", "/nothing")
 VALID: dict[str, dict[str, Any]] = {
     TEXT: {"model": "m", "prompt": "hello", "max_tokens": 2},
@@ -38,6 +42,11 @@ VALID: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": "m", "input": "hello", "max_output_tokens": 2},
     SCORE: {"model": "m", "text_1": "hello", "text_2": ["tide"]},
     RERANK: {"model": "m", "query": "hello", "documents": ["tide", {"text": "ebb"}]},
+    INPUT: {"model": "m", "input": "hello"},
+    MESSAGES: {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
+    COUNT: {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]},
+    TOKENIZE: {"model": "m", "prompt": "hello"},
+    DETOKENIZE: {"model": "m", "tokens": [1, 2]},
 }
 FIELDS = sorted(
     {
@@ -45,6 +54,8 @@ FIELDS = sorted(
         *ChatRequest.model_fields,
         *ResponsesRequest.model_fields,
         *ScoreRequest.model_fields,
+        *MessagesRequest.model_fields,
+        *TokenizeRequest.model_fields,
         *RerankRequest.model_fields,
         "input",
         "encoding_format",
@@ -146,7 +157,8 @@ class Rig:
         answer = self.ask(path, body, **options)
         assert answer.status < 500, answer.body[:500]
         if answer.status >= 400:
-            assert set(answer.error) == {"message", "type", "param", "code"}
+            told = {"type", "message"} if path.startswith(MESSAGES) else {"message", "type", "param", "code"}
+            assert set(answer.error) - {"details"} == told
             assert len(answer.body) < 10_000
         elif b"data: [DONE]" in answer.body[-20:] or not answer.body.startswith(b"data:"):
             answer.body.decode()
@@ -225,8 +237,11 @@ def test_no_method_or_header_is_the_servers_failure(
 
 def test_every_route_is_among_those_that_are_tried(rig: Rig) -> None:
     tried = {*VALID, *OTHERS} | {
-        "/v1/models/{model}",
+        "/v1/models/{model:name}",
+        "/version",
         "/v2/rerank",
+        "/rerank",
+        "/score",
         "/openapi.json",
         "/docs/oauth2-redirect",
         "/redoc",

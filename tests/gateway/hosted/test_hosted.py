@@ -92,6 +92,12 @@ async def test_a_hosted_api_answers_in_place_of_replicas() -> None:
         answer = await gateway.http.post("/v1/responses", json={"model": "chat", "input": "hi", "max_output_tokens": 3})
         assert (answer.status_code, answer.json()["model"]) == (200, "chat")
         assert [model["id"] for model in (await gateway.http.get("/v1/models")).json()["data"]] == ["chat"]
+        refused = await gateway.http.post("/v1/messages", json=chat("chat"))
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert (
+            "chat/completions"
+            in (await gateway.http.post("/tokenize", json={"prompt": "x"})).json()["error"]["message"]
+        )
 
 
 @pytest.mark.asyncio

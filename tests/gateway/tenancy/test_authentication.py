@@ -34,9 +34,15 @@ def test_callers_are_known_before_the_body_is_read(line: Line, secret_of: Callab
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://g") as http:
             known = {"Authorization": f"Bearer {secret}"}
             assert (await http.post("/v1/chat/completions", headers=known)).text == "blue"
+            as_anthropic = await http.post("/v1/messages", headers={"x-api-key": secret})
+            assert as_anthropic.text == "blue"
             assert (await http.get("/health")).text == "open"
             refused = await http.post("/v1/chat/completions", headers={"Authorization": "Bearer sk-x"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+            wrong = await http.post("/v1/messages/count_tokens", headers={"x-api-key": "sk-x"})
+            assert (wrong.status_code, wrong.json()["error"]["type"]) == (401, "authentication_error")
+            for path in ("/tokenize", "/detokenize", "/score", "/rerank"):
+                assert (await http.post(path)).status_code == 401
             assert (refused.headers["connection"], refused.headers["www-authenticate"]) == ("close", "Bearer")
         await refused_without_reading(app)
         await tenancy.close()

@@ -99,9 +99,12 @@ class NativeEngine(BasicEngine):
         except EngineError:  # it has stopped: nothing is here
             return False
 
-    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
+    async def tokenize(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
         core = self._started()
-        return await core.tokenizer.encode_off_loop(text, pair, enough=core.info.max_model_len)
+        return await core.tokenizer.encode_off_loop(text, pair, enough=core.info.max_model_len, special=special)
+
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return self._started().tokenizer.pieces(tokens)
 
     def token_bytes(self, token: int) -> bytes:
         return self._started().vocabulary.token_bytes(token)

@@ -117,7 +117,9 @@ class RequestState:
         if self._first_token_s is None:
             self._first_token_s = now_s
         tokens = [sampled.token for sampled in run]
-        chunk = GenChunk(self.request_id, tokens, text, seq.finish_reason, index=seq.index)
+        chunk = GenChunk(
+            self.request_id, tokens, text, seq.finish_reason, index=seq.index, stop=sample.stops.stopped_by
+        )
         logprobs = tuple(sampled.logprobs for sampled in run if sampled.logprobs is not None)
         sample.logprob_sum += sum(each.logprob for each in logprobs)
         if logprobs and seq.params.logprobs is not None:

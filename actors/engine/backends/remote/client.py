@@ -106,8 +106,11 @@ class RemoteEngine(BasicEngine):
         packed = await self._connected().call("prefill", [wire.pack_request(request)], parts)
         return [wire.unpack_chunk(request.request_id, each) for each in packed], bytes(parts)
 
-    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
-        return list(await self._call("tokenize", text, pair))
+    async def tokenize(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
+        return list(await self._call("tokenize", text, pair, special))
+
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return list(await self._call("pieces", tokens))
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         return list(await self._call("decode", prompts))

@@ -35,7 +35,8 @@ _MAX_UNSENT_BYTES = 64 << 20
 
 
 _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
-    "tokenize": lambda engine, text, pair: engine.tokenize(text, pair),
+    "tokenize": lambda engine, text, pair, special: engine.tokenize(text, pair, special=special),
+    "pieces": lambda engine, tokens: engine.pieces(tokens),
     "decode": lambda engine, prompts: engine.decode(prompts),
     "chat_prompt": lambda engine, turns, tools, options="{}": engine.chat_prompt(
         wire.unpack_messages(turns), wire.unpack_tools(tools), wire.unpack_options(options)

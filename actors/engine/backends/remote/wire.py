@@ -32,7 +32,7 @@ from raytide.actors.engine.types import (
 )
 from raytide.core.errors import EngineError, RaytideError, from_json
 
-VERSION = 6
+VERSION = 7
 _DEFAULT = SamplingParams()
 MAX_MESSAGE_BYTES = 64 << 20
 """A larger message, or as many unread bytes, end the connection."""
@@ -99,6 +99,7 @@ def pack_chunk(chunk: GenChunk) -> list[Any]:
             timing and (timing.queue_s, timing.prefill_s, timing.decode_s),
             marks and [_pack_logprobs(each) for each in marks],
             prompt and [each and _pack_logprobs(each) for each in prompt],
+            chunk.stop,
         ]
     return packed
 
@@ -106,7 +107,7 @@ def pack_chunk(chunk: GenChunk) -> list[Any]:
 def unpack_chunk(request_id: str, packed: Sequence[Any]) -> GenChunk:
     if len(packed) == 3:
         return GenChunk(request_id, packed[1], packed[2], index=packed[0])
-    index, tokens, text, reason, usage, timing, marks, prompt = packed
+    index, tokens, text, reason, usage, timing, marks, prompt, stop = packed
     return GenChunk(
         request_id,
         tokens,
@@ -117,6 +118,7 @@ def unpack_chunk(request_id: str, packed: Sequence[Any]) -> GenChunk:
         index,
         None if marks is None else tuple(map(_unpack_logprobs, marks)),
         None if prompt is None else tuple(each and _unpack_logprobs(each) for each in prompt),
+        stop=stop,
     )
 
 

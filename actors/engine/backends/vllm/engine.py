@@ -154,8 +154,13 @@ class VllmEngine(BasicEngine):
         await core.llm.is_paused()  # a round trip: its core has freed the blocks
         return True
 
-    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
-        return await self._tokenizer.encode_off_loop(text, pair, enough=self._running().max_model_len)
+    async def tokenize(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
+        enough = self._running().max_model_len
+        return await self._tokenizer.encode_off_loop(text, pair, enough=enough, special=special)
+
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        self._running()
+        return self._tokenizer.pieces(tokens)
 
     def token_bytes(self, token: int) -> bytes:
         self._running()

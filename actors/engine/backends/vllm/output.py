@@ -64,6 +64,7 @@ class SampleOutput:
             index=self.index,
             logprobs=self._logprobs(part.logprobs, tokens),
             prompt_logprobs=self._prompt_logprobs(output.prompt_logprobs),
+            stop=self._stops.stopped_by,
         )
 
     def _reason(self, reason: str | None) -> FinishReason | None:

@@ -35,6 +35,8 @@ _LIMITS = {
     "responses": "max_output_tokens",
 }
 """The field that bounds an answer, by the path."""
+_TRANSLATED = ("messages", "messages/count_tokens", "responses/input_tokens", "tokenize", "detokenize")
+"""Paths that an OpenAI-compatible API does not have."""
 _IDS = {"chat/completions": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}
 """The begin of an answer's id, by the path."""
 _REFUSED = frozenset({400, 404, 409, 413, 415, 422})
@@ -73,7 +75,9 @@ class HostedApis:
         """
         if backend.base_url not in self._keys:
             raise _failed("is not among the hosted APIs of this cluster")
-        path = request.url.path.partition("/v1/")[2]
+        path = request.url.path.removeprefix("/v1").strip("/")
+        if path in _TRANSLATED:
+            raise invalid(f"{model} is a hosted model, which has no /{path}: use chat/completions.", param="model")
         asked = dict(await request.json())
         body, most = _body(backend, path, asked)
         prompt_tokens = len(json.dumps(body))  # each token has a byte at least

@@ -147,8 +147,11 @@ class RoutedEngine(BasicEngine):
                     await until_first_chunk.aclose()
                     yield replace(chunk, replica=replica.name)
 
-    async def tokenize(self, text: str, pair: str | None = None) -> list[int]:
-        return await self._ask(lambda engine: engine.tokenize(text, pair))
+    async def tokenize(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
+        return await self._ask(lambda engine: engine.tokenize(text, pair, special=special))
+
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return await self._ask(lambda engine: engine.pieces(tokens))
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         return await self._ask(lambda engine: engine.decode(prompts))

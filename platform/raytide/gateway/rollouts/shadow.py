@@ -107,7 +107,7 @@ async def _run(
                 async for batch in generation.batches():
                     for delta in batch:
                         texts[delta.index] += delta.text
-                        track.tokens(delta.index, delta.tokens)
+                        track.tokens(delta.index, len(delta.token_ids))
             finally:
                 generation.cancel()
             track.finish("ok")

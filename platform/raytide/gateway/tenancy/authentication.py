@@ -12,12 +12,12 @@ from raytide.gateway.tenancy.tenancy import Tenancy
 
 __all__ = ["Authentication"]
 
-_CLOSED = ("/v1/", "/v2/", "/metrics")
+_CLOSED = ("/v1/", "/v2/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank")
 
 
 class Authentication:
-    """Authenticates requests for `/v1/...`, `/v2/...` and `/metrics`. It refuses those without a valid key as OpenAI
-    does.
+    """Authenticates requests for `/v1/...`, `/v2/...`, `/metrics`, and those of vLLM's routes that compute. It refuses
+    those without a valid key as OpenAI or Anthropic does.
 
     It belongs inside the middleware that takes the endpoint's name from the path. Other paths, such as `/health`, stay
     open, and so do requests that come with a caller: rows of batches, which come from this process.
@@ -31,7 +31,7 @@ class Authentication:
             try:
                 scope[CALLER] = await self._tenancy.authenticate(Headers(scope=scope))
             except ApiError as error:
-                response = error_response(error)
+                response = error_response(error, scope)
                 response.headers["connection"] = "close"  # its body is not read
                 await response(scope, receive, send)
                 return

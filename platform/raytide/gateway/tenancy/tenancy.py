@@ -99,13 +99,15 @@ class Tenancy:
         self.limits.close()
 
     async def authenticate(self, headers: Mapping[str, str]) -> GatewayCaller:
-        """Returns the caller of a request by its Authorization header, which is found by its name in lower case.
+        """Returns the caller of a request by its Authorization header, or by `x-api-key`, in which Anthropic's clients
+        send a key. Both are found by their names in lower case.
 
         Raises a 401 as OpenAI does. Where no keys are demanded, only texts that look like one are checked, because
         OpenAI's client always sends some.
         """
         scheme, _, secret = headers.get("authorization", "").partition(" ")
         secret = secret.strip() if scheme.lower() == "bearer" else ""
+        secret = secret or headers.get("x-api-key", "").strip()
         try:
             if secret.startswith("rk-") or (secret and self.requires_keys):
                 return GatewayCaller(self, await self.keys.key(secret))

@@ -68,6 +68,14 @@ async def test_the_bytes_of_a_texts_tokens_are_the_text(start: Start) -> None:
         assert b"".join(map(engine.token_bytes, tokens)) == b"import os"
 
 
+async def test_tokens_have_names_and_a_text_may_be_without_special_ones(start: Start) -> None:
+    engine, _ = await start()
+    tokens = await engine.tokenize("import os", special=False)
+    assert tokens == (await engine.tokenize("import os"))[-len(tokens) :]
+    names = await engine.pieces([*tokens, 10**6])
+    assert "".join(names[:-1]).replace("\u0120", " ") == "import os"
+
+
 async def test_text_prompts_are_tokenized(start: Start) -> None:
     engine, _ = await start()
     tokens = await engine.tokenize("import os")
@@ -119,6 +127,7 @@ async def test_a_stop_string_is_cut_out_wherever_it_straddles(start: Start) -> N
     chunks = await collect(engine, ask(sampling=SamplingParams(temperature=0, ignore_eos=True, stop=(stop,))))
     assert chunks[-1].finish_reason == "stop"
     assert text_of(chunks) == free[: free.index(stop)]
+    assert [chunk.stop for chunk in chunks] == [""] * (len(chunks) - 1) + [stop]
 
 
 @pytest.mark.parametrize("length", [0, MAX_LEN, 3 * MAX_LEN])

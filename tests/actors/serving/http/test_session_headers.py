@@ -8,7 +8,7 @@ import pytest
 
 from raytide.actors.serving.openai_api.respond import SESSION, session_of
 from raytide.actors.serving.openai_api.wire import ChatRequest
-from raytide.actors.serving.responses_api.request import ResponsesRequest, chat_request
+from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest, chat_request
 
 BODY: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 

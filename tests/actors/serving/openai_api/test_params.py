@@ -27,7 +27,8 @@ def test_a_top_p_of_0_leaves_the_most_likely_token() -> None:
         ("echo", False, True),
         ("use_beam_search", False, True),
         ("length_penalty", 1.0, 2.0),
-        ("return_token_ids", False, True),
+        ("logits_processors", [], ["x"]),
+        ("suffix", "", "x"),
     ],
 )
 def test_defaults_of_vllms_fields_are_accepted_and_other_values_are_named(

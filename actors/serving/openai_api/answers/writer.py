@@ -10,11 +10,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from raytide.actors.engine import types
-from raytide.actors.serving.openai_api.chat.tool_choice import ToolUse
-from raytide.actors.serving.openai_api.errors import ApiError
-from raytide.actors.serving.openai_api.generation import ChoiceDelta
-from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes, chat_logprobs, text_logprobs
-from raytide.actors.serving.openai_api.wire import (
+from raytide.actors.serving.openai_api.answers.bodies import (
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
@@ -23,13 +19,22 @@ from raytide.actors.serving.openai_api.wire import (
     CompletionChoice,
     Delta,
     FinishReason,
-    FunctionCall,
     PromptDetails,
     Reply,
-    ToolCall,
     Usage,
     sse,
 )
+from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
+from raytide.actors.serving.openai_api.logprobs import (
+    ScoredToken,
+    TokenBytes,
+    chat_logprobs,
+    prompt_logprobs,
+    text_logprobs,
+    token_names,
+)
+from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, FunctionCall, ToolCall
 from raytide.actors.serving.tools.parser import OutputParser, Piece
 
 DONE = b"data: [DONE]\n\n"
@@ -41,13 +46,19 @@ class ChoiceState:
     def __init__(self) -> None:
         self.text = ""
         self.finish_reason: FinishReason = "stop"
+        self.stop = ""
         self.usage: types.TokenUsage | None = None
+        self.token_ids: list[int] = []
         self.logprobs: list[ScoredToken] = []
+        self.prompt_logprobs: list[ScoredToken] = []
 
     def add(self, delta: ChoiceDelta) -> None:
         self.text += delta.text
+        self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
         self.usage = delta.usage or self.usage
+        self.stop = delta.stop or self.stop
         self.finish_reason = _finish(delta) or self.finish_reason
 
 
@@ -75,12 +86,15 @@ class ResponseWriter(Protocol):
 
 
 class _Writer:
-    def __init__(self, model: str, *, prefix: str, includes_usage: bool) -> None:
+    """Does what completions and chats have in common. `prefix` begins the ids of answers."""
+
+    def __init__(self, request: CompletionRequest | ChatRequest, generation: GenerationStream, *, prefix: str) -> None:
         self.id = f"{prefix}-{uuid4().hex}"
         self._prefix = prefix
-        self._head = {"id": self.id, "created": int(time.time()), "model": model}
-        self._includes_usage = includes_usage
-        self._exclude: set[str] = set() if includes_usage else {"usage"}
+        self._head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": request.model}
+        self._request, self._generation = request, generation
+        self._exclude: set[str] = set() if request.includes_usage else {"usage"}
+        self._completion_tokens = 0
 
     def set_id(self, request_id: str) -> None:
         self.id = self._head["id"] = f"{self._prefix}-{request_id}"
@@ -89,21 +103,48 @@ class _Writer:
         return sse(error.body.model_dump_json())
 
     def _event(self, body: Completion | ChatCompletionChunk) -> bytes:
+        if self._request.includes_usage_always and body.usage is None:
+            prompt, completion = self._generation.prompt_tokens, self._completion_tokens
+            body.usage = Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
         return sse(body.model_dump_json(exclude=self._exclude))
+
+    def _names(self, bytes_of: TokenBytes) -> TokenBytes:
+        return token_names if self._request.return_tokens_as_token_ids else bytes_of
+
+    def _token_ids(self, part: ChoiceState | ChoiceDelta) -> list[int] | None:
+        return part.token_ids if self._request.return_token_ids else None
+
+    def _prompt(self, index: int) -> list[int] | None:
+        """Returns the tokens of a choice's prompt, where they are asked for."""
+        if not self._request.return_token_ids:
+            return None
+        return list(self._generation.prompts[index // self._generation.sampling.n])
+
+    def _stop_reason(self, part: ChoiceState | ChoiceDelta) -> str | int | None:
+        """Returns the stop string or the stop token that ended a choice."""
+        if part.finish_reason != "stop":
+            return None
+        last = part.token_ids[-1] if part.token_ids else None
+        return part.stop or (last if last in self._generation.sampling.stop_token_ids else None)
 
 
 class CompletionWriter(_Writer):
-    def __init__(self, model: str, *, includes_usage: bool = False) -> None:
-        super().__init__(model, prefix="cmpl", includes_usage=includes_usage)
+    def __init__(self, request: CompletionRequest, generation: GenerationStream) -> None:
+        super().__init__(request, generation, prefix="cmpl")
         self._offsets: dict[int, int] = {}  # of each choice's next token in its text
 
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> Completion:
+        names = self._names(bytes_of)
         written = [
             CompletionChoice(
                 index=index,
                 text=choice.text,
                 finish_reason=choice.finish_reason,
-                logprobs=text_logprobs(choice.logprobs, bytes_of) if choice.logprobs else None,
+                logprobs=text_logprobs(choice.logprobs, names) if choice.logprobs else None,
+                stop_reason=self._stop_reason(choice),
+                token_ids=self._token_ids(choice),
+                prompt_token_ids=self._prompt(index),
+                prompt_logprobs=prompt_logprobs(choice.prompt_logprobs, bytes_of) if choice.prompt_logprobs else None,
             )
             for index, choice in enumerate(choices)
         ]
@@ -113,22 +154,32 @@ class CompletionWriter(_Writer):
         return b""
 
     def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
-        choice = CompletionChoice(index=delta.index, text=delta.text, finish_reason=_finish(delta))
+        self._completion_tokens += len(delta.token_ids)
+        is_first = delta.index not in self._offsets
+        offset = self._offsets.setdefault(delta.index, 0)
+        choice = CompletionChoice(
+            index=delta.index,
+            text=delta.text,
+            finish_reason=_finish(delta),
+            stop_reason=self._stop_reason(delta),
+            token_ids=self._token_ids(delta),
+            prompt_token_ids=self._prompt(delta.index) if is_first else None,
+        )
         if delta.logprobs:
-            offset = self._offsets.get(delta.index, 0)
-            choice.logprobs = text_logprobs(delta.logprobs, bytes_of, offset)
+            choice.logprobs = text_logprobs(delta.logprobs, self._names(bytes_of), offset)
             self._offsets[delta.index] = offset + sum(map(len, choice.logprobs.tokens))
         return self._event(Completion.model_validate({**self._head, "choices": [choice]}))
 
     def closing(self, usage: Usage) -> bytes:
         last = Completion.model_validate({**self._head, "choices": [], "usage": usage})
-        return (self._event(last) if self._includes_usage else b"") + DONE
+        return (self._event(last) if self._request.includes_usage else b"") + DONE
 
 
 class ChatWriter(_Writer):
-    def __init__(self, model: str, tool_use: ToolUse, *, includes_usage: bool = False) -> None:
-        super().__init__(model, prefix="chatcmpl", includes_usage=includes_usage)
-        self._use = tool_use
+    def __init__(self, request: ChatRequest, generation: GenerationStream) -> None:
+        super().__init__(request, generation, prefix="chatcmpl")
+        self._use = generation.tool_use
+        self._shows_reasoning = request.include_reasoning is not False
         self._parsers: dict[int, OutputParser | None] = {}
 
     def full_response(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> ChatCompletion:
@@ -137,38 +188,57 @@ class ChatWriter(_Writer):
                 index=index,
                 message=(reply := self._reply(choice.text)),
                 finish_reason=self._finish_reason(choice.finish_reason, bool(reply.tool_calls)),
-                logprobs=chat_logprobs(choice.logprobs, bytes_of) if choice.logprobs else None,
+                logprobs=chat_logprobs(choice.logprobs, self._names(bytes_of)) if choice.logprobs else None,
+                stop_reason=self._stop_reason(choice),
+                token_ids=self._token_ids(choice),
             )
             for index, choice in enumerate(choices)
         ]
-        return ChatCompletion.model_validate({**self._head, "choices": written, "usage": usage})
+        scored = choices[0].prompt_logprobs
+        return ChatCompletion.model_validate(
+            {
+                **self._head,
+                "choices": written,
+                "usage": usage,
+                "prompt_token_ids": self._prompt(0),
+                "prompt_logprobs": prompt_logprobs(scored, bytes_of) if scored else None,
+            }
+        )
 
     def opening(self, choices: int) -> bytes:
         role = Delta(role="assistant", content="")
-        return b"".join(self._choice(ChunkChoice(index=index, delta=role)) for index in range(choices))
+        prompt = {"prompt_token_ids": self._prompt(0)}
+        return b"".join(self._choice(ChunkChoice(index=index, delta=role), **prompt) for index in range(choices))
 
     def chunk(self, delta: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
         """Returns the events of a delta: the text first, then the finish reason with an empty delta, as OpenAI does."""
+        self._completion_tokens += len(delta.token_ids)
         if delta.index not in self._parsers:
             self._parsers[delta.index] = self._use.parser()
         parser = self._parsers[delta.index]
-        logprobs = chat_logprobs(delta.logprobs, bytes_of) if delta.logprobs else None
-        parts = [Delta(content=delta.text)] if delta.text or delta.logprobs else []
+        logprobs = chat_logprobs(delta.logprobs, self._names(bytes_of)) if delta.logprobs else None
+        tokens = self._token_ids(delta)
+        carries = bool(delta.logprobs or tokens)
+        parts = [Delta(content=delta.text)] if delta.text or carries else []
         if parser is not None:
             pieces = parser.feed(delta.text) + (parser.finish() if delta.finish_reason is not None else [])
-            parts = [_delta(piece) for piece in pieces] or ([Delta(content="")] if delta.logprobs else [])
+            shown = [_delta(piece) for piece in pieces if self._shows_reasoning or not piece.reasoning]
+            parts = shown or ([Delta(content="")] if carries else [])
         events = b""
         for part in parts:
-            events += self._choice(ChunkChoice(index=delta.index, delta=part, logprobs=logprobs))
-            logprobs = None
+            choice = ChunkChoice(index=delta.index, delta=part, logprobs=logprobs, token_ids=tokens)
+            events += self._choice(choice)
+            logprobs = tokens = None
         if (reason := _finish(delta)) is not None:
             reason = self._finish_reason(reason, parser is not None and parser.calls > 0)
-            events += self._choice(ChunkChoice(index=delta.index, delta=Delta(), finish_reason=reason))
+            choice = ChunkChoice(index=delta.index, delta=Delta(), finish_reason=reason)
+            choice.stop_reason = self._stop_reason(delta)
+            events += self._choice(choice)
         return events
 
     def closing(self, usage: Usage) -> bytes:
         last = ChatCompletionChunk.model_validate({**self._head, "choices": [], "usage": usage})
-        return (self._event(last) if self._includes_usage else b"") + DONE
+        return (self._event(last) if self._request.includes_usage else b"") + DONE
 
     def _reply(self, text: str) -> Reply:
         parser = self._use.parser()
@@ -184,7 +254,7 @@ class ChatWriter(_Writer):
         content = "".join(piece.text for piece in pieces)
         return Reply(
             content=content or (None if calls else ""),
-            reasoning_content="".join(piece.reasoning for piece in pieces) or None,
+            reasoning_content=("".join(piece.reasoning for piece in pieces) or None) if self._shows_reasoning else None,
             tool_calls=list(calls.values()) or None,
         )
 
@@ -192,8 +262,8 @@ class ChatWriter(_Writer):
         """Returns the reason. As with OpenAI, a call that the client forced by name ends with "stop"."""
         return "tool_calls" if reason == "stop" and has_calls and not self._use.is_named else reason
 
-    def _choice(self, choice: ChunkChoice) -> bytes:
-        return self._event(ChatCompletionChunk.model_validate({**self._head, "choices": [choice]}))
+    def _choice(self, choice: ChunkChoice, **more: Any) -> bytes:
+        return self._event(ChatCompletionChunk.model_validate({**self._head, "choices": [choice], **more}))
 
 
 def _delta(piece: Piece) -> Delta:

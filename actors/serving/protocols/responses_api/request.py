@@ -12,22 +12,38 @@ from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Name, onl
 
 _NO_EFFECT = frozenset(
     {
-        *("metadata", "user", "store", "reasoning", "truncation", "include", "service_tier", "prompt_cache_key"),
-        *("prompt_cache_retention", "safety_identifier", "max_tool_calls", "stream_options"),
+        *("metadata", "user", "store", "truncation", "include", "service_tier", "prompt_cache_key"),
+        *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "max_tool_calls", "stream_options"),
     }
 )
 """Known fields that do not change the text of an answer here."""
-_UNSUPPORTED = {"previous_response_id": None, "conversation": None, "background": False, "prompt": None}
+_UNSUPPORTED = {
+    "background": False,
+    "context_management": [],
+    "conversation": None,
+    "moderation": None,
+    "previous_response_id": None,
+    "prompt": None,
+}
 """Known fields that this server does not implement, with the value that asks for nothing."""
 _CHAT_FIELDS = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "logprobs": "top_logprobs",
+    "reasoning_effort": "reasoning.effort",
 }
 """Fields of a chat that have other names here."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 Item = dict[str, Any]
+
+
+class Reasoning(BaseModel):
+    """Its other fields say how much of the reasoning is shown, which is all of it here."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    effort: Name | None = None
 
 
 class TextFormat(BaseModel):
@@ -56,6 +72,7 @@ class ResponsesRequest(BaseModel):
     tool_choice: Literal["none", "auto", "required"] | Item | None = None
     parallel_tool_calls: bool | None = None
     text: TextFormat | None = None
+    reasoning: Reasoning | None = None
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
@@ -82,6 +99,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         "tool_choice": _tool_choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(request.text),
+        "reasoning_effort": request.reasoning and request.reasoning.effort,
     }
     if request.top_logprobs is not None:
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
-from raytide.actors.serving.openai_api.chat.tool_choice import ToolUse
+from raytide.actors.serving.openai_api.answers.bodies import Usage
+from raytide.actors.serving.openai_api.answers.writer import ChoiceState
 from raytide.actors.serving.openai_api.errors import ApiError
-from raytide.actors.serving.openai_api.generation import ChoiceDelta
+from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
 from raytide.actors.serving.openai_api.logprobs import TokenBytes, chat_logprobs
-from raytide.actors.serving.openai_api.response_writer import ChoiceState
-from raytide.actors.serving.openai_api.wire import Usage
-from raytide.actors.serving.responses_api.request import ResponsesRequest
+from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest
 from raytide.actors.serving.tools.parser import OutputParser, Piece
 
 Item = dict[str, Any]
@@ -23,10 +22,10 @@ Item = dict[str, Any]
 class ResponsesWriter:
     """Writes items as their text arrives: reasoning, a message, calls. An event belongs to the item that is open."""
 
-    def __init__(self, request: ResponsesRequest, tool_use: ToolUse) -> None:
+    def __init__(self, request: ResponsesRequest, generation: GenerationStream) -> None:
         self.id = f"resp_{uuid4().hex}"
         self._request = request
-        self._parser = tool_use.parser() or OutputParser()
+        self._parser = generation.tool_use.parser() or OutputParser()
         self._created_s = int(time.time())
         self._items: list[Item] = []
         self._sequence = 0
@@ -130,6 +129,8 @@ class ResponsesWriter:
 
     def _response(self, usage: Usage | None) -> Item:
         asked = self._request
+        more = asked.model_extra or {}
+        text = {} if asked.text is None else asked.text.model_dump(exclude_none=True)
         return {
             "id": self.id,
             "object": "response",
@@ -139,9 +140,15 @@ class ResponsesWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "metadata": (asked.model_extra or {}).get("metadata") or {},
+            "metadata": more.get("metadata") or {},
             "model": asked.model,
             "output": self._items,
+            "previous_response_id": None,
+            "reasoning": asked.reasoning and asked.reasoning.model_dump(exclude_none=True),
+            "store": False,
+            "text": {"format": {"type": "text"}, **text},
+            "truncation": "disabled",
+            "user": more.get("user"),
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "tool_choice": asked.tool_choice or "auto",

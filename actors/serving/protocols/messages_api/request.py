@@ -1,0 +1,216 @@
+"""A body of `/v1/messages` and the chat request that asks the engine for the same."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from raytide.actors.engine.limits import MAX_MESSAGES, MAX_STOPS, MAX_TEMPLATE_KWARGS, MAX_TIMEOUT_S, MAX_TOOLS
+from raytide.actors.serving.openai_api.errors import ApiError, invalid
+from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Int64, Name, Word, only_these
+from raytide.actors.serving.protocols.messages_api.turns import Item, system_text, turns_of
+
+_NO_EFFECT = frozenset(
+    {
+        *("metadata", "service_tier", "cache_control", "context_management", "inference_geo", "speed", "diagnostics"),
+        *("user_profile_id", "workspace_id", "betas"),
+    }
+)
+"""Known fields that do not change the text of an answer here."""
+_UNSUPPORTED = ("compaction", "container", "fallbacks", "mcp_servers")
+"""Known fields that this server does not implement."""
+_CHAT_FIELDS = {
+    "max_completion_tokens": "max_tokens",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice",
+}
+"""Fields of a chat that have other names here."""
+
+
+class Thinking(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class OutputFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class ToolChoice(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Turn(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)]
+
+
+class PromptRequest(BaseModel):
+    """The fields that make a prompt: all that `/v1/messages/count_tokens` takes.
+
+    Fields that are not listed here stay in `model_extra`; `chat_request` refuses those that it cannot honour.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(_NO_EFFECT))
+
+    model: Name
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Item], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=MAX_TEMPLATE_KWARGS)] | None = None
+
+
+class MessagesRequest(PromptRequest):
+    """A request of the Messages API. From `cache_salt` on the fields are extensions, as chats have them."""
+
+    max_tokens: Count
+    stop_sequences: Annotated[list[Word], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    cache_salt: Name | None = None
+    priority: Int64 | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
+
+    @property
+    def user(self) -> str | None:
+        """The user that `metadata` names; its requests are a session."""
+        metadata = (self.model_extra or {}).get("metadata")
+        user = metadata.get("user_id") if isinstance(metadata, dict) else None
+        return user if isinstance(user, str) else None
+
+
+def chat_request(request: PromptRequest) -> ChatRequest:
+    """Returns the same request as a chat. ApiError (400) names a field that cannot be honoured; a ValidationError has
+    the chat's names, which `in_messages` translates."""
+    _refuse_unknown(request)
+    fields = _prompt_fields(request)
+    if isinstance(request, MessagesRequest):
+        _check_thinking(request)
+        format = request.output_config.format if request.output_config is not None else None
+        fields |= {
+            "max_completion_tokens": request.max_tokens,
+            "response_format": format
+            and {"type": "json_schema", "json_schema": {"name": "output", "schema": format.schema_}},
+            "user": request.user,
+            **{
+                name: getattr(request, name)
+                for name in ("stream", "temperature", "top_k", "top_p", "cache_salt", "priority", "timeout")
+            },
+        }
+    chat = ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+    stops = request.stop_sequences if isinstance(request, MessagesRequest) else None
+    return chat.model_copy(update={"stop": stops}) if stops else chat  # there may be more than OpenAI takes
+
+
+def in_messages(error: ApiError) -> ApiError:
+    """Returns the error of a chat request with the names that its fields have in a request for a message."""
+    found = error.body.error
+    if found.param is not None:
+        first, dot, rest = found.param.replace("[", ".[").partition(".")
+        path = f"{_CHAT_FIELDS.get(first, first)}{dot}{rest}" if first != "messages" else "messages"
+        path = path.replace(".[", "[").replace("].function.parameters", "].input_schema").replace("].function", "]")
+        if found.message.startswith(found.param):
+            found.message = found.message.replace(found.param, path, 1)
+        elif path not in found.message:
+            found.message = f"{path}: {found.message}"  # the only place that names the field
+        found.param = path
+    return error
+
+
+def _refuse_unknown(request: PromptRequest) -> None:
+    for name, value in (request.model_extra or {}).items():
+        if value is None or name in _NO_EFFECT:
+            continue
+        if name == "thread":  # by this code clients know that they have to send the whole conversation
+            message = "thread: this server keeps no conversations; send all messages."
+            raise invalid(message, param=name, code="thread_unsupported_request")
+        known = name in _UNSUPPORTED
+        raise invalid(
+            f"{name}: it is not supported by this model server." if known else f"{name}: unknown field.", param=name
+        )
+
+
+def _prompt_fields(request: PromptRequest) -> dict[str, Any]:
+    messages = turns_of([(turn.role, turn.content) for turn in request.messages])
+    if text := system_text(request.system):
+        messages.insert(0, {"role": "system", "content": text})
+    choice = request.tool_choice
+    return {
+        "model": request.model,
+        "messages": messages,
+        # An answer to a conversation that ends with the assistant's turn continues that turn.
+        "continue_final_message": True if _is_open(messages[-1]) else None,
+        "tools": [_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
+        "tool_choice": None if choice is None else _tool_choice(choice),
+        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+        "reasoning_effort": request.output_config and request.output_config.effort,
+        "chat_template_kwargs": {**_thinking_kwargs(request.thinking), **(request.chat_template_kwargs or {})} or None,
+    }
+
+
+def _is_open(last: Item) -> bool:
+    return last["role"] == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+
+
+def _thinking_kwargs(thinking: Thinking | None) -> Item:
+    """Returns the variables by which templates turn reasoning on and off: Qwen's name for it, and DeepSeek's."""
+    if thinking is None:
+        return {}
+    return dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")
+
+
+def _check_thinking(request: MessagesRequest) -> None:
+    thinking = request.thinking
+    if thinking is None or thinking.type != "enabled":
+        return
+    if thinking.budget_tokens is None:
+        raise invalid("thinking.budget_tokens: it is missing.", param="thinking.budget_tokens")
+    if thinking.budget_tokens >= request.max_tokens:
+        raise invalid("thinking.budget_tokens: it must be less than max_tokens.", param="thinking.budget_tokens")
+
+
+def _tool(tool: Item, place: int) -> Item:
+    if tool.get("type") not in (None, "custom"):
+        raise invalid(
+            f"tools[{place}].type: tools of type {tool['type']!r} are not supported by this model server.",
+            param=f"tools[{place}].type",
+        )
+    if not isinstance(tool.get("input_schema"), dict):
+        raise invalid(f"tools[{place}].input_schema: it must be an object.", param=f"tools[{place}].input_schema")
+    function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolChoice) -> str | Item:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise invalid("tool_choice.name: it is missing.", param="tool_choice.name")
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
