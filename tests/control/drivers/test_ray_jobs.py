@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -114,6 +115,27 @@ def test_what_is_asked_of_ray_and_the_token_for_it_go_to_no_proxy(
         thread.start()
         assert RayJobs(f"http://127.0.0.1:{server.server_port}", tmp_path, {"Authorization": "t"}).statuses() == {}
         thread.join()
+
+
+@pytest.mark.parametrize(("epoch", "with_head"), [(1, False), (2, True)])
+def test_a_driver_of_a_former_head_that_died_was_lost_with_that_head(
+    tmp_path: Path, epoch: int, with_head: bool
+) -> None:
+    submitted: list[dict[str, object]] = []
+
+    def ray(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            submitted.append(json.loads(request.content))
+            return httpx.Response(200)
+        return httpx.Response(200, json=[{**each, "status": "FAILED"} for each in submitted])
+
+    for head in (1, epoch):
+        drivers = RayJobs("http://ray", tmp_path, {}, head)
+        drivers._http = httpx.Client(base_url="http://ray", transport=httpx.MockTransport(ray))
+        if not submitted:
+            drivers.start(KEY)
+    status = drivers.statuses()[KEY]
+    assert (status.state, status.with_head) == ("died", with_head)
 
 
 def test_rays_job_service_is_made_to_watch_the_drivers_of_a_former_head(tmp_path: Path) -> None:

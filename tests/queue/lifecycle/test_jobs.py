@@ -64,6 +64,18 @@ def test_a_driver_that_dies_with_preempted_members_costs_no_restart() -> None:
     assert advance(later, None, driver("died", attempt=2), 133.0)[0].state is JobState.FAILED, "that was its own"
 
 
+def test_a_driver_that_was_lost_with_its_head_costs_no_restart() -> None:
+    running = job(state=JobState.RUNNING)
+    for attempt in range(3):
+        lost = replace(driver("died", "killed", attempt), with_head=True)
+        running, _ = advance(running, ACTIVE, lost, 110.0 + attempt)
+        assert (running.state, running.restarts, running.head_losses) == (JobState.RUNNING, attempt + 1, attempt + 1)
+    assert running.reason == "its driver was lost with its head"
+    again, _ = advance(running, ACTIVE, driver("died", attempt=3), 120.0)
+    assert (again.state, again.restarts) == (JobState.RUNNING, 4), "max_restarts allows one of its own"
+    assert advance(again, ACTIVE, driver("died", attempt=4), 121.0)[0].state is JobState.FAILED
+
+
 def test_a_driver_that_failed_is_not_started_again() -> None:
     failed, _ = advance(job(state=JobState.RUNNING), ACTIVE, driver("failed", "bad data"), 110.0)
     assert (failed.state, failed.reason) == (JobState.FAILED, "bad data")

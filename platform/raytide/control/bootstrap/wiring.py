@@ -61,7 +61,7 @@ def sources(cluster: RunningCluster) -> Sources:
         provider=provider(cluster),
         gcs=GcsReader(cluster.gcs_address),
         groups=PlacementGroups(),
-        drivers=RayJobs(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
+        drivers=RayJobs(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers, cluster.head_epoch),
         serve=ServeControl(),
         api=ApiProbe(cluster.api_url),
         meters=MeterReader(

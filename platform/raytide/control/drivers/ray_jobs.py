@@ -18,6 +18,8 @@ from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 
 _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"
+_HEAD = "raytide_head"
+"""The key in a submission's metadata of the epoch of the head that a driver runs on."""
 _MESSAGE_CHARS = 300
 _AGENTS = 1000
 """The number of attempts whose agent's address is cached."""
@@ -26,12 +28,15 @@ _LOG = "job-driver-{}.log"
 
 
 class RayJobs:
-    """Starts, lists and stops the drivers of jobs through Ray's dashboard; `headers` authenticate the requests."""
+    """Starts, lists and stops the drivers of jobs through Ray's dashboard; `headers` authenticate the requests.
 
-    def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str]) -> None:
+    `head_epoch` numbers the heads of a cluster with several, one of which leads at a time.
+    """
+
+    def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str], head_epoch: int = 0) -> None:
         # No proxy: the addresses are internal, and the headers contain the cluster's token.
         self._http = httpx.Client(base_url=dashboard_url, timeout=_TIMEOUT_S, headers=headers, trust_env=False)
-        self._run_dir = run_dir
+        self._run_dir, self._head = run_dir, str(head_epoch)
         self._agents: dict[DriverKey, str] = {}
         self._is_watched = False
 
@@ -41,7 +46,7 @@ class RayJobs:
         body = {
             "entrypoint": "exec " + shlex.join(argv),
             "submission_id": _submission_id(key),
-            "metadata": {"raytide_job": key.job_id},
+            "metadata": {"raytide_job": key.job_id, _HEAD: self._head},
         }
         response = self._call("POST", "/api/jobs/", json=body)
         if not response.is_success and "already exists" not in response.text:
@@ -53,7 +58,7 @@ class RayJobs:
         for entry in _ok(self._call("GET", "/api/jobs/")).json():
             key = _key(str(entry.get("submission_id") or ""))
             if key is not None:
-                found[key] = _status(key, entry)
+                found[key] = _status(key, entry, self._head)
         self._have_watched(found.values())
         return found
 
@@ -132,7 +137,7 @@ def _key(submission_id: str) -> DriverKey | None:
     return DriverKey(job_id, int(attempt))
 
 
-def _status(key: DriverKey, entry: dict[str, Any]) -> DriverStatus:
+def _status(key: DriverKey, entry: dict[str, Any], head: str) -> DriverStatus:
     """Returns the status of a Ray job. Only FAILED with an exit code below 128 is the job's failure; the rest died."""
     message = _last_line(str(entry.get("message") or ""))
     match str(entry.get("status")):
@@ -143,7 +148,8 @@ def _status(key: DriverKey, entry: dict[str, Any]) -> DriverStatus:
         case "FAILED" if 0 < (entry.get("driver_exit_code") or 0) < 128:
             return DriverStatus(key, "failed", message)
         case _:
-            return DriverStatus(key, "died", message or "its driver was killed")
+            with_head = str((entry.get("metadata") or {}).get(_HEAD, head)) != head
+            return DriverStatus(key, "died", message or "its driver was killed", with_head)
 
 
 def _last_line(message: str) -> str:

@@ -115,6 +115,8 @@ class Job:
     """The reason for this state; for a failure, what failed and what to do."""
     restarts: int = 0
     """Driver attempts after the first."""
+    head_losses: int = 0
+    """The restarts whose driver was lost with its head, which `max_restarts` does not count."""
     heartbeat_at_s: float | None = None
     progress: Mapping[str, float | int | str] = field(default_factory=dict)
     released_by_driver: str | None = None

@@ -44,6 +44,8 @@ class DriverStatus:
     key: DriverKey
     state: Literal["running", "succeeded", "failed", "died", "unknown"]
     message: str = ""
+    with_head: bool = False
+    """It was started by another head than the present one, so what ended it was the loss of that head."""
 
 
 def advance(
@@ -61,7 +63,7 @@ def advance(
     if job.unreadable and not job.is_final:
         job = _end(job, JobState.FAILED, f"its spec cannot be read any more: {job.unreadable}", now_s)
     elif not job.is_final:
-        excused = job.preemptions + (lease is not None and lease.is_preempted)
+        excused = job.preemptions + job.head_losses + (lease is not None and lease.is_preempted)
         job = _step(_follow_lease(job, lease, now_s), driver, now_s, silent_s, excused)
     if job.is_final and lease is not None:
         lease = release(lease, f"{job.id} {job.state}")
@@ -146,8 +148,12 @@ def _stop(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
 
 def _restart(job: Job, driver: DriverStatus, now_s: float, most: int) -> Job:
     """Restarts the driver, `most` times at most. A driver may die with preempted members, so each preemption allows one
-    more."""
+    more; so does each loss of the head, on which drivers run."""
     why = driver.message or "its driver died"
+    if driver.with_head:
+        return replace(
+            job, restarts=job.restarts + 1, head_losses=job.head_losses + 1, reason="its driver was lost with its head"
+        )
     if job.restarts >= most:
         return _end(
             job, JobState.FAILED, f"{why}; it was started {job.restarts + 1} times, max_restarts allows no more", now_s
