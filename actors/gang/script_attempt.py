@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from raytide.actors.gang.member_actor import MemberActor, StartActor
 from raytide.actors.gang.member_processes import NO_RIGHTS, ProcessExit, ProcessLaunch, ProcessReport, Rights
+from raytide.actors.gang.packages import with_packages
 from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Member, Shape
 from raytide.core.specs.script import ScriptSpec
@@ -127,7 +128,7 @@ class Attempt:
         return tuple(
             ProcessLaunch(
                 rank := node_rank * local + local_rank,
-                self.spec.command,
+                with_packages(self.spec.pip, self.spec.command),
                 {**common, "RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)},
                 self.rights,
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.actors.gang.test_packages import write_wheel
 from tests.cluster_fixture import kill_raylet
 
 import raytide as rt
@@ -48,6 +49,24 @@ def test_a_plain_torch_script_runs_over_two_nodes(
     (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "torch")
     assert (run.view.job.spec.kind, run.state) == (JobKind.SCRIPT, JobState.SUCCEEDED)
     assert run.cost_usd > 0
+
+
+def test_a_script_has_the_packages_that_it_names_or_ends_with_pips_words(
+    raytide_cli: Callable[..., subprocess.CompletedProcess[str]], tide: rt.Client, tmp_path: Path
+) -> None:
+    write_wheel(tmp_path / "wheels", "1.0")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "show.py").write_text("import tidelib; print('tidelib', tidelib.WHERE)\n")
+    pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels"), "TMPDIR": str(tmp_path)}
+    given = [part for name, value in pip.items() for part in ("--env", f"{name}={value}")]
+    (tmp_path / "requirements.txt").write_text("# ours\ntidelib == 1.0 # pinned\n")
+    options = ("--working-dir", str(tmp_path / "work"), "--requirements", str(tmp_path / "requirements.txt"), *given)
+    done = raytide_cli("run", *options, str(tmp_path / "work" / "show.py"))
+    assert done.returncode == 0 and "tidelib 1.0" in done.stdout.splitlines(), done.stdout + done.stderr
+    run = tide.run(tmp_path / "work" / "show.py", working_dir=tmp_path / "work", env=pip, pip=["tidelib==9"])
+    with pytest.raises(rt.RaytideError, match="No matching distribution found for tidelib==9"):
+        run.wait(timeout_s=180.0)
+    assert "No matching distribution" in run.logs()
 
 
 def test_a_script_outlives_a_dead_node_and_its_processes_end_when_it_is_stopped(

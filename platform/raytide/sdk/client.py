@@ -121,6 +121,7 @@ class Client:
         working_dir: str | Path = ".",
         exclude: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        pip: Sequence[str] = (),
         nproc_per_node: int | str = 1,
         retries: int = 0,
         **options: Unpack[GangOptions],
@@ -128,12 +129,13 @@ class Client:
         """Submits a script that runs on every node of a gang, with torchrun's RANK, WORLD_SIZE and MASTER_ADDR.
 
         The working directory is uploaded, without files that match `exclude`. After a failure the script is restarted,
-        at most `retries` times.
+        at most `retries` times. `pip` names packages that it needs beside raytide's.
         """
         folder = Path(working_dir)
         fields = {
             "command": command_of(str(script), args, folder),
             "env": dict(env or {}),
+            "pip": tuple(pip),
             "nproc_per_node": nproc_per_node,
             "retries": retries,
         }

@@ -58,6 +58,8 @@ def run(
     working_dir: Annotated[Path, typer.Option(help="The folder to upload; the script runs in it.")] = Path(),
     exclude: Annotated[list[str] | None, typer.Option(help="A pattern of files that are not uploaded.")] = None,
     env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: an environment variable of the script.")] = None,
+    pip: Annotated[list[str] | None, typer.Option(help="A package that the script needs, such as peft==0.17.")] = None,
+    requirements: Annotated[Path | None, typer.Option(help="A file with such packages, one on each line.")] = None,
     retries: Annotated[int, typer.Option(min=0, help="Restarts after a process failed.")] = 0,
     name: Annotated[str, typer.Option(help="The job's name; the script's by default.")] = "",
     team: Annotated[str | None, typer.Option(help="The job's team; the token's own by default.")] = None,
@@ -96,11 +98,18 @@ def run(
         working_dir=working_dir,
         exclude=exclude or (),
         env=pairs_of(env or (), "--env"),
+        pip=[*(pip or ()), *([] if requirements is None else _lines_of(requirements))],
         nproc_per_node=int(nproc_per_node) if nproc_per_node.isdecimal() else nproc_per_node,
         retries=retries,
         **options,
     )
     end_with(job, wait=wait, json=json)
+
+
+def _lines_of(requirements: Path) -> list[str]:
+    """Returns the packages of a requirements file without comments."""
+    lines = (line.partition(" #")[0].strip() for line in requirements.read_text().splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def end_with(job: Run, *, wait: bool, json: bool) -> None:
