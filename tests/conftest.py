@@ -201,6 +201,7 @@ SLOW = (
     "tests/control/bootstrap/test_owner_watch.py",
     "tests/control/bootstrap/test_ray_up_real.py",
     "tests/control/bootstrap/test_replica_roots.py",
+    "tests/control/bootstrap/test_slurm_real.py",
     "tests/control/reconcile/test_clock_steps.py",
     "tests/control/reconcile/test_hostile_specs.py",
     "tests/control/reconcile/test_quarantine.py",

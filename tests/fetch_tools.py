@@ -1,7 +1,7 @@
-"""Fetches what tests need: Prometheus, Alertmanager, SIMDe, restic, sshd, Redis, Ansible and Chromium.
+"""Fetches what tests need: Prometheus, Alertmanager, SIMDe, restic, sshd, Redis, Slurm, Ansible and Chromium.
 
 `./dev setup` runs it. Debian's packages are unpacked into the venv instead of installed, because Prometheus,
-Alertmanager and sshd would run as services of this machine, and installing takes root. SIMDe is the headers that
+Alertmanager, sshd and Slurm would run as services of this machine, and installing takes root. SIMDe is the headers that
 emulate instructions which the processor lacks. Ansible comes from pip, into a folder of its own, as it has pins of its
 own. Chromium is installed, which only root can do. A program that cannot be had is named in the file `missing`, and
 its tests are skipped.
@@ -48,6 +48,20 @@ tools=$(cd -- "${0%/*}/.." && pwd)
 LD_LIBRARY_PATH=$(echo "$tools"/usr/lib/*-linux-gnu*)
 export LD_LIBRARY_PATH
 exec "$tools/usr/bin/redis-server" "$@"
+"""
+SLURM_PACKAGES = (
+    *("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "libmunge2"),
+    *("libhwloc15", "libjson-c5", "liblua5.1-0"),
+)
+SLURM_PROGRAMS = {
+    **{name: f"usr/bin/{name}" for name in ("sbatch", "scancel", "scontrol", "sinfo", "squeue")},
+    **{name: f"usr/sbin/{name}-wlm" for name in ("slurmctld", "slurmd", "slurmstepd")},
+    "munged": "usr/sbin/munged",
+}
+SLURM_WRAPPER = """#!/bin/sh
+tools=$(cd -- "${{0%/*}}/.." && pwd)
+for folder in "$tools"/usr/lib/*-linux-gnu; do export LD_LIBRARY_PATH="$folder/slurm-wlm:$folder"; done
+exec "$tools/{program}" "$@"
 """
 WRAPPER = '#!/bin/sh\ncd -- "${{0%/*}}/.." && exec usr/bin/{program} "$@"\n'
 
@@ -111,8 +125,8 @@ def unpack_folders(packages: tuple[str, ...], names: tuple[str, ...]) -> bool:
     return True
 
 
-def write_wrapper(name: str, text: str) -> None:
-    wrapper = TOOLS / "bin" / name
+def write_wrapper(name: str, text: str, folder: str = "bin") -> None:
+    wrapper = TOOLS / folder / name
     wrapper.parent.mkdir(parents=True, exist_ok=True)
     wrapper.write_text(text)
     wrapper.chmod(0o755)
@@ -142,6 +156,15 @@ def unpack_redis() -> bool:
     return run(str(TOOLS / "bin" / "redis-server"), "--version")
 
 
+def unpack_slurm() -> bool:
+    """Unpacks Slurm and munge, with their programs in a folder of their own, named as elsewhere than in Debian."""
+    if not unpack_folders(SLURM_PACKAGES, ("usr/bin", "usr/sbin", "usr/lib")):
+        return False
+    for name, program in SLURM_PROGRAMS.items():
+        write_wrapper(name, SLURM_WRAPPER.format(program=program), "slurm")
+    return all(run(str(TOOLS / "slurm" / name), "-V") for name in ("slurmctld", "slurmd", "munged"))
+
+
 def install_chromium() -> bool:
     if any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
         return True
@@ -163,6 +186,8 @@ def main() -> None:
         missing.append("ansible-core (pip)")
     if not unpack_redis():
         missing.append(f"Redis (Debian: {', '.join(REDIS_PACKAGES)})")
+    if not unpack_slurm():
+        missing.append(f"Slurm (Debian: {', '.join(SLURM_PACKAGES)})")
     if not install_chromium():
         missing.append("Chromium (Debian: apt-get install chromium)")
     if missing:

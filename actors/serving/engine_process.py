@@ -9,7 +9,6 @@ The process ends when stdin is closed, with its parent, and when its engine is b
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import json
 import logging
@@ -31,6 +30,7 @@ from raytide.actors.serving.engines import build_engine, choose_engine, num_proc
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import engine_samples
 from raytide.core.errors import RaytideError
+from raytide.core.io.process import die_with_parent
 from raytide.core.logs import log_to
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.specs.rollout import endpoint_of, revision_of
@@ -41,7 +41,6 @@ from raytide.core.telemetry.vllm_names import with_vllm_names
 _log = logging.getLogger(__name__)
 
 STALL_LIMIT_S = 60.0
-_PR_SET_PDEATHSIG = 1
 _PROBLEM_PERIOD_S = 0.5
 _LAST_WORDS_S = 1.0
 """The time from the detection of a broken engine to the end of the process, in which open requests get their errors."""
@@ -130,7 +129,7 @@ def _write(report: BinaryIO, line: dict[str, Any]) -> None:
 
 
 def main(report_fd: str) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a killed replica leaves no engine behind
+    die_with_parent(signal.SIGKILL)  # a killed replica leaves no engine behind
     log_to()
     order = json.loads(sys.stdin.readline())
     asyncio.run(run(order, os.fdopen(int(report_fd), "wb")))

@@ -35,7 +35,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_sample_of_a_cluster_is_tested() -> None:
     samples = {path.name for path in EXAMPLES.glob("*.yaml")}
     named = {Path(name).name for name in CLOUDS} - {"cluster.yaml"}
-    assert samples == named | {"hosts.yaml", "kuberay.yaml", "kuberay-monitoring.yaml"}
+    assert samples == named | {"hosts.yaml", "slurm.yaml", "kuberay.yaml", "kuberay-monitoring.yaml"}
 
 
 @pytest.mark.parametrize(("name", "cloud"), CLOUDS.items())

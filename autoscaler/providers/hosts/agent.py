@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,9 @@ from raytide.core.errors import ConflictError, ProviderError, RaytideError
 from raytide.core.io.private_folder import private_folder
 from raytide.core.io.process import Process, terminate_all
 
-__all__ = ["VERBS", "versions"]
+__all__ = ["VERBS", "check_versions", "start_in", "versions"]
 
+DIES_WITH_PARENT = "--dies-with-parent"
 _KEPT_FOLDERS = 10
 """The folders of ended nodes, with their logs, that a machine keeps."""
 _END_GRACE_S = 5.0
@@ -52,6 +53,12 @@ def start(request: Mapping[str, Any]) -> dict[str, Any]:
         if folder.node_id != node_id:
             _end(folder, "another node took its machine")
     _remove_old(root)
+    return start_in(root, request)
+
+
+def start_in(root: Path, request: Mapping[str, Any], *, dies_with_caller: bool = False) -> dict[str, Any]:
+    """Starts the node in its folder below `root`, or returns the state of the one that runs there."""
+    node_id = str(request["node_id"])
     folder = NodeFolder(root / node_id)
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.end() is not None:
@@ -61,7 +68,7 @@ def start(request: Mapping[str, Any]) -> dict[str, Any]:
         return _state(folder)
     try:
         folder.buy(_machine(request, root))
-        _spawn(folder, lock, request)
+        _spawn(folder, lock, request, [DIES_WITH_PARENT] if dies_with_caller else [])
     finally:
         os.close(lock)
     return _state(folder)
@@ -133,7 +140,7 @@ def _machine(request: Mapping[str, Any], root: Path) -> LocalMachine:
     )
 
 
-def _spawn(folder: NodeFolder, lock: int, request: Mapping[str, Any]) -> None:
+def _spawn(folder: NodeFolder, lock: int, request: Mapping[str, Any], options: Sequence[str]) -> None:
     environment = {**os.environ, **request["environment"], MARK: folder.mark, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
     if token := request.get("ray_token"):
         file = folder.path / "ray_token"
@@ -142,7 +149,7 @@ def _spawn(folder: NodeFolder, lock: int, request: Mapping[str, Any]) -> None:
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
     with folder.log.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "raytide.autoscaler.providers.hosts.node", str(folder.path), str(lock)],
+            [sys.executable, "-m", "raytide.autoscaler.providers.hosts.node", str(folder.path), str(lock), *options],
             env=environment,
             cwd=folder.path,
             stdin=subprocess.DEVNULL,

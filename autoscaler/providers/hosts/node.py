@@ -1,4 +1,7 @@
-"""The process of one own machine's node: `python -m raytide.autoscaler.providers.hosts.node FOLDER LOCK_FD`."""
+"""The process of one own machine's node: `python -m raytide.autoscaler.providers.hosts.node FOLDER LOCK_FD`.
+
+With `--dies-with-parent` it ends, and with it the node, as soon as the process that started it has ended.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import threading
 from raytide.autoscaler.nodes.exporter.server import start_exporter
 from raytide.autoscaler.providers.local.files import LocalMachine, NodeFolder
 from raytide.autoscaler.providers.local.node import RAYLET_ENDED, run_node
-from raytide.core.io.process import Process
+from raytide.core.io.process import Process, die_with_parent
 
 
 def how_it_ended(raylet: Process) -> str:
@@ -34,5 +37,7 @@ def start_meter(folder: NodeFolder, purchase: LocalMachine) -> str:
 
 
 if __name__ == "__main__":
-    path, lock = sys.argv[1:]
+    path, lock, *options = sys.argv[1:]
+    if options:
+        die_with_parent(signal.SIGTERM)
     sys.exit(run_node(path, lock, object_store_bytes=None, start_meter=start_meter, how_it_ended=how_it_ended))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from raytide.autoscaler.providers.base import Machine, Notice
@@ -72,6 +73,23 @@ class HostCluster:
     environment: Mapping[str, str]
     """Variables of the node's processes."""
     ray_token_file: Path | None = None
+
+    def join_request(
+        self, node_id: str, node_type: NodeType, zone: str, labels: Mapping[str, str] = MappingProxyType({})
+    ) -> dict[str, Any]:
+        """Returns what a machine must know to start this node. It holds Ray's token."""
+        file = self.ray_token_file
+        return {
+            "versions": versions(),
+            "node_id": node_id,
+            "node_type": node_type.name,
+            "zone": zone,
+            "resources": node_type.resources,
+            "labels": {**labels, **node_type.all_labels(zone), NODE_ID_LABEL: node_id},
+            "gcs_address": self.gcs_address,
+            "environment": dict(self.environment),
+            "ray_token": file.read_text().strip() if file is not None else "",
+        }
 
 
 class HostsProvider:
@@ -236,7 +254,8 @@ class HostsProvider:
             return _Failure(f"machine {name} was removed from the configuration", may_run=False)
         try:
             self._power.on(host, lambda: self._request(host, "list", {}, _LIST_S), lambda: node_id in self._ending)
-            content = self._start_request(host, node_id, self._types[purchase.node_type], purchase.zone)
+            node_type = self._types[purchase.node_type]
+            content = self._cluster.join_request(node_id, node_type, purchase.zone, host.labels)
             self._request(host, "list", {}, _LIST_S)
             if node_id in self._ending:
                 return None
@@ -255,20 +274,6 @@ class HostsProvider:
             return _Failure(str(error), may_run)
         self._quarantine.succeed(host.name)
         return None
-
-    def _start_request(self, host: Host, node_id: str, node_type: NodeType, zone: str) -> dict[str, Any]:
-        file = self._cluster.ray_token_file
-        return {
-            "versions": versions(),
-            "node_id": node_id,
-            "node_type": node_type.name,
-            "zone": zone,
-            "resources": node_type.resources,
-            "labels": {**host.labels, **node_type.all_labels(zone), NODE_ID_LABEL: node_id},
-            "gcs_address": self._cluster.gcs_address,
-            "environment": dict(self._cluster.environment),
-            "ray_token": file.read_text().strip() if file is not None else "",
-        }
 
     def _end(self, node_id: str) -> None:
         """Ends what runs on the node's machine. One that cannot be reached goes into quarantine."""

@@ -126,10 +126,11 @@ def _runtime_env_folder(purchase: LocalMachine) -> str:
 def _ports(purchase: LocalMachine) -> tuple[int, ...]:
     """Returns ports for the agents: a raylet that knows them does not wait for its agents (3.4 s instead of 5.0 s).
 
-    Some agents listen on every address, so the ports follow from K and N; zeros (Ray chooses) when one is taken.
+    Some agents listen on every address, so the ports follow from K and the slot, which no other node of the machine
+    has; zeros (Ray chooses) when one is taken.
     """
-    _, _, k, n = (int(part) for part in purchase.address.split("."))
-    first = _FIRST_PORT + (k * 256 + n) % _NODES * _PORTS_PER_NODE
+    k = int(purchase.address.split(".")[2])
+    first = _FIRST_PORT + (k * 256 + purchase.slot) % _NODES * _PORTS_PER_NODE
     ports = tuple(range(first, first + _PORTS_PER_NODE))
     return ports if all(_is_free(port) for port in ports) else (0,) * _PORTS_PER_NODE
 

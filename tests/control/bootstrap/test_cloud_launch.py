@@ -43,6 +43,19 @@ def test_a_dry_run_of_own_machines_shows_how_each_is_reached_and_switched() -> N
         up(ROOT / "examples" / "hosts.yaml")
 
 
+def test_a_dry_run_of_slurm_shows_the_submission_of_each_node_type_and_what_its_job_runs() -> None:
+    steps = dry_run(ROOT / "examples" / "slurm.yaml")
+    assert {step.machine for step in steps} == {"a100x4", "scavenge"}
+    submitted, run = of(steps, "a100x4")
+    assert submitted.startswith("submit sbatch --parsable --job-name=raytide-a100x4 --comment=raytide:CLUSTER:node-1 ")
+    assert submitted.endswith(
+        "--cpus-per-task=64 --partition=gpu --gres=gpu:a100:4 --account=ml --qos=normal --mem=409600M --time=1440"
+    )
+    assert run == "run exec ~/venv/bin/python -m raytide.autoscaler.providers.slurm.node FOLDER/node-1.json"
+    with pytest.raises(UsageError, match="no cloud in which a head could be started"):
+        up(ROOT / "examples" / "slurm.yaml")
+
+
 def test_a_dry_run_of_a_cloud_with_own_machines_buys_only_the_clouds(built: Path) -> None:
     (built / "own_machines").mkdir()
     steps = dry_run(ROOT / "examples" / "burst.yaml")

@@ -17,6 +17,7 @@ from raytide.autoscaler.providers.kuberay.provider import KubeRayProvider
 from raytide.autoscaler.providers.local.provider import LocalProvider
 from raytide.autoscaler.providers.mixed import MixedProvider
 from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases
+from raytide.autoscaler.providers.slurm.provider import SlurmProvider
 from raytide.control.bootstrap.cluster_record import HeadCluster, LocalCluster, RunningCluster, load
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
 from raytide.control.bootstrap.wiring import bill, provider
@@ -90,7 +91,9 @@ def test_a_cloud_is_asked_through_rays_own_provider(make: Make, monkeypatch: pyt
     assert isinstance(provider(make(yaml.safe_load(SHIPPED.read_text()))), CloudProvider)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("hosts", HostsProvider), ("burst", MixedProvider)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("hosts", HostsProvider), ("burst", MixedProvider), ("slurm", SlurmProvider)]
+)
 def test_own_machines_are_a_provider_alone_or_beside_a_cloud(
     make: Make, monkeypatch: pytest.MonkeyPatch, name: str, kind: type
 ) -> None:

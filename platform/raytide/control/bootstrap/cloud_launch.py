@@ -20,12 +20,14 @@ from ray.autoscaler.node_provider import NodeProvider
 
 from raytide.autoscaler.providers.cloud.setup import RAY_TOKEN, start_commands
 from raytide.autoscaler.providers.hosts.ssh import agent_command
+from raytide.autoscaler.providers.slurm.provider import job_arguments, job_script
 from raytide.control.bootstrap.exposure import check_file, uses_token
 from raytide.core import ray_internals
 from raytide.core.config import load_yaml
 from raytide.core.errors import ClusterError, ConfigError, ProviderError, UsageError
-from raytide.core.objects.cluster_config import ClusterConfig, load_cluster, provider_section
+from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.hardware.host import Host, HostsSection
+from raytide.core.objects.hardware.provider_section import provider_section
 from raytide.core.objects.node import NodeType
 
 __all__ = ["LaunchedHead", "SetUpStep", "dry_run", "up"]
@@ -46,7 +48,7 @@ class SetUpStep:
     machine: str
     """The node type, or the name of an own machine."""
     what: str
-    """`buy`, `copy` or `run`; `switch on` and `switch off` an own machine."""
+    """`buy`, `copy` or `run`; `switch on` and `switch off` an own machine; `submit` a Slurm job."""
     text: str
 
 
@@ -74,7 +76,8 @@ def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> l
     config = load_cluster(path)
     hosts = config.settings.hosts
     own = [step for host in hosts.machines for step in _host_steps(hosts, host)] if hosts is not None else []
-    if provider_section(load_yaml(path), where=str(path))["type"] == "hosts":
+    own += _slurm_steps(config)
+    if provider_section(load_yaml(path), where=str(path))["type"] in ("hosts", "slurm"):
         return own
     file, config = _checked(path, name, insecure)
     os.environ.setdefault("RAY_USAGE_STATS_PROMPT_ENABLED", "0")  # Ray would wait for an answer to its prompt
@@ -82,7 +85,7 @@ def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> l
     head = _RecordingCloud(prepared, str(prepared["head_node_type"]))
     steps = _recorded(head, lambda: ray_internals.set_up_head(head, prepared))
     for node_type in config.node_types:
-        if hosts is None or node_type.name not in hosts.node_types():
+        if node_type.name not in config.settings.owned_node_types():
             steps += _worker_steps(prepared, node_type)
     return steps + own
 
@@ -94,7 +97,7 @@ def _checked(path: Path, name: str | None, insecure: bool) -> tuple[dict[str, An
         raise UsageError(
             f"provider {section['type']} is for this machine alone.", hint=f"Use `raytide up {path} --local`."
         )
-    if section["type"] == "hosts":
+    if section["type"] in ("hosts", "slurm"):
         raise UsageError(
             f"{path} has no cloud in which a head could be started.",
             hint="Run `ray start --head --no-monitor` and `raytide head FILE` on the machine that is to be the head.",
@@ -137,6 +140,20 @@ def _host_steps(hosts: HostsSection, host: Host) -> list[SetUpStep]:
     power = (("switch on", hosts.power_on_of(host)), ("switch off", hosts.power_off_of(host)))
     on, off = ([SetUpStep(host.name, what, shlex.join(argv))] if argv else [] for what, argv in power)
     return [*on, SetUpStep(host.name, "run", f"{who} {shlex.quote(agent_command(hosts))}"), *off]
+
+
+def _slurm_steps(config: ClusterConfig) -> list[SetUpStep]:
+    """Returns the submission of a node of each of Slurm's types, and the script of its job."""
+    section = config.settings.slurm
+    steps = []
+    for node_type in config.node_types if section is not None else ():
+        if section is not None and node_type.name in section.node_types:
+            arguments = job_arguments(section, node_type, f"raytide:CLUSTER:{_NODE_ID}", f"FOLDER/{_NODE_ID}.log")
+            steps.append(SetUpStep(node_type.name, "submit", shlex.join(["sbatch", "--parsable", *arguments])))
+            steps.append(
+                SetUpStep(node_type.name, "run", job_script(section, f"FOLDER/{_NODE_ID}.json").splitlines()[-1])
+            )
+    return steps
 
 
 def _worker_steps(config: Mapping[str, Any], node_type: NodeType) -> list[SetUpStep]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from raytide.actors.gang.member_processes import account_of
 from raytide.autoscaler.providers.hosts.provider import HOSTS_FOLDER
 from raytide.autoscaler.providers.local.files import node_folders
+from raytide.autoscaler.providers.slurm.provider import SLURM_FOLDER
 from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
 from raytide.control.bootstrap.cluster_record import (
     AGENT_PORT_BASE,
@@ -229,7 +230,7 @@ def _end_everything(cluster: LocalCluster) -> None:
     cluster.alertmanager_token_file.unlink(missing_ok=True)
     end_children(cluster)
     try:
-        if (cluster.run_dir / HOSTS_FOLDER).exists():
+        if any((cluster.run_dir / name).exists() for name in (HOSTS_FOLDER, SLURM_FOLDER)):
             end_nodes(provider(cluster, only_ends=True), time.monotonic() + _HOSTS_END_S)
     finally:
         _end_processes(cluster)

@@ -24,6 +24,8 @@ from raytide.autoscaler.providers.local.provider import LocalProvider
 from raytide.autoscaler.providers.mixed import MixedBill, MixedProvider
 from raytide.autoscaler.providers.notices.watch import board_at
 from raytide.autoscaler.providers.purchases import Purchases
+from raytide.autoscaler.providers.slurm.provider import SLURM_FOLDER, SlurmProvider
+from raytide.autoscaler.providers.slurm.queue import SlurmCommands
 from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.control.bootstrap.cluster_record import RAY_ENVIRONMENT, LocalCluster, RunningCluster
 from raytide.control.drivers.ray_jobs import RayJobs
@@ -34,12 +36,13 @@ from raytide.core.config import load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.io.environment import all_passed, passed
 from raytide.core.io.private_paths import inherited_restriction, restrict_to
-from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, load_cluster, provider_section
+from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, load_cluster
+from raytide.core.objects.hardware.provider_section import provider_section
 
 __all__ = ["RAY_NAMESPACE", "bill", "local_provider", "provider", "sources"]
 
 RAY_NAMESPACE = "raytide"
-HOSTS = "hosts"
+HOSTS, SLURM = "hosts", "slurm"
 GCS_GONE_S = 600
 """The time that a node waits for another head. Ray's default is a minute, after which its raylet ends."""
 
@@ -74,8 +77,8 @@ def sources(cluster: RunningCluster) -> Sources:
 
 
 def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
-    """Returns the provider of the `provider` section, and of own machines beside it. In an embedded cluster it is the
-    local one for all node types, unless it is `fake`.
+    """Returns the provider of the `provider` section, with own machines and Slurm beside it. In an embedded
+    cluster it is the local one for all node types, unless it is `fake`.
 
     With `only_ends` it sets up no nodes.
     """
@@ -84,23 +87,45 @@ def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
     if isinstance(cluster, LocalCluster) and section["type"] != "fake":
         return local_provider(cluster)
     config = load_cluster(cluster.config_path)
-    hosts = config.settings.hosts
-    if hosts is None:
-        return _bought(cluster, config, file, section, only_ends=only_ends)
-    own = HostsProvider(
-        hosts,
-        config.node_types,
-        _host_cluster(cluster, config.settings),
-        cluster.run_dir,
-        SystemClock(),
-        SshConnection(hosts, cluster.cluster_id),
-        starts_nodes=not only_ends,
-    )
-    if section["type"] == HOSTS:
-        return own
-    other = _bought(cluster, config, file, section, only_ends=only_ends)
-    names = {each.name: HOSTS if each.name in hosts.node_types() else section["type"] for each in config.node_types}
-    return MixedProvider({HOSTS: own, section["type"]: other}, names)
+    sources, names = _owned(cluster, config, only_ends=only_ends)
+    if section["type"] not in sources and section["type"] not in (HOSTS, SLURM):
+        sources[section["type"]] = _bought(cluster, config, file, section, only_ends=only_ends)
+    if len(sources) == 1:
+        return next(iter(sources.values()))
+    return MixedProvider(sources, {each.name: names.get(each.name, section["type"]) for each in config.node_types})
+
+
+def _owned(
+    cluster: RunningCluster, config: ClusterConfig, *, only_ends: bool
+) -> tuple[dict[str, Provider], dict[str, str]]:
+    """Returns the providers of own machines and of Slurm, and which of them has a node type."""
+    hosts, slurm = config.settings.hosts, config.settings.slurm
+    sources: dict[str, Provider] = {}
+    names: dict[str, str] = {}
+    host_cluster = _host_cluster(cluster, config.settings)
+    if hosts is not None:
+        sources[HOSTS] = HostsProvider(
+            hosts,
+            config.node_types,
+            host_cluster,
+            cluster.run_dir,
+            SystemClock(),
+            SshConnection(hosts, cluster.cluster_id),
+            starts_nodes=not only_ends,
+        )
+        names |= dict.fromkeys(hosts.node_types(), HOSTS)
+    if slurm is not None:
+        sources[SLURM] = SlurmProvider(
+            slurm,
+            config.node_types,
+            host_cluster,
+            cluster.run_dir,
+            SystemClock(),
+            SlurmCommands(slurm),
+            starts_nodes=not only_ends,
+        )
+        names |= dict.fromkeys(slurm.node_types, SLURM)
+    return sources, names
 
 
 def _bought(
@@ -111,7 +136,7 @@ def _bought(
     *,
     only_ends: bool,
 ) -> Provider:
-    """Returns the provider of all node types without own machines."""
+    """Returns the provider of all node types that are bought."""
     clock = SystemClock()
     if section["type"] == "fake":
         return FakeProvider(clock)
@@ -165,8 +190,9 @@ def bill(cluster: RunningCluster) -> Bill:
         return local_provider(cluster)
     folder = cluster.run_dir / "purchases"
     bought: Bill = FakeProvider(SystemClock()) if section["type"] == "fake" else Purchases(folder)
-    own = cluster.run_dir / HOSTS_FOLDER / "purchases"
-    return MixedBill({HOSTS: Purchases(own), section["type"]: bought}) if own.exists() else bought
+    folders = {name: cluster.run_dir / name / "purchases" for name in (HOSTS_FOLDER, SLURM_FOLDER)}
+    owned: dict[str, Bill] = {name: Purchases(own) for name, own in folders.items() if own.exists()}
+    return MixedBill({**owned, "bought": bought}) if owned else bought
 
 
 def _kube_api(section: Mapping[str, Any]) -> KubeApi:

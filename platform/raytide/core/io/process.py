@@ -7,6 +7,7 @@ processes that are in no record.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -19,6 +20,7 @@ from raytide.core.errors import ClusterError
 from raytide.core.io.atomic_file import read_json, write_json
 
 _PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +154,8 @@ def _start_time(pid: int) -> int | None:
         return None
     fields = stat[stat.rindex(b")") + 2 :].split()  # the command name may hold spaces and parentheses
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def die_with_parent(signum: signal.Signals) -> None:
+    """Makes the kernel send this process the signal as soon as the thread that started it has ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)

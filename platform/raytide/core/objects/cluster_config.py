@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +16,8 @@ from raytide.core.errors import ConfigError
 from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.money import micro_usd
 from raytide.core.objects.hardware.host import HostsSection, with_hosts
+from raytide.core.objects.hardware.provider_section import check_gcp, check_owned, provider_section
+from raytide.core.objects.hardware.slurm import SlurmSection, check_slurm
 from raytide.core.objects.hardware.standby import StandbySection, check_standby
 from raytide.core.objects.node import CapacityType, Meter, NodeType, ScheduledMinimum
 from raytide.core.objects.snapshot import Unmanaged
@@ -162,6 +162,7 @@ class RaytideSection(Config):
     version: int = Field(default=1, ge=1, le=1)
     node_types: dict[str, NodeTypeSection]
     hosts: HostsSection | None = None
+    slurm: SlurmSection | None = None
     limits: LimitsSection = LimitsSection()
     unmanaged: UnmanagedSection = UnmanagedSection()
     gateway: GatewaySection = GatewaySection()
@@ -199,6 +200,20 @@ class RaytideSection(Config):
         if isinstance(self.run_as, dict) and self.run_as.keys() != self.teams.keys():
             raise ValueError(f"run_as by team names each team once: {', '.join(sorted(self.teams))}")
         return self
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RaytideSection:
+        twice = (
+            set() if self.hosts is None or self.slurm is None else self.hosts.node_types() & set(self.slurm.node_types)
+        )
+        if twice:
+            raise ValueError(f"node types of both hosts and slurm: {', '.join(sorted(twice))}")
+        return self
+
+    def owned_node_types(self) -> frozenset[str]:
+        """Returns the node types of own machines and of Slurm's, which are not bought from `provider`."""
+        own = frozenset[str]() if self.hosts is None else self.hosts.node_types()
+        return own if self.slurm is None else own | self.slurm.node_types.keys()
 
     def users(self) -> frozenset[str]:
         """Returns the users that scripts run as, without raytide's own."""
@@ -238,82 +253,14 @@ def load_cluster(path: Path | str) -> ClusterConfig:
     node_types = _join_node_types(file, settings, where=str(path))
     if settings.hosts is not None:
         node_types = with_hosts(node_types, settings.hosts, where=str(path))
-    if section["type"] == "hosts":
-        _check_hosts(settings, node_types, where=str(path))
+    if settings.slurm is not None:
+        check_slurm(settings.slurm, node_types, where=str(path))
+    owned = settings.owned_node_types()
+    if section["type"] in ("hosts", "slurm"):
+        check_owned(section["type"], owned, node_types, where=str(path))
     if section["type"] == "gcp":
-        bought = [each for each in node_types if settings.hosts is None or each.name not in settings.hosts.node_types()]
-        _check_gcp(section, file, bought, where=str(path))
+        check_gcp(section, file, [each for each in node_types if each.name not in owned], where=str(path))
     return ClusterConfig(name=str(file.get("cluster_name", "raytide")), node_types=node_types, settings=settings)
-
-
-CLOUDS = ("aws", "azure", "gcp", "vsphere", "aliyun", "external")
-"""The providers of Ray's cluster launcher that raytide can buy from. Ray's own `local` is none: it has no node
-types."""
-_KEEPS_STOPPED = {"aws": True, "azure": True, "gcp": False, "aliyun": True}
-"""Ray's default of `cache_stopped_nodes`."""
-_GCP_CLUSTER_NAME = 35
-"""The longest name: Ray makes `ray-NAME-worker-0123abcd-compute` of it, and machine names have at most 63
-characters."""
-
-
-def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, Any]:
-    """Returns the `provider` section of a cluster.yaml; its type must be known to raytide."""
-    section = file.get("provider")
-    kind = section.get("type") if isinstance(section, Mapping) else None
-    known = ("local", "fake", "hosts", "kuberay", *CLOUDS)
-    if not isinstance(section, Mapping) or kind not in known:
-        near = get_close_matches(str(kind), known, n=1)
-        raise ConfigError(
-            f"{where}: raytide has no provider of type {kind!r}" + (f" (did you mean {near[0]}?)." if near else "."),
-            hint=f"provider.type is one of {', '.join(known)}.",
-        )
-    keeps = section.get("cache_stopped_nodes", _KEEPS_STOPPED.get(str(kind), False))
-    if kind in _KEEPS_STOPPED and keeps:
-        raise ConfigError(
-            f"{where}: Ray would stop machines of {kind} and keep them, with their disks, instead of ending them.",
-            hint="Set `cache_stopped_nodes: false` in the provider section.",
-        )
-    return section
-
-
-def _check_hosts(settings: RaytideSection, node_types: Iterable[NodeType], *, where: str) -> None:
-    """Checks that a cluster without a cloud has a machine for each node type."""
-    own = settings.hosts.node_types() if settings.hosts is not None else frozenset()
-    for node_type in node_types:
-        if node_type.name not in own:
-            raise ConfigError(
-                f"{where}: provider hosts has no machine of node type {node_type.name}.",
-                hint="Name its machines in metadata.raytide.hosts.machines (docs/providers.md).",
-            )
-
-
-def _check_gcp(
-    section: Mapping[str, Any], file: Mapping[str, object], node_types: Iterable[NodeType], *, where: str
-) -> None:
-    """Checks the limits of Ray's GCP provider: it creates and lists machines in one zone only, and uses the names of
-    cluster and node type as labels, without capitals and dots, and that of the cluster in machine names."""
-    zone = section.get("availability_zone")
-    for node_type in node_types:
-        if node_type.zones != (zone,):
-            raise ConfigError(
-                f"{where}: node type {node_type.name} has the zones {', '.join(node_type.zones)}, on gcp.",
-                hint=f"Set metadata.raytide.node_types.{node_type.name}.zones to [{zone}], provider.availability_zone.",
-            )
-    types = file.get("available_node_types")
-    for name in types if isinstance(types, Mapping) else ():
-        if not re.fullmatch("[a-z0-9_-]{1,63}", str(name)):
-            able = re.sub("[^a-z0-9_-]", "-", str(name).lower())[:63]
-            raise ConfigError(
-                f"{where}: node type {name} cannot be the label of a machine on gcp: at most 63 lowercase letters, "
-                "digits, - and _.",
-                hint=f"Call it {able}, in metadata.raytide.node_types too.",
-            )
-    cluster = str(file.get("cluster_name", ""))
-    if not re.fullmatch(f"[a-z0-9-]{{1,{_GCP_CLUSTER_NAME}}}", cluster):
-        raise ConfigError(
-            f"{where}: cluster_name {cluster} cannot be a part of a machine's name on gcp.",
-            hint=f"Use at most {_GCP_CLUSTER_NAME} lowercase letters, digits and -.",
-        )
 
 
 def check_ray_schema(file: Mapping[str, object], *, where: str) -> None:

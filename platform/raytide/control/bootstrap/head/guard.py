@@ -39,7 +39,7 @@ __all__ = ["HeadGuard", "join", "start_guard"]
 
 log = logger(__name__)
 
-_SHARED = ("hosts", "purchases", "packages", "files")
+_SHARED = ("hosts", "slurm", "purchases", "packages", "files")
 """Folders of the run folder that the next head needs: which machine a node has, the bill, uploads."""
 _RAY_S, _API_S, _ADDRESS_S = 120.0, 120.0, 60.0
 _RETRY_S = 5.0
