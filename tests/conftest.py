@@ -191,6 +191,8 @@ SLOW = (
     "tests/control/api/services/test_training_plan.py",
     "tests/control/api/test_fuzz.py",
     "tests/control/backup/test_drill.py",
+    "tests/control/backup/test_remote_repositories.py::test_a_cluster_is_backed_up_to_a_remote_store",
+    "tests/control/backup/test_remote_repositories.py::test_a_copy_goes_from_a_remote_store",
     "tests/control/backup/test_restore.py",
     "tests/control/backup/test_run.py",
     "tests/control/backup/test_runbooks.py",

@@ -74,6 +74,7 @@ class SshdHosts:
             "UsePAM": "no",
             "PasswordAuthentication": "no",
             "StrictModes": "no",
+            "Subsystem": "sftp internal-sftp",
             "SetEnv": " ".join(f'{name}="{value}"' for name, value in here.items()),
         }
         (home / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in settings.items()))

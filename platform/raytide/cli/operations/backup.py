@@ -39,7 +39,7 @@ def init(cluster: ClusterName = None, json: Json = False) -> None:
 
     place = _place(cluster)
     is_new = _write_password(place.hot.password_file)
-    created = [repository.url for repository in create_repositories(place)]
+    created = [repository.shown_url for repository in create_repositories(place)]
     if json:
         as_json({"created": created, "password_file": str(place.hot.password_file), "password_is_new": is_new})
         return
@@ -57,10 +57,11 @@ def run(cold: Cold = False, cluster: ClusterName = None, json: Json = False) -> 
     place = _place(cluster)
     if cold:
         copied = copy_to_cold(place)
+        where = "" if place.cold is None else place.cold.shown_url
         if json:
-            as_json({"snapshot": copied, "repository": place.settings.cold_repository})
+            as_json({"snapshot": copied, "repository": where})
         else:
-            print(f"snapshot {copied} is in {place.settings.cold_repository}")
+            print(f"snapshot {copied} is in {where}")
         return
     manifest, summary = back_up(place)
     contents = manifest.contents

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raytide.control.backup.repository import Repository
@@ -32,12 +32,18 @@ class BackupPlace:
 
     @property
     def hot(self) -> Repository:
-        return repository_at(self.settings.repository, self.settings.password_file)
+        return self._at(self.settings.repository)
 
     @property
     def cold(self) -> Repository | None:
         url = self.settings.cold_repository
-        return repository_at(url, self.settings.password_file) if url else None
+        return self._at(url) if url else None
+
+    def _at(self, url: str) -> Repository:
+        file = self.settings.environment_file
+        environment_file = Path(file).expanduser() if file else None
+        found = repository_at(url, self.settings.password_file)
+        return replace(found, environment_file=environment_file, sftp=self.settings.sftp)
 
 
 def place_of(cluster: str) -> BackupPlace:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from raytide.core.errors import ConfigError, NotFoundError, StorageError
+from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.io.storage import full_disk_is_an_error
+from raytide.core.objects.cluster_config import SftpSection
 
-__all__ = ["BackupSummary", "Repository", "RepositorySnapshot", "find_restic", "has_all"]
+__all__ = ["BackupSummary", "Repository", "RepositorySnapshot", "find_restic", "has_all", "read_environment"]
 
 HOW_TO_INSTALL = "Debian and Ubuntu: apt-get install restic. In a checkout, ./dev setup fetches it."
 TAG = "raytide"
@@ -30,6 +34,8 @@ _NO_SNAPSHOT = "no matching ID found"
 _INCOMPLETE = 3
 """restic's exit code when it has saved a snapshot without files that it could not read."""
 _TAIL = 600
+_SFTP = re.compile(r"^sftp:(?://)?(?:(?P<user>[^@/:]+)@)?(?P<host>\[[^\]]+\]|[^/:]+)(?::(?P<port>\d+)(?=/))?[:/]")
+"""The forms `sftp:user@host:/path` and `sftp://user@host:port/path`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +70,42 @@ def find_restic() -> str:
     return found
 
 
+def read_environment(file: Path) -> dict[str, str]:
+    """Returns the variables of a file with lines NAME=VALUE, which nobody but this user may read."""
+    try:
+        about, text = file.stat(), file.read_text()
+    except OSError as error:
+        raise ConfigError(f"the environment file {file} cannot be read: {error.strerror}.") from None
+    if about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise ConfigError(f"others may read {file}, which holds secrets.", hint=f"Run `chmod 600 {file}` as its owner.")
+    found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        name, equals, value = line.strip().partition("=")
+        if not name or name.startswith("#"):
+            continue
+        if not equals or not re.match(NAME_PATTERN, name) or name.startswith("RESTIC_"):
+            raise ConfigError(f"{file}, line {number}: not a variable that may be set.", hint="Write NAME=VALUE.")
+        found[name] = value
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository at a path or a URL that restic knows (`s3:...`, `sftp:...`), with the file of its password."""
+    """A repository at a path or a URL that restic knows (`s3:...`, `sftp:...`), with the file of its password.
+
+    restic gets the URL and all secrets by its environment, never as arguments, which others see.
+    """
 
     url: str
     password_file: Path
     cache_dir: Path
+    environment_file: Path | None = None
+    sftp: SftpSection | None = None
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without a password."""
+        return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", self.url)
 
     def init(self, like: Repository | None = None) -> bool:
         """Creates the repository; returns False if it exists. With `like` both cut files at the same places, so that
@@ -80,8 +115,8 @@ class Repository:
         """
         if self._call(["cat", "config"], timeout_s=_QUERY_S).returncode == 0:
             return False
-        more = [] if like is None else ["--copy-chunker-params", *self._from(like)]
-        done = self._call(["init", *more], timeout_s=_QUERY_S)
+        more = [] if like is None else ["--copy-chunker-params"]
+        done = self._call(["init", *more], timeout_s=_QUERY_S, other=like)
         if done.returncode != 0:
             raise self._failed("cannot be created", done)
         return True
@@ -124,6 +159,11 @@ class Repository:
         raise self._failed("has no new snapshot", done)
 
     def _newest(self, cluster: str) -> str:
+        """Returns the cluster's newest snapshot. A new repository on this machine is seen to have none without restic,
+        which takes a second to open one."""
+        snapshots = Path(self.url) / "snapshots"
+        if snapshots.is_dir() and not any(snapshots.iterdir()):
+            return ""
         return next((each.id for each in reversed(self.snapshots(cluster))), "")
 
     def _backup(self, command: Sequence[str], parent: str, pass_fds: Sequence[int]) -> subprocess.CompletedProcess[str]:
@@ -180,10 +220,9 @@ class Repository:
 
     def copy_from(self, other: Repository, snapshots: Sequence[str]) -> None:
         """Copies snapshots of another repository that this one does not have."""
-        self._checked(["copy", *self._from(other), *snapshots], "did not take the copy", timeout_s=_TRANSFER_S)
-
-    def _from(self, other: Repository) -> list[str]:
-        return ["--from-repo", other.url, "--from-password-file", str(other.password_file)]
+        done = self._call(["copy", *snapshots], timeout_s=_TRANSFER_S, other=other)
+        if done.returncode != 0:
+            raise self._failed("did not take the copy", done)
 
     def _checked(self, command: Sequence[str], what: str, *, timeout_s: float = _QUERY_S) -> Any:
         done = self._call(command, timeout_s=timeout_s)
@@ -192,17 +231,23 @@ class Repository:
         return done
 
     def _call(
-        self, command: Sequence[str], *, timeout_s: float, pass_fds: Sequence[int] = ()
+        self,
+        command: Sequence[str],
+        *,
+        timeout_s: float,
+        pass_fds: Sequence[int] = (),
+        other: Repository | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs restic; a second time if only the lock of a dead process was in its way."""
-        done = self._run(command, timeout_s, pass_fds)
+        """Runs restic; a second time if only the lock of a dead process was in its way. It may read from an `other`
+        repository."""
+        done = self._run(command, timeout_s, pass_fds, other)
         if done.returncode != 0 and "already locked" in done.stderr and command[0] != "unlock":
-            self._run(["unlock"], _QUERY_S, ())
-            done = self._run(command, timeout_s, pass_fds)
+            self._run(["unlock"], _QUERY_S, (), None)
+            done = self._run(command, timeout_s, pass_fds, other)
         return done
 
     def _run(
-        self, command: Sequence[str], timeout_s: float, pass_fds: Sequence[int]
+        self, command: Sequence[str], timeout_s: float, pass_fds: Sequence[int], other: Repository | None
     ) -> subprocess.CompletedProcess[str]:
         if not self.password_file.is_file():
             raise ConfigError(
@@ -210,10 +255,9 @@ class Repository:
                 hint="`raytide backup init` writes one; keep a copy of it outside of the cluster.",
             )
         self.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        options = ["--repo", self.url, "--password-file", str(self.password_file), "--cache-dir", str(self.cache_dir)]
-        if "--no-cache" in command:
-            options = options[:-2]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RESTIC_")}
+        options = [] if "--no-cache" in command else ["--cache-dir", str(self.cache_dir)]
+        if (ssh := self._ssh_command() or (other._ssh_command() if other is not None else None)) is not None:
+            options += ["--option", f"sftp.command={ssh}"]
         try:
             return subprocess.run(
                 [find_restic(), *options, *command],
@@ -222,32 +266,63 @@ class Repository:
                 errors="replace",
                 stdin=subprocess.DEVNULL,
                 timeout=timeout_s,
-                env=inherited,
+                env=self._environment(other),
                 pass_fds=pass_fds,
             )
         except subprocess.TimeoutExpired:
             raise StorageError(
-                f"`restic {command[0]}` took longer than {timeout_s:.0f} s with the repository {self.url}.",
+                f"`restic {command[0]}` took longer than {timeout_s:.0f} s with the repository {self.shown_url}.",
                 hint="Check the network and the store; the next run goes on with what was stored.",
             ) from None
         except OSError as error:
             raise StorageError(f"restic cannot be run: {error}.", hint=HOW_TO_INSTALL) from error
 
+    def _environment(self, other: Repository | None) -> dict[str, str]:
+        found = {name: value for name, value in os.environ.items() if not name.startswith("RESTIC_")}
+        for each in (other, self):
+            if each is not None and each.environment_file is not None:
+                found |= read_environment(each.environment_file)
+        found |= {"RESTIC_REPOSITORY": self.url, "RESTIC_PASSWORD_FILE": str(self.password_file)}
+        if other is not None:
+            found |= {"RESTIC_FROM_REPOSITORY": other.url, "RESTIC_FROM_PASSWORD_FILE": str(other.password_file)}
+        return found
+
+    def _ssh_command(self) -> str | None:
+        """Returns the command that opens the store at `sftp:`; None to leave it to restic and the user's own ssh."""
+        place = _SFTP.match(self.url)
+        if self.sftp is None or place is None:
+            return None
+        options = {
+            "BatchMode": "yes",
+            "StrictHostKeyChecking": "yes",
+            "UserKnownHostsFile": str(Path(self.sftp.known_hosts).expanduser()),
+            "GlobalKnownHostsFile": "/dev/null",
+            "IdentitiesOnly": "yes",
+            "ServerAliveInterval": "15",
+        }
+        flags = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
+        who = ["-i", str(Path(self.sftp.key).expanduser())]
+        who += ["-p", place["port"]] if place["port"] else []
+        who += ["-l", place["user"]] if place["user"] else []
+        return shlex.join(["ssh", "-F", "none", *flags, *who, place["host"].strip("[]"), "-s", "sftp"])
+
     def _failed(self, what: str, done: subprocess.CompletedProcess[str]) -> StorageError | NotFoundError:
-        said = " ".join(done.stderr.split())[-_TAIL:] or f"exit code {done.returncode}"
+        said = (
+            " ".join(done.stderr.replace(self.url, self.shown_url).split())[-_TAIL:] or f"exit code {done.returncode}"
+        )
         if "Is there a repository at" in done.stderr or "repository does not exist" in done.stderr:
             return NotFoundError(
-                f"there is no backup repository at {self.url}.", hint="`raytide backup init` creates it."
+                f"there is no backup repository at {self.shown_url}.", hint="`raytide backup init` creates it."
             )
         if "wrong password" in done.stderr:
             return StorageError(
-                f"the password in {self.password_file} does not open the repository {self.url}.",
+                f"the password in {self.password_file} does not open the repository {self.shown_url}.",
                 hint="Use the password file that the repository was created with.",
             )
         hint = "`raytide backup drill` shows whether the repository is damaged (docs/runbooks)."
         if "already locked" in done.stderr:
             hint = "Another machine works on it. Wait for it, or see docs/runbooks/damaged-repository.md."
-        return StorageError(f"the backup repository {self.url} {what}: {said}.", hint=hint)
+        return StorageError(f"the backup repository {self.shown_url} {what}: {said}.", hint=hint)
 
 
 def has_all(done: subprocess.CompletedProcess[str], may_vanish: Sequence[str]) -> bool:

@@ -82,11 +82,12 @@ def find_snapshot(repository: Repository, cluster: str | None, id: str = "latest
     if not found:
         what = f"snapshot {id}" + (f" of cluster {cluster}" if cluster else "")
         raise NotFoundError(
-            f"there is no {what} in {repository.url}.", hint="`raytide backup list` shows the snapshots."
+            f"there is no {what} in {repository.shown_url}.", hint="`raytide backup list` shows the snapshots."
         )
     if len(names := sorted({each.cluster for each in found})) > 1:
         raise NotFoundError(
-            f"{repository.url} has snapshots of the clusters {', '.join(names)}.", hint="Choose one with --cluster."
+            f"{repository.shown_url} has snapshots of the clusters {', '.join(names)}.",
+            hint="Choose one with --cluster.",
         )
     return found[-1]
 
@@ -125,7 +126,8 @@ def unpack(repository: Repository, snapshot: RepositorySnapshot, scratch: Path) 
     staged = next((below(scratch, path) for path in snapshot.paths if (below(scratch, path) / MANIFEST).exists()), None)
     if staged is None:
         raise StorageError(
-            f"snapshot {snapshot.id} of {repository.url} has no {MANIFEST}: {'; '.join(problems[:3]) or 'incomplete'}.",
+            f"snapshot {snapshot.id} of {repository.shown_url} has no {MANIFEST}: "
+            f"{'; '.join(problems[:3]) or 'incomplete'}.",
             hint="Use an earlier snapshot (`raytide backup list`).",
         )
     try:

@@ -132,6 +132,14 @@ class BackupRetention(Config):
     yearly: int = Field(default=0, ge=0, le=1000)
 
 
+class SftpSection(Config):
+    """The login of repositories at `sftp:`, in place of the user's own ssh configuration. Host keys are checked."""
+
+    key: str = Field(default="~/.ssh/id_ed25519", pattern=r"^(/|~/)", max_length=4096)
+    """The file of the private key, without a passphrase."""
+    known_hosts: str = Field(default="~/.ssh/known_hosts", pattern=r"^(/|~/)", max_length=4096)
+
+
 class BackupSection(Config):
     """Backups through restic, which `raytide backup` and, on a schedule, a process of the cluster make."""
 
@@ -139,6 +147,10 @@ class BackupSection(Config):
     """A path, or what restic takes: `s3:s3.amazonaws.com/bucket/path`, `sftp:user@host:/path`, `rest:https://host/`."""
     password_file: Annotated[str, Field(pattern=r"^(/|~/)", max_length=4096)]
     """The file with the password that encrypts the repository. Keep a copy of it outside of the cluster."""
+    environment_file: Annotated[str, Field(pattern=r"^((/|~/).*)?$", max_length=4096)] = ""
+    """A file of this user alone with lines such as `AWS_SECRET_ACCESS_KEY=...`: what opens the object store. Without it
+    those variables are taken from where the cluster was started."""
+    sftp: SftpSection | None = None
     every_s: float = Field(default=900.0, ge=60, le=30 * 86_400)
     """The time between two backups: what a loss of the head can cost."""
     keep: BackupRetention = BackupRetention()
@@ -152,6 +164,14 @@ class BackupSection(Config):
     cold_every_s: float = Field(default=7 * 86_400.0, ge=600, le=366 * 86_400)
     paths: tuple[Annotated[str, Field(pattern=r"^(/|~/)", max_length=4096)], ...] = Field(default=(), max_length=1000)
     """Further files and folders of this machine."""
+
+    @model_validator(mode="after")
+    def _one_login(self) -> BackupSection:
+        if self.sftp is not None and self.repository.startswith("sftp:") and self.cold_repository.startswith("sftp:"):
+            raise ValueError(
+                "sftp is the login of one repository: for two of them use the user's own ssh configuration"
+            )
+        return self
 
 
 class RaytideSection(Config):
