@@ -154,13 +154,15 @@ def cost_of_hedges(hedges: list[Run], slo: float) -> float | None:
     return min(costs, default=None)
 
 
-def table(case: Case, runs: Runs, targets: Sequence[float]) -> None:
+def table(case: Case, runs: Runs, targets: Sequence[float], *, is_brief: bool) -> None:
     bound_usd, setup = runs.bound_usd(), case.setup
     ondemand, hedges = others(runs)
     print(f"\n### {case.part}: {setup['collection']}, depth {setup['depth']}, seed {setup['seed']}\n")
     print(f"As published: {described(ondemand, hedges, bound_usd)}.\n")
-    ordered, ordered_hedges = others(runs, **ORDERED)
-    print(f"With raytide's queue: {described(ordered, ordered_hedges, bound_usd)}.\n")
+    ordered_hedges: list[Run] = []
+    if not is_brief:
+        ordered, ordered_hedges = others(runs, **ORDERED)
+        print(f"With raytide's queue: {described(ordered, ordered_hedges, bound_usd)}.\n")
     print(
         "| asked % | attained % | | worst hour % | x bound | x whole nodes | x SpotHedge | with raytide's queue "
         "| TTFT p50, p99 s | on-demand/spot h |"
@@ -172,9 +174,10 @@ def table(case: Case, runs: Runs, targets: Sequence[float]) -> None:
         kept = "kept" if attained >= target - TOLERANCE else "missed"
         if ondemand.attained < target - TOLERANCE:
             kept += " (not on demand)"
+        whole = "-" if is_brief else f"{usd / runs.floor_usd(attained):.2f}"
         print(
             f"| {100 * target:g} | {100 * attained:.2f} | {kept} | {100 * run.worst_hour:.1f} "
-            f"| {usd / bound_usd:.2f} | {usd / runs.floor_usd(attained):.2f} "
+            f"| {usd / bound_usd:.2f} | {whole} "
             f"| {over(usd, cost_of_hedges(hedges, attained))} | {over(usd, cost_of_hedges(ordered_hedges, attained))} "
             f"| {run.ttft_p50_s:.1f}, {run.ttft_p99_s:.0f} | {run.ondemand_h:.0f}/{run.spot_h:.0f} |",
             flush=True,
@@ -204,6 +207,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("tune", "look"), action="append")
     parser.add_argument("--case", type=int, action="append", help="index in CASES; by default all of the part")
     parser.add_argument("--target", type=float, action="append")
+    parser.add_argument("--brief", action="store_true", help="leave out whole nodes, and SpotHedge with that queue")
     parser.add_argument("--results", type=Path, help="a file for the runs, made when it is not there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -212,7 +216,8 @@ def main() -> None:
                 continue
             if case.part in (args.part or ("tune", "look")) and case.recording < len(args.recording):
                 load = partial(scenario, case, args.recording, args.envelope, args.spot, args.days, Path(folder))
-                table(case, Runs(at, load, args.days, args.results), args.target or TARGETS)
+                runs = Runs(at, load, args.days, args.results)
+                table(case, runs, args.target or TARGETS, is_brief=args.brief)
 
 
 if __name__ == "__main__":
