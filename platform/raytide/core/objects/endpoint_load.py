@@ -23,7 +23,7 @@ class Counters:
     finished: float = 0.0
     """Requests whose tokens are counted."""
     late: float = 0.0
-    """Requests whose first token came later than `slo_ttft_s`, or that were refused."""
+    """Requests without a first token after `slo_ttft_s`, and refused ones."""
 
     def plus(self, other: Counters) -> Counters:
         return Counters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
