@@ -187,15 +187,16 @@ class _Build:
         else:
             tokenizer, where = tokenizer_file, str(self.spec.tokenizer.file)
         loaded = load_bpe(tokenizer, where)
+        vocab_size = vocab_size_of(loaded)
         plan = EncodePlan(
             choose_engine(tokenizer),
             eos_id_of(loaded, self.spec.tokenizer.eos, where),
-            dtype_for(vocab_size_of(loaded)),
+            dtype_for(vocab_size),
             self.spec.records != "text",
         )
         self.item_bytes = ITEM_BYTES[plan.dtype]
         plan = self._encode(plan)
-        return self._write(plan, tokenizer, tokenizer_config(loaded, self.spec.tokenizer.eos))
+        return self._write(plan, tokenizer, tokenizer_config(loaded, self.spec.tokenizer.eos), vocab_size)
 
     def _corpus_steps(self, corpus: Corpus) -> None:
         """The steps that need all documents' digests, before anything is learned or encoded."""
@@ -260,7 +261,7 @@ class _Build:
             self._corpus_steps(corpus)
         return plan
 
-    def _write(self, plan: EncodePlan, tokenizer: bytes, config: bytes) -> TokenManifest:
+    def _write(self, plan: EncodePlan, tokenizer: bytes, config: bytes, vocab_size: int) -> TokenManifest:
         shards = self._write_shards(plan)
         texts = self._write_texts() if self.spec.texts is not None else ()
         corpus = self.passes.corpus
@@ -269,7 +270,7 @@ class _Build:
         manifest = TokenManifest(
             format=self.spec.format,
             tokenizer_sha256=sha256(tokenizer),
-            vocab_size=vocab_size_of(load_bpe(tokenizer, "the tokenizer")),
+            vocab_size=vocab_size,
             eos_id=plan.eos_id,
             dtype=plan.dtype,
             documents=corpus.found.kept,

@@ -111,11 +111,14 @@ def has_versions(parts: Iterable[InputPart]) -> bool:
 
 def pack_blob(arrays: Mapping[str, np.ndarray], about: Mapping[str, object]) -> bytes:
     """Returns arrays and a JSON object as bytes, with a checksum."""
-    bodies = [np.ascontiguousarray(array).tobytes() for array in arrays.values()]
-    columns = [[name, array.dtype.str, len(body)] for (name, array), body in zip(arrays.items(), bodies, strict=True)]
+    bodies = [np.ascontiguousarray(array) for array in arrays.values()]
+    columns = [[name, array.dtype.str, array.nbytes] for name, array in arrays.items()]
     head = json.dumps({"arrays": columns, "about": about}).encode()
-    body = b"".join([len(head).to_bytes(8, "little"), head, *bodies])
-    return hashlib.sha256(body).digest()[:16] + body
+    parts = [len(head).to_bytes(8, "little"), head, *(memoryview(body.reshape(-1).view(np.uint8)) for body in bodies)]
+    checksum = hashlib.sha256()
+    for part in parts:
+        checksum.update(part)
+    return b"".join([checksum.digest()[:16], *parts])
 
 
 def unpack_blob(blob: bytes, name: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:

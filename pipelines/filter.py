@@ -90,7 +90,7 @@ class ReasonTable:
         return self.reasons.index(reason)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Examined:
     """A document after the steps that look at it alone: its text, or the reason for dropping it."""
 
@@ -161,8 +161,7 @@ def judge_text(text: str, rules: TextFilter) -> FilterVerdict:
 
 
 def digest(record: Record | None) -> bytes:
-    body = record if isinstance(record, bytes) else b""
-    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
+    return hashlib.sha256(record if isinstance(record, bytes) else b"").digest()[:DIGEST_BYTES]
 
 
 def survey_of(documents: Iterable[bytes | None], rules: TextFilter) -> Survey:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytide.core.errors import DataError
 from raytide.core.io.storage import is_local, open_url
-from raytide.core.specs.data import DataSpec, ReaderName
+from raytide.core.specs.data import DataSpec
 from raytide.pipelines.readers.base import InputFile, InputPart, ReadOptions
 from raytide.pipelines.readers.registry import reader_of, split_file
 
@@ -55,8 +56,17 @@ def find_inputs(spec: DataSpec) -> list[InputFile]:
         fs, path = open_url(url)
         for name, info in _files(fs, path, url, spec):
             full = name if is_local(url) else str(fs.unstrip_protocol(name))
-            found[full] = InputFile(full, int(info.get("size") or 0), _version(info))
+            is_link = is_local(url) and bool(info.get("islink"))
+            found[full] = _link(name, info) if is_link else InputFile(full, int(info.get("size") or 0), _version(info))
     return [found[url] for url in sorted(found)]
+
+
+def _link(path: str, info: dict[str, Any]) -> InputFile:
+    """Returns what a link leads to; a file of no bytes if that is no file."""
+    if not os.path.isfile(path):
+        return InputFile(path, 0, _version(info), leads_nowhere=True)
+    target = os.stat(path)
+    return InputFile(path, target.st_size, str(target.st_mtime))
 
 
 def plan_chunks(spec: DataSpec, files: list[InputFile]) -> list[InputChunk]:
@@ -75,7 +85,7 @@ def split_parts(files: Iterable[InputFile], spec: DataSpec) -> Iterator[InputPar
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         try:
             for file in files:
-                reader: ReaderName = reader_of(file.url, spec.readers)
+                reader = "link" if file.leads_nowhere else reader_of(file.url, spec.readers)
                 if reader == "parquet":
                     ahead.append(pool.submit(split_file, file, reader, options))
                 else:
@@ -118,7 +128,7 @@ def _may_cut(part: InputPart) -> bool:
 def _files(fs: AbstractFileSystem, path: str, url: str, spec: DataSpec) -> Iterable[tuple[str, dict[str, Any]]]:
     if any(char in path for char in "*?["):
         matches = fs.glob(path, detail=True)
-        return ((name, info) for name, info in matches.items() if info["type"] == "file")
+        return ((name, info) for name, info in matches.items() if info["type"] != "directory")
     try:
         info = fs.info(path)
     except FileNotFoundError:

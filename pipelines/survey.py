@@ -79,7 +79,7 @@ class ChunkSurvey:
 
 def survey_chunk(parts: Sequence[InputPart], options: ReadOptions, examiner: Examiner) -> tuple[ChunkSurvey, list[str]]:
     """Reads and examines all documents of a chunk. Returns the verdicts, and the texts that are not dropped."""
-    counts = np.zeros(len(parts), np.int64)
+    counts = [0] * len(parts)
     table, sampled, cleaning = ReasonTable(), Counter[str](), CleaningCounts()
     verdicts, digests = bytearray(), bytearray()
     texts: list[str] = []
@@ -98,7 +98,7 @@ def survey_chunk(parts: Sequence[InputPart], options: ReadOptions, examiner: Exa
         counts[part] += 1
     found = survey_from_bytes(bytes(verdicts), bytes(digests), tuple(table.reasons))
     fingerprints = fingerprint(texts, None if examiner.cleaner is None else examiner.cleaner.spec)
-    return ChunkSurvey(counts, found, tuple(samples), cleaning, fingerprints), texts
+    return ChunkSurvey(np.array(counts, np.int64), found, tuple(samples), cleaning, fingerprints), texts
 
 
 def examine_parts(
@@ -110,7 +110,7 @@ def examine_parts(
             yield part, record, examiner.examine(record)
         return
     found = list(read_parts(parts, options))
-    counts = np.zeros(len(parts), np.int64)
+    counts = [0] * len(parts)
     places = []
     for part, _ in found:
         places.append(_place(parts, counts, part))
@@ -121,7 +121,7 @@ def examine_parts(
             yield part, record, each
 
 
-def _place(parts: Sequence[InputPart], counts: NDArray[np.int64], part: int) -> Place:
+def _place(parts: Sequence[InputPart], counts: Sequence[int], part: int) -> Place:
     """Returns the place of the next record of a part. Rows of a later piece of JSONL count from where it starts."""
     row, first = _row(parts, counts, part), parts[_first_of_file(parts, part)]
     if first.span is None or first.reader != "jsonl":
@@ -137,9 +137,9 @@ def _drop_sample(examined: Examined, record: Record, url: str, row: int) -> Drop
     return DropSample(examined.reason, url, row, examined.detail[:SAMPLE_CHARS], begin[:SAMPLE_CHARS])
 
 
-def _row(parts: Sequence[InputPart], counts: NDArray[np.int64], part: int) -> int:
+def _row(parts: Sequence[InputPart], counts: Sequence[int], part: int) -> int:
     """Returns the number of the next record of a part, counted from the first part of its file in the chunk."""
-    return int(counts[_first_of_file(parts, part) : part + 1].sum())
+    return sum(counts[_first_of_file(parts, part) : part + 1])
 
 
 def _first_of_file(parts: Sequence[InputPart], part: int) -> int:

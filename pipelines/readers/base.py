@@ -10,12 +10,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Protocol, cast
+from typing import IO, Literal, Protocol, cast
 
 from raytide.core.errors import DataError
 from raytide.core.io.storage import open_url
 from raytide.core.specs.data import DataSpec, ReaderName, RecordKind
 
+PartReader = ReaderName | Literal["link"]
+"""A reader, or that of links that lead to no file."""
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 BUFFER_BYTES = 1 << 20
 
@@ -26,6 +28,8 @@ class InputFile:
     size: int
     version: str
     """An ETag or a modification time, which changes with the content."""
+    leads_nowhere: bool = False
+    """A link that does not lead to a file: it is broken, goes in a circle, or leads to a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class InputPart:
     url: str
     size: int
     version: str = ""
-    reader: ReaderName = "text"
+    reader: PartReader = "text"
     span: tuple[int, int] | None = None
     """The piece, in its reader's terms: a range of bytes, or a row group and the number of its first row."""
 

@@ -23,6 +23,17 @@ class TextReader:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkReader:
+    """A link that leads to no file: one document without a text, which is counted."""
+
+    def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
+        return [InputPart(file.url, file.size, file.version, "link")]
+
+    def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
+        yield Drop("link", "it does not lead to a file")
+
+
+@dataclass(frozen=True, slots=True)
 class HtmlReader:
     """A web page: the text of its main content, without navigation and boilerplate."""
 

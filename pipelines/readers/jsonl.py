@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
 
+import msgspec
+
 from raytide.pipelines.readers.base import (
     COMPRESSED,
     UNREADABLE,
@@ -21,6 +23,7 @@ from raytide.pipelines.readers.base import (
 from raytide.pipelines.readers.conversation import record_of
 
 SPLIT_BYTES = 8 << 20
+BLOCK_BYTES = 1 << 18
 MOST_LINE_BYTES = 1 << 28
 """A longer line is no record but a damaged file."""
 
@@ -38,7 +41,7 @@ class JsonlReader:
         with open_input(part.url) as stream:
             row = 0
             try:
-                for line in _lines(stream, part.span):
+                for line in _stream_lines(stream) if part.url.endswith(COMPRESSED) else _lines(stream, part.span):
                     if len(line) >= MOST_LINE_BYTES:
                         raise damaged(part.url, f"a line has over {MOST_LINE_BYTES >> 20} MiB", row)
                     if line.strip():
@@ -48,22 +51,31 @@ class JsonlReader:
                 raise damaged(part.url, error, row) from error
 
 
+def _stream_lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yields the lines of a compressed file: those before a damage too."""
+    while line := stream.readline(MOST_LINE_BYTES):
+        yield line
+
+
 def _lines(stream: IO[bytes], span: tuple[int, int] | None) -> Iterator[bytes]:
     """Yields the lines that begin inside `span`; all without one."""
-    start, end = span or (0, 1 << 62)
-    at = start
-    if start:  # the line that holds the byte before the span belongs to the span before
-        stream.seek(start - 1)
+    at, end = span or (0, 1 << 62)
+    if at:  # the line that holds the byte before the span belongs to the span before
+        stream.seek(at - 1)
         at += len(stream.readline(MOST_LINE_BYTES)) - 1
-    while at < end and (line := stream.readline(MOST_LINE_BYTES)):
-        at += len(line)
-        yield line
+    rest = b""
+    while at < end and len(rest) < MOST_LINE_BYTES and (block := stream.read(min(BLOCK_BYTES, end - at))):
+        at += len(block)
+        *lines, rest = (rest + block).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest + stream.readline(MOST_LINE_BYTES)
 
 
 def json_record(line: bytes, options: ReadOptions) -> Record:
     """Returns the record in a line."""
     try:
-        row = json.loads(line)
+        row = _decoded(line)
     except UnicodeDecodeError as error:
         return Drop("not_utf8", str(error))
     except (ValueError, RecursionError) as error:
@@ -71,3 +83,12 @@ def json_record(line: bytes, options: ReadOptions) -> Record:
     if not isinstance(row, dict):
         return Drop("not_json", f"a {type(row).__name__} where an object belongs")
     return record_of(row, options.text_column, options.records)
+
+
+def _decoded(line: bytes) -> object:
+    """Returns a line's value. What the fast library refuses is decided by Python's, which takes more: NaN, a byte order
+    mark, half a surrogate pair."""
+    try:
+        return msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return json.loads(line)

@@ -14,6 +14,7 @@ from raytide.pipelines.readers.base import (
     Drop,
     InputFile,
     InputPart,
+    PartReader,
     Reader,
     ReadOptions,
     Record,
@@ -21,11 +22,11 @@ from raytide.pipelines.readers.base import (
     without_compression,
 )
 from raytide.pipelines.readers.columns import ArrowReader, ParquetReader
-from raytide.pipelines.readers.documents import HtmlReader, PdfReader, TextReader
+from raytide.pipelines.readers.documents import HtmlReader, LinkReader, PdfReader, TextReader
 from raytide.pipelines.readers.jsonl import JsonlReader
 from raytide.pipelines.readers.tar import TarReader
 
-READERS: Mapping[ReaderName, Reader] = {
+READERS: Mapping[PartReader, Reader] = {
     "text": TextReader(),
     "jsonl": JsonlReader(),
     "parquet": ParquetReader(),
@@ -33,6 +34,7 @@ READERS: Mapping[ReaderName, Reader] = {
     "tar": TarReader(),
     "html": HtmlReader(),
     "pdf": PdfReader(),
+    "link": LinkReader(),
 }
 BY_SUFFIX: Mapping[str, ReaderName] = {
     ".jsonl": "jsonl",
@@ -58,7 +60,7 @@ def reader_of(url: str, chosen: Mapping[str, ReaderName]) -> ReaderName:
     return "text"
 
 
-def split_file(file: InputFile, reader: ReaderName, options: ReadOptions) -> list[InputPart]:
+def split_file(file: InputFile, reader: PartReader, options: ReadOptions) -> list[InputPart]:
     """Returns a file's parts. A damaged file that is to be dropped is one part, whose record says why."""
     try:
         return READERS[reader].split(file, options)

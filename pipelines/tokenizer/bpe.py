@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from raytide.core.errors import DataError
@@ -48,15 +49,21 @@ def train_bpe(texts: Iterable[str], options: TrainTokenizer) -> bytes:
 
 
 def load_bpe(data: bytes, where: str) -> Tokenizer:
-    """Returns the tokenizer in a `tokenizer.json`. DataError names the file."""
-    from tokenizers import Tokenizer
-
+    """Returns the tokenizer in a `tokenizer.json`, the same one each time: do not change it. DataError names the
+    file."""
     try:
-        tokenizer = Tokenizer.from_str(data.decode())
+        return _loaded(data)
     except Exception as error:  # the library raises plain Exception
         raise DataError(
             f"{where} is not a tokenizer: {error}.", hint="Give a tokenizer.json of the tokenizers library."
         ) from None
+
+
+@lru_cache(maxsize=2)
+def _loaded(data: bytes) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(data.decode())
     # A special token inside a document is text and must not end the document.
     tokenizer.encode_special_tokens = True
     tokenizer.no_padding()

@@ -1,3 +1,6 @@
+import json
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,10 +12,14 @@ from hypothesis import strategies as st
 
 from raytide.core.errors import DataError
 from raytide.core.io.storage import write_bytes
-from raytide.core.specs.data import DataSpec
+from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
+from raytide.pipelines.build import build
 from raytide.pipelines.inputs import find_inputs, group_chunks, split_parts
 from raytide.pipelines.readers.base import Drop, InputPart, ReadOptions
+from raytide.pipelines.readers.conversation import record_of
+from raytide.pipelines.readers.jsonl import json_record
 from raytide.pipelines.readers.registry import read_documents
+from raytide.pipelines.runners.inline import InlineRunner
 
 SpecOf = Callable[..., DataSpec]
 
@@ -123,3 +130,49 @@ def test_chunks_keep_every_part_in_order_and_within_bounds(sizes: list[int], chu
     for chunk in chunks:
         assert 1 <= len(chunk.parts) <= max_parts
         assert len(chunk.parts) == 1 or sum(part.size for part in chunk.parts) <= chunk_bytes
+
+
+def test_links_are_read_as_what_they_lead_to_and_those_that_lead_to_no_file_are_counted(
+    tmp_path: Path, spec_of: SpecOf
+) -> None:
+    root = tmp_path / "in"
+    (root / "sub").mkdir(parents=True)
+    (root / "a.txt").write_text("one")
+    (tmp_path / "outside.txt").write_text("two")
+    (root / "b.txt").symlink_to(tmp_path / "outside.txt")
+    for name, target in (("broken.jsonl", "gone"), ("loop.txt", "loop.txt"), ("circle", "."), ("folder", "sub")):
+        (root / name).symlink_to(target)
+    for inputs in (root, root / "*"):
+        spec = spec_of(inputs, tokenizer=TokenizerSpec(train=TrainTokenizer(vocab_size=300)))
+        manifest = build(spec, runner=InlineRunner())
+        assert (manifest.documents, manifest.source.dropped) == (2, {"link": 4})
+        shutil.rmtree(spec.out)
+    before = find_inputs(spec_of(root / "b.txt"))
+    (tmp_path / "outside.txt").write_text("two and a half")
+    assert find_inputs(spec_of(root / "b.txt")) != before, "a change of what a link leads to is noticed"
+
+
+def test_every_line_is_read_as_the_standard_library_reads_it() -> None:
+    source = random.Random(5)
+    lines = [
+        b'{"text": "a\\u00e9\\n\xc3\xa9", "n": [1, 2.5e3, null, true, {"x": -0}], "b": 12345678901234567890123}',
+        b'{"text": "x", "text": "y"}', b'{"a": NaN, "text": "z"}', b'\xef\xbb\xbf{"text":"bom"}',
+        b'{"text": "\\ud800"}', b'{"text": "\\ud83d\\ude00"}', b'["a"]', b" 1 \r",
+    ]  # fmt: skip
+    for _ in range(4000):
+        line = bytearray(source.choice(lines))
+        for _ in range(source.randrange(4)):
+            place = source.randrange(len(line))
+            line[place : place + source.randrange(2)] = source.choice((b"", bytes([source.randrange(256)])))
+            line = line or bytearray(b"0")
+        try:
+            row = json.loads(bytes(line))
+            expected = record_of(row, "text", "text") if isinstance(row, dict) else Drop("not_json")
+        except UnicodeDecodeError:
+            expected = Drop("not_utf8")
+        except ValueError:
+            expected = Drop("not_json")
+        found = json_record(bytes(line), ReadOptions())
+        assert (found.reason if isinstance(found, Drop) else found) == (
+            expected.reason if isinstance(expected, Drop) else expected
+        ), bytes(line)
