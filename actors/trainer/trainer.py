@@ -10,17 +10,13 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Literal
-
-from torch import Tensor
 
 from raytide.actors.trainer.checkpoint.manager import CheckpointManager, UnsavedNotice
 from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
 from raytide.actors.trainer.checkpoint.train_state import Stateful, TrainState
 from raytide.actors.trainer.data.dataloader import DataLoader
 from raytide.actors.trainer.data.mixture_dataset import create_sampler
-from raytide.actors.trainer.data.order.shuffle import Ids
 from raytide.actors.trainer.distributed import local_shards
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.hf.export import export
@@ -39,12 +35,13 @@ from raytide.actors.trainer.parallel import (
     replica_check,
 )
 from raytide.actors.trainer.parallel import grad_norm as gradients
-from raytide.actors.trainer.parallel.evaluation import Evaluator
+from raytide.actors.trainer.parallel.evaluation import EarlyStop, Evaluator
 from raytide.actors.trainer.parallel.validate import validate
-from raytide.actors.trainer.run_log.line_file import LineFile
+from raytide.actors.trainer.run_log.folder import RunFolder
 from raytide.actors.trainer.run_log.mfu import MfuMeter
 from raytide.actors.trainer.run_log.profiler import Profiler
 from raytide.actors.trainer.run_log.step_timer import StepTimer
+from raytide.actors.trainer.run_log.writer import SampleLog
 from raytide.actors.trainer.types import MicroBatchLimit, StepResult, StopRequest
 from raytide.core.errors import CheckpointError, StorageError, TrainError
 from raytide.core.io.claim import committing
@@ -73,13 +70,16 @@ class Trainer:
         self._gradient_copies = group.sizes.replicate if spec.replicas_reduce_themselves else 1
         """Gradients of each weight outside of DTensor's mesh. They are equal where replicas compress them; where
         replicas train apart, the norm is the root of the mean of their squared ones."""
+        self.early_stop = EarlyStop(spec.eval)
         self._evaluator = None if spec.eval is None else Evaluator(spec, spec.eval, group, self.data)
         self._applying = False
         self.guard = AnomalyGuard(spec.guard)
         self.stateful: dict[str, Stateful] = {"guard": self.guard, "loss_scale": self.loss_scale}
         """Further state in checkpoints, as small tensors."""
+        if spec.eval is not None:
+            self.stateful["early_stop"] = self.early_stop
         self._build()
-        self.all_reduce = gradient_compression.create_all_reduce(spec.memory, group.replicas, self._trainable_shards())
+        self.all_reduce = gradient_compression.create_all_reduce(spec.memory, group.replicas, self.model_parts)
         if self.all_reduce is not None:  # the error feedback belongs to one layout
             self.stateful[f"left_out.{'x'.join(map(str, group.sizes.shape))}.{group.rank}"] = self.all_reduce
         self.outer = self._build_outer()
@@ -91,7 +91,9 @@ class Trainer:
             self.snapshots.join(group)
         self.timer = StepTimer(group.device)
         self.meter = MfuMeter(spec, self.model_source.arch, group)
-        self.profiler = Profiler(spec.profile, spec.out, group.rank, group.device)
+        self.folder = RunFolder(spec.out, self._commit)
+        """This rank's files of the run beside its checkpoints."""
+        self.profiler = Profiler(spec.profile, self.folder, group.rank, group.device)
         self.steps_done = 0
         self.saved_step: int | None = 0
         """Step of the last checkpoint. 0 needs none, because the seed reproduces it."""
@@ -102,7 +104,7 @@ class Trainer:
         """Step of the last snapshot."""
         self._step_s = 0.0
         self.restored_from: Literal["", "memory", "storage"] = ""
-        self._samples = LineFile(Path(spec.out) / "samples" / f"{group.rank}.jsonl")
+        self._samples = SampleLog(self.folder, group) if spec.record_samples and group.is_data_first else None
         self._stop_request = 0
         """The largest StopRequest of all ranks at the last step."""
 
@@ -124,11 +126,6 @@ class Trainer:
         outer = OuterOptimizer(self.optimizer, self.spec.optim.outer, self.group.replicas, self.all_reduce)
         self.state = TrainState(self.model_parts, outer, self.stateful)
         return outer
-
-    def _trainable_shards(self) -> list[tuple[str, Tensor]]:
-        """Returns this rank's shard of each trainable weight."""
-        named = [named for part in self.model_parts for named in part.named_parameters()]
-        return [(name, local_shards.local(weight)) for name, weight in named if weight.requires_grad]
 
     def restore(self) -> list[CheckpointError]:
         """Load the newest state from the members' memory or from storage. Returns why checkpoints were rejected."""
@@ -199,6 +196,7 @@ class Trainer:
             self.snapshots.close()
         if self._pool is not None:
             self._pool.close()
+        self.folder.close()
 
     def export(self) -> str:
         return export(self.model_parts, self.spec, self.model_source, self.data, self.group, self._commit)
@@ -217,7 +215,7 @@ class Trainer:
             self.profiler.close(self.steps_done)
 
     def _run(self, on_step: Callable[[StepResult], None], paused: Callable[[], StopRequest]) -> bool:
-        while self.steps_done < self.spec.steps:
+        while self.steps_done < self.spec.steps and not self.early_stop.why:
             result = self.step(pause=paused())
             if result is None:
                 self._meet()
@@ -284,7 +282,8 @@ class Trainer:
         self.timer.start()
         spec, step = self.spec, self.steps_done
         batch = self._loader.next_batch(step, self.micro_batch)
-        self._record_samples(step, batch.ids)
+        if self._samples is not None:
+            self._samples.add(step, batch.ids)
         data_s = time.perf_counter() - began
         self.timer.lap("data")
         counts = [batch.counted, batch.pairs] if self.group.is_data_first else [0, 0]
@@ -352,6 +351,7 @@ class Trainer:
             micro_batch=self.micro_batch,
             unsaved=self._unsaved.show(),
             eval_loss=eval_loss,
+            early_end=self.early_stop.why,
         )
 
     def _evaluate(self) -> float | None:
@@ -359,6 +359,7 @@ class Trainer:
         if self._evaluator is None or not self._evaluator.is_due(self.steps_done):
             return None
         loss = self._evaluator.loss(self.compute, self.micro_batch)
+        self.early_stop.record(loss)
         self.timer.lap("eval")
         return loss
 
@@ -394,7 +395,3 @@ class Trainer:
             self.outer.meet()
             self._met_step = self.steps_done
             self.timer.lap("meet")
-
-    def _record_samples(self, step: int, ids: Ids) -> None:
-        if self.spec.record_samples and self.group.is_data_first:
-            self._samples.add({"step": step + 1, "generation": self.group.generation, "ids": ids.tolist()})

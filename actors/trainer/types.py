@@ -49,6 +49,9 @@ class StepResult:
     eval_loss: float | None = None
     """Mean loss of the held-out tokens after this step, where the step is followed by an evaluation."""
 
+    early_end: str = ""
+    """Reason why the run ends after this step, before its last one."""
+
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of the whole gang, without checkpoint time."""
@@ -59,7 +62,7 @@ class StepResult:
         line = {**asdict(self), "tokens_per_s": round(self.tokens_per_s, 1)}
         for key in ("samples", "verdict", "why") if self.verdict == "applied" else ("samples",):
             del line[key]  # recorded in an event
-        del line["unsaved"]  # recorded in an event
+        del line["unsaved"], line["early_end"]  # recorded in an event
         if self.eval_loss is None:
             del line["eval_loss"]
         else:

@@ -151,6 +151,10 @@ class UrlStore:
     def publish(self, path: str, body: bytes) -> None:
         self._fs.pipe_file(self._at(path), body)
 
+    def remove_file(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._at(path))
+
     def remove(self, folder: str, first: str) -> None:
         for path, whole in ((f"{folder}/{first}", False), (folder, True)):
             try:

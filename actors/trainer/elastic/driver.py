@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import closing
 from functools import partial
 
 from raytide.actors.gang.lease_watch import LeaseWatch, ProgressReporter
@@ -53,7 +54,14 @@ def run_train(
 def _run(
     spec: TrainSpec, lease_client: LeaseClient, job_id: str, claim: Claim, clock: Clock, start: StartWorker
 ) -> RunResult:
-    record = RunLog(spec, clock, logs_steps=False)
+    record = RunLog(spec, clock, logs_steps=False, claim=claim.token)
+    with closing(record.folder):
+        return _train(spec, lease_client, job_id, claim, record, start)
+
+
+def _train(
+    spec: TrainSpec, lease_client: LeaseClient, job_id: str, claim: Claim, record: RunLog, start: StartWorker
+) -> RunResult:
     driver = _Driver(spec, lease_client, job_id, record, start, claim)
     try:
         driver.run()

@@ -135,7 +135,7 @@ class TrainWorker:
             rejected = trainer.restore()
             self._status.restored(trainer.restored_from, [str(error) for error in rejected])
             self._status.enter_phase(f"step {trainer.steps_done + 1}", lap="first_step")
-            log = StepLog(spec, SystemClock()) if group.is_first else None
+            log = StepLog(spec, SystemClock(), trainer.folder) if group.is_first else None
             finished = trainer.run(on_step=self._on_step(trainer, log), paused=lambda: self._stop_request(assignment))
         finally:
             trainer.close()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from raytide.actors.trainer.data.dataloader import DataLoader
 from raytide.actors.trainer.data.mixture_dataset import open_evaluation
@@ -27,6 +30,37 @@ class FixedSampler:
 
     def ids(self, step: int) -> Ids:
         return self._ids[step * self._global_batch : (step + 1) * self._global_batch]
+
+
+class EarlyStop:
+    """Ends a run whose held-out loss no longer falls. Its state is in checkpoints, so a resumed run ends at the same
+    step."""
+
+    def __init__(self, config: HeldOutSpec | None) -> None:
+        self._patience = None if config is None else config.patience
+        self._min_delta = 0.0 if config is None else config.min_delta
+        self.best = math.inf
+        self.since = 0
+        """Evaluations since the loss last fell by more than min_delta."""
+
+    @property
+    def why(self) -> str:
+        """Returns the reason for ending the run; empty while it goes on."""
+        if self._patience is None or self.since < self._patience:
+            return ""
+        return f"the held-out loss has not fallen below {self.best:.6g} in {self.since} evaluations"
+
+    def record(self, loss: float) -> None:
+        if loss < self.best - self._min_delta:
+            self.best, self.since = loss, 0
+        else:
+            self.since += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"judged": torch.tensor([self.best, self.since], dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.best, self.since = state["judged"][0].item(), int(state["judged"][1])
 
 
 class Evaluator:

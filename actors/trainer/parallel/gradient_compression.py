@@ -14,8 +14,9 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from raytide.actors.trainer.distributed import local_shards
 from raytide.actors.trainer.optim.muon import is_hidden
 from raytide.core.specs.train import MemorySpec
 
@@ -212,13 +213,17 @@ class PowerSgd:
             _scatter(flat, [("", tensor) for tensor in tensors])
 
 
-def create_all_reduce(memory: MemorySpec, group: dist.ProcessGroup, weights: Named) -> CompressedAllReduce | None:
-    """Returns the all-reduce over the replicas that the spec asks for; None without compression. `weights` are this
-    rank's shards of the trainable weights."""
+def create_all_reduce(
+    memory: MemorySpec, group: dist.ProcessGroup, parts: Sequence[nn.Module]
+) -> CompressedAllReduce | None:
+    """Returns the all-reduce over the replicas that the spec asks for, of the trainable weights in `parts`; None
+    without compression."""
     if memory.compression == "none":
         return None
     if memory.compression == "bf16":
         return Bf16(group)
+    named = [named for part in parts for named in part.named_parameters()]
+    weights = [(name, local_shards.local(weight)) for name, weight in named if weight.requires_grad]
     if memory.compression == "topk":
         return TopK(group, weights, memory.topk_ratio)
     return Int8(group, weights) if memory.compression == "int8" else PowerSgd(group, weights, memory.powersgd_rank)

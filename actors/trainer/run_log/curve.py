@@ -141,6 +141,7 @@ class _Lines:
 
     def _size(self) -> int:
         fs, path = open_url(self._url)
+        fs.invalidate_cache()
         try:
             return int(fs.size(path) or 0)
         except FileNotFoundError:

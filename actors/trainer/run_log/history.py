@@ -8,7 +8,7 @@ from typing import Any
 
 from raytide.actors.trainer.types import RunResult
 from raytide.core.errors import DataError
-from raytide.core.io.storage import exists, join, read_bytes
+from raytide.core.io.storage import exists, join, open_url, read_bytes
 
 Line = dict[str, Any]
 
@@ -22,6 +22,7 @@ class RunHistory:
 
 def read(out: str) -> RunHistory:
     """Returns the history of the run in `out`, a directory or an fsspec URL."""
+    open_url(out)[0].invalidate_cache()
     if not exists(out):
         raise DataError(f"there is no run in {out}.", hint="Give the `out` of a run, on a machine that can read it.")
     by_step = {line["step"]: line for line in _lines(join(out, "metrics.jsonl"))}
@@ -36,7 +37,9 @@ def result(out: str) -> RunResult:
 
 def _lines(url: str) -> list[Line]:
     """Returns the file's complete lines: the last may be half written."""
-    if not exists(url):
+    fs, path = open_url(url)
+    try:
+        body = bytes(fs.cat_file(path))
+    except FileNotFoundError:
         return []
-    body = read_bytes(url)
     return [json.loads(line) for line in body[: body.rfind(b"\n") + 1].splitlines()]

@@ -8,16 +8,15 @@ because its package needs older versions of raytide's own dependencies.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from raytide.actors.trainer.types import scalar_metrics
 from raytide.core.clock import Clock
 from raytide.core.config import environment
 from raytide.core.errors import ConfigError, NotFoundError, StorageError
+from raytide.core.io.storage import exists, join, open_url, read_bytes, write_bytes
 from raytide.core.specs.train import MlflowSpec, TrainSpec
 
 if TYPE_CHECKING:
@@ -36,13 +35,13 @@ STATE = "mlflow.json"
 class MlflowRun:
     def __init__(self, spec: TrainSpec, target: MlflowSpec, clock: Clock) -> None:
         """Continue the run recorded in `out`, or create one, which needs the server."""
-        self.out, self.target, self.clock = Path(spec.out), target, clock
+        self.metrics, self.state = join(spec.out, "metrics.jsonl"), join(spec.out, STATE)
+        self.target, self.clock = target, clock
         self._http = _client(target)
         self._sent, self._failure = 0, ""
-        state = self.out / STATE
-        resumed = state.exists()
+        resumed = exists(self.state)
         if resumed:
-            body = json.loads(state.read_text())
+            body = json.loads(read_bytes(self.state))
             self.run_id, self._sent = str(body["run_id"]), int(body["sent"])
         else:
             self.run_id = self._create_run(spec)
@@ -100,10 +99,11 @@ class MlflowRun:
 
     def _send(self) -> bool:
         """Send some pending lines. Returns False if there are none."""
-        metrics = self.out / "metrics.jsonl"
-        if not metrics.exists():
+        fs, path = open_url(self.metrics)
+        fs.invalidate_cache()
+        if not fs.exists(path) or fs.size(path) <= self._sent:
             return False
-        with open(metrics, "rb") as file:
+        with fs.open(path, "rb") as file:
             file.seek(self._sent)
             lines = [line for _, line in zip(range(LINES), file, strict=False) if line.endswith(b"\n")]
         if not lines:
@@ -119,9 +119,7 @@ class MlflowRun:
         return True
 
     def _save_position(self) -> None:
-        part = self.out / f"{STATE}.part"
-        part.write_text(json.dumps({"run_id": self.run_id, "sent": self._sent}) + "\n")
-        os.replace(part, self.out / STATE)
+        write_bytes(self.state, f"{json.dumps({'run_id': self.run_id, 'sent': self._sent})}\n".encode())
 
     def _call(self, method: Literal["GET", "POST"], what: str, **fields: object) -> dict[str, Any]:
         """Call the API. NotFoundError if MLflow does not know the object, StorageError for other failures."""

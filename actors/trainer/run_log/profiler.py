@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import math
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytide.core.errors import UsageError
-from raytide.core.io.storage import full_disk_is_an_error
+from raytide.actors.trainer.run_log.folder import RunFolder
+from raytide.core.errors import StorageError, UsageError
+from raytide.core.io.storage import exists, join, write_bytes
 from raytide.core.specs.train import ProfileSpec
 
 if TYPE_CHECKING:
@@ -25,38 +27,48 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 REQUEST = "profile.json"
+LOOK_EVERY_S = 5.0
+"""Seconds between looks for a request in an object store."""
 
 
 def request(out: str | Path, steps: int) -> None:
     """Ask the run in `out` to profile its next `steps` steps."""
     if steps < 1:
         raise UsageError(f"cannot profile {steps} steps.", hint="Ask for one or more.")
-    if not Path(out).is_dir():
+    if not exists(str(out)):
         raise UsageError(f"there is no run in {out}.", hint="Give the `out` of a run that has started.")
-    part = Path(out) / f"{REQUEST}.part"
-    with full_disk_is_an_error(str(part)):
-        part.write_text(json.dumps({"steps": steps}) + "\n")
-        os.replace(part, part.with_suffix(""))
+    write_bytes(join(str(out), REQUEST), f"{json.dumps({'steps': steps})}\n".encode())
 
 
 class Profiler:
     """Profiles one rank. All ranks call `begin` and `end` at the same steps."""
 
-    def __init__(self, spec: ProfileSpec | None, out: str, rank: int, device: torch.device) -> None:
-        self.spec, self.out, self.rank, self.device = spec, Path(out), rank, device
+    def __init__(self, spec: ProfileSpec | None, folder: RunFolder, rank: int, device: torch.device) -> None:
+        self.spec, self.folder, self.rank, self.device = spec, folder, rank, device
         self._running: Recording | None = None
         self._first = self._last = 0
+        self._looked_s = -math.inf
 
     def requested_steps(self) -> int:
         """Returns the requested number of steps; 0 on all ranks except rank 0."""
         if self.rank or self._running is not None:
             return 0
+        if self.folder.store is not None:
+            if time.monotonic() - self._looked_s < LOOK_EVERY_S:
+                return 0
+            self._looked_s = time.monotonic()
         try:
-            return max(0, int(json.loads((self.out / REQUEST).read_text())["steps"]))
+            return max(0, int(json.loads(self.folder.fetch(REQUEST).read_text())["steps"]))
         except FileNotFoundError:
             return 0
+        except StorageError as error:
+            _log.warning("a request for a profile cannot be seen: %s", error)
+            return 0
         except (ValueError, KeyError, TypeError):
-            (self.out / REQUEST).rename(self.out / f"{REQUEST}.bad")
+            if self.folder.store is None:
+                (self.folder.path / REQUEST).rename(self.folder.path / f"{REQUEST}.bad")
+            else:
+                self.folder.remove(REQUEST)
             return 0
 
     def begin(self, step: int, requested: int) -> None:
@@ -66,7 +78,7 @@ class Profiler:
         if requested:
             self._start(step, step + requested - 1)
             if self.rank == 0:
-                (self.out / REQUEST).unlink(missing_ok=True)
+                self.folder.remove(REQUEST)
         elif self.spec is not None and self.spec.first <= step <= self.spec.last:
             self._start(step, self.spec.last, self.spec.what)
 
@@ -82,11 +94,14 @@ class Profiler:
         if running is None:
             return
         running.stop()
-        stem = self.out / "profile" / f"steps-{self._first}-{step}" / f"rank-{self.rank}"
+        name = f"profile/steps-{self._first}-{step}/rank-{self.rank}"
+        stem = self.folder.path / name
         try:
             if running.suffixes:
                 stem.parent.mkdir(parents=True, exist_ok=True)
             running.write(stem)
+            for suffix in running.suffixes:
+                self.folder.changed(f"{name}{suffix}")
         except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
             for suffix in running.suffixes:
                 with suppress(OSError):

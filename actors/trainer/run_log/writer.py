@@ -10,20 +10,28 @@ import os
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from raytide.actors.trainer.run_log.folder import RunFolder
 from raytide.actors.trainer.run_log.line_file import LineFile
 from raytide.actors.trainer.run_log.mlflow import MlflowRun
 from raytide.actors.trainer.types import RunResult, StepResult
 from raytide.core.clock import Clock
 from raytide.core.errors import StorageError
+from raytide.core.io.claim import committing
 from raytide.core.io.private_paths import safe_opener
-from raytide.core.io.storage import full_disk_is_an_error
+from raytide.core.io.storage import full_disk_is_an_error, join
 from raytide.core.specs.train import TrainSpec
+
+if TYPE_CHECKING:
+    from raytide.actors.trainer.data.order.shuffle import Ids
+    from raytide.actors.trainer.distributed.process_group import ProcessGroup
 
 RunState = Literal["running", "done", "failed"]
 
+METRICS, EVENTS, RUN = "metrics.jsonl", "events.jsonl", "run.json"
 MOST_STEPS = 10_000
 """Number of recent steps whose times are kept, far more than between two checkpoints."""
 
@@ -35,27 +43,46 @@ class StepLog:
     ahead of the file whenever a process is killed.
     """
 
-    def __init__(self, spec: TrainSpec, clock: Clock) -> None:
-        self.spec, self.clock, self.file = spec, clock, Path(spec.out) / "metrics.jsonl"
-        _drop_torn_line(self.file)
-        self._lines = LineFile(self.file)
+    def __init__(self, spec: TrainSpec, clock: Clock, folder: RunFolder) -> None:
+        self.spec, self.clock, self.folder = spec, clock, folder
+        file = folder.fetch(METRICS)
+        _drop_torn_line(file)
+        self._lines = LineFile(file)
 
     def add(self, result: StepResult) -> None:
         due = result.step % self.spec.log_every == 0 or result.step == self.spec.steps
         if result.verdict != "stopped" and (due or result.eval_loss is not None):
             self._lines.add({**result.metrics_line(), "at_s": self.clock.now_s()})
+            self.folder.changed(METRICS)
+        if self.spec.is_due(self.spec.checkpoint_every, result.step):
+            self.folder.flush()
 
     def flush(self) -> None:
         self._lines.flush()
 
 
+class SampleLog:
+    """The sample ids of each step, by the rank that reads them."""
+
+    def __init__(self, folder: RunFolder, group: ProcessGroup) -> None:
+        self._folder, self._name, self._generation = folder, f"samples/{group.rank}.jsonl", group.generation
+        self._lines = LineFile(folder.fetch(self._name))
+
+    def add(self, step: int, ids: Ids) -> None:
+        """Records the samples of a step, counted from 0."""
+        self._lines.add({"step": step + 1, "generation": self._generation, "ids": ids.tolist()})
+        self._folder.changed(self._name)
+
+
 class RunLog:
     """The log of one driver. `logs_steps` is False if rank 0 logs the steps."""
 
-    def __init__(self, spec: TrainSpec, clock: Clock, *, logs_steps: bool = True) -> None:
-        self.spec, self.clock, self.out = spec, clock, Path(spec.out)
+    def __init__(self, spec: TrainSpec, clock: Clock, *, logs_steps: bool = True, claim: str = "") -> None:
+        """`claim` is the token of the run's claim on its folders; without one, uploads are not checked."""
+        self.spec, self.clock = spec, clock
+        self.folder = RunFolder(spec.out, partial(committing, spec.places, claim))
         with full_disk_is_an_error(spec.out):
-            self.out.mkdir(parents=True, exist_ok=True)
+            self.folder.path.mkdir(parents=True, exist_ok=True)
         self.began_s = clock.now_s()
         self.steps = self.tokens = self.restarts = self.resizes = self.steps_lost = 0
         self.first_loss: float | None = None
@@ -70,15 +97,17 @@ class RunLog:
         self.unsaved = ""
         """Reason why the last checkpoint could not be written; empty once a later one succeeds."""
         self.has_been_unsaved = False
-        self._events = LineFile(self.out / "events.jsonl")
+        self._events = LineFile(self.folder.fetch(EVENTS))
         self._resume()
-        self._log = StepLog(spec, clock) if logs_steps else None
+        self._log = StepLog(spec, clock, self.folder) if logs_steps else None
         self.mlflow = MlflowRun(spec, spec.mlflow, clock) if spec.mlflow is not None else None
 
     def step(self, result: StepResult) -> None:
         if result.verdict in ("skipped", "stopped"):
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "samples": list(result.samples)}
             self.event("not_applied", step=result.step, verdict=result.verdict, why=result.why, **numbers)
+        if result.early_end:
+            self.event("early_end", step=result.step, why=result.early_end)
         if result.unsaved and result.unsaved != self.unsaved:
             self.event("not_saved", step=result.step, why=result.unsaved)
         self.unsaved = result.unsaved
@@ -99,13 +128,15 @@ class RunLog:
 
     def event(self, what: str, **details: object) -> None:
         self._events.add({"at_s": self.clock.now_s(), "event": what, **details})
+        self.folder.changed(EVENTS)
 
     def record_recovery(self, seconds: float, steps_lost: int) -> None:
         self.recovery_s = max(self.recovery_s, seconds)
         self.steps_lost += steps_lost
 
     def result(self) -> RunResult:
-        model = self.out / "model"
+        store = self.folder.store
+        has_model = (self.folder.path / "model").is_dir() if store is None else bool(store.sizes("model"))
         return RunResult(
             steps=self.steps,
             first_loss=self.first_loss,
@@ -116,7 +147,7 @@ class RunLog:
             resizes=self.resizes,
             steps_lost=self.steps_lost,
             recovery_s=self.recovery_s,
-            model_dir=str(model) if model.is_dir() else None,
+            model_dir=join(self.spec.out, "model") if has_model else None,
         )
 
     def close(self, state: RunState, reason: str = "") -> RunResult:
@@ -133,25 +164,31 @@ class RunLog:
         except StorageError:
             if state == "done":
                 raise
+        finally:
+            self.folder.close()
         return result
 
     def _write(self, text: str) -> None:
-        part = self.out / "run.json.part"
+        part = self.folder.path / f"{RUN}.part"
         with full_disk_is_an_error(str(part)):
             try:
                 part.write_text(text)
-                os.replace(part, self.out / "run.json")
+                os.replace(part, self.folder.path / RUN)
             finally:
                 part.unlink(missing_ok=True)
+        self.folder.changed(RUN)
+        if not self.folder.flush():
+            raise StorageError(self.folder.problem, hint="Start the run again: it has nothing left to train.")
 
     def mark_finished(self) -> None:
         """Mark all steps as done: a driver killed after the last step did not record it."""
-        self.steps = self.spec.steps
+        if self.spec.eval is None or self.spec.eval.patience is None:
+            self.steps = self.spec.steps
 
     def _resume(self) -> None:
         """Restore steps and losses of the run, which may have had earlier drivers."""
-        metrics = self.out / "metrics.jsonl"
-        for file in (metrics, self.out / "events.jsonl"):
+        metrics = self.folder.fetch(METRICS)
+        for file in (metrics, self.folder.path / EVENTS):
             _drop_torn_line(file)
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if lines:

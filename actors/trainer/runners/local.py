@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.run_log.writer import RunLog
@@ -21,7 +22,9 @@ def train_local(
     `out`."""
     claim = Claim(spec.places)
     try:
-        return _train(spec, claim, RunLog(spec, clock or SystemClock()), on_step)
+        record = RunLog(spec, clock or SystemClock(), claim=claim.token)
+        with closing(record.folder):
+            return _train(spec, claim, record, on_step)
     finally:
         claim.release()
 

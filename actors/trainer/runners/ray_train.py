@@ -3,7 +3,7 @@ dict.
 
 Ray Train makes the process group and restarts workers. Raytide writes its usual files into the spec's `out`, which
 every worker must reach, reports committed checkpoints to Ray Train and resumes from them. Checkpoints in an object
-store (`checkpoint_dir`) stay there and are not reported.
+store (`out` or `checkpoint_dir`) stay there and are not reported.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,16 +46,23 @@ def train_loop_per_worker(config: Mapping[str, Any]) -> None:
 
 
 def _train(spec: TrainSpec, group: ProcessGroup, claim: Claim | None) -> None:
+    from raytide.actors.trainer.run_log.writer import RunLog
+
+    token = group.from_first("" if claim is None else claim.token)
+    record = RunLog(spec, SystemClock(), claim=token) if group.is_first else None
+    with nullcontext() if record is None else closing(record.folder):
+        _train_with(spec, group, token, record)
+
+
+def _train_with(spec: TrainSpec, group: ProcessGroup, token: str, record: RunLog | None) -> None:
     import ray.train
 
-    from raytide.actors.trainer.run_log.writer import RunLog
     from raytide.actors.trainer.trainer import Trainer
 
-    record = RunLog(spec, SystemClock()) if group.is_first else None
     try:
         ray_checkpoint = ray.train.get_checkpoint()
         bad = group.from_first(_place(ray_checkpoint, spec) if group.is_first and ray_checkpoint is not None else [])
-        trainer = Trainer(spec, group, claim=group.from_first("" if claim is None else claim.token))
+        trainer = Trainer(spec, group, claim=token)
         try:
             rejected = [*bad, *trainer.restore()]
             if record is not None:

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import multiprocessing.util
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,16 @@ def make_spec(dataset: Path) -> Callable[[Path], TrainSpec]:
 @pytest.fixture
 def spec(make_spec: Callable[[Path], TrainSpec], tmp_path: Path) -> TrainSpec:
     return make_spec(tmp_path / "run")
+
+
+@pytest.fixture
+def bucket(aws: None) -> str:
+    """The URL of an empty bucket."""
+    import boto3
+
+    name = uuid.uuid4().hex
+    boto3.client("s3").create_bucket(Bucket=name)
+    return f"s3://{name}"
 
 
 RunRanks = Callable[..., list[Any]]

@@ -29,6 +29,7 @@ from raytide.actors.trainer.elastic.worker import TrainWorker
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.types import RunResult
 from raytide.core.errors import LeaseLostError
+from raytide.core.io.storage import exists, join, read_bytes
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.specs.train import TrainSpec
 
@@ -226,8 +227,8 @@ class Run:
 
 def lines(spec: TrainSpec, name: str) -> list[dict[str, Any]]:
     """Returns the lines of a file that may be in the middle of being written."""
-    file = Path(spec.out) / name
-    text = file.read_text() if file.exists() else ""
+    url = join(spec.out, name)
+    text = read_bytes(url).decode() if exists(url) else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 

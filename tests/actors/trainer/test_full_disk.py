@@ -147,7 +147,7 @@ def test_the_reason_of_a_failed_run_is_not_hidden_by_the_disk_s(
     record.close("failed", str(TrainError("the loss is no number.")))
     with pytest.raises(StorageError, match="no space left"):
         record.close("done")
-    assert not (record.out / "run.json.part").exists()
+    assert not (record.folder.path / "run.json.part").exists()
 
 
 def test_a_profile_without_room_is_given_up_and_logged(

@@ -152,6 +152,11 @@ class HeldOutSpec(Config):
     batches: int = Field(default=8, ge=1, le=1 << 20)
     """The number of evaluation batches, of `global_batch` sequences each; all there are if there are fewer."""
 
+    patience: int | None = Field(default=None, ge=1)
+    """The run ends after this number of evaluations in a row that do not improve on the best loss; never by default."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """The fall of the loss, in nats, that counts as an improvement."""
+
     @model_validator(mode="after")
     def _one_source(self) -> HeldOutSpec:
         if (self.dataset is None) == (self.fraction is None):

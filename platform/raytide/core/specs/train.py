@@ -128,7 +128,8 @@ class TrainSpec(Config):
     chat: ChatSpec | None = None
     """Conversations to train on, in place of a dataset."""
     out: str
-    """A directory that every member reaches, for metrics, the exported model and, by default, checkpoints."""
+    """A directory that every member reaches, or an fsspec URL (`s3://bucket/run`), for metrics, the exported model and,
+    by default, checkpoints."""
     checkpoint_dir: str | None = None
     """A directory or an fsspec URL (`s3://bucket/run`) for checkpoints; `out`/checkpoints by default."""
     model: ModelSpec = ModelSpec()

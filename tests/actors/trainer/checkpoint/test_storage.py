@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,16 +14,6 @@ from raytide.actors.trainer.checkpoint.verify import verify
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import NotFoundError, StorageError
 from raytide.core.specs.train import TrainSpec
-
-
-@pytest.fixture
-def bucket(aws: None) -> str:
-    """The URL of an empty bucket."""
-    import boto3
-
-    name = uuid.uuid4().hex
-    boto3.client("s3").create_bucket(Bucket=name)
-    return f"s3://{name}"
 
 
 def damage(store: CheckpointStorage, path: str) -> None:

@@ -13,6 +13,7 @@ from tests.actors.trainer.trainer_ranks import watched
 
 from raytide.actors.trainer.model import apply
 from raytide.actors.trainer.run_log import profiler as profile
+from raytide.actors.trainer.run_log.folder import RunFolder
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import ConfigError, UsageError
 from raytide.core.specs.train import GuardSpec, ProfileSpec, TrainSpec
@@ -60,7 +61,7 @@ def test_a_snapshot_of_memory_and_ranges_are_for_gpus(spec: TrainSpec, monkeypat
     for each in asked.values():
         with pytest.raises(ConfigError, match="needs a GPU"):
             apply.check_supported(spec.model_copy(update={"profile": each}), torch.device("cpu"))
-    profiler = profile.Profiler(asked["memory"], spec.out, 0, torch.device("cuda"))
+    profiler = profile.Profiler(asked["memory"], RunFolder(spec.out), 0, torch.device("cuda"))
     profiler.begin(1, 0)
     profiler.end(1)
     stem = f"{spec.out}/profile/steps-1-1/rank-0"
@@ -78,7 +79,7 @@ def test_a_range_that_ends_before_it_begins_and_a_request_for_nothing_are_refuse
 
 
 def test_a_request_that_cannot_be_read_is_put_aside(tmp_path: Path) -> None:
-    profiler = profile.Profiler(None, str(tmp_path), 0, torch.device("cpu"))
+    profiler = profile.Profiler(None, RunFolder(str(tmp_path)), 0, torch.device("cpu"))
     assert profiler.requested_steps() == 0
     (tmp_path / profile.REQUEST).write_text("soon")
     assert profiler.requested_steps() == 0

@@ -35,7 +35,8 @@ def small(tmp_path: Path) -> TrainSpec:
 
 def done(step: int, loss: float) -> StepResult:
     known: dict[str, Any] = dict.fromkeys(StepResult.__dataclass_fields__, 1)
-    return StepResult(**{**known, "step": step, "loss": loss, "verdict": "applied", "times": {}, "unsaved": ""})
+    texts = {"verdict": "applied", "unsaved": "", "early_end": ""}
+    return StepResult(**{**known, **texts, "step": step, "loss": loss, "times": {}})
 
 
 def test_a_driver_that_starts_again_knows_how_far_the_run_is(small: TrainSpec) -> None:
