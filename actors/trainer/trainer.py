@@ -86,7 +86,7 @@ class Trainer:
         digests = {"model, seed or batch": self.model_source.digest, "dataset": self.data.digest}
         self._commit = partial(committing, spec.places, claim)
         self.checkpoints = CheckpointManager(spec, digests, group, self._commit)
-        self.snapshots = snapshots if spec.snapshot_every else None
+        self.snapshots = snapshots if spec.takes_snapshots else None
         if self.snapshots is not None:
             self.snapshots.join(group)
         self.timer = StepTimer(group.device)

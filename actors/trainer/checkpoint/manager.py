@@ -24,6 +24,7 @@ from raytide.actors.trainer.checkpoint.manifest import Checkpoint
 from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, open_store
 from raytide.actors.trainer.checkpoint.train_state import TensorShard, TrainState
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
+from raytide.actors.trainer.optim.state_offload import DiskStorage
 from raytide.core.errors import CheckpointError, StorageError
 from raytide.core.specs.train import TrainSpec
 
@@ -72,6 +73,8 @@ class CheckpointManager:
         self.spec, self.digests, self.group = spec, dict(digests), group
         self.store = open_store(spec.checkpoint_url)
         self._saver = AsyncSaver(group.new_channel(), group.rank, group.world, digests, spec.keep_checkpoints, commit)
+        if spec.memory.parameters == "disk":
+            self._saver.buffer.disk = DiskStorage(spec.memory.scratch)
         self._token = group.from_first(uuid.uuid4().hex)
         self._count = 0
         self._in_flight = False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raytide.actors.trainer.checkpoint.train_state import TensorShard
+from raytide.actors.trainer.optim.state_offload import DiskStorage, release
 
 _ALIGN = 64
 
@@ -37,6 +38,8 @@ class BufferEntry:
 class StagingBuffer:
     def __init__(self) -> None:
         self.block = torch.zeros(0, dtype=torch.uint8)
+        self.disk: DiskStorage | None = None
+        """The file that has the block, for states that are larger than memory."""
         self.entries: list[BufferEntry] = []
         self.shards: list[TensorShard] = []
         self._stream: torch.cuda.Stream | None = None
@@ -56,7 +59,9 @@ class StagingBuffer:
         if entries == self.entries:
             return
         self.entries = entries
-        if self.size > len(self.block):
+        if self.size > len(self.block) and self.disk is not None:
+            self.block = self.disk.empty((self.size,), torch.uint8)
+        elif self.size > len(self.block):
             self.block = torch.zeros(self.size, dtype=torch.uint8, pin_memory=pinned)
         memory = self.block.numpy()
         self.shards = [TensorShard(e.name, e.shape, e.offsets, _view(memory, e)) for e in entries]
@@ -91,6 +96,8 @@ class StagingBuffer:
             copy.local.copy_(live.local, non_blocking=True)
             if self._stream is not None and live.local.is_cuda:
                 live.local.record_stream(self._stream)  # may be a temporary tensor of the optimizer
+            release(live.local)
+        release(self.block)
 
 
 def _entries(shards: Sequence[TensorShard]) -> list[BufferEntry]:

@@ -26,7 +26,7 @@ def check_supported(spec: TrainSpec, device: torch.device) -> None:
     if spec.profile is not None:
         recordings.check_device(spec.profile.what, device)
     if device.type == "cpu":
-        for field in ("activations", "optimizer"):
+        for field in ("activations", "optimizer", "parameters"):
             if getattr(spec.memory, field) == "cpu":
                 raise ConfigError(
                     f'memory.{field} "cpu" frees no memory when training on a CPU.',

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raytide.actors.trainer.distributed.local_shards import like, local
-from raytide.actors.trainer.optim.state_offload import State, StateStorage
+from raytide.actors.trainer.optim.state_offload import State, StateStorage, release
 from raytide.core.specs.train import OptimSpec
 
 STEP = "step"
@@ -58,6 +58,8 @@ class Optimizer(ABC):
             state = self.storage.load(self.state[parameter], local(parameter).device)
             self.update(parameter, grad_of(parameter), state, group)
             self.storage.write_back(self.state[parameter], state)
+            release(local(parameter))
+            release(grad_of(parameter))
 
     def zero_grad(self) -> None:
         for parameter in self.state:
@@ -94,7 +96,8 @@ class Optimizer(ABC):
 
     def to_full_precision(self, parameter: nn.Parameter, state: State) -> State:
         """Returns the state in full precision, on the device."""
-        return self.storage.load(state, local(parameter).device)
+        device = local(parameter).device
+        return state if device.type == "cpu" else self.storage.load(state, device)
 
     def from_full_precision(self, state: State, key: str, value: Tensor) -> None:
         """Set one key of the state from its full-precision form."""

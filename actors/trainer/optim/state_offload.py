@@ -1,16 +1,18 @@
 """Stores optimizer state on the device, in host memory, or in a memory-mapped file.
 
-Offloaded state is loaded for the update only, one parameter at a time.
+Offloaded state is loaded for the update only, one parameter at a time. Pages of a file are dropped from memory after
+it.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -92,11 +94,18 @@ class DiskStorage:
     def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
         for key, value in changed.items():
             state[key].copy_(value)
+            release(state[key])
 
     def _map(self, value: Tensor) -> Tensor:
-        count = value.numel() * value.element_size()
-        if count < mmap.ALLOCATIONGRANULARITY:  # smaller than a page
-            return value
+        mapped = self.empty(value.shape, value.dtype).copy_(value)
+        release(mapped)
+        return mapped
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor in the file; in memory if it is smaller than a page."""
+        count = math.prod(shape) * dtype.itemsize
+        if count < mmap.ALLOCATIONGRANULARITY:
+            return torch.empty(tuple(shape), dtype=dtype)
         start, self._size = (
             self._size,
             self._size + -(-count // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY,
@@ -104,14 +113,36 @@ class DiskStorage:
         try:
             os.posix_fallocate(self._file.fileno(), start, self._size - start)
         except OSError as error:
-            size = f"{self._size >> 20} MiB of optimizer state"
+            why = os.strerror(error.errno or errno.EIO)
             raise StorageError(
-                f"cannot keep {size} in {self._folder}: {os.strerror(error.errno or errno.EIO)}.",
+                f"cannot keep {self._size >> 20} MiB of training state in {self._folder}: {why}.",
                 hint="Point memory.scratch at a larger disk, or free space there.",
             ) from error
         mapped = mmap.mmap(self._file.fileno(), count, offset=start)
-        tensor = torch.frombuffer(mapped, dtype=value.dtype).view(value.shape)
-        return tensor.copy_(value)
+        tensor = torch.frombuffer(mapped, dtype=dtype).view(tuple(shape))
+        _MAPS[tensor.data_ptr()] = mapped
+        return tensor
+
+
+_MAPS: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+"""The mappings of tensors in files, by address."""
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Returns whether a tensor is in a file."""
+    return tensor.data_ptr() in _MAPS
+
+
+def read_ahead(tensor: Tensor) -> None:
+    """Asks the kernel to read a tensor that is in a file; does nothing for others."""
+    if (mapped := _MAPS.get(tensor.data_ptr())) is not None:
+        mapped.madvise(mmap.MADV_WILLNEED)
+
+
+def release(tensor: Tensor) -> None:
+    """Takes a tensor that is in a file out of this process' memory; its values stay. Does nothing for others."""
+    if (mapped := _MAPS.get(tensor.data_ptr())) is not None:
+        mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def create_storage(place: Place, scratch: str | None = None) -> StateStorage:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from raytide.actors.trainer.model.transformer import Transformer
+from raytide.actors.trainer.optim.state_offload import is_mapped, release
 
 
 def square_sum(parts: Sequence[Transformer]) -> float:
@@ -17,7 +18,7 @@ def square_sum(parts: Sequence[Transformer]) -> float:
     weights = [weight for weight in counted(parts) if weight.grad is not None]
     if not weights:
         return 0.0
-    norms = torch.stack(torch._foreach_norm([_local(weight.grad) for weight in weights])).double()
+    norms = torch.stack(_norms([_local(weight.grad) for weight in weights])).double()
     copies = torch.tensor([_copies(weight) for weight in weights], dtype=torch.float64, device=norms.device)
     return float((norms.square() / copies).sum())
 
@@ -27,7 +28,12 @@ def clip(parts: Sequence[Transformer], norm: float, limit: float) -> None:
     coefficient = limit / (norm + 1e-6)
     if coefficient < 1.0:
         grads = [_local(weight.grad) for part in parts for weight in part.parameters() if weight.grad is not None]
-        torch._foreach_mul_(grads, coefficient)
+        if not any(map(is_mapped, grads)):
+            torch._foreach_mul_(grads, coefficient)
+            return
+        for grad in grads:
+            grad.mul_(coefficient)
+            release(grad)
 
 
 def counted(parts: Sequence[Transformer]) -> Iterator[nn.Parameter]:
@@ -37,6 +43,17 @@ def counted(parts: Sequence[Transformer]) -> Iterator[nn.Parameter]:
         for name, weight in part.named_parameters():
             if not (copied and name == "embedding.weight"):
                 yield weight
+
+
+def _norms(grads: list[Tensor]) -> Sequence[Tensor]:
+    """Returns the norm of each gradient; one at a time is in memory of those that are in a file."""
+    if not any(map(is_mapped, grads)):
+        return torch._foreach_norm(grads)
+    norms = []
+    for grad in grads:
+        norms += torch._foreach_norm([grad])
+        release(grad)
+    return norms
 
 
 def _local(gradient: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from raytide.actors.trainer.model import apply, precision
 from raytide.actors.trainer.model.activation_offload import ActivationPool
 from raytide.actors.trainer.model.lora import adapt
 from raytide.actors.trainer.model.transformer import Transformer
-from raytide.actors.trainer.parallel import context_parallel, tensor_parallel
+from raytide.actors.trainer.parallel import context_parallel, parameter_offload, tensor_parallel
 from raytide.core.specs.train import TrainSpec
 
 
@@ -34,7 +34,7 @@ def build_model_parts(
         context_parallel.divide(part, group, spec.seq_len)
         apply.apply_memory_options(part, spec, pool)
         shard(part, spec, group)
-        part.to_empty(device=group.device)
+        parameter_offload.allocate(part, spec.memory, group.device)
         load_or_initialise(part, origin, spec.seed)
         parts.append(part)
     return parts
@@ -44,7 +44,9 @@ def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
     """Shard with FSDP: one unit for each layer and one for the rest."""
     policy = precision.policy(spec.precision)
     mesh = group.mesh["shard"] if spec.replicas_reduce_themselves else group.data_mesh
-    frees = spec.layout.frees_after_forward and mesh.shape[-1] > 1  # a single rank would only copy
+    is_copy = mesh.shape[-1] > 1 or spec.memory.parameters != "none"  # else a single rank would copy for nothing
+    frees = spec.layout.frees_after_forward and is_copy
+    offload = parameter_offload.offload_policy(spec.memory, group.device)
     for layer in part.layers.values():
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
-    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=frees)
+    fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)

@@ -45,6 +45,8 @@ class MemorySpec(Config):
     """The most that one rank offloads at once; activations above it stay on the device."""
     optimizer: Place = "none"
     """The place of the optimizer state, which is copied to the device one parameter at a time."""
+    parameters: Place = "none"
+    """The place of weights and gradients, which are read layer by layer; only with an offloaded optimizer."""
     scratch: str | None = None
     """A fast local directory for what is offloaded to disk; the system's temporary directory by default."""
     loss_chunk: int = Field(default=0, ge=0)
@@ -65,6 +67,12 @@ class MemorySpec(Config):
     def _one_way_for_activations(self) -> MemorySpec:
         if self.checkpointing == "selective" and self.activations != "none":
             raise ValueError("selective checkpointing cannot be combined with offloaded activations: use full or none")
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_first(self) -> MemorySpec:
+        if self.parameters != "none" and self.optimizer == "none":
+            raise ValueError("parameters are offloaded only with the optimizer state, which is larger: set optimizer")
         return self
 
 
@@ -267,6 +275,11 @@ class TrainSpec(Config):
                 "distill cannot be combined with memory.loss_chunk; distill.top_k bounds what is kept",
             ),
             (
+                self.memory.parameters != "none"
+                and (tensor or self.layout.pipeline > 1 or self.layout.zero != 3 or self.replicas_reduce_themselves),
+                "memory.parameters needs layout.zero 3, and no tensor, pipeline, compression or optim.outer",
+            ),
+            (
                 tensor and self.memory.loss_chunk,
                 "memory.loss_chunk cannot be combined with layout.tensor above 1",
             ),
@@ -313,6 +326,11 @@ class TrainSpec(Config):
     def places(self) -> tuple[str, ...]:
         """The folders that the run writes to; no other run may write to them meanwhile."""
         return (self.out,) if self.checkpoint_dir is None else (self.out, self.checkpoint_dir)
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Returns whether peers keep copies of the state in memory; not of one that is on a disk for its size."""
+        return bool(self.snapshot_every) and self.memory.parameters != "disk"
 
     @property
     def replicas_reduce_themselves(self) -> bool:

@@ -68,7 +68,7 @@ class MemoryEstimate:
     context: float
     fragmentation_share: float
     host: float
-    """Bytes of this rank in the node's memory (offloaded state and activations)."""
+    """Bytes of this rank in the node's memory (offloaded weights, gradients, state and activations)."""
     disk: float
 
     @cached_property
@@ -136,11 +136,15 @@ def estimate_rank(
     place = memory.activations
     away = kept if place != "none" else 0.0
     resident = kept - away + (whole if place != "none" else 0.0)
-    has_earlier = count > 1
+    has_earlier, is_resident = count > 1, memory.parameters == "none"
+    away_bytes = {"cpu": 0.0, "disk": 0.0, "none": 0.0}
+    away_bytes[place] += away
+    away_bytes[memory.optimizer] += states.optimizer
+    away_bytes[memory.parameters] += states.weights + states.gradients
     reducing = _reducing(workload, strategy, states, has_earlier=has_earlier)
     return MemoryEstimate(
-        weights=states.weights,
-        gradients=states.gradients,
+        weights=states.weights if is_resident else 0,
+        gradients=states.gradients if is_resident else 0,
         optimizer=states.optimizer if memory.optimizer == "none" else 0,
         gathered=_gathered(workload, strategy, states),
         reducing=reducing,
@@ -149,11 +153,13 @@ def estimate_rank(
         logits=logits,
         loss=loss,
         micro_batch_activations=first,
-        earlier_gradients=states.gradients + (reducing if layout.zero == 1 else 0.0) if has_earlier else 0.0,
+        earlier_gradients=states.gradients + (reducing if layout.zero == 1 else 0.0)
+        if has_earlier and is_resident
+        else 0.0,
         context=hardware.context_bytes,
         fragmentation_share=hardware.fragmentation,
-        host=(away if place == "cpu" else 0.0) + (states.optimizer if memory.optimizer == "cpu" else 0),
-        disk=(away if place == "disk" else 0.0) + (states.optimizer if memory.optimizer == "disk" else 0),
+        host=away_bytes["cpu"],
+        disk=away_bytes["disk"],
     )
 
 
@@ -190,9 +196,10 @@ def _gathered(workload: TrainWorkload, strategy: Strategy, states: StateBytes) -
     two layers'. One rank in fp32 computes with its own.
     """
     ranks = strategy.sizes.shard * strategy.sizes.context
-    if ranks == 1 and workload.bytes_each == STATE_BYTES:
+    is_resident = strategy.memory.parameters == "none"
+    if ranks == 1 and workload.bytes_each == STATE_BYTES and is_resident:
         return 0.0
-    frees = strategy.layout.frees_after_forward and ranks > 1
+    frees = strategy.layout.frees_after_forward and (ranks > 1 or not is_resident)
     elements = states.outside + _PREFETCHED * states.largest_layer if frees else states.computed
     return workload.bytes_each * min(elements, states.computed)
 
@@ -202,7 +209,7 @@ def _reducing(workload: TrainWorkload, strategy: Strategy, states: StateBytes, *
     ranks = strategy.sizes.shard * strategy.sizes.context * strategy.sizes.replicate
     layer = min(states.largest_layer, states.computed_trained)
     one: float = (workload.bytes_each + STATE_BYTES) * max(layer, min(states.outside, states.computed_trained))
-    if ranks == 1 and workload.bytes_each == STATE_BYTES:
+    if ranks == 1 and workload.bytes_each == STATE_BYTES and strategy.memory.parameters == "none":
         one = 0.0
     accumulates = strategy.layout.zero == 1 or strategy.layout.pipeline > 1
     whole = STATE_BYTES * states.computed_trained if accumulates and has_earlier and ranks > 1 else 0.0

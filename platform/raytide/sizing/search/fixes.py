@@ -197,6 +197,9 @@ def _changes(workload: TrainWorkload, strategy: Strategy) -> Iterator[Change]:
         yield _option("loss_chunk", _CHUNK)
     if memory.optimizer == "none":
         yield _option("optimizer", "cpu")
+    if memory.parameters == "none" and layout.zero == 3 and layout.tensor == layout.pipeline == 1:
+        away = {"parameters": "cpu", "optimizer": "cpu"}
+        yield Change("memory.parameters cpu", lambda work, how: (work, how.with_memory(**away)))
     if memory.activations == "none" and memory.checkpointing != "selective":
         yield _option("activations", "cpu")
     if layout.zero != 3:

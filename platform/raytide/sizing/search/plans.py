@@ -216,5 +216,5 @@ def _rank(plan: TrainingPlan, options: SearchOptions) -> tuple[bool, float, floa
 
 
 def _offloaded(memory: MemorySpec) -> Mapping[str, str]:
-    places = {"optimizer": memory.optimizer, "activations": memory.activations}
+    places = {"optimizer": memory.optimizer, "parameters": memory.parameters, "activations": memory.activations}
     return {what: place for what, place in places.items() if place != "none"}

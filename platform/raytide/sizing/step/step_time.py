@@ -14,7 +14,7 @@ from raytide.core.specs.parallelism import SPLIT_BACKWARD, V_SHAPED, Schedule
 from raytide.sizing.devices import Accelerator
 from raytide.sizing.memory import activations
 from raytide.sizing.memory.activations import Slice
-from raytide.sizing.memory.states import busiest_pipeline_ranks, rank_states
+from raytide.sizing.memory.states import StateBytes, busiest_pipeline_ranks, rank_states
 from raytide.sizing.step.collectives import axis_links
 from raytide.sizing.workload import STATE_BYTES, Strategy, TrainWorkload
 
@@ -151,7 +151,7 @@ def step_time(workload: TrainWorkload, strategy: Strategy, device: Accelerator, 
         launches=launches * used,
         recompute=recompute * used,
         optimizer=_update_seconds(workload, strategy, device, states.weights, states.optimizer),
-        offload=_offload_seconds(workload, strategy, part, states.optimizer, layers, whole * device.overlap),
+        offload=_offload_seconds(workload, strategy, part, states, layers, whole * device.overlap),
         tensor=tensor,
         context=context,
         shard=shard,
@@ -226,17 +226,23 @@ def _update_seconds(
 
 
 def _offload_seconds(
-    workload: TrainWorkload, strategy: Strategy, part: Slice, optimizer: int, layers: int, hidden: float
+    workload: TrainWorkload, strategy: Strategy, part: Slice, states: StateBytes, layers: int, hidden: float
 ) -> float:
-    """Returns the seconds of copies that computation does not hide: optimizer state there and back, activations too."""
+    """Returns the seconds of copies that computation does not hide.
+
+    Optimizer state, and for the update weights and gradients, are read and written beside no computation. Activations,
+    and the weights that each pass of a micro-batch reads and the gradients that it adds to, are copied meanwhile.
+    """
     rate = {"none": 0.0, "cpu": 1 / _PCIE, "disk": 1 / _DISK}
     memory = strategy.memory
-    found = 2 * optimizer * rate[memory.optimizer]
+    count, _ = strategy.microbatches(workload)
+    update = 2 * states.optimizer * rate[memory.optimizer]
+    update += (2 * states.weights + 2 * states.gradients) * rate[memory.parameters]
+    passes = count * (2 * states.weights + 2 * states.gradients) * rate[memory.parameters]
     if memory.activations != "none":
-        count, _ = strategy.microbatches(workload)
         layer = activations.checkpoint_bytes(workload.model, part, memory)
-        found += max(0.0, 2 * count * layers * layer * rate[memory.activations] - hidden)
-    return found
+        passes += 2 * count * layers * layer * rate[memory.activations]
+    return update + max(0.0, passes - hidden)
 
 
 def _bubble_factor(schedule: Schedule) -> float:
