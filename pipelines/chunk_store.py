@@ -114,7 +114,8 @@ def pack_blob(arrays: Mapping[str, np.ndarray], about: Mapping[str, object]) -> 
     bodies = [np.ascontiguousarray(array) for array in arrays.values()]
     columns = [[name, array.dtype.str, array.nbytes] for name, array in arrays.items()]
     head = json.dumps({"arrays": columns, "about": about}).encode()
-    parts = [len(head).to_bytes(8, "little"), head, *(memoryview(body.reshape(-1).view(np.uint8)) for body in bodies)]
+    parts: list[bytes | memoryview] = [len(head).to_bytes(8, "little"), head]
+    parts += [body.reshape(-1).view(np.uint8).data for body in bodies]
     checksum = hashlib.sha256()
     for part in parts:
         checksum.update(part)

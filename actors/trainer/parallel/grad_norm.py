@@ -45,11 +45,11 @@ def counted(parts: Sequence[Transformer]) -> Iterator[nn.Parameter]:
                 yield weight
 
 
-def _norms(grads: list[Tensor]) -> Sequence[Tensor]:
+def _norms(grads: list[Tensor]) -> list[Tensor]:
     """Returns the norm of each gradient; one at a time is in memory of those that are in a file."""
     if not any(map(is_mapped, grads)):
-        return torch._foreach_norm(grads)
-    norms = []
+        return list(torch._foreach_norm(grads))
+    norms: list[Tensor] = []
     for grad in grads:
         norms += torch._foreach_norm([grad])
         release(grad)

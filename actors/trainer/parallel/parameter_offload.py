@@ -43,7 +43,7 @@ def allocate(part: Transformer, memory: MemorySpec, device: torch.device) -> Non
             return torch.empty_like(tensor, device=device)
         return like(storage.empty(tensor.to_local().shape, tensor.dtype), tensor)
 
-    part._apply(allocated)
+    part._apply(allocated)  # type: ignore[no-untyped-call]
     for parameter in part.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_GradientMover(storage))

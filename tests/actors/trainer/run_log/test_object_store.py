@@ -55,6 +55,7 @@ def test_a_run_is_written_to_a_bucket_read_there_and_goes_on_from_there(
     spec: TrainSpec, there: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    train_local(spec.model_copy(update={"steps": 6}))
     alone = train_local(spec.model_copy(update={"steps": 8}))
     first = train_local(there)
     assert first.model_dir == f"{there.out}/model"
