@@ -6,10 +6,11 @@
 TRACE is in Mooncake's format; all lengths are divided by 32, as in benchmarks/engine/prefix_cache.py. Each replica is
 the production scheduler and block pool; a step takes `--step-ms` and a constant for each token of prefill and decode.
 The router is the gateway's own, in one or two gateway processes that each see a random half of the requests, and what
-replicas push every 0.25 s: statistics, and the prefixes that the other gateway sent. A load of 1 is the rate at which
-the replicas would be just busy with a cache without end. Yardsticks of the same run: power of two choices (of the
-replicas' requests in flight), least loaded, and one engine with the memory and speed of all. Several seeds: mean, and
-least to greatest. A mix is made up instead: all prompts distinct, all equal, or half of them with one prefix.
+replicas push every 0.25 s, and 20 ms after a request of one of two gateways: statistics, and the prefixes that the
+other gateway sent. A load of 1 is the rate at which the replicas would be just busy with an endless cache. Yardsticks
+of the same run: power of two choices (of the replicas' requests in flight), least loaded, and one engine with the
+memory and speed of all. Several seeds: mean, and least to greatest. A mix is made up instead: all prompts distinct, all
+equal, or half of them with one prefix.
 
 With `--real`, `real_replicas.py` then routes a part of the trace to three native engines in processes of their own.
 """
@@ -37,7 +38,7 @@ from raytide.actors.engine.sequence import StepPlan
 from raytide.gateway.replicas.routing.prefix_index import join_keys
 from raytide.gateway.replicas.routing.router import ReplicaState, Route, Router
 
-STATUS_S = 0.25
+STATUS_S, NEWS_S = 0.25, 0.02
 REPLICAS = 3
 
 
@@ -62,8 +63,22 @@ class Replica:
         self.name, self.speed = name, speed
         self.scheduler = Scheduler(BlockPool(num_blocks, BLOCK), max_running=64, max_batch_tokens=2048)
         self.plan: StepPlan | None = None
+        self.pending: dict[str, int] = {}
+        """The new tokens of each request without a first token."""
         self.state = self.report()
+        self.has_news = False
         self.sent: list[tuple[Policy, bytes]] = []
+
+    def tell(self, gateways: Sequence[Policy]) -> None:
+        """Pushes the statistics, and what each gateway has sent to the others."""
+        self.state, self.has_news = self.report(), False
+        for gateway in gateways:
+            gateway.add_report(self.name, sum(self.pending.values()))
+        for sender, prefix in self.sent:
+            for gateway in gateways:
+                if gateway is not sender:
+                    gateway.add_prefix(self.name, prefix)
+        self.sent = []
 
     def report(self) -> ReplicaState:
         pool = self.scheduler.pool
@@ -92,6 +107,10 @@ class Policy:
         """Returns the keys that go with the request that was sent last."""
         return b""
 
+    def new_tokens(self) -> int:
+        """Returns the tokens of that request that are not cached."""
+        return 0
+
     def first_token(self, name: str) -> None:
         """A request of this gateway has its first token."""
 
@@ -100,6 +119,9 @@ class Policy:
 
     def add_prefix(self, replica: str, prefix: bytes) -> None:
         """A replica has told of another gateway's request."""
+
+    def add_report(self, replica: str, pending_tokens: int) -> None:
+        """A replica has reported the new tokens of its requests without a first token."""
 
 
 class Counting(Policy):
@@ -144,6 +166,10 @@ class Routing(Policy):
         assert self._route is not None
         return join_keys(self._route.keys)
 
+    def new_tokens(self) -> int:
+        assert self._route is not None
+        return self._route.new_tokens
+
     def first_token(self, name: str) -> None:
         self._routes[name].first_token()
 
@@ -152,6 +178,9 @@ class Routing(Policy):
 
     def add_prefix(self, replica: str, prefix: bytes) -> None:
         self.router.add_prefix(replica, prefix)
+
+    def add_report(self, replica: str, pending_tokens: int) -> None:
+        self.router.add_report(replica, pending_tokens)
 
 
 @dataclass(slots=True)
@@ -194,14 +223,11 @@ def simulate(
         now_s, _, kind, at = heapq.heappop(events)
         if kind == "status":
             for each in replicas:
-                each.state = each.report()
-                for sender, prefix in each.sent:
-                    for gateway in gateways:
-                        if gateway is not sender:
-                            gateway.add_prefix(each.name, prefix)
-                each.sent = []
+                each.tell(gateways)
             count += 1
             heapq.heappush(events, (now_s + STATUS_S, count, "status", 0))
+        elif kind == "news":
+            replicas[at].tell(gateways)
         elif kind == "arrival":
             request, name = requests[at], f"{at}"
             gateway = rng.choice(gateways)
@@ -212,6 +238,11 @@ def simulate(
             waiting_first.add(name)
             replica = replicas[index_of[chosen]]
             replica.sent.append((gateway, gateway.prefix()))
+            replica.pending[name] = gateway.new_tokens()
+            if len(gateways) > 1 and not replica.has_news:
+                replica.has_news = True
+                count += 1
+                heapq.heappush(events, (now_s + NEWS_S, count, "news", index_of[chosen]))
             result.served[index_of[chosen]] += 1
             replica.scheduler.add(samples[name])
             if replica.plan is None:
@@ -225,6 +256,7 @@ def simulate(
             for sample in yielded:
                 if sample.seq_id in waiting_first:
                     waiting_first.discard(sample.seq_id)
+                    del replica.pending[sample.seq_id]
                     result.first_token_s.append(now_s - arrivals[sample.seq_id])
                     senders[sample.seq_id].first_token(sample.seq_id)
                 if sample.finish_reason is not None:

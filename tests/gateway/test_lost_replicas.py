@@ -64,9 +64,9 @@ async def test_a_resumed_stream_is_not_counted_as_one_that_waited_for_its_first_
     track, waited = LoadCounters.track, []
     first_token, has_begun = Route.first_token, asyncio.Event()
 
-    def noted(counters: LoadCounters, waited_s: float) -> TrackedRequest:
+    def noted(counters: LoadCounters, waited_s: float, new_tokens: int) -> TrackedRequest:
         waited.append(waited_s)
-        return track(counters, waited_s)
+        return track(counters, waited_s, new_tokens)
 
     def received(route: Route) -> None:
         has_begun.set()
@@ -205,9 +205,9 @@ async def test_a_request_that_waits_for_its_turn_is_not_blamed_for_a_death_it_ha
         chosen.append(replica.name)
         return replica, route
 
-    def counted(replica: Replica, *args: Any) -> AsyncIterator[GenChunk]:
+    def counted(replica: Replica, *args: Any, **options: Any) -> AsyncIterator[GenChunk]:
         asked.append(replica.name)
-        return generate(replica, *args)
+        return generate(replica, *args, **options)
 
     async def until_chosen(replica: str) -> None:
         async def is_chosen() -> bool:

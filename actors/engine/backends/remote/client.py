@@ -92,11 +92,13 @@ class RemoteEngine(BasicEngine):
         waited_s: float = 0.0,
         prefix: bytes = b"",
         prefill_at: Sequence[object] | None = None,
+        new_tokens: int = 0,
     ) -> AsyncIterator[GenChunk]:
         """Streams a request. `prefix` is passed to `on_prefix` of the process's other clients. `prefill_at` has the
-        host, port, secret and name of the process from which the prompt's KV is fetched.
+        host, port, secret and name of the process from which the prompt's KV is fetched. `new_tokens` of the prompt are
+        expected not to be cached: the statuses of the process have their sum.
         """
-        return self._connected().generate(request, waited_s, prefix, prefill_at)
+        return self._connected().generate(request, waited_s, prefix, prefill_at, new_tokens)
 
     async def prefill(self, request: GenRequest) -> tuple[list[GenChunk], bytes]:
         """Computes a request up to its first token and takes it out of that process: returns its chunks so far, and
@@ -193,10 +195,18 @@ class RemoteEngine(BasicEngine):
 class Status:
     """The last report of an engine's process. `load` has the counters for the controller."""
 
-    __slots__ = ("at_s", "is_draining", "load", "problem", "stats")
+    __slots__ = ("at_s", "is_draining", "load", "pending_tokens", "problem", "stats")
 
-    def __init__(self, stats: EngineStats | None, load: dict[str, float], problem: str | None, is_draining: bool):
+    def __init__(
+        self,
+        stats: EngineStats | None,
+        load: dict[str, float],
+        problem: str | None,
+        is_draining: bool,
+        pending_tokens: int = 0,
+    ) -> None:
         self.stats, self.load, self.problem, self.is_draining = stats, load, problem, is_draining
+        self.pending_tokens = pending_tokens
         self.at_s = time.monotonic()
 
 
@@ -265,12 +275,17 @@ class _Connection(asyncio.Protocol):
                 self.send([Kind.CLOSE, key])
 
     async def generate(
-        self, request: GenRequest, waited_s: float, prefix: bytes, prefill_at: Sequence[object] | None
+        self,
+        request: GenRequest,
+        waited_s: float,
+        prefix: bytes,
+        prefill_at: Sequence[object] | None,
+        new_tokens: int,
     ) -> AsyncIterator[GenChunk]:
         self.check()
         key, stream = next(self._keys), asyncio.Queue[Item]()
         self._streams[key] = request.request_id, stream
-        self.send([Kind.GENERATE, key, wire.pack_request(request), waited_s, prefix, prefill_at])
+        self.send([Kind.GENERATE, key, wire.pack_request(request), waited_s, prefix, prefill_at, new_tokens])
         ended = False
         try:
             while not ended:
@@ -297,8 +312,8 @@ class _Connection(asyncio.Protocol):
                 if (found := self._streams.get(key)) is not None:
                     found[1].put_nowait(wire.unpack_chunk(found[0], packed))
         elif kind == Kind.STATUS:
-            _, stats, load, problem, is_draining = message
-            self.status = Status(None if stats is None else wire.unpack_stats(stats), load, problem, is_draining)
+            _, stats, *others = message
+            self.status = Status(None if stats is None else wire.unpack_stats(stats), *others)
             self._on_status()
         elif kind == Kind.PART:
             if (parts := self._parts.get(message[1])) is not None:

@@ -16,10 +16,15 @@ class LoadCounters:
         self._first_token_s = 0.0
         self._unanswered: set[TrackedRequest] = set()
 
-    def track(self, waited_s: float) -> TrackedRequest:
-        """Counts a request that has waited elsewhere for `waited_s`."""
+    @property
+    def pending_tokens(self) -> int:
+        """The tokens that are still to be computed for first tokens, without those of late requests, which go last."""
+        return sum(request.new_tokens for request in self._unanswered if not request.is_late)
+
+    def track(self, waited_s: float, new_tokens: int = 0) -> TrackedRequest:
+        """Counts a request that has waited elsewhere for `waited_s`, with so many tokens that are not cached."""
         self._requests += 1
-        request = TrackedRequest(self, time.perf_counter() - waited_s)
+        request = TrackedRequest(self, time.perf_counter() - waited_s, new_tokens)
         self._unanswered.add(request)
         return request
 
@@ -60,8 +65,8 @@ class LoadCounters:
 class TrackedRequest:
     """The time to the first chunk of one request."""
 
-    def __init__(self, counters: LoadCounters, began_s: float) -> None:
-        self._counters, self._began_s = counters, began_s
+    def __init__(self, counters: LoadCounters, began_s: float, new_tokens: int) -> None:
+        self._counters, self._began_s, self.new_tokens = counters, began_s, new_tokens
         self._is_counted = False
         self.is_late = False
         """True once it has been counted as late."""

@@ -78,6 +78,7 @@ class EngineServer:
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
         self._reporting: asyncio.Task[None] | None = None
+        self._has_news = asyncio.Event()
 
     async def listen(self, host: str) -> int:
         """Starts to accept connections and returns the port."""
@@ -112,6 +113,11 @@ class EngineServer:
     def closed(self, connection: _Connection) -> None:
         self._connections.discard(connection)
 
+    def add_news(self) -> None:
+        """Lets the other clients hear of a new request soon: until then they would choose this replica too."""
+        if len(self._connections) > 1:
+            self._has_news.set()
+
     def add_prefix(self, sender: _Connection, prefix: bytes) -> None:
         """Notes a prefix for the other clients, which will find it in the cache."""
         for connection in self._connections:
@@ -123,8 +129,9 @@ class EngineServer:
         try:
             stats = await self.stats()
         except RaytideError as error:
-            return [Kind.STATUS, None, {}, problem or str(error), self.is_draining]
-        return [Kind.STATUS, wire.pack_stats(stats), self.counters.load(stats), problem, self.is_draining]
+            return [Kind.STATUS, None, {}, problem or str(error), self.is_draining, 0]
+        load = self.counters.load(stats)
+        return [Kind.STATUS, wire.pack_stats(stats), load, problem, self.is_draining, self.counters.pending_tokens]
 
     async def stats(self) -> EngineStats:
         """Returns the engine's statistics, with the requests that wait in front of it."""
@@ -133,9 +140,12 @@ class EngineServer:
 
     async def _report(self) -> None:
         while True:
-            await asyncio.sleep(wire.STATUS_PERIOD_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_news.wait(), wire.STATUS_PERIOD_S)
+            self._has_news.clear()
             self.admission.review()
             await self._report_once()
+            await asyncio.sleep(wire.NEWS_PERIOD_S)
 
     async def _report_once(self) -> None:
         packed = wire.pack(await self.status())
@@ -317,6 +327,7 @@ class _Connection(asyncio.Protocol):
         waited_s: float,
         prefix: bytes,
         prefill_at: tuple[str, int, str, str] | None,
+        new_tokens: int = 0,
     ) -> None:
         tracked, request = None, None
         stream = DirectStream(self, key)
@@ -325,7 +336,8 @@ class _Connection(asyncio.Protocol):
         try:
             request = _request(packed)
             self._server.direct.open(request.request_id, stream)
-            tracked = self._server.counters.track(waited_s)
+            tracked = self._server.counters.track(waited_s, new_tokens)
+            self._server.add_news()
             if prefill_at is not None:
                 self._server.handover.assign(request.request_id, PrefillPeer(*prefill_at))
             async with aclosing(self._server.admission.generate(request, waited_s)) as chunks:

@@ -32,11 +32,13 @@ from raytide.actors.engine.types import (
 )
 from raytide.core.errors import EngineError, RaytideError, from_json
 
-VERSION = 7
+VERSION = 8
 _DEFAULT = SamplingParams()
 MAX_MESSAGE_BYTES = 64 << 20
 """A larger message, or as many unread bytes, end the connection."""
 STATUS_PERIOD_S = 0.25
+NEWS_PERIOD_S = 0.02
+"""The least time between two statuses, where a client's request is news to the other clients."""
 
 
 class Kind(IntEnum):
@@ -46,13 +48,11 @@ class Kind(IntEnum):
     HELLO = 1  # the engine's description: the answer
     CALL = 2  # id, method, arguments
     RESULT = 3  # id, value: ends a call
-    GENERATE = (
-        4  # id, request, seconds that it has waited already, the prefix that other clients are told of, peer or None
-    )
+    GENERATE = 4  # id, request, seconds that it has waited, prefix for other clients, peer or None, new tokens
     CHUNKS = 5  # [[id, chunk], ...], bytes of tokens with log probabilities that are new here: the output of one step
     ERROR = 6  # id, error: ends a call or a generation
     CLOSE = 7  # id: the client wants no more of a generation
-    STATUS = 8  # statistics, load counters, problem or None, whether it drains: every STATUS_PERIOD_S
+    STATUS = 8  # statistics, load counters, problem or None, whether it drains, pending tokens: every STATUS_PERIOD_S
     PREFIXES = 9  # prefixes that other clients have sent since the last status
     PART = 10  # id, bytes: a part of what a call returns beside its value, before it
 

@@ -83,11 +83,19 @@ class Replica:
         )
 
     async def generate(
-        self, request: GenRequest, waited_s: float, prefix: bytes, prefill_at: Sequence[object] | None = None
+        self,
+        request: GenRequest,
+        waited_s: float,
+        prefix: bytes,
+        prefill_at: Sequence[object] | None = None,
+        *,
+        new_tokens: int = 0,
     ) -> AsyncIterator[GenChunk]:
         self.in_flight += 1
         try:
-            stream = self.engine.generate(request, waited_s=waited_s, prefix=prefix, prefill_at=prefill_at)
+            stream = self.engine.generate(
+                request, waited_s=waited_s, prefix=prefix, prefill_at=prefill_at, new_tokens=new_tokens
+            )
             async with aclosing(stream):  # type: ignore[type-var]
                 with self._noticing_death():
                     async for chunk in stream:
@@ -190,10 +198,14 @@ class ReplicaSet:
             self.waiting -= 1
 
     def _on_status(self, name: str) -> None:
-        """Notices other weights, with which nothing of the replica's prefix cache is left."""
+        """Passes a status on to the router, and notices other weights, with which nothing of the replica's prefix cache
+        is left."""
         self._changed.set()
         replica = self._replicas.get(name)
-        if replica is not None and replica.has_new_weights():
+        if replica is None:
+            return
+        self.router.add_report(name, replica.engine.status.pending_tokens)
+        if replica.has_new_weights():
             self.router.forget(name)
             self._on_info(replica.info)
 

@@ -141,7 +141,8 @@ class RoutedEngine(BasicEngine):
                 if not replica.takes_requests:
                     raise _GoneError
             prefill_at = self.prefill.address(prefill) if self.prefill and prefill else None
-            stream = replica.generate(request, waited_s, join_keys(route.keys), prefill_at)
+            keys = join_keys(route.keys)
+            stream = replica.generate(request, waited_s, keys, prefill_at, new_tokens=route.new_tokens)
             async with aclosing(stream):  # type: ignore[type-var]
                 async for chunk in stream:
                     await until_first_chunk.aclose()

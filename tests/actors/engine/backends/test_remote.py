@@ -14,7 +14,8 @@ from raytide.actors.engine.backends.remote import client, server, wire
 from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine, Prompt
-from raytide.actors.engine.types import PLAIN_PROMPT, Message, PromptOptions
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.types import PLAIN_PROMPT, GenRequest, Message, PromptOptions
 
 TIMEOUT_S = 20.0
 
@@ -126,3 +127,28 @@ async def test_a_call_that_cannot_be_sent_leaves_nothing_behind() -> None:
 
 def _port(listening: asyncio.Server) -> int:
     return int(listening.sockets[0].getsockname()[1])
+
+
+async def test_a_client_hears_of_another_ones_request_before_the_next_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both would choose the same replica until then. Its new tokens count until its first token."""
+    monkeypatch.setattr(wire, "STATUS_PERIOD_S", 600.0)
+    engine = FakeEngine()
+    async with served(engine) as (_, port):
+        sender, other = (RemoteEngine("127.0.0.1", port, "secret") for _ in range(2))
+        await sender.start()
+        await other.start()
+        await engine.pause()
+        request = GenRequest(request_id="r", prompt="hello", sampling=SamplingParams(max_tokens=2))
+        stream = sender.generate(request, new_tokens=5)
+        answering = asyncio.ensure_future(anext(stream))
+        while other.status.pending_tokens != 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await engine.resume()
+        await answering
+        await stream.aclose()  # type: ignore[attr-defined]
+        async for _ in sender.generate(GenRequest(request_id="s", prompt="hi", sampling=SamplingParams(max_tokens=1))):
+            pass
+        while other.status.pending_tokens:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for each in (sender, other):
+            await each.shutdown()

@@ -76,6 +76,22 @@ def test_a_busy_replica_gets_less_even_if_others_made_it_busy() -> None:
     assert counts["a"] == 0
 
 
+def test_the_tokens_that_others_have_sent_are_work_in_front_and_own_ones_count_once() -> None:
+    router = Router()
+    own = router.route(prompt(*range(1000, 1040)), replicas()[:1])
+    assert own.replica == "a"
+    router.route(prompt(1), replicas()[1:]).end()
+    router.add_report("a", own.new_tokens)
+    own.first_token()
+    routes = [router.route(prompt(*range(at, at + 4)), replicas()) for at in range(2000, 2400, 4)]
+    assert Counter(route.replica for route in routes)["a"] > 20
+    for route in routes:
+        route.end()
+    router.add_report("a", 100_000)
+    counts = Counter(router.route(prompt(*range(at, at + 4)), replicas()).replica for at in range(0, 40, 4))
+    assert counts["a"] == 0
+
+
 def test_requests_that_are_late_anyway_are_no_work_in_front_of_others() -> None:
     """A replica that joins an overloaded one gets half of the requests from then on, not all until both have waited as
     many."""
@@ -239,9 +255,11 @@ def test_where_all_have_queues_a_longer_one_is_worth_the_cache() -> None:
     def moves(waiting: int) -> bool:
         router = Router()
         home = finished(router.route(prompt(*range(20)), replicas()), [])
-        states = [
-            ReplicaState(name, waiting=waiting + (6 if name == home else 0), cache_tokens=CACHE) for name in NAMES
-        ]
+        counts = {name: waiting + (6 if name == home else 0) for name in NAMES}
+        for each in replicas():
+            router.route(prompt(1), [each]).end()  # it is known now
+            router.add_report(each.name, 256 * counts[each.name])
+        states = [ReplicaState(name, waiting=counts[name], cache_tokens=CACHE) for name in NAMES]
         return router.route(prompt(*range(20), 99), states).replica != home
 
     assert moves(0)

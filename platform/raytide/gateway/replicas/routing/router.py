@@ -58,6 +58,8 @@ class _Assigned:
     index: PrefixIndex
     unanswered: set[int] = field(default_factory=set)
     pending_tokens: int = 0
+    others_tokens: int = 0
+    """The pending tokens that the replica's last report had beyond this gateway's."""
     in_flight: set[Route] = field(default_factory=set)
     due: deque[tuple[float, Route]] = field(default_factory=deque)
     """(time at which its first token is late, route), while a time is promised."""
@@ -84,11 +86,11 @@ class Route:
         "_block_tokens",
         "_is_overdue",
         "_last_uses",
-        "_pending",
         "_root",
         "_use",
         "cached_tokens",
         "keys",
+        "new_tokens",
         "replica",
     )
 
@@ -106,9 +108,10 @@ class Route:
         pending = assigned.unanswered
         self._last_uses = [0 if use in pending else use for use in assigned.index.last_uses(keys[:matched])]
         self._use = assigned.index.use(keys)
-        self._pending = max(1, prompt_tokens - self.cached_tokens)
+        self.new_tokens = max(1, prompt_tokens - self.cached_tokens)
+        """The others, which are computed before its first token."""
         assigned.unanswered.add(self._use)
-        assigned.pending_tokens += self._pending
+        assigned.pending_tokens += self.new_tokens
         assigned.in_flight.add(self)
         self._is_overdue = False
 
@@ -122,14 +125,14 @@ class Route:
             if self._is_overdue:
                 assigned.overdue -= 1
             else:
-                assigned.pending_tokens -= self._pending
+                assigned.pending_tokens -= self.new_tokens
 
     def set_overdue(self) -> None:
         """Counts the request as one that goes after others, if it still waits for its first token."""
         if (assigned := self._assigned) is not None and self._use in assigned.unanswered:
             self._is_overdue = True
             assigned.overdue += 1
-            assigned.pending_tokens -= self._pending
+            assigned.pending_tokens -= self.new_tokens
 
     def end(self, *, cached_tokens: int | None = None, tokens: Sequence[int] = ()) -> None:
         """Ends the request. `cached_tokens` is what the replica found in its cache, which corrects the index; `tokens`
@@ -165,7 +168,6 @@ class Router:
         self.slo_ttft_s = math.inf
         self._assigned: dict[str, _Assigned] = {}
         self._sessions: OrderedDict[bytes, str] = OrderedDict()
-        self._mean_tokens = 256.0
         self._clock = itertools.count()
 
     def route(
@@ -190,13 +192,17 @@ class Router:
         route = Route(chosen, assigned, root, keys, len(prompt))
         if math.isfinite(self.slo_ttft_s):
             assigned.due.append((now_s + self.slo_ttft_s, route))
-        self._mean_tokens += 0.05 * (len(prompt) - route.cached_tokens - self._mean_tokens)
         return route
 
     def add_prefix(self, replica: str, prefix: bytes) -> None:
         """Counts a prefix (see `join_keys`) that another gateway sent to a replica as cached there."""
         if (assigned := self._assigned.get(replica)) is not None:
             assigned.index.use(split_keys(prefix))
+
+    def add_report(self, replica: str, pending_tokens: int) -> None:
+        """Takes over, as it comes, a replica's report of the new tokens of all its requests without a first token."""
+        if (assigned := self._assigned.get(replica)) is not None:
+            assigned.others_tokens = max(0, pending_tokens - assigned.pending_tokens)
 
     def forget(self, replica: str) -> None:
         """Drops what is known of a replica whose cache is lost."""
@@ -238,8 +244,7 @@ class Router:
     def _queue(self, replica: ReplicaState, tokens: int) -> float:
         """Returns the tokens in front of a request that still has `tokens` to compute."""
         own = self._assigned[replica.name]
-        others = max(0, replica.waiting - len(own.unanswered))
         held = max(replica.running + replica.waiting, len(own.in_flight)) - own.overdue
         shortage = max(0.0, own.pending_tokens + tokens - replica.free_kv_tokens)
-        queue = own.pending_tokens + others * self._mean_tokens + REQUEST_TOKENS * held
+        queue = own.pending_tokens + own.others_tokens + REQUEST_TOKENS * held
         return queue + SHORTAGE_WEIGHT * shortage

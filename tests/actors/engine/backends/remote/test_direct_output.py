@@ -71,7 +71,8 @@ async def test_only_the_ends_of_a_request_pass_the_event_loop(model_dir: Path, m
 
 async def test_a_slow_reader_gets_every_message_whole(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its receive buffer holds less than a message, and the event loop writes statuses between the engine's chunks."""
-    monkeypatch.setattr(wire, "STATUS_PERIOD_S", 0.002)
+    monkeypatch.setattr(wire, "STATUS_PERIOD_S", 0.001)
+    monkeypatch.setattr(wire, "NEWS_PERIOD_S", 0.001)
     made = server_module._Connection.connection_made
 
     def connection_made(self: Any, transport: Any) -> None:
