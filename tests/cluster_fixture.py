@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from raytide.control.bootstrap.cluster_record import LocalCluster
 
 NAME = "live"
+LAST_LINES = 25
 OPERATORS = {"AWS_SECRET_ACCESS_KEY": "the operator's own", "OPERATORS_OWN": "nobody else's"}
 """Variables of the shell that starts the cluster, which no job may see."""
 HOSTED_KEY = {"EXAMPLE_HOSTED_KEY": "sk-of-the-hosted-api"}
@@ -49,6 +50,20 @@ def kill_raylet(of: LocalCluster, node_id: str) -> None:
         with suppress(psutil.NoSuchProcess):  # one of its others that has just ended
             if "raylet/raylet" in " ".join(process.cmdline()):
                 process.kill()
+
+
+def last_log_lines(of: LocalCluster) -> str:
+    """Returns the ends of the logs that tell why a cluster did nothing: the controller's warnings, and all that Serve's
+    controller says."""
+    found: list[str] = []
+    for file in [
+        of.run_dir / "logs/controller.log",
+        *of.ray_temp_dir.glob("session_latest/logs/serve/controller_*.log"),
+    ]:
+        if file.exists():
+            lines = file.read_text(errors="replace").splitlines()
+            found += [f"{file.name}:", *[line for line in lines if '"level": "info"' not in line][-LAST_LINES:]]
+    return "\n".join(line[:400] for line in found)
 
 
 def replica_pids(of: LocalCluster) -> list[int]:

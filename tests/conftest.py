@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import psutil
 import pytest
 from hypothesis import settings
 from tests.browser_fixture import chromium, tab
-from tests.cluster_fixture import eventually, hosted_socket, live, raytide_cli, tide
+from tests.cluster_fixture import eventually, hosted_socket, last_log_lines, live, raytide_cli, tide
 from tests.disk_fixture import disk
 from tests.moto_fixture import aws, aws_for_ray, moto_url
 
@@ -275,6 +275,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=turn)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shows with a failure what the cluster logged: its folder is gone when somebody asks."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("live")
+    if report.failed and cluster is not None:
+        report.sections.append(("the cluster's logs", last_log_lines(cluster)))
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)
