@@ -10,16 +10,13 @@
 
 #define PART 32 /* inputs that share a scale */
 
-/* Without VNNI, pairs of int16 are multiplied. For 8-bit numbers, too, there is an instruction that adds two products,
- * but as int16: products with weights of 4 bits fit. */
+/* Without VNNI, there is an instruction that adds two products of unsigned and signed bytes, as int16. Products with
+ * weights of 4 bits fit. Weights of 8 bits give their sign to the input: then two of 128 * 127 fit. */
 #define MADD (VL >= 8 && !HAS_VNNI)
 
 typedef int16_t vs __attribute__((vector_size(VL * 4)));
 
 INLINE int zero_point(int bits) { return bits == 4 ? 8 : HAS_VNNI ? 128 : 0; }
-
-/* Bytes that an input takes: MADD has those for 8-bit weights as int16, of each four the 1st, 3rd, 2nd and 4th. */
-INLINE int input_bytes(int bits) { return MADD && bits == 8 ? 2 : 1; }
 
 #if VL == 16
 #define WIDE(NAME) _mm512_##NAME
@@ -38,6 +35,15 @@ INLINE vi quad_dot(vi sum, vu w, vi x) {
     for (int byte = 24; byte >= 0; byte -= 8) sum += ((vi)(w << byte) >> 24) * ((x << byte) >> 24);
     return sum;
 }
+#endif
+
+/* Inputs times the signs of the weights; where a weight is 0, anything. */
+#if MADD && VL == 16
+INLINE wide signed_inputs(wide x, wide w) {
+    return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+}
+#elif MADD
+INLINE wide signed_inputs(wide x, wide w) { return _mm256_sign_epi8(x, w); }
 #endif
 
 INLINE vi splat_int(const void *p) {
@@ -59,9 +65,10 @@ INLINE void unpack(const void *codes, vu *words) {
         }
 }
 
-/* The sums of `mr` rows with PANEL outputs over one part. Row i's inputs are at x + i * stride, its start in starts[i].
- * The loops over a part stay loops: unrolled, compilers hoist more products than there are registers. */
-INLINE void part_sums(int bits, int mr, const char *x, int64_t stride, const int32_t *starts, const uint32_t *weights,
+/* The sums of `mr` rows with PANEL outputs over one part. Row i's inputs are at x + i * stride, its start at
+ * starts + i * stride. Without VNNI the loop over a part stays one: unrolled, compilers hoist more products than there are
+ * registers. */
+INLINE void part_sums(int bits, int mr, const char *x, int64_t stride, const char *starts, const uint32_t *weights,
                       vi sums[][2]) {
     const vu_mem *w = (const vu_mem *)weights;
 #if MADD
@@ -82,28 +89,28 @@ INLINE void part_sums(int bits, int mr, const char *x, int64_t stride, const int
 #pragma GCC unroll 8
         for (int i = 0; i < mr; i++) /* 16 products of at most 15 * 127 have fit int16 */
             for (int j = 0; j < 2; j++)
-                sums[i][j] = splat_int(starts + i) + (vi)WIDE(madd_epi16)((wide)pairs[i][j], WIDE(set1_epi16)(1));
+                sums[i][j] = splat_int(starts + i * stride) + (vi)WIDE(madd_epi16)((wide)pairs[i][j], WIDE(set1_epi16)(1));
         return;
     }
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++) sums[i][0] = sums[i][1] = (vi){0};
 #pragma GCC unroll 1
-    for (int quad = 0; quad < PART / 4; quad++, w += 2, x += 8) {
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            wide pairs[2];
-            for (int j = 0; j < 2; j++) pairs[j] = (wide)(half ? (vs)w[j] >> 8 : (vs)w[j] << 8 >> 8);
+    for (int quad = 0; quad < PART / 4; quad++, w += 2, x += 4) {
+        wide words[2], amounts[2];
+        for (int j = 0; j < 2; j++) words[j] = (wide)w[j], amounts[j] = WIDE(abs_epi8)(words[j]);
 #pragma GCC unroll 8
-            for (int i = 0; i < mr; i++) {
-                wide input = (wide)splat_int(x + i * stride + half * 4);
-                for (int j = 0; j < 2; j++) sums[i][j] += (vi)WIDE(madd_epi16)(pairs[j], input);
+        for (int i = 0; i < mr; i++) {
+            wide input = (wide)splat_int(x + i * stride);
+            for (int j = 0; j < 2; j++) {
+                wide pairs = WIDE(maddubs_epi16)(amounts[j], signed_inputs(input, words[j]));
+                sums[i][j] += (vi)WIDE(madd_epi16)(pairs, WIDE(set1_epi16)(1));
             }
         }
     }
 #else
 #pragma GCC unroll 8
-    for (int i = 0; i < mr; i++) sums[i][0] = sums[i][1] = splat_int(starts + i);
-#pragma GCC unroll 1
+    for (int i = 0; i < mr; i++) sums[i][0] = sums[i][1] = splat_int(starts + i * stride);
+#pragma GCC unroll 4
     for (int step = 0; step < PART / 8; step++, w += bits / 2, x += 8)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
@@ -121,4 +128,73 @@ INLINE void part_sums(int bits, int mr, const char *x, int64_t stride, const int
             }
         }
 #endif
+}
+
+/* The larger of two integers, lane by lane. */
+INLINE vi larger(vi a, vi b) {
+#if VL == 16
+    return (vi)_mm512_max_epi32((wide)a, (wide)b);
+#else
+    vi more = a > b;
+    return (a & more) | (b & ~more);
+#endif
+}
+
+#if VL == 8
+INLINE __m128i low_lanes(vi x) { return _mm256_castsi256_si128((wide)x); }
+INLINE __m128i high_lanes(vi x) { return _mm256_extracti128_si256((wide)x, 1); }
+#endif
+
+INLINE int32_t largest_lane(vi x) {
+#if VL == 16
+    return _mm512_reduce_max_epi32((wide)x);
+#elif VL == 8
+    __m128i most = _mm_max_epi32(low_lanes(x), high_lanes(x));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(most, _mm_shuffle_epi32(most, 0xb1)));
+#else
+    int32_t most = x[0];
+    for (int j = 1; j < VL; j++) most = x[j] > most ? x[j] : most;
+    return most;
+#endif
+}
+
+/* Stores PART codes as bytes and returns their sum. */
+INLINE int32_t store_codes(const vi *codes, int8_t *to) {
+#if VL == 16
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((wide)codes[0]));
+    _mm_storeu_si128((__m128i *)(to + VL), _mm512_cvtepi32_epi8((wide)codes[1]));
+    return _mm512_reduce_add_epi32((wide)(codes[0] + codes[1]));
+#elif VL == 8
+    wide low = _mm256_packs_epi32((wide)codes[0], (wide)codes[1]), high = _mm256_packs_epi32((wide)codes[2], (wide)codes[3]);
+    wide order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* packing works on each half of a vector */
+    _mm256_storeu_si256((__m256i *)to, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+    vi sums = codes[0] + codes[1] + codes[2] + codes[3];
+    __m128i sum = _mm_add_epi32(low_lanes(sums), high_lanes(sums));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+#else
+    int32_t sum = 0;
+    for (int k = 0; k < PART; k++) sum += to[k] = (int8_t)codes[k / VL][k % VL];
+    return sum;
+#endif
+}
+
+/* Rounds a part to -127..127 times the scale and returns the sum of its codes; the scale is NaN if a number is not
+ * finite. */
+INLINE int32_t round_part(const vf *part, int8_t *to, float *scale) {
+    vi most = (vi)part[0] & 0x7fffffff, codes[PART / VL];
+    for (int j = 1; j < PART / VL; j++) most = larger(most, (vi)part[j] & 0x7fffffff);
+    int32_t largest = largest_lane(most);
+    float amount;
+    memcpy(&amount, &largest, 4);
+    int finite = largest < 0x7f800000;
+    *scale = finite ? amount / 127.0f : NAN;
+    int32_t kept = finite && *scale > 0 ? -1 : 0;
+    vf magic = splat(12582912.0f), limit = splat(127.0f); /* adding 1.5 * 2^23 rounds to an integer */
+    for (int j = 0; j < PART / VL; j++) {
+        vf code = part[j] / *scale + magic - magic;
+        codes[j] = __builtin_convertvector(minimum(maximum(code, -limit), limit), vi) & kept;
+    }
+    return store_codes(codes, to);
 }

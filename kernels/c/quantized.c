@@ -10,8 +10,8 @@
 #include "parallel.h"
 #include "tile.h"
 
-#define TILE_ROWS (VL == 16 ? 8 : 4)
-#define ROWS_AT_ONCE (HAS_AMX ? 128 : 6 * TILE_ROWS) /* that meet a panel while it is in the second cache */
+#define TILE_ROWS (VL == 16 ? 6 : 4)              /* more, and sums over groups leave the registers */
+#define ROWS_AT_ONCE (HAS_AMX ? 128 : 16 * TILE_ROWS) /* that meet a panel while it is in the second cache */
 #define PANELS_AT_ONCE 2
 #define WORTH_TILES 8 /* rows */
 #define LINE 64 /* bytes */
@@ -85,39 +85,6 @@ INLINE void read_part(const Weight *w, const void *x, int64_t at, vf *part, int 
     for (int j = 0; j < PART / VL; j++) part[j] = load_f32(numbers + j * VL);
 }
 
-INLINE vi clamp(vi x, int most) {
-    vi high = x > most, low = x < -most;
-    return (x & ~high & ~low) | (most & high) | (-most & low);
-}
-
-/* Rounds a part to -127..127 times the scale, and returns the sum of its codes; the scale is NaN if a number is not
- * finite. Codes take input_bytes(bits) each. */
-INLINE int32_t round_part(const vf *part, char *codes, float *scale, int bits) {
-    vi most = {0};
-    for (int j = 0; j < PART / VL; j++) {
-        vi size = (vi)part[j] & 0x7fffffff, more = size > most;
-        most = (size & more) | (most & ~more);
-    }
-    int32_t largest = 0, sum = 0, numbers[PART];
-    for (int j = 0; j < VL; j++) largest = most[j] > largest ? most[j] : largest;
-    float amount;
-    memcpy(&amount, &largest, 4);
-    int finite = largest < 0x7f800000;
-    *scale = finite ? amount / 127.0f : NAN;
-    int32_t kept = finite && *scale > 0 ? -1 : 0;
-    vf magic = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to an integer */
-    for (int j = 0; j < PART / VL; j++) {
-        vi code = clamp((vi)(part[j] / *scale + magic) - (vi)magic, 127) & kept;
-        memcpy(numbers + j * VL, &code, sizeof code);
-    }
-    for (int k = 0; k < PART; k++) sum += numbers[k];
-    if (input_bytes(bits) == 1)
-        for (int k = 0; k < PART; k++) ((int8_t *)codes)[k] = (int8_t)numbers[k];
-    else
-        for (int k = 0; k < PART; k++) ((int16_t *)codes)[k / 4 * 4 + (k % 4 / 2 | k % 2 * 2)] = (int16_t)numbers[k];
-    return sum;
-}
-
 INLINE void prepare_row(const Call *c, int64_t row, int int8, int bits, int bf16) {
     const Weight *w = c->w;
     const char *x = (const char *)c->x + row * w->k * (bf16 ? 2 : 4);
@@ -130,7 +97,7 @@ INLINE void prepare_row(const Call *c, int64_t row, int int8, int bits, int bf16
             vf numbers[PART / VL];
             read_part(w, x, at * PART, numbers, bf16);
             if (int8) {
-                int32_t codes = round_part(numbers, to + at * PART * input_bytes(bits), scales + at, bits);
+                int32_t codes = round_part(numbers, (int8_t *)to + at * PART, scales + at);
                 starts[at] = -zero_point(bits) * codes;
                 total = fmaf((float)codes, scales[at], total);
             } else {
@@ -171,37 +138,36 @@ INLINE void part_products(int bits, int mr, const char *x, int64_t stride, const
             }
 }
 
-/* Asks for a later part's cache lines. */
-INLINE void prefetch(const char *codes, int bits) {
-    for (int64_t at = 0; at < part_bytes(bits); at += LINE) __builtin_prefetch(codes + AHEAD * 4 + at);
-}
-
-/* The sums of `mr` rows from `row` on with a panel's outputs, into sums [mr, PANEL]. */
-INLINE void quantized_tile(const Call *c, int64_t row, int64_t panel, float *sums, int mr, int int8, int bits) {
+/* The sums of `mr` rows from `row` on with a panel's outputs, into sums [mr, PANEL]. `parts` is w->parts; as a constant 1
+ * it keeps the sums over groups in registers. Each part asks for `lines` of what lies at `ahead`. */
+INLINE void quantized_tile(const Call *c, int64_t row, int64_t panel, float *sums, int mr, int int8, int bits,
+                           int64_t parts, const char *ahead, int lines) {
     const Weight *w = c->w;
     const char *x = c->rows + row * c->stride;
-    const char *codes = (const char *)w->packed + panel * w->groups * w->parts * part_bytes(bits);
+    const char *codes = (const char *)w->packed + panel * w->groups * parts * part_bytes(bits);
     vf y[TILE_ROWS][2] = {0};
     for (int64_t group = 0, at = 0; group < w->groups; group++) {
-        vf totals[TILE_ROWS][2] = {0};
-        for (int64_t part = 0; part < w->parts; part++, at++, codes += part_bytes(bits)) {
-            if (mr <= 2) prefetch(codes, bits);
+        vf totals[TILE_ROWS][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++) totals[i][0] = totals[i][1] = (vf){0};
+#pragma GCC unroll 1
+        for (int64_t part = 0; part < parts; part++, at++, codes += part_bytes(bits)) {
+            for (const char *end = ahead + lines * LINE; ahead < end; ahead += LINE) __builtin_prefetch(ahead);
             if (!int8) {
                 part_products(bits, mr, x + at * PART * 4, c->stride, codes, totals);
                 continue;
             }
             vi products[TILE_ROWS][2];
-            int32_t starts[TILE_ROWS];
-#pragma GCC unroll 8
-            for (int i = 0; i < mr; i++) starts[i] = ((const int32_t *)(x + i * c->stride + c->starts))[at];
-            part_sums(bits, mr, x + at * PART * input_bytes(bits), c->stride, starts, (const uint32_t *)codes, products);
+            part_sums(bits, mr, x + at * PART, c->stride, x + c->starts + at * 4, (const uint32_t *)codes, products);
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) {
                 vf scale = splat(((const float *)(x + i * c->stride + c->scales))[at]);
+#pragma GCC unroll 2
                 for (int j = 0; j < 2; j++)
                     totals[i][j] = fused(__builtin_convertvector(products[i][j], vf), scale, totals[i][j]);
             }
         }
+#pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             int64_t number = (panel * w->groups + group) * PANEL + j * VL;
             vf scale = load_f32(w->scales + number);
@@ -216,24 +182,40 @@ INLINE void quantized_tile(const Call *c, int64_t row, int64_t panel, float *sum
     }
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
+#pragma GCC unroll 2
         for (int j = 0; j < 2; j++) store_f32(sums + i * PANEL + j * VL, y[i][j]);
 }
 
-INLINE void any_quantized_tile(const Call *c, int64_t row, int64_t panel, float *sums, int mr, int int8, int bits) {
-#define CASE(ROWS)                                              \
-    case ROWS:                                                  \
-        quantized_tile(c, row, panel, sums, ROWS, int8, bits);  \
+/* The tile for a number of rows that only the run knows. While all tiles of `rows` rows from `begin` on meet a panel, they
+ * ask for the next one, each for its share of it; a tile without others asks for its own weights, a page ahead. */
+INLINE void any_quantized_tile(const Call *c, int64_t row, int64_t panel, float *sums, int mr, int int8, int bits,
+                               int64_t begin, int64_t rows) {
+    int64_t parts = c->w->groups * c->w->parts, each = part_bytes(bits) / LINE;
+    const char *ahead = (const char *)c->w->packed + panel * parts * part_bytes(bits);
+    int lines = (int)((each * mr + rows - 1) / rows);
+    ahead += mr == rows ? PAGE : (parts + parts * (row - begin) / rows) * part_bytes(bits);
+#define CASE(ROWS)                                                                                           \
+    case ROWS:                                                                                               \
+        if (c->w->parts == 1)                                                                                \
+            quantized_tile(c, row, panel, sums, ROWS, int8, bits, 1, ahead, lines);                          \
+        else                                                                                                 \
+            quantized_tile(c, row, panel, sums, ROWS, int8, bits, c->w->parts, ahead, lines);                \
         break;
     switch (mr) {
         CASE(1) CASE(2) CASE(3) CASE(4)
 #if VL == 16
-        CASE(5) CASE(6) CASE(7) CASE(8)
+        CASE(5) CASE(6)
 #endif
     }
 #undef CASE
 }
 
 #if HAS_AMX
+/* Asks for a later part's cache lines. */
+INLINE void prefetch(const char *codes, int bits) {
+    for (int64_t at = 0; at < part_bytes(bits); at += LINE) __builtin_prefetch(codes + PAGE + at);
+}
+
 /* What a tile of AMX_ROWS rows keeps in memory, at distances that keep loads from waiting for stores 4096 bytes off. */
 typedef struct {
     int32_t products[AMX_ROWS * PANEL];
@@ -321,7 +303,7 @@ INLINE void multiply(const Call *c, int64_t item, int int8, int bits) {
         for (int64_t row = begin; row < end;) {
             int mr = rows_of_tile(row, end, TILE_ROWS);
             float sums[TILE_ROWS * PANEL];
-            any_quantized_tile(c, row, panel, sums, mr, int8, bits);
+            any_quantized_tile(c, row, panel, sums, mr, int8, bits, begin, end - begin);
             store_sums(sums, PANEL, c->w->bias, 0, c->y, c->w->n, row, row + mr, panel * PANEL, c->bf16);
             row += mr;
         }
@@ -339,7 +321,7 @@ EXPORT int raytide_quantized_linear(const Weight *w, const void *x, void *y, int
     int64_t parts = w->groups * w->parts;
     Call c = {.w = w, .x = x, .y = y, .m = m, .bf16 = bf16};
     c.chunks = (panels_of(w->n) + PANELS_AT_ONCE - 1) / PANELS_AT_ONCE;
-    c.scales = aligned(parts * PART * (w->int8 ? input_bytes(w->bits) : 4));
+    c.scales = aligned(parts * PART * (w->int8 ? 1 : 4));
     c.starts = c.scales + (w->int8 ? parts * 4 : 0);
     c.sums = c.starts + (w->int8 ? parts * 4 : 0);
     c.stride = aligned(c.sums + w->groups * 4);

@@ -18,9 +18,27 @@ static inline float emulated_largest(__m512 x) {
     for (int i = 1; i < 16; i++) most = x[i] > most ? x[i] : most;
     return most;
 }
+static inline int emulated_largest_int(__m512i x) {
+    emulated_ints lanes = (emulated_ints)x;
+    int most = lanes[0];
+    for (int i = 1; i < 16; i++) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+static inline int emulated_sum(__m512i x) {
+    emulated_ints lanes = (emulated_ints)x;
+    int sum = 0;
+    for (int i = 0; i < 16; i++) sum += lanes[i];
+    return sum;
+}
+#undef _mm512_reduce_max_epi32
+#define _mm512_reduce_max_epi32 emulated_largest_int
+#undef _mm512_reduce_add_epi32
+#define _mm512_reduce_add_epi32 emulated_sum
 #undef _mm512_reduce_max_ps
 #define _mm512_reduce_max_ps emulated_largest
 #undef _mm512_madd_epi16
 #define _mm512_madd_epi16 simde_mm512_madd_epi16
 #undef _mm512_cvtepi8_epi32
 #define _mm512_cvtepi8_epi32(x) ((__m512i)__builtin_convertvector((emulated_bytes)(x), emulated_ints))
+#undef _mm512_cvtepi32_epi8
+#define _mm512_cvtepi32_epi8(x) ((__m128i)__builtin_convertvector((emulated_ints)(x), emulated_bytes))
