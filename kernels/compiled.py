@@ -139,7 +139,8 @@ def rope_write(
 ) -> None:
     cos, sin = (rope.cos_TR, rope.sin_TR) if rope is not None else (None, None)
     q_weight, k_weight = (norms.q_D, norms.k_D) if norms is not None else (None, None)
-    if not _fits(qkv_TAD, cache_2SKD, cos, sin, q_weight, k_weight):
+    is_int8 = cache_2SKD.dtype == torch.int8 and cache_2SKD.is_contiguous()
+    if not _fits(qkv_TAD, None if is_int8 else cache_2SKD, cos, sin, q_weight, k_weight):
         ref.rope_write(qkv_TAD, rope, norms, cache_2SKD, slots_T)
         return
     tokens, rows, dim = qkv_TAD.shape
@@ -160,6 +161,7 @@ def rope_write(
         cache_2SKD.shape[1],
         norms.eps if norms is not None else 0.0,
         qkv_TAD.dtype == torch.bfloat16,
+        is_int8,
     )
 
 
@@ -170,7 +172,7 @@ class _Geometry(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tables", "query_lens", "context_lens")),
         *((name, ctypes.c_int64) for name in ("batch", "table_width", "block_size", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int32) for name in ("bf16", "invariant")),
+        *((name, ctypes.c_int32) for name in ("bf16", "invariant", "int8")),
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "q_stride", "num_slots")),
     ]
 
@@ -210,13 +212,13 @@ def _attention(batch: PagedBatch, spec: AttentionSpec, invariant: bool) -> Calla
         num_slots, kv_heads = cache_2SKD.shape[1:3]
         if not (
             q_THD.dtype in _DTYPES
-            and _fits(cache_2SKD)
-            and cache_2SKD.dtype == q_THD.dtype
+            and cache_2SKD.is_contiguous()
+            and cache_2SKD.dtype in (q_THD.dtype, torch.int8)
             and q_THD.stride()[1:] == (dim, 1)
             and lib.attends(heads, kv_heads, dim)
         ):
             return ref.attention(batch, spec)(q_THD, cache_2SKD)
-        geometry.bf16 = q_THD.dtype == torch.bfloat16
+        geometry.bf16, geometry.int8 = q_THD.dtype == torch.bfloat16, cache_2SKD.dtype == torch.int8
         geometry.heads, geometry.kv_heads, geometry.dim = heads, kv_heads, dim
         geometry.q_stride, geometry.num_slots = q_THD.stride(0), num_slots
         out = torch.empty((tokens, heads, dim), dtype=q_THD.dtype)

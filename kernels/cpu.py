@@ -88,6 +88,8 @@ def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tenso
     groups, prefills, scale = _decode_groups(batch), _prefills(batch), spec.scale
 
     def attend(q_THD: Tensor, cache_2SKD: Tensor) -> Tensor:
+        if cache_2SKD.dtype == torch.int8:
+            return ref.attention(batch, spec)(q_THD, cache_2SKD)
         _, _, kv_heads, dim = cache_2SKD.shape
         cache_by_block = cache_2SKD.view(2, -1, batch.block_size * kv_heads * dim)
         if len(groups) == 1 and groups[0].rows is None:

@@ -41,7 +41,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pack_quantized": (None, (_P, _P, _I, _I, _I, _B, _B)),
     "quantized_linear": (_B, (_P, _P, _P, _I, _B)),
     "norm": (None, (_P, _P, _P, _P, _P, _I, _I, _F, _B, _B)),
-    "rope_write": (None, (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _B)),
+    "rope_write": (None, (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _B, _B)),
     "activate": (None, (_P, _P, _I, _I, _B, _B, _B)),
     "attends": (_B, (_I, _I, _I)),
     "attention": (_B, (_P, _P, _P, _P)),

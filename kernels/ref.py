@@ -120,7 +120,10 @@ def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callabl
 def rope_write(
     qkv_TAD: Tensor, rope: Rope | None, norms: HeadNorms | None, cache_2SKD: Tensor, slots_T: Tensor
 ) -> None:
-    """Norms and rotates the query and key heads in place, then writes each token's keys and values into its slot."""
+    """Norms and rotates the query and key heads in place, then writes each token's keys and values into its slot.
+
+    A cache of int8 is [2, S, K, D + 4] and takes them rounded, as `rounded_heads` does it.
+    """
     kv_heads = cache_2SKD.shape[2]
     heads = qkv_TAD.shape[1] - 2 * kv_heads
     q_THD, k_TKD = qkv_TAD[:, :heads], qkv_TAD[:, heads : heads + kv_heads]
@@ -132,12 +135,34 @@ def rope_write(
         first, second = turned.chunk(2, -1)
         swapped = torch.cat((second, first), -1)
         turned.mul_(rope.cos_TR[:, None]).addcmul_(swapped, rope.sin_TR[:, None])
-    cache_2SKD.index_copy_(1, slots_T, qkv_TAD[:, heads:].unflatten(1, (2, kv_heads)).transpose(0, 1))
+    kv_2TKD = qkv_TAD[:, heads:].unflatten(1, (2, kv_heads)).transpose(0, 1)
+    cache_2SKD.index_copy_(1, slots_T, rounded_heads(kv_2TKD) if cache_2SKD.dtype == torch.int8 else kv_2TKD)
+
+
+SCALE_BYTES = 4
+"""The bytes of a head's scale, a float32 behind its codes in a KV cache of int8."""
+
+
+def rounded_heads(kv: Tensor) -> Tensor:
+    """Returns each head's D numbers as D codes of -127 to 127 and the bytes of what they are multiples of: the largest
+    amount / 127, NaN where a number is not finite."""
+    wide = kv.float()
+    scales = wide.abs().amax(-1, keepdim=True) / 127
+    scales = torch.where(scales.isfinite(), scales, float("nan"))
+    codes = torch.where(scales > 0, wide / scales, 0.0).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat((codes, scales.view(torch.int8)), -1)
+
+
+def dequantized_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the numbers of heads that `rounded_heads` has rounded."""
+    codes, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (codes * scales).to(dtype)
 
 
 @register("attention", "any", priority=0)
 def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context."""
+    """Returns a function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context. A
+    cache of int8 has rows as `rope_write` rounds them."""
     slots = [_slots(batch, b) for b in range(len(batch.query_lens))]
 
     def attend(q_THD: Tensor, cache_2SKD: Tensor) -> Tensor:
@@ -145,7 +170,9 @@ def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tenso
         group = q_THD.shape[1] // cache_2SKD.shape[2]
         for query_len, slots_L in zip(batch.query_lens, slots, strict=True):
             q = q_THD[start : start + query_len].float()
-            k, v = cache_2SKD[:, slots_L].float().repeat_interleave(group, 2)
+            rows = cache_2SKD[:, slots_L]
+            kv = dequantized_heads(rows, q_THD.dtype) if rows.dtype == torch.int8 else rows
+            k, v = kv.float().repeat_interleave(group, 2)
             scores_HTL = torch.einsum("thd,lhd->htl", q, k) * spec.scale
             if spec.softcap is not None:
                 scores_HTL = spec.softcap * torch.tanh(scores_HTL / spec.softcap)

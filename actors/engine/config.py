@@ -32,6 +32,11 @@ class EngineConfig(Config):
         description="for the model's weights; layers beyond it are read from the files in every step. Default: all of "
         "them stay in memory",
     )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        default="auto",
+        description="what the KV cache holds: the model's numbers, or these rounded to int8 with a scale for each "
+        "token and head, which takes about half the memory of bfloat16",
+    )
     prefix_cache: bool = True
     host_memory_gb: float = Field(default=0.0, ge=0.0, description="for evicted sequences and cold prefixes; 0: none")
     policy: Literal["fcfs", "priority", "deadline"] = Field(

@@ -165,7 +165,7 @@ typedef struct {
 /* Ask for the lines of some more of the tile's positions. A little at a time: a burst would wait for memory itself. */
 INLINE void fetch(const Item *item, Tile *tile, int64_t positions, int bf16) {
     const Geometry *g = item->of;
-    int64_t width = bf16 ? 2 : 4, begin = item->kv_head * g->dim * width, bytes = item->kv_heads * g->dim * width;
+    int64_t begin = item->kv_head * head_bytes(g, bf16), bytes = item->kv_heads * head_bytes(g, bf16);
     int64_t values = values_behind(g, bf16), until = tile->fetched + positions;
     if (until > tile->known) until = tile->known;
     for (; tile->fetched < until; tile->fetched++) {
@@ -199,6 +199,7 @@ INLINE void attend(const Item *item, int bf16) {
     int64_t group = g->heads / g->kv_heads, dim = g->dim, width = bf16 ? 2 : 4, values = values_behind(g, bf16);
     float weights[ONE_GROUP * TILE], out[item->kv_heads * group * dim], most[item->kv_heads * group];
     vf total[item->kv_heads * group];
+    char wide_k[g->int8 ? TILE * dim * width : 1], wide_v[sizeof wide_k];
     memset(out, 0, sizeof out);
     for (int64_t h = 0; h < item->kv_heads * group; h++) {
         most[h] = -INFINITY;
@@ -212,11 +213,11 @@ INLINE void attend(const Item *item, int bf16) {
         look_ahead(item, at += tile->count, next, bf16);
         int64_t share = next->known / (item->kv_heads * ((tile->count + VL - 1) / VL)) + 1;
         for (int64_t head = 0; head < item->kv_heads; head++) {
-            int64_t first = head * group, begin = (item->kv_head + head) * dim * width;
+            int64_t first = head * group, begin = (item->kv_head + head) * head_bytes(g, bf16);
             const char *k[TILE + VL], *v[TILE];
             for (int64_t t = 0; t < tile->count; t++) {
-                k[t] = tile->rows[t] + begin;
-                v[t] = k[t] + values;
+                k[t] = widened(g, tile->rows[t] + begin, wide_k + t * dim * width, bf16);
+                v[t] = widened(g, tile->rows[t] + begin + values, wide_v + t * dim * width, bf16);
             }
             for (int64_t t = tile->count; t % VL; t++) k[t] = k[0];
             for (int64_t t = 0; t < tile->count; t += VL) {

@@ -136,6 +136,7 @@ INLINE void attend(const Item *item, Words words, int bf16) {
     int64_t group = g->heads / g->kv_heads, rows = item->num_queries * group, dim = g->dim;
     int64_t width = bf16 ? 2 : 4, panels = (dim + PANEL - 1) / PANEL, padded = panels * PANEL;
     int64_t steps = words == PAIRS ? dim / 2 : dim;
+    char wide_k[g->int8 ? TILE * dim * width : 1], wide_v[sizeof wide_k];
     for (int64_t row = 0; row < rows; row++) {
         int64_t head = item->kv_head * group + row % group;
         const void *q = (const char *)item->q + ((item->first_row + row / group) * g->q_stride + head * dim) * width;
@@ -155,10 +156,12 @@ INLINE void attend(const Item *item, Words words, int bf16) {
         const char *k[TILE], *v[TILE];
         int64_t count = end - tile_at < TILE ? end - tile_at : TILE;
         locate(item, item->sequence, tile_at, count, k, bf16);
-        for (int64_t j = 0; j < TILE; j++) { /* what lies beyond the context is masked, but has to be numbers */
-            k[j] = j < count ? k[j] + item->kv_head * dim * width : k[0];
-            v[j] = k[j] + values_behind(g, bf16);
+        for (int64_t j = 0; j < count; j++) {
+            const char *head = k[j] + item->kv_head * head_bytes(g, bf16);
+            k[j] = widened(g, head, wide_k + j * dim * width, bf16);
+            v[j] = widened(g, head + values_behind(g, bf16), wide_v + j * dim * width, bf16);
         }
+        for (int64_t j = count; j < TILE; j++) k[j] = k[0], v[j] = v[0]; /* masked, but they have to be numbers */
         /* What is not computed here would have added zeros. */
         int64_t columns = (count + PANEL - 1) / PANEL * PANEL, value_steps = words == PAIRS ? columns / 2 : columns;
         pack_keys(k, columns / PANEL, s->keys, dim, words, bf16);

@@ -83,8 +83,26 @@ typedef struct {
     const int64_t *slots;
     int64_t tokens, heads, kv_heads, dim, turned, num_slots, rows;
     float eps;
-    int bf16;
+    int bf16, int8;
 } RopeTask;
+
+/* A head's numbers as codes of -127 to 127, and behind them the float that they are multiples of: the largest amount /
+ * 127, NaN if a number is not finite. */
+INLINE void round_head(const void *head, int64_t dim, char *to, int bf16) {
+    float most = 0;
+    int finite = 1;
+    for (int64_t i = 0; i < dim; i++) {
+        float amount = fabsf(load_one(head, i, bf16));
+        finite &= amount < INFINITY;
+        most = amount > most ? amount : most;
+    }
+    float scale = finite ? most / 127.0f : NAN;
+    for (int64_t i = 0; i < dim; i++) {
+        float code = scale > 0 ? load_one(head, i, bf16) / scale + 12582912.0f - 12582912.0f : 0; /* 1.5 * 2^23: rounds */
+        to[i] = (char)(code < -127 ? -127 : code > 127 ? 127 : (int)code);
+    }
+    memcpy(to + dim, &scale, sizeof scale);
+}
 
 /* The pairs (i, i + turned / 2): x * cos + swapped(x) * sin, where sin's first half comes negated. */
 INLINE void turn(void *head, const void *cos, const void *sin, int64_t turned, int bf16) {
@@ -115,7 +133,15 @@ INLINE void rope_rows(const RopeTask *t, int64_t item, int bf16) {
                 turn(head, (const char *)t->cos + at, (const char *)t->sin + at, t->turned, bf16);
             }
         }
-        char *k = token + t->heads * head_bytes, *slot = (char *)t->cache + t->slots[row] * kv_bytes;
+        char *k = token + t->heads * head_bytes;
+        if (t->int8) {
+            int64_t each = t->dim + 4, behind = (t->num_slots - 1) * t->kv_heads * each;
+            char *to = (char *)t->cache + t->slots[row] * t->kv_heads * each;
+            for (int64_t h = 0; h < 2 * t->kv_heads; h++)
+                round_head(k + h * head_bytes, t->dim, to + h * each + (h < t->kv_heads ? 0 : behind), bf16);
+            continue;
+        }
+        char *slot = (char *)t->cache + t->slots[row] * kv_bytes;
         memcpy(slot, k, kv_bytes);
         memcpy(slot + t->num_slots * kv_bytes, k + kv_bytes, kv_bytes);
     }
@@ -125,13 +151,13 @@ static void rope_f32(const void *t, int64_t item) { rope_rows(t, item, 0); }
 static void rope_bf16(const void *t, int64_t item) { rope_rows(t, item, 1); }
 
 /* Norm and turn the query and key heads of qkv [tokens, heads + 2 kv_heads, dim] in place; put keys and values into
- * their slots of the cache [2, num_slots, kv_heads, dim]. */
+ * their slots of the cache [2, num_slots, kv_heads, dim], or rounded into one of int8 [2, num_slots, kv_heads, dim + 4]. */
 EXPORT void raytide_rope_write(void *qkv, const void *cos, const void *sin, const void *q_weight, const void *k_weight,
                                void *cache, const int64_t *slots, int64_t tokens, int64_t heads, int64_t kv_heads,
-                               int64_t dim, int64_t turned, int64_t num_slots, float eps, int bf16) {
+                               int64_t dim, int64_t turned, int64_t num_slots, float eps, int bf16, int int8) {
     int64_t rows = 1 + GRAIN / ((heads + 2 * kv_heads) * dim);
     RopeTask t = {qkv,      cos, sin,    q_weight,  k_weight, cache, slots, tokens, heads,
-                  kv_heads, dim, turned, num_slots, rows,     eps,   bf16};
+                  kv_heads, dim, turned, num_slots, rows,     eps,   bf16, int8};
     for_each(bf16 ? rope_bf16 : rope_f32, &t, (tokens + rows - 1) / rows,
              tokens * (heads + 2 * kv_heads) * dim * WEIGHT);
 }

@@ -34,6 +34,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     window=st.sampled_from([None, None, 1, 16, 100]),
     softcap=st.sampled_from([None, None, 5.0]),
     deterministic=st.booleans(),
+    is_int8=st.booleans(),
 )
 def test_attention_is_the_references(
     batch: PagedBatch,
@@ -44,8 +45,11 @@ def test_attention_is_the_references(
     window: int | None,
     softcap: float | None,
     deterministic: bool,
+    is_int8: bool,
 ) -> None:
     cache = random(2, num_slots(batch), kv_heads, dim, dtype=dtype)
+    if is_int8:
+        cache = ref.rounded_heads(cache)
     qkv = random(sum(batch.query_lens), kv_heads * group + 2 * kv_heads, dim, dtype=dtype, seed=1)
     q = qkv[:, : kv_heads * group]
     spec = AttentionSpec(scale=dim**-0.5, window=window, softcap=softcap)
@@ -110,9 +114,17 @@ def test_activations_are_the_references(dtype: torch.dtype, kind: Activation, si
     dim=st.sampled_from(SIZES),
     turned=st.sampled_from([None, 0.5, 1.0]),
     normed=st.booleans(),
+    is_int8=st.booleans(),
 )
 def test_rope_and_cache_write_are_the_references(
-    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, dim: int, turned: float | None, normed: bool
+    dtype: torch.dtype,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    turned: float | None,
+    normed: bool,
+    is_int8: bool,
 ) -> None:
     qkv = random(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
     angles = 6 * random(tokens, int((turned or 1) * dim) // 2, dtype=torch.float32, seed=1)
@@ -123,9 +135,28 @@ def test_rope_and_cache_write_are_the_references(
     results = []
     for rope_write in (compiled.rope_write, ref.rope_write):
         mine, cache = qkv.clone(), torch.zeros(2, tokens + 3, kv_heads, dim, dtype=dtype)
+        if is_int8:
+            cache = ref.rounded_heads(cache)
         rope_write(mine, rope, norms, cache, slots)
-        results.append((mine, cache))
-    torch.testing.assert_close(*results, atol=0.06 if dtype == torch.bfloat16 else 1e-5, rtol=0.02)
+        results.append((mine, ref.dequantized_heads(cache, dtype) if is_int8 else cache))
+    step = 0.1 if is_int8 else 0.0  # a number between two codes may go to either
+    torch.testing.assert_close(*results, atol=step + (0.06 if dtype == torch.bfloat16 else 1e-5), rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_are_rounded_as_the_reference_rounds_them(dtype: torch.dtype) -> None:
+    """To the bit; a head of zeros, one of tiny numbers and ones that are not finite among them."""
+    qkv = random(9, 4, 24, dtype=dtype)
+    qkv[1, 2], qkv[2, 3], qkv[3, 2, 5], qkv[4, 3, 0] = 0, 1e-42, float("nan"), float("-inf")
+    caches = [torch.zeros(2, 9, 1, 24 + ref.SCALE_BYTES, dtype=torch.int8) for _ in range(2)]
+    for rope_write, cache in zip((compiled.rope_write, ref.rope_write), caches, strict=True):
+        rope_write(qkv.clone(), None, None, cache, torch.arange(9))
+    assert torch.equal(*caches)
+    back = ref.dequantized_heads(caches[0], torch.float32)
+    assert back[0, 3].isnan().all() and back[1, 4].isnan().all()
+    assert back.isnan().sum() == 2 * 24
+    whole = qkv[5:, 2:].float().transpose(0, 1)[:, :, None]
+    assert (back[:, 5:] - whole).abs().max() <= whole.abs().amax() / 127 / 2 + 1e-6
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -63,6 +63,15 @@ def test_a_tighter_slo_takes_slots_and_then_everything() -> None:
     assert tight.replicas >= loose.replicas
     assert tight.binding in ("time between tokens", "prefill")
     assert plan_replicas(LLAMA, ServingLoad(20, 1000, 300, slo_tpot_s=0.001), H100, 1) is None
+
+
+def test_kv_of_int8_gives_nearly_twice_the_sequences() -> None:
+    wide, narrow = (
+        plan_replicas(LLAMA, ServingLoad(20, 1000, 300, kv_dtype=each), H100, 1) for each in ("auto", "int8")
+    )
+    assert wide is not None and narrow is not None
+    assert narrow.kv_bytes_per_token == wide.kv_bytes_per_token * (LLAMA.head_dim + 4) / (2 * LLAMA.head_dim)
+    assert 1.9 * wide.slots < narrow.slots < 2 * wide.slots
     assert plan_replicas(LLAMA, ServingLoad(20, 100_000, 300, slo_ttft_s=0.1), H100, 1) is None
 
 

@@ -19,6 +19,7 @@ from raytide.actors.models.components.rope import cos_sin
 from raytide.actors.models.quantized.model_weights import ModelWeights
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
+from raytide.kernels.ref import SCALE_BYTES
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
@@ -41,7 +42,7 @@ class PagedDecoder:
         """Loads the weights, or some of the layers alone; the first come with embedding and head. With
         `weights_bytes`, layers beyond that memory are read from the files in every pass; ConfigError if it is too
         little even so."""
-        self.arch, self._ops = arch, ops
+        self.arch, self._ops, self._rounds_kv = arch, ops, options.rounds_kv
         self._own_layers = range(arch.num_layers) if layers is None else layers
         is_first = self._own_layers.start == 0
         build = WeightLoader(arch, weights, ops, options)
@@ -69,11 +70,13 @@ class PagedDecoder:
         self._attention_of = [self._attentions.index(spec) for spec in specs]
 
     def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
-        """Returns KV per layer, [2, S, K, D], zeroed: padding is multiplied by 0, which gives NaN unless it
-        is finite.
+        """Returns KV per layer, [2, S, K, D] or with int8 [2, S, K, D + 4], zeroed: padding is multiplied by 0, which
+        gives NaN unless it is finite.
         """
-        shape = (2, num_blocks * block_size, self.arch.num_kv_heads, self.arch.head_dim)
-        return [self._embedding.new_zeros(shape) for _ in self._own_layers]
+        dtype = torch.int8 if self._rounds_kv else self._embedding.dtype
+        width = self.arch.head_dim + (SCALE_BYTES if self._rounds_kv else 0)
+        shape = (2, num_blocks * block_size, self.arch.num_kv_heads, width)
+        return [self._embedding.new_zeros(shape, dtype=dtype) for _ in self._own_layers]
 
     @property
     def streamed_layers(self) -> int:

@@ -32,6 +32,7 @@ from raytide.actors.models.quantized.model_weights import open_weights
 from raytide.core.errors import ConfigError, EngineDeadError, EngineError
 from raytide.kernels.core import LinearInput
 from raytide.kernels.device import resolve_device
+from raytide.kernels.ref import SCALE_BYTES
 from raytide.kernels.registry import Ops, ops_for
 
 if TYPE_CHECKING:
@@ -59,16 +60,19 @@ class ModelRunner:
         self.max_len = _max_len(config, arch)
         self.block_size = config.block_size or self._device.block_size
         self.batch_tokens = config.max_batch_tokens or max(self._device.batch_tokens, config.max_running)
-        block_bytes = _own_kv_elements(config, arch) * self._dtype.itemsize * self.block_size
+        self.rounds_kv = config.kv_dtype == "int8"
+        block_bytes = self._kv_bytes(_own_kv_elements(config, arch), arch.head_dim)
         draft = None if config.draft_model is None else read_architecture(_directory(config.draft_model))
-        draft_bytes = 0 if draft is None else draft.kv_elements * self._dtype.itemsize * self.block_size
+        draft_bytes = 0 if draft is None else self._kv_bytes(draft.kv_elements, draft.head_dim)
         # What kv_memory_gb holds, but no more than max_running sequences can ever use.
         usable = config.max_running * -(-self.max_len // self.block_size)
         num_blocks = config.num_blocks or min(int(config.kv_memory_gb * 1e9) // (block_bytes + draft_bytes), usable)
         self.max_len = min(self.max_len, num_blocks * self.block_size)
         num_host_blocks = int(config.host_memory_gb * 1e9) // block_bytes
         self._ops = ops_for(self._device.kind, config.deterministic)
-        self._quantized = QuantizedOptions(_quantized_input(config, arch, self._ops), config.quantized_head)
+        self._quantized = QuantizedOptions(
+            _quantized_input(config, arch, self._ops), config.quantized_head, self.rounds_kv
+        )
         self._leader = None if config.num_processes == 1 else self._form_group(config, launcher)
         if self._leader is None:
             self.cache = KvCache(num_blocks, num_host_blocks)
@@ -86,6 +90,11 @@ class ModelRunner:
             raise
         self._batch = InputBatch(config.max_running, self.max_len, self.block_size, self._device.torch_device)
         self._sampler = Sampler()
+
+    def _kv_bytes(self, elements: int, head_dim: int) -> int:
+        """Returns the bytes of a block whose tokens have this many elements each, in heads of `head_dim`."""
+        each = elements // head_dim * (head_dim + SCALE_BYTES) if self.rounds_kv else elements * self._dtype.itemsize
+        return each * self.block_size
 
     def _form_group(self, config: EngineConfig, launcher: Launcher | None) -> GroupLeader:
         """Returns the leader of the members that share the model. Raises ConfigError for a model that they cannot."""
@@ -164,6 +173,10 @@ class ModelRunner:
     @property
     def dtype_name(self) -> str:
         return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def kv_dtype_name(self) -> str:
+        return f"{self.dtype_name} rounded to int8" if self.rounds_kv else self.dtype_name
 
     @property
     def quantization(self) -> str:

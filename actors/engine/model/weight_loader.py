@@ -30,10 +30,12 @@ _UNPACKED_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class QuantizedOptions:
-    """The inputs of quantized linears, and whether a quantized model's head is rounded to int8 as well."""
+    """The inputs of quantized linears, whether a quantized model's head is rounded to int8 as well, and whether keys
+    and values are."""
 
     input: LinearInput = "float"
     rounds_head: bool = False
+    rounds_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from raytide.core.objects.endpoint import Speed
 from raytide.sizing.devices import GB, Accelerator
@@ -37,6 +38,12 @@ class ServingLoad:
     output_tokens: int
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    kv_dtype: Literal["auto", "int8"] = "auto"
+    """The KV caches' numbers, as the engine's option of this name: 16 bits, or 8 and a scale of 32 for each head."""
+
+    def kv_bytes_each(self, head_dim: int) -> float:
+        """Returns the bytes of one number of the KV cache."""
+        return 1.0 + 4.0 / head_dim if self.kv_dtype == "int8" else 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +110,13 @@ def decode_seconds(
     memory_efficiency: float = MEMORY_EFFICIENCY,
     compute_efficiency: float = COMPUTE_EFFICIENCY,
     host_s: float = _HOST_S,
+    kv_bytes_each: float = 2.0,
 ) -> float:
     """Returns the seconds of a decode step of `batch` sequences with `context` tokens each: the larger of reading
     weights and KV caches and of computing, the tensor ranks' all-reduces, and the host's work.
     """
     weights = model.weight_bytes * min(model.parameters, batch * model.active_parameters)
-    moved = weights + batch * context * model.kv_bytes_per_token()
+    moved = weights + batch * context * model.kv_bytes_per_token(kv_bytes_each)
     reading = moved / (gpus * device.bandwidth * memory_efficiency)
     computing = 2.0 * model.active_parameters * batch / (gpus * device.peak_flops("bf16") * compute_efficiency)
     reduced = 2.0 * model.width * batch * 2 * (gpus - 1) / gpus / device.link + 2 * (gpus - 1) * device.link_latency_s
@@ -135,7 +143,10 @@ def plan_replicas(
     """
     room = kv_room(model, device, gpus)
     context = load.prompt_tokens + load.output_tokens
-    tokens = model.kv_bytes_per_token() * max(1.0, gpus / model.kv_heads)  # beyond the KV heads they are copied
+    kv_bytes_each = load.kv_bytes_each(model.head_dim)
+    tokens = model.kv_bytes_per_token(kv_bytes_each) * max(
+        1.0, gpus / model.kv_heads
+    )  # beyond the KV heads they are copied
     slots = int(room // (context * tokens)) if room > 0 else 0
     ttft_s = prefill_seconds(model, load.prompt_tokens, device, gpus) + _HOST_S
     if slots < 1 or (load.slo_ttft_s is not None and ttft_s > load.slo_ttft_s):
@@ -143,11 +154,11 @@ def plan_replicas(
     middle = load.prompt_tokens + load.output_tokens / 2.0
     binding = "KV cache"
     if load.slo_tpot_s is not None:
-        able = _most_slots(model, middle, device, gpus, slots, load.slo_tpot_s)
+        able = _most_slots(model, middle, device, gpus, slots, load.slo_tpot_s, kv_bytes_each)
         if able == 0:
             return None
         slots, binding = (able, "time between tokens") if able < slots else (slots, binding)
-    tpot_s = decode_seconds(model, slots, middle, device, gpus)
+    tpot_s = decode_seconds(model, slots, middle, device, gpus, kv_bytes_each=kv_bytes_each)
     prefill_s = ttft_s - _HOST_S
     # in a second, each request takes its prompt's time from all slots, and its output's time from one of them
     per_request_s = prefill_s + load.output_tokens * tpot_s / slots
@@ -171,11 +182,19 @@ def plan_replicas(
     )
 
 
-def _most_slots(model: ModelShape, context: float, device: Accelerator, gpus: int, most: int, slo_tpot_s: float) -> int:
+def _most_slots(
+    model: ModelShape,
+    context: float,
+    device: Accelerator,
+    gpus: int,
+    most: int,
+    slo_tpot_s: float,
+    kv_bytes_each: float,
+) -> int:
     """Returns the most sequences that a step decodes within the SLO; a step's time grows with them."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        fast = decode_seconds(model, middle, context, device, gpus) <= slo_tpot_s
+        fast = decode_seconds(model, middle, context, device, gpus, kv_bytes_each=kv_bytes_each) <= slo_tpot_s
         low, high = (middle, high) if fast else (low, middle - 1)
     return low

@@ -65,7 +65,7 @@ def _header(core: EngineCore, seq: Sequence) -> KvHeader:
         model=blake2b(repr(runner.arch).encode(), digest_size=8).hexdigest(),
         weights_version=core.weights.version,
         lora=core.adapter_of(seq),
-        dtype=runner.dtype_name,
+        dtype=runner.kv_dtype_name,
         layout=runner.cache.block_bytes,
         block_size=runner.block_size,
         tokens=list(seq.tokens),

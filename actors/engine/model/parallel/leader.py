@@ -86,6 +86,7 @@ class GroupLeader:
                     "deterministic": computation.deterministic,
                     "quantized_input": computation.quantized.input,
                     "quantized_head": computation.quantized.rounds_head,
+                    "rounds_kv": computation.quantized.rounds_kv,
                     "pipeline_parallel": stages,
                 }
             )

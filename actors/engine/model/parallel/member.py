@@ -68,7 +68,7 @@ class GroupMember:
             self._device = device.torch_device
             self._dtype, self._max_len = device.dtype(terms["dtype"]), terms["max_len"]
             self._ops, self._ordered = ops_for(device.kind, terms["deterministic"]), terms["deterministic"]
-            self._options = QuantizedOptions(terms["quantized_input"], terms["quantized_head"])
+            self._options = QuantizedOptions(terms["quantized_input"], terms["quantized_head"], terms["rounds_kv"])
             stages = terms["pipeline_parallel"]
             self._shard = ModelShard.of_group(stages, self._invitation["size"] // stages)[self._link.rank]
 

@@ -32,6 +32,9 @@ def plan(
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 300,
     ttft_s: Annotated[float | None, typer.Option(min=0.001, help="Seconds within which the first token comes.")] = None,
     tpot_s: Annotated[float | None, typer.Option(min=0.0001, help="Seconds between further tokens.")] = None,
+    kv_dtype: Annotated[
+        Literal["auto", "int8"], typer.Option(help="What an endpoint's KV caches hold: 16 bits a number, or 8.")
+    ] = "auto",
     flops: Annotated[float | None, typer.Option(min=1e12, help="Show the best model for this compute instead.")] = None,
     usd: Annotated[float | None, typer.Option(min=0.01, help="Show the best model for this money instead.")] = None,
     served_tokens: Annotated[float, typer.Option(min=0, help="Tokens that the model will serve in its life.")] = 0.0,
@@ -55,7 +58,7 @@ def plan(
     if requests_per_s is not None:
         from raytide.sizing.serving import ServingLoad
 
-        load = ServingLoad(requests_per_s, prompt_tokens, output_tokens, ttft_s, tpot_s)
+        load = ServingLoad(requests_per_s, prompt_tokens, output_tokens, ttft_s, tpot_s, kv_dtype)
         serving = planner.plan_serving(source, load, cluster_file=cluster_file)
         if json:
             as_json(serving.json())
