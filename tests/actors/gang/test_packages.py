@@ -99,7 +99,7 @@ def test_an_environment_is_kept_while_it_is_used_and_removed_long_after(
 @pytest.mark.parametrize(
     ("requirement", "why"),
     [
-        ("--index-url=https://ana:hush@host/simple", "no requirement"),
+        ("-i https://ana:hush@host/x", "no requirement"),
         ("-r requirements.txt", "no requirement"),
         ("./folder", "no requirement"),
         ("tidelib @ https://ana:hush@host/tidelib.whl", "the URL of tidelib has a login"),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.autoscaler.providers.slurm.fake_slurm import FakeSlurm
 
 from raytide.autoscaler.providers.base import Machine, Notice
@@ -15,6 +16,7 @@ from raytide.autoscaler.providers.slurm.provider import SlurmProvider
 from raytide.autoscaler.providers.slurm.queue import parse_jobs
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, ConfigError, ProviderError
+from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.hardware.slurm import SlurmSection, check_slurm
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 
@@ -233,6 +235,25 @@ def test_the_output_of_squeue_is_read() -> None:
     first, second = parse_jobs(output)
     assert (first.job_id, first.end_s, first.machine, first.has_started) == ("12", 1795699816.0, "n1", True)
     assert (second.start_s, second.end_s, second.why_pending) == (None, None, "Priority")
+
+
+def test_each_node_type_of_a_cluster_without_a_cloud_has_one_source(tmp_path: Path) -> None:
+    file = yaml.safe_load((Path(__file__).parents[4] / "examples" / "slurm.yaml").read_text())
+    own = file["metadata"]["raytide"]
+    machine = {"name": "h1", "address": "10.0.0.1", "node_type": "scavenge"}
+    hosts = {"ssh": {"user": "ray"}, "machines": [machine]}
+    scavenge = own["slurm"]["node_types"].pop("scavenge")
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(file))
+    with pytest.raises(ConfigError, match="provider slurm has no job of node type scavenge"):
+        load_cluster(tmp_path / "x.yaml")
+    own["node_types"]["scavenge"]["market"] = "on-demand"
+    own["hosts"] = hosts
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(file))
+    assert load_cluster(tmp_path / "x.yaml").settings.owned_node_types() == {"a100x4", "scavenge"}
+    own["slurm"]["node_types"]["scavenge"] = scavenge
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(file))
+    with pytest.raises(ConfigError, match="node types of both hosts and slurm: scavenge"):
+        load_cluster(tmp_path / "x.yaml")
 
 
 def test_a_wrong_section_is_refused() -> None:
