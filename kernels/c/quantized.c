@@ -148,6 +148,8 @@ INLINE void quantized_tile(const Call *c, int64_t row, int64_t panel, float *sum
     vf y[TILE_ROWS][2] = {0};
     for (int64_t group = 0, at = 0; group < w->groups; group++) {
         vf totals[TILE_ROWS][2];
+        const char *later_scales = (const char *)(w->scales + (panel * w->groups + group) * PANEL) + PAGE / 2;
+        for (int64_t line = 0; line < PANEL * 4; line += LINE) __builtin_prefetch(later_scales + line);
 #pragma GCC unroll 8
         for (int i = 0; i < mr; i++) totals[i][0] = totals[i][1] = (vf){0};
 #pragma GCC unroll 1
