@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,10 +49,15 @@ def check(weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None) -
     assert torch.equal(quantized.quantized_linear(weight, bias, "int8")(x), exact)
     got = quantized.quantized_linear(weight, bias, "float")(x)
     weight_NK, x_TK = weight.dequantized().double(), x.double()
-    amounts = x_TK.abs() @ weight_NK.abs().t() + 1  # sums may cancel, their rounding does not
+    parts = replace(weight, codes_NK=weight.codes_NK.short().abs(), offsets_NG=_amount(weight.offsets_NG))
+    amounts = x_TK.abs() @ parts.dequantized().double().t() + 1  # sums may cancel, their rounding does not
     oracle = x_TK @ weight_NK.t() + (0 if bias is None else bias.double())
     close = 1e-5 if x.dtype == torch.float32 else 4e-3
     assert ((got.double() - oracle).abs() <= close * amounts + close * oracle.abs()).all()
+
+
+def _amount(numbers: torch.Tensor | None) -> torch.Tensor | None:
+    return None if numbers is None else numbers.abs()
 
 
 @settings(max_examples=100, deadline=None)
