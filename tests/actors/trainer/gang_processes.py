@@ -217,7 +217,9 @@ class Run:
         return [event["world"] for event in self.events("formed")]
 
     def pid(self, member: int) -> int:
-        """Returns the process of the rank on that member, in the newest generation."""
+        """Returns the process of the rank on that member, in the newest generation. In an object store the events may
+        come later than the steps, which another process writes."""
+        self.until("a generation", lambda: self.events("formed"))
         formed = self.events("formed")[-1]
         pids: list[int] = [
             p for p, host in zip(formed["pids"], formed["hosts"], strict=True) if f"node-{member} " in host
