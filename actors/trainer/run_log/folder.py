@@ -107,15 +107,17 @@ class RunFolder:
         with self._uploading:
             with self._lock:
                 names, self._changed = sorted(self._changed), set()
+            problem = ""
             for name in names:
                 try:
                     body = (self.path / name).read_bytes()
                     with self._guard(), named_failures(f"{self.out}/{name}"):
                         store.publish(name, body)
-                    self.problem = ""
                 except ConflictError as error:  # the files belong to another run now
-                    self.problem = str(error)
+                    problem = str(error)
                 except (RaytideError, OSError) as error:
-                    self.problem = str(error)
+                    problem = str(error)
                     with self._lock:
                         self._changed.add(name)
+            if names:
+                self.problem = problem

@@ -145,9 +145,11 @@ def _host_steps(hosts: HostsSection, host: Host) -> list[SetUpStep]:
 def _slurm_steps(config: ClusterConfig) -> list[SetUpStep]:
     """Returns the submission of a node of each of Slurm's types, and the script of its job."""
     section = config.settings.slurm
+    if section is None:
+        return []
     steps = []
-    for node_type in config.node_types if section is not None else ():
-        if section is not None and node_type.name in section.node_types:
+    for node_type in config.node_types:
+        if node_type.name in section.node_types:
             arguments = job_arguments(section, node_type, f"raytide:CLUSTER:{_NODE_ID}", f"FOLDER/{_NODE_ID}.log")
             steps.append(SetUpStep(node_type.name, "submit", shlex.join(["sbatch", "--parsable", *arguments])))
             steps.append(

@@ -140,3 +140,23 @@ def test_what_a_store_does_not_take_is_kept_and_uploaded_later(
     folder.close()
     open_url(there.out)[0].invalidate_cache()
     assert (read_bytes(f"{there.out}/events.jsonl"), folder.problem) == (b"{}\n", "")
+
+
+def test_a_file_that_is_stored_hides_no_other_that_is_not(there: TrainSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(there.out)
+    assert folder.store is not None
+    publish = folder.store.publish
+
+    def refuses_events(path: str, body: bytes) -> None:
+        if path == "events.jsonl":
+            raise OSError("unreachable")
+        publish(path, body)
+
+    monkeypatch.setattr(folder.store, "publish", refuses_events)
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (folder.path / name).write_text("{}\n")
+        folder.changed(name)
+    assert not folder.flush()
+    monkeypatch.setattr(folder.store, "publish", publish)
+    assert folder.flush()
+    folder.close()
