@@ -56,13 +56,16 @@ def find_inputs(spec: DataSpec) -> list[InputFile]:
         fs, path = open_url(url)
         for name, info in _files(fs, path, url, spec):
             full = name if is_local(url) else str(fs.unstrip_protocol(name))
-            is_link = is_local(url) and bool(info.get("islink"))
-            found[full] = _link(name, info) if is_link else InputFile(full, int(info.get("size") or 0), _version(info))
+            is_special = is_local(url) and info["type"] == "other"
+            found[full] = (
+                _special(name, info) if is_special else InputFile(full, int(info.get("size") or 0), _version(info))
+            )
     return [found[url] for url in sorted(found)]
 
 
-def _link(path: str, info: dict[str, Any]) -> InputFile:
-    """Returns what a link leads to; a file of no bytes if that is no file."""
+def _special(path: str, info: dict[str, Any]) -> InputFile:
+    """Returns what a link leads to; a file of no bytes if that is no file, and for a pipe or a socket, which would be
+    read without end."""
     if not os.path.isfile(path):
         return InputFile(path, 0, _version(info), leads_nowhere=True)
     target = os.stat(path)

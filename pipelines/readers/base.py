@@ -29,7 +29,7 @@ class InputFile:
     version: str
     """An ETag or a modification time, which changes with the content."""
     leads_nowhere: bool = False
-    """A link that does not lead to a file: it is broken, goes in a circle, or leads to a folder."""
+    """A link that leads to no file (it is broken, goes in a circle, or leads to a folder), a pipe, or a socket."""
 
 
 @dataclass(frozen=True, slots=True)

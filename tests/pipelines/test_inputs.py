@@ -1,4 +1,5 @@
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -150,6 +151,12 @@ def test_links_are_read_as_what_they_lead_to_and_those_that_lead_to_no_file_are_
     before = find_inputs(spec_of(root / "b.txt"))
     (tmp_path / "outside.txt").write_text("two and a half")
     assert find_inputs(spec_of(root / "b.txt")) != before, "a change of what a link leads to is noticed"
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path, spec_of: SpecOf) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    for inputs in (tmp_path, tmp_path / "*.txt"):
+        assert [file.leads_nowhere for file in find_inputs(spec_of(inputs, include=("pipe.txt",)))] == [True]
 
 
 def test_every_line_is_read_as_the_standard_library_reads_it() -> None:

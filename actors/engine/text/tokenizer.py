@@ -47,13 +47,14 @@ class Tokenizer:
         self._template = source.chat_template
         self._vision = vision
 
-    def encode(self, text: str, *, enough: int | None = None) -> list[int]:
-        """Returns token ids with the special tokens that the tokenizer's post-processor adds (a BOS, if it has one).
+    def encode(self, text: str, *, enough: int | None = None, special: bool = True) -> list[int]:
+        """Returns token ids, with the special tokens that the tokenizer's post-processor adds (a BOS, if it has one)
+        unless `special` is false.
 
         Raises UsageError for a text with half a surrogate pair. A long text with more than `enough` tokens is cut
         somewhere after them.
         """
-        return self.encode_all([self._cut(_checked(text), enough)])[0]
+        return self.encode_all([self._cut(_checked(text), enough)], plain=not special)[0]
 
     def encode_pair(self, text: str, pair: str, *, enough: int | None = None) -> list[int]:
         """Returns token ids of two texts, joined as the tokenizer's post-processor joins a pair. Long ones are cut as
@@ -94,7 +95,7 @@ class Tokenizer:
         def encode() -> list[int]:
             if pair is not None:
                 return self.encode_pair(text, pair, enough=enough)
-            return self.encode_all([self._cut(_checked(text), enough)], plain=not special)[0]
+            return self.encode(text, enough=enough, special=special)
 
         if len(text) + len(pair or "") > _INLINE_CHARS:
             return await self.pool.run(encode)
