@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.actors.trainer.gang_processes import Run, losses
 from tests.actors.trainer.trainer_ranks import PRELOAD
+from typer.testing import CliRunner
 
 from raytide.actors.trainer.checkpoint.verify import verify
 from raytide.actors.trainer.run_log import folder as run_folder
@@ -18,6 +19,7 @@ from raytide.actors.trainer.run_log import history, profiler
 from raytide.actors.trainer.run_log.curve import CurveReader
 from raytide.actors.trainer.run_log.folder import RunFolder
 from raytide.actors.trainer.runners.local import train_local
+from raytide.cli.app import app
 from raytide.core.errors import ConflictError
 from raytide.core.io.claim import Claim, committing
 from raytide.core.io.private_folder import private_folder
@@ -72,6 +74,10 @@ def test_a_run_is_written_to_a_bucket_read_there_and_goes_on_from_there(
     assert exists(f"{there.out}/profile/steps-7-8/rank-0.json")
     assert not exists(f"{there.out}/{profiler.REQUEST}")
     assert not list(private_folder("runs").iterdir()), "the copies are removed"
+    for command in (["metrics"], ["plot", "--output", str(tmp_path / "run.svg")], ["checkpoint", "verify"]):
+        done = CliRunner().invoke(app, [*command, there.out], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+    assert (tmp_path / "run.svg").exists()
 
 
 def test_a_run_in_a_bucket_that_is_killed_has_all_its_steps_in_the_end(spec: TrainSpec, there: TrainSpec) -> None:
