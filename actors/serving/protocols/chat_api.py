@@ -1,0 +1,71 @@
+"""Answers requests of the APIs that are translated into chats, and counts the tokens of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from fastapi import Request, Response
+from pydantic import BaseModel, ValidationError
+
+from raytide.actors.serving.openai_api.admission import RequestCaller
+from raytide.actors.serving.openai_api.answers.writer import ResponseWriter
+from raytide.actors.serving.openai_api.errors import ApiError, validation_error
+from raytide.actors.serving.openai_api.generation import GenerationStream
+from raytide.actors.serving.openai_api.respond import respond
+from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.openai_api.wire import ChatRequest
+from raytide.actors.serving.protocols.models import Models, tracked
+
+B = TypeVar("B", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatApi(Generic[B]):
+    """One such API. Errors of a chat get the names that its fields have there by `renamed`."""
+
+    name: str
+    chat_request: Callable[[B], ChatRequest]
+    renamed: Callable[[ApiError], ApiError]
+
+    async def answer(
+        self,
+        models: Models,
+        model: str,
+        body: B,
+        request: Request,
+        writer_of: Callable[[GenerationStream], ResponseWriter],
+    ) -> Response:
+        """Returns the answer to a request, as `writer_of` its generation writes it."""
+        await models.server(model, request)  # an unknown model is the first problem to name
+        chat = self._chat_of(body)
+
+        async def answered(server: Server) -> Response:
+            try:
+                return await respond(server, self.name, chat, request, writer_of)
+            except ApiError as error:
+                raise self.renamed(error) from error
+
+        return await models.answer(model, request, chat, answered)
+
+    async def count_tokens(self, models: Models, api: str, model: str, body: B, request: Request) -> int:
+        """Returns the number of a prompt's tokens; metrics count the request for `api`."""
+        await models.server(model, request)
+
+        async def counted(server: Server, chat: ChatRequest, _: RequestCaller) -> int:
+            try:
+                tokens = (await server.chat_prompt(chat)).tokens
+                server.check_fits(tokens, "messages")
+            except ApiError as error:
+                raise self.renamed(error) from error
+            return len(tokens)
+
+        return await tracked(models, api, model, self._chat_of(body), request, counted)
+
+    def _chat_of(self, body: B) -> ChatRequest:
+        try:
+            return self.chat_request(body)
+        except ValidationError as error:
+            errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+            raise self.renamed(validation_error(errors)) from error
