@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from raytide.autoscaler.ray_gcs import RayNode
 from raytide.control.accounting.final_accounting import close_books
 from raytide.control.controller import Controller
 from raytide.control.reconcile.observation import Sources
+from raytide.control.views import Live, from_json
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ProviderError
 from raytide.core.objects.cluster_config import load_cluster
@@ -66,6 +68,7 @@ class World:
     ongoing: float = 0.0
     use: dict[str, Use] = field(default_factory=dict)
     api_answers: bool = True
+    serve_answers: bool = True
     fuse: int | None = None
 
     def step(self) -> None:
@@ -259,12 +262,15 @@ class Serve:
         self.world.routes[name] = route
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
+        if not self.world.serve_answers:
+            raise TimeoutError("Ray Serve did not report its load")
         loads = {}
         for name in self.world.serving.keys() & set(names):
             hosts = [f"ray-{node_id}" for node_id in self.world.hosts(name)]
             now_s = self.world.clock.now_s() + self.world.clock.wall_ahead_s()  # Serve has the machine's clock
             spoke = tuple(ReplicaLoad(host, now_s) for host in hosts)
-            loads[name] = EndpointLoad(now_s, self.world.ongoing, len(hosts), tuple(hosts), spoke)
+            pages = {host: f"{host}:9000" for host in hosts}
+            loads[name] = EndpointLoad(now_s, self.world.ongoing, len(hosts), tuple(hosts), spoke, pages=pages)
         return loads
 
     def delete(self, name: str, *, is_there: bool) -> None:
@@ -546,6 +552,28 @@ class TestEndpoints:
         loop.until(loop.nothing_runs, ticks=100)
         loop.tick()
         loop.check_ledger()
+
+    def test_replicas_stay_shown_for_a_minute_while_serve_does_not_answer(self, loop: Loop) -> None:
+        spec = ServeSpec(name="m", model="/m", replicas=Replicas(min=1, max=1), resources={"CPU": 2})
+        loop.store.save_endpoint(spec, "ana", loop.clock.now_s())
+
+        def shown() -> tuple[int, int]:
+            live = from_json(Live, json.loads((loop.folder / "live.json").read_text()))
+            pages = sum(target.job == "raytide-replica" for target in live.targets)
+            return (live.loads["m"].ready if "m" in live.loads else 0), pages
+
+        loop.until(lambda: (loop.folder / "live.json").exists() and shown() == (1, 1), ticks=300)
+        loop.world.serve_answers = False
+        for _ in range(10):
+            loop.tick()
+            assert shown() == (1, 1)
+        until_s = loop.clock.now_s() + 61.0
+        loop.until(lambda: loop.clock.now_s() > until_s, ticks=1_000)
+        loop.tick()
+        assert shown() == (0, 0)
+        loop.world.serve_answers = True
+        loop.tick()
+        assert shown() == (1, 1)
 
     def test_replicas_follow_a_reported_value_and_the_hour(self, loop: Loop) -> None:
         fields = {"max": 5, "scale_on": [{"name": "queue", "target": 10}], "schedule": [{"min": 2, "begin": "12:00"}]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -77,6 +78,8 @@ _REMOVE_S = 3600.0
 _DAY_S = 86_400.0
 _FORECAST_S = 10.0
 """The longest age of a start forecast, in seconds."""
+_SHOWN_S = 60.0
+"""The longest age of shown loads while Ray Serve does not answer, in seconds."""
 
 
 class Controller:
@@ -106,6 +109,7 @@ class Controller:
         self._retry_loop = RetryLoop(config.settings.tick_s)
         self._traces = JobTraces(config.settings.tracing, store)
         self._live = Live(at_s=0.0)
+        self._serve_at_s = -math.inf
 
     def run(self) -> None:
         self._sources.provider.watch(self._wake_up)
@@ -316,6 +320,7 @@ class Controller:
         used = attempt("teams", lambda: team_usage(snapshot), dict[str, TeamUse]())
         errors = (*observed.errors, *result.errors, *(served.errors if served else ()), *self._quarantine.errors)
         self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
+        observed = self._with_last_loads(observed, snapshot.at_s)
         live = Live(
             at_s=snapshot.at_s,
             waiting=waiting,
@@ -342,6 +347,17 @@ class Controller:
             answer_request(self._live_path.parent, snapshot)
         except OSError as error:
             log.warning("cannot write the snapshot", extra={"error": str(error)})
+
+    def _with_last_loads(self, observed: ClusterObservation, at_s: float) -> ClusterObservation:
+        """Returns what to show: while Ray Serve does not answer, for a minute, the replicas that it last told of, which
+        serve on."""
+        if observed.serve_answers:
+            self._serve_at_s = at_s
+            return observed
+        if at_s - self._serve_at_s > _SHOWN_S:
+            return observed
+        pages = [target for target in self._live.targets if target.job == "raytide-replica"]
+        return replace(observed, loads=self._live.loads, targets=(*observed.targets, *pages))
 
     def _write(self, live: Live) -> None:
         """Writes live.json. Without disk space the API keeps showing the last one, and its age."""

@@ -37,6 +37,8 @@ class ClusterObservation:
     groups: Mapping[GroupKey, PlacementGroupInfo] | None
     drivers: Mapping[DriverKey, DriverStatus] | None
     loads: Mapping[str, EndpointLoad]
+    serve_answers: bool = True
+    """False if Ray Serve did not answer: no load is known, which says nothing about the replicas."""
     errors: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     """Texts of the provider for operators, which are no failures of the tick."""
@@ -104,7 +106,7 @@ def observe(
 
     machines = query("provider", sources.provider.machines)
     ray_nodes, demand = query("ray", sources.gcs.nodes), query("ray demand", sources.gcs.demand)
-    loads = (query("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else None) or {}
+    loads = query("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else {}
     known = (names or {}) if machines is None else ray_names(machines)
     return ClusterObservation(
         machines=machines,
@@ -113,13 +115,14 @@ def observe(
         demand=demand or (),
         groups=query("placement groups", sources.groups.list),
         drivers=query("drivers", sources.drivers.statuses) if with_drivers else {},
-        loads=loads,
+        loads=loads or {},
+        serve_answers=loads is not None,
         api_answers=with_gangs and bool(query("API", sources.api.answers)),
         prices=query("provider prices", sources.provider.prices) or {},
         use=sources.meters.last_readings(),
         measured=sources.meters.measured(),
         names=known,
-        targets=tuple(_targets(machines or (), sources.meters, known, loads)),
+        targets=tuple(_targets(machines or (), sources.meters, known, loads or {})),
         problems=query("provider problems", sources.provider.problems) or (),
         errors=tuple(errors),
     )
