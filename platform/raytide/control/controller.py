@@ -6,9 +6,9 @@ It may be killed at any point: the next controller executes what was persisted, 
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import sys
-import math
 import threading
 import time
 from collections.abc import Mapping
