@@ -43,6 +43,12 @@ class EngineConfig(Config):
         default="priority", description="the order of service; among equals, and with fcfs always, by arrival"
     )
     ageing_s: float = Field(default=30.0, gt=0.0, description="a waiting request gains one priority each such time")
+    team_slowdown: float | None = Field(
+        default=1.15,
+        ge=1.0,
+        description="how many times as long a step may take, by the tokens of other teams, in which a team is answered "
+        "that has less than half of its share of the load; null: no bound",
+    )
     deterministic: bool = Field(default=False, description="bit-equal whatever is in the batch or the prefix cache")
     any_whitespace: bool = Field(
         default=False,

@@ -71,6 +71,8 @@ class Sequence:
     # Beside the tokens, KV depends on these: blocks are shared only among sequences of one salt.
     lora: str | None = None
     salt: bytes = b""
+    team: str = ""
+    weight: float = 1.0  # of its team
     reads_cache: bool = True  # False: every position's logits are wanted, so the whole prompt is computed
     request_id: str = ""
     index: int = 0  # of this sample in its request
@@ -89,6 +91,7 @@ class Sequence:
     waiting_since_s: float = 0.0
     level: int = 0
     rank: Rank = (0.0, 0.0, 0)  # while it runs
+    turns: float = -1.0  # in steps that are shared with lighter teams
     parent: Sequence | None = None  # the sample whose prompt KV it starts from
 
     @property
@@ -150,3 +153,8 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def is_decode(self) -> bool:
+        """True if each sequence computes one token, beside drafts."""
+        return bool(self.chunks) and all(chunk.length == 1 + len(chunk.draft) for chunk in self.chunks)

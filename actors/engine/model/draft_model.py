@@ -11,7 +11,7 @@ import torch
 
 from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.input_batch import InputBatch
-from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
+from raytide.actors.engine.scheduler.step_cost import StepCost
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.model_config import read_json

@@ -19,6 +19,7 @@ from raytide.actors.engine.limits import MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.scheduler.policy import SchedulingPolicy, is_protected
 from raytide.actors.engine.scheduler.preemption import SwapCost, choose_victims, preemption_cost
 from raytide.actors.engine.scheduler.step_builder import KvSource, StepBuilder, find_source
+from raytide.actors.engine.scheduler.team_share import TeamShare
 from raytide.actors.engine.scheduler.waiting_queue import WaitingQueue
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 from raytide.actors.engine.types import FinishReason
@@ -45,6 +46,10 @@ class Scheduler:
     Progress: the first in rank can take every other one's blocks, and `add` refuses a sequence that does not fit into
     the whole pool; so each step advances the first, and every sequence becomes the first. Without a `swap_cost` host
     memory is not used.
+
+    With a `team_slowdown`, sequences of light teams start first, and those of the others are kept out of some steps in
+    which light ones are computed (see TeamShare): each in turn, so that the first in rank gets its turn as well.
+    `step_seconds(tokens)` is what a step takes.
     """
 
     def __init__(
@@ -59,6 +64,8 @@ class Scheduler:
         swap_cost: SwapCost | None = None,
         max_logprob_rows: int = MAX_PROMPT_LOGPROB_ROWS,
         drafter: Drafter | None = None,
+        team_slowdown: float | None = None,
+        step_seconds: Callable[[int], float] = float,
     ) -> None:
         assert max_batch_tokens >= max_running, "the budget must hold one token of every running sequence"
         self.pool = pool
@@ -73,6 +80,7 @@ class Scheduler:
         self._swap_cost = swap_cost or SwapCost(math.inf)
         # A block that takes longer to move than to compute is not kept.
         pool.keeps_cold = pool.host.num_blocks > 0 and self._swap_cost.tokens_per_block < pool.block_size
+        self._shares = None if team_slowdown is None else TeamShare(self.policy, team_slowdown, step_seconds)
         self._arrivals = 0
         self._now_s = 0.0  # of the last plan
         self._dropped: list[Sequence] = []  # evicted outside of a step
@@ -83,7 +91,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence. Raises UsageError if it could never run to its `max_len`."""
-        self._validate(seq)
+        self._register(seq)
         self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -104,7 +112,7 @@ class Scheduler:
         needed = self.pool.blocks_for(len(seq.tokens))
         if len(self.running) >= self._max_running or needed > self.pool.num_free:
             return False
-        self._validate(seq)
+        self._register(seq)
         seq.block_ids = self.pool.allocate_now(needed)
         seq.level = self.policy.priority(seq)
         self._start(seq, num_computed, num_registered=0)
@@ -128,16 +136,59 @@ class Scheduler:
         `commit`.
         """
         self._now_s = now_s
-        size = self.pool.block_size
         # Decodes first: a long prefill never delays them, it gets what they leave.
         step = StepBuilder(self._budget, self.running, self._dropped, self._logprob_rows)
         self._dropped = []
-        next_level = self._next_level(step)
         order = list(self.running)
+        if self._shares is not None and self._shares.is_contested:
+            self._start_light(order, step)
+        self._fill(order, step)
+        if self._shares is not None:
+            self._shares.observe(step.limit, step.stalled, step.started)
+        if step.is_empty and step.held:
+            self._fill(step.release_held(), step)
+        plan = step.plan()
+        if self._drafter is not None and step.decodes and step.left > 0:
+            limit = step.limit
+            decodes = [each for each in step.decodes if limit is None or not limit.limits(each.seq)]
+            self._drafter.add_drafts(decodes, plan.num_tokens, step.left, self._reserve)
+        self.pool.take_moves(plan)
+        return plan
+
+    def _start_light(self, order: list[Sequence], step: StepBuilder) -> None:
+        """Starts waiting sequences of light teams, before a prompt of another team takes the step's budget, and limits
+        the other teams in this step.
+        """
+        shares, now_s = self._shares, self._now_s
+        assert shares is not None
+        light = shares.light_teams(order, self.waiting.head(now_s))
+        urgent = min((seq.rank[0] for seq in order if seq.num_pending > 1), default=math.inf)
+        while light and (seq := self.waiting.head(now_s, light)) is not None:
+            first = self.waiting.head(now_s)
+            assert first is not None
+            level = self.policy.level(seq, now_s)
+            if level > min(urgent, self.policy.level(first, now_s)) or not self._admit(step, [], seq):
+                break
+        next_one = self.waiting.head(now_s)
+        step.limit = shares.limit(
+            order,
+            light,
+            started=step.prompts,
+            left=step.left,
+            may_admit=next_one is not None and len(self.running) < self._max_running,
+        )
+
+    def _fill(self, order: list[Sequence], step: StepBuilder) -> None:
+        """Adds the running sequences of `order` to a step, by rank, and waiting ones between them."""
+        size = self.pool.block_size
+        next_level = self._next_level(step)
         for at, seq in enumerate(order):
             while next_level < seq.rank[0]:
                 next_level = self._next_level(step) if self._admit(step, order[at:]) else math.inf
             if seq.seq_id in step.evicted:
+                continue
+            if step.limit is not None and step.limit.tokens(seq, 1) == 0:
+                step.hold(seq)
                 continue
             start = seq.num_computed
             if len(seq.tokens) - start == 1 and start < len(seq.block_ids) * size:
@@ -148,11 +199,6 @@ class Scheduler:
                 next_level = self._next_level(step)
         while next_level < math.inf:
             next_level = self._next_level(step) if self._admit(step, []) else math.inf
-        plan = step.plan()
-        if self._drafter is not None and step.decodes and step.left > 0:
-            self._drafter.add_drafts(step.decodes, plan.num_tokens, step.left, self._reserve)
-        self.pool.take_moves(plan)
-        return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, Items[int]]) -> None:
         """Records a step's result: KV of every chunk is written, and `sampled` has the next tokens of sequences that
@@ -190,9 +236,11 @@ class Scheduler:
                 self.running.remove(seq)
             self._withdraw_promises(seq)
             self._release(seq)
+            if self._shares is not None:
+                self._shares.leave(seq)
         seq.finish_reason = reason
 
-    def _validate(self, seq: Sequence) -> None:
+    def _register(self, seq: Sequence) -> None:
         if not seq.tokens:
             raise UsageError(f"request {seq.seq_id}: the prompt is empty.", hint="Send at least one token.")
         if self.pool.blocks_for(seq.max_len) > self.pool.num_blocks:
@@ -204,6 +252,8 @@ class Scheduler:
         seq.arrival = self._arrivals
         self._arrivals += 1
         seq.waiting_since_s = seq.arrival_s
+        if self._shares is not None:
+            self._shares.enter(seq)
 
     def _next_level(self, step: StepBuilder) -> float:
         """Returns the level of the next waiting sequence; infinity if none can join this step."""
@@ -217,12 +267,16 @@ class Scheduler:
         free for it, and sequences of a better rank may take its blocks.
         """
         is_decode = seq.num_pending == 1
-        length = 1 if is_decode else min(seq.num_pending, step.left)
+        length = 1 if is_decode else min(seq.num_pending, step.room(seq))
         if length == 0:
             return
         missing = self.pool.blocks_for(seq.num_computed + length) - len(seq.block_ids)
         if missing > self.pool.num_free:
-            lower = [each for each in self.running if each.rank > seq.rank and not is_protected(each)]
+            lower = [
+                each
+                for each in self.running
+                if each.rank > seq.rank and not is_protected(each) and not step.has_started(each)
+            ]
             victims = self._victims(lower, missing - self.pool.num_free, ())
             if not victims:
                 step.stall(seq)
@@ -247,12 +301,14 @@ class Scheduler:
             seq.block_ids += self.pool.allocate(max(0, min(missing, self.pool.num_free - growing)))
         return min(count, len(seq.block_ids) * size - len(seq.tokens))
 
-    def _admit(self, step: StepBuilder, rest: list[Sequence]) -> bool:
-        """Starts or parks the next waiting sequence and returns True; False if it has to wait, and all others with it.
-        It may evict from `rest`, the running sequences that are not in the step yet.
+    def _admit(self, step: StepBuilder, rest: list[Sequence], seq: Sequence | None = None) -> bool:
+        """Starts or parks the next waiting sequence, or `seq`, and returns True; False if it has to wait, and all
+        others with it. It may evict from `rest`, the running sequences that are not in the step yet.
         """
-        seq = self.waiting.head(self._now_s)
+        seq = seq or self.waiting.head(self._now_s)
         assert seq is not None
+        if step.limit is not None and not step.limit.admits(seq):
+            return False
         level = self.policy.level(seq, self._now_s)
         rest = [each for each in rest if each.seq_id not in step.evicted]
         lower = [each for each in rest if self.policy.may_evict(seq, level, each)]
@@ -281,7 +337,7 @@ class Scheduler:
         if not seq.starts:
             seq.num_cached = min(source.num_tokens, seq.prompt_len)  # a resumed output may be cached too
         self._start(seq, source.num_tokens, source.num_tokens // self.pool.block_size)
-        step.fill(seq)
+        step.start(seq)
         return True
 
     def _missing(self, seq: Sequence, source: KvSource, lower: list[Sequence]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, Place
 from raytide.actors.engine.kv_cache.prefix_cache import PrefixCache
+from raytide.actors.engine.scheduler.team_share import StepLimit
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 
@@ -56,35 +57,75 @@ class StepBuilder:
     def __init__(self, budget: int, running: Items[Sequence], dropped: list[Sequence], logprob_rows: int) -> None:
         self._logprob_rows = logprob_rows
         self.left = budget - sum(len(seq.tokens) - seq.num_computed == 1 for seq in running)
+        self.limit: StepLimit | None = None
         self.evicted: set[str] = set()
+        self.stalled: set[str] = set()
+        self._started: set[str] = set()
+        self.held: list[Sequence] = []
         self._preempted = dropped
         self.decodes: list[ScheduledChunk] = []
-        self._others: list[ScheduledChunk] = []
+        self.prompts: list[ScheduledChunk] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.decodes or self.prompts)
+
+    def room(self, seq: Sequence) -> int:
+        """Returns how many tokens of the budget, beside those of decodes, a sequence may take."""
+        return self.left if self.limit is None else self.limit.tokens(seq, self.left)
 
     def decode(self, seq: Sequence) -> None:
         self.decodes.append(ScheduledChunk(seq, seq.num_computed, 1))
+
+    @property
+    def started(self) -> list[ScheduledChunk]:
+        """The chunks of sequences that start in this step."""
+        return [chunk for chunk in self.prompts if chunk.seq.seq_id in self._started]
+
+    def has_started(self, seq: Sequence) -> bool:
+        return seq.seq_id in self._started
+
+    def start(self, seq: Sequence) -> None:
+        """Adds a sequence that waited."""
+        self._started.add(seq.seq_id)
+        if self.limit is not None:
+            self.limit.start(seq)
+        self.fill(seq)
 
     def fill(self, seq: Sequence) -> None:
         """Adds as much of a sequence as the budget allows, perhaps nothing. Positions whose logits are all wanted are
         bounded, since each takes the memory of the whole vocabulary.
         """
-        length = min(seq.num_pending, self.left)
+        length = min(seq.num_pending, self.room(seq))
         if seq.params.prompt_logprobs is not None and seq.num_computed < seq.prompt_len:
             length = min(length, self._logprob_rows)
             self._logprob_rows -= length
             if length == 0:
                 return
-        self._others.append(ScheduledChunk(seq, seq.num_computed, length))
+        self.prompts.append(ScheduledChunk(seq, seq.num_computed, length))
         self.left -= length
 
     def stall(self, seq: Sequence) -> None:
-        """Leaves a running sequence out of this step."""
+        """Leaves a running sequence that lacks a block out of this step."""
         self.left += seq.num_pending == 1
+        self.stalled.add(seq.seq_id)
+
+    def hold(self, seq: Sequence) -> None:
+        """Leaves a running sequence out of this step for the sake of a lighter team."""
+        self.left += seq.num_pending == 1
+        self.held.append(seq)
+
+    def release_held(self) -> list[Sequence]:
+        """Ends the limit, and returns the running sequences that it has kept out of this step."""
+        held = [seq for seq in self.held if seq.seq_id not in self.evicted]
+        self.left -= sum(seq.num_pending == 1 for seq in held)
+        self.held, self.limit = [], None
+        return held
 
     def evict(self, seq: Sequence) -> None:
-        self.stall(seq)
+        self.left += seq.num_pending == 1
         self.evicted.add(seq.seq_id)
         self._preempted.append(seq)
 
     def plan(self) -> StepPlan:
-        return StepPlan(self.decodes + self._others, self._preempted)
+        return StepPlan(self.decodes + self.prompts, self._preempted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from heapq import heapify, heappop, heappush
 
 from raytide.actors.engine.scheduler.policy import SchedulingPolicy
@@ -13,11 +13,11 @@ _Entry = tuple[bool, float, int, Sequence]
 
 
 class WaitingQueue:
-    """One heap for each priority; finding the next sequence looks at the head of each."""
+    """One heap for each priority and team; finding the next sequence looks at the head of each."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
-        self._heaps: dict[int, list[_Entry]] = {}
+        self._heaps: dict[tuple[int, str], list[_Entry]] = {}
         self._entries: dict[str, _Entry] = {}  # of those not parked; an entry of a heap that is not here is stale
         self._parked: dict[str | bytes, dict[str, Sequence]] = {}
         self._parked_on: dict[str, str | bytes] = {}
@@ -40,7 +40,7 @@ class WaitingQueue:
         is_new = seq.starts == 0 and (seq.output_len == 0 or seq.gave_way)
         entry = (is_new, self._policy.due_s(seq), seq.arrival, seq)
         self._entries[seq.seq_id] = entry
-        heappush(self._heaps.setdefault(self._policy.priority(seq), []), entry)
+        heappush(self._heaps.setdefault((self._policy.priority(seq), seq.team), []), entry)
 
     def remove(self, seq: Sequence) -> None:
         """Removes a sequence, parked or not."""
@@ -55,15 +55,17 @@ class WaitingQueue:
         if self._stale > 64 + len(self._entries):
             self._sweep()
 
-    def head(self, now_s: float) -> Sequence | None:
-        """Returns the sequence that is served next."""
+    def head(self, now_s: float, teams: Container[str] | None = None) -> Sequence | None:
+        """Returns the sequence that is served next, of these teams if any are given."""
         best = None
-        for priority, heap in list(self._heaps.items()):
+        for key, heap in list(self._heaps.items()):
+            if teams is not None and key[1] not in teams:
+                continue
             while heap and self._entries.get(heap[0][3].seq_id) is not heap[0]:
                 heappop(heap)
                 self._stale -= 1
             if not heap:
-                del self._heaps[priority]
+                del self._heaps[key]
                 continue
             newcomer, due_s, arrival, seq = heap[0]
             order = (self._policy.level(seq, now_s), newcomer, due_s, arrival, seq)
@@ -82,9 +84,9 @@ class WaitingQueue:
             self.push(seq)
 
     def _sweep(self) -> None:
-        for priority, heap in list(self._heaps.items()):
+        for key, heap in list(self._heaps.items()):
             heap[:] = [entry for entry in heap if self._entries.get(entry[3].seq_id) is entry]
             heapify(heap)
             if not heap:
-                del self._heaps[priority]
+                del self._heaps[key]
         self._stale = 0

@@ -8,7 +8,7 @@ from tests.actors.engine.tiny import save_llama
 from tests.actors.engine.vllm_cores import SharedCores
 
 from raytide.actors.engine.model.draft_model import DraftModel
-from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
+from raytide.actors.engine.scheduler.step_cost import StepCost
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,7 +33,7 @@ from raytide.actors.engine.model.vision.pixels import ImageProcessor
 from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.scheduler.speculation.acceptance import Source
 from raytide.actors.engine.scheduler.speculation.speculator import Speculator
-from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
+from raytide.actors.engine.scheduler.step_cost import StepCost
 from raytide.actors.engine.sequence import PooledPrompt, Sampled, Sequence, StepPlan
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.stop_strings import StopScanner
@@ -76,7 +76,8 @@ class EngineCore:
         self.weights = WeightsSource.at(model_dir)
         self.vocabulary = Vocabulary(self.tokenizer)
         self.runner = ModelRunner(config, arch, launcher)
-        self.speculator = speculator_of(config, self.runner)
+        self._step_cost = StepCost(self.runner.row_cost)
+        self.speculator = speculator_of(config, self.runner, self._step_cost)
         self.pool = BlockPool(self.runner.cache.num_blocks, self.runner.block_size, self.runner.cache.num_host_blocks)
         self.scheduler = Scheduler(
             self.pool,
@@ -88,6 +89,8 @@ class EngineCore:
             swap_cost=self.runner.swap_cost(),
             max_logprob_rows=max(1, min(MAX_PROMPT_LOGPROB_ROWS, MAX_PROMPT_LOGITS // arch.vocab_size)),
             drafter=self.speculator,
+            team_slowdown=config.team_slowdown,
+            step_seconds=self._step_cost.seconds,
         )
         self.input_processor = InputProcessor(
             self.tokenizer,
@@ -227,8 +230,11 @@ class EngineCore:
         for seq in pooled:
             if seq.finish_reason == "stop":
                 self._finish_pooled(seq)
-        if self.speculator is not None and not failures:
-            self.speculator.observe(plan, lambda seq_id: len(sampled[seq_id]) - 1, now - began)
+        if not failures:
+            if plan.is_decode:
+                self._step_cost.observe(plan.num_tokens, now - began)
+            if self.speculator is not None:
+                self.speculator.observe(plan, lambda seq_id: len(sampled[seq_id]) - 1)
         counters = self._counters
         counters.steps += bool(plan.chunks)
         counters.step_ms += ((now - began) * 1e3 - counters.step_ms) * (0.1 if counters.steps > 1 else 1.0)
@@ -385,11 +391,11 @@ class EngineCore:
             self._counters.cached_tokens += answer.parent.num_cached
 
 
-def speculator_of(config: EngineConfig, runner: ModelRunner) -> Speculator | None:
+def speculator_of(config: EngineConfig, runner: ModelRunner, cost: StepCost) -> Speculator | None:
     """Returns what drafts tokens, if the options want that."""
     if config.speculation == "off":
         return None
     sources: tuple[Source, ...] = ("ngram",) if config.speculation == "ngram" else ("ngram", "answers")
     if runner.draft_model is not None:
         sources = (*sources, "model")
-    return Speculator(sources, runner.allowed, cost=StepCost(runner.row_cost), model=runner.draft_model)
+    return Speculator(sources, runner.allowed, cost=cost, model=runner.draft_model)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from raytide.actors.engine.scheduler.speculation.acceptance import SOURCES, Acceptance, Source, cell_of
 from raytide.actors.engine.scheduler.speculation.answer_history import AnswerHistories, AnswerHistory
-from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
+from raytide.actors.engine.scheduler.step_cost import StepCost
 from raytide.actors.engine.scheduler.speculation.suffix_index import Match, SuffixIndex
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 from raytide.actors.engine.types import DraftCounts
@@ -182,7 +182,7 @@ class Speculator:
         if self._drafted:
             self._fruitless = 0
 
-    def observe(self, plan: StepPlan, accepted: Callable[[str], int], seconds: float) -> None:
+    def observe(self, plan: StepPlan, accepted: Callable[[str], int]) -> None:
         """Learns from a step that has been computed. `accepted(seq_id)` returns how many of a sequence's draft tokens
         were right.
         """
@@ -192,8 +192,6 @@ class Speculator:
                 counts[0] += 1
                 counts[1] += len(chunk.draft)
                 counts[2] += accepted(chunk.seq.seq_id)
-        if plan.chunks and all(chunk.length == 1 + len(chunk.draft) for chunk in plan.chunks):
-            self._cost.observe(plan.num_tokens, seconds)
 
     def forget(self, seq: Sequence) -> None:
         """Ends the guesses for a sequence, whose output later ones under its salt may repeat."""

@@ -44,6 +44,7 @@ class Machine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority", "priority", "deadline"]),
         cost=st.sampled_from([0.1, 1.0, 3.0, None]),
         drafts=st.booleans(),
+        slowdown=st.sampled_from([None, 1.0, 1.15, 2.0]),
     )
     def build(
         self,
@@ -56,6 +57,7 @@ class Machine(RuleBasedStateMachine):
         policy: str,
         cost: float | None,
         drafts: bool,
+        slowdown: float | None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, host)
         self.max_running, self.budget = max_running, max_running + extra_budget
@@ -68,7 +70,10 @@ class Machine(RuleBasedStateMachine):
             ageing_s=AGEING_S,
             swap_cost=None if cost is None else SwapCost(cost),
             drafter=Guesses() if drafts else None,
+            team_slowdown=slowdown,
+            step_seconds=lambda tokens: 3.0 + tokens,
         )
+        self.shares = slowdown is not None  # then those that are kept out of a step neither advance nor overtake
         self.life = Life(self.scheduler)
         self.count = 0
         self.dropped: set[str] = set()  # by changed weights, since the last step
@@ -79,6 +84,7 @@ class Machine(RuleBasedStateMachine):
         seq = sequence(f"s{self.count}", prompt, max_new, priority=priority, salt=salt)
         seq.deadline_s = self.life.now_s + deadline_s
         seq.reads_cache = self.count % 7 > 0
+        seq.team, seq.weight = [("a", 1.0), ("b", 1.0), ("b", 1.0), ("c", 3.0)][self.count % 4]
         seq.max_len = min(seq.max_len, self.pool.num_blocks * self.pool.block_size)
         assume(seq.max_len > len(prompt))
         return seq
@@ -159,7 +165,7 @@ class Machine(RuleBasedStateMachine):
         plan = self.plan()
         advanced = {chunk.seq.seq_id for chunk in plan.chunks}
         assert bool(advanced) == had_work, "a step without progress"
-        if first is not None:
+        if first is not None and not self.shares:
             better = [seq for seq in self.scheduler.running if seq.rank < first.rank]
             assert first.seq_id in advanced or better, "the first in rank did not advance"
         self.life.execute(plan)
@@ -177,7 +183,7 @@ class Machine(RuleBasedStateMachine):
         self.dropped = set()
         lacking = [seq for seq in before if seq.block_ids and seq.num_pending == 1 and seq.seq_id not in planned]
         started = [chunk.seq for chunk in plan.chunks if chunk.seq not in before]
-        assert all(seq.rank < each.rank for seq in started for each in lacking), "one that lacks a block is overtaken"
+        assert self.shares or all(seq.rank < each.rank for seq in started for each in lacking), "one that lacks a block is overtaken"
         return plan
 
     def check(self, plan: StepPlan) -> None:
@@ -196,7 +202,7 @@ class Machine(RuleBasedStateMachine):
         passed_over, self.passed_over = self.passed_over, None
         scheduler, now_s = self.scheduler, self.life.now_s
         head = scheduler.waiting.head(now_s)
-        if head is None or plan.num_tokens == self.budget or any(seq is head for seq in plan.preempted):
+        if self.shares or head is None or plan.num_tokens == self.budget or any(seq is head for seq in plan.preempted):
             return
         level = scheduler.policy.level(head, now_s)
         lower = [seq for seq in scheduler.running if scheduler.policy.may_evict(head, level, seq)]

@@ -8,7 +8,7 @@ import pytest
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.scheduler.speculation.answer_history import AnswerHistories
 from raytide.actors.engine.scheduler.speculation.speculator import Speculator
-from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
+from raytide.actors.engine.scheduler.step_cost import StepCost
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 GREEDY = SamplingParams(temperature=0)
@@ -48,7 +48,7 @@ def generate(speculator: Speculator, texts: Items[Items[int]], prompt: list[int]
             right[seq.seq_id] = len(run) - 1
             seq.tokens += run
         plan = StepPlan(chunks)
-        speculator.observe(plan, right.__getitem__, 1.0)
+        speculator.observe(plan, right.__getitem__)
         steps, rows = steps + 1, rows + plan.num_tokens
     for seq in seqs:
         speculator.forget(seq)

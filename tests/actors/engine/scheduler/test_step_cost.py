@@ -2,7 +2,7 @@
 
 import pytest
 
-from raytide.actors.engine.scheduler.speculation.step_cost import StepCost
+from raytide.actors.engine.scheduler.step_cost import StepCost
 
 
 def learned(seconds: dict[int, float], times: int = 30) -> StepCost:
