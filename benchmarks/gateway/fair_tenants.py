@@ -1,11 +1,12 @@
 """Measures what a heavy team costs a light one that shares an engine with it: the light team's times, alone and beside.
 
-    python benchmarks/gateway/fair_tenants.py [--streams 64] [--requests 100] [--rounds 3] [--real]
+    python benchmarks/gateway/fair_tenants.py [--streams 64] [--requests 100] [--rounds 3] [--real [--slowdown 1.15]]
 
 Two gateway processes and one engine process, as `raytide up` starts them; callers have API keys of two teams, which a
 small control API of this script serves. The heavy team keeps `--streams` requests of `--heavy-tokens` tokens open, half
 through each gateway; the light one asks for `--light-tokens` tokens, one request after another. The engine is a fake
-one with 16 places that yields `--rate` tokens a second for each, or with --real the native one with random weights.
+one with 16 places that yields `--rate` tokens a second for each, or with --real the native one with random weights,
+whose steps `--slowdown` shares among teams ("off": not at all).
 Rounds alternate: alone, beside. Printed are the light team's first token and whole time, mean and 99th percentile, the
 ratio of the percentiles, and the tokens a second of all, beside the heavy team's alone.
 """
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=40.0, help="tokens a second of each place of the fake engine")
     parser.add_argument("--warm-s", type=float, default=5.0)
     parser.add_argument("--real", action="store_true", help="the native engine, with random weights")
+    parser.add_argument("--slowdown", default="1.15", help='the native engine\'s team_slowdown, or "off"')
     args = parser.parse_args()
     with ExitStack() as stack:
         folder, pages = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2))
@@ -177,6 +179,7 @@ def main() -> None:
         if args.real:
             save_model(Path(folder), SHAPES["28M"], "float32")
             engine = {"max_running": PLACES, "max_model_len": 1024}
+            engine["team_slowdown"] = None if args.slowdown == "off" else float(args.slowdown)
         spec = json.dumps({"name": "m", "model": folder, "engine": engine})
         control, ports = free_port(), [free_port(), free_port()]
         pairs = [f"{team}={secret}" for team, secret in SECRETS.items()]

@@ -15,8 +15,8 @@ from typing import Protocol
 
 from raytide.actors.engine.scheduler.speculation.acceptance import SOURCES, Acceptance, Source, cell_of
 from raytide.actors.engine.scheduler.speculation.answer_history import AnswerHistories, AnswerHistory
-from raytide.actors.engine.scheduler.step_cost import StepCost
 from raytide.actors.engine.scheduler.speculation.suffix_index import Match, SuffixIndex
+from raytide.actors.engine.scheduler.step_cost import StepCost
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 from raytide.actors.engine.types import DraftCounts
 

@@ -183,7 +183,9 @@ class Machine(RuleBasedStateMachine):
         self.dropped = set()
         lacking = [seq for seq in before if seq.block_ids and seq.num_pending == 1 and seq.seq_id not in planned]
         started = [chunk.seq for chunk in plan.chunks if chunk.seq not in before]
-        assert self.shares or all(seq.rank < each.rank for seq in started for each in lacking), "one that lacks a block is overtaken"
+        assert self.shares or all(seq.rank < each.rank for seq in started for each in lacking), (
+            "one that lacks a block is overtaken"
+        )
         return plan
 
     def check(self, plan: StepPlan) -> None:

@@ -38,7 +38,9 @@ def engine(
 class Traffic:
     """Keeps `streams` requests of a heavy team at work, and counts the tokens of both teams."""
 
-    def __init__(self, scheduler: Scheduler, streams: int, prompt: int = 16, answer: int = 200, **fields: object) -> None:
+    def __init__(
+        self, scheduler: Scheduler, streams: int, prompt: int = 16, answer: int = 200, **fields: object
+    ) -> None:
         self.scheduler, self.streams = scheduler, streams
         self.alive: list[Sequence] = []
         self.prompt, self.answer, self.fields = prompt, answer, fields
