@@ -169,14 +169,8 @@ class Scheduler:
             level = self.policy.level(seq, now_s)
             if level > min(urgent, self.policy.level(first, now_s)) or not self._admit(step, [], seq):
                 break
-        next_one = self.waiting.head(now_s)
-        step.limit = shares.limit(
-            order,
-            light,
-            started=step.prompts,
-            left=step.left,
-            may_admit=next_one is not None and len(self.running) < self._max_running,
-        )
+        may_admit = len(self.running) < self._max_running and self.waiting.head(now_s) is not None
+        step.limit = shares.limit(order, light, started=step.prompts, left=step.left, may_admit=may_admit)
 
     def _fill(self, order: list[Sequence], step: StepBuilder) -> None:
         """Adds the running sequences of `order` to a step, by rank, and waiting ones between them."""
@@ -272,11 +266,7 @@ class Scheduler:
             return
         missing = self.pool.blocks_for(seq.num_computed + length) - len(seq.block_ids)
         if missing > self.pool.num_free:
-            lower = [
-                each
-                for each in self.running
-                if each.rank > seq.rank and not is_protected(each) and not step.has_started(each)
-            ]
+            lower = [each for each in self.running if each.rank > seq.rank and step.may_evict(each)]
             victims = self._victims(lower, missing - self.pool.num_free, ())
             if not victims:
                 step.stall(seq)

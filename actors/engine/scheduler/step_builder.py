@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, Place
 from raytide.actors.engine.kv_cache.prefix_cache import PrefixCache
+from raytide.actors.engine.scheduler.policy import is_protected
 from raytide.actors.engine.scheduler.team_share import StepLimit
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
@@ -82,8 +83,9 @@ class StepBuilder:
         """The chunks of sequences that start in this step."""
         return [chunk for chunk in self.prompts if chunk.seq.seq_id in self._started]
 
-    def has_started(self, seq: Sequence) -> bool:
-        return seq.seq_id in self._started
+    def may_evict(self, seq: Sequence) -> bool:
+        """Returns whether a sequence may be evicted for one of a better rank: what starts in this step is in it."""
+        return seq.seq_id not in self._started and not is_protected(seq)
 
     def start(self, seq: Sequence) -> None:
         """Adds a sequence that waited."""

@@ -16,9 +16,9 @@ from raytide.actors.engine.scheduler.policy import SchedulingPolicy
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence
 
 _TOKENS_OF_A_PLACE = 256
-"""So many tokens of prompts that are still to be computed are as much load as a sequence."""
+"""The number of prompt tokens, still to be computed, that are as much load as a sequence."""
 _TOKENS_OF_A_TURN = 8
-"""So many tokens of a prompt are as much of a turn as a decode."""
+"""The number of prompt tokens that take as much of a turn as a decode."""
 
 
 @dataclass(slots=True)

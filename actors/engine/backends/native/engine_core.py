@@ -76,8 +76,8 @@ class EngineCore:
         self.weights = WeightsSource.at(model_dir)
         self.vocabulary = Vocabulary(self.tokenizer)
         self.runner = ModelRunner(config, arch, launcher)
-        self._step_cost = StepCost(self.runner.row_cost)
-        self.speculator = speculator_of(config, self.runner, self._step_cost)
+        self._cost = StepCost(self.runner.row_cost)
+        self.speculator = speculator_of(config, self.runner, self._cost)
         self.pool = BlockPool(self.runner.cache.num_blocks, self.runner.block_size, self.runner.cache.num_host_blocks)
         self.scheduler = Scheduler(
             self.pool,
@@ -90,7 +90,7 @@ class EngineCore:
             max_logprob_rows=max(1, min(MAX_PROMPT_LOGPROB_ROWS, MAX_PROMPT_LOGITS // arch.vocab_size)),
             drafter=self.speculator,
             team_slowdown=config.team_slowdown,
-            step_seconds=self._step_cost.seconds,
+            step_seconds=self._cost.seconds,
         )
         self.input_processor = InputProcessor(
             self.tokenizer,
@@ -232,7 +232,7 @@ class EngineCore:
                 self._finish_pooled(seq)
         if not failures:
             if plan.is_decode:
-                self._step_cost.observe(plan.num_tokens, now - began)
+                self._cost.observe(plan.num_tokens, now - began)
             if self.speculator is not None:
                 self.speculator.observe(plan, lambda seq_id: len(sampled[seq_id]) - 1)
         counters = self._counters
@@ -396,6 +396,5 @@ def speculator_of(config: EngineConfig, runner: ModelRunner, cost: StepCost) -> 
     if config.speculation == "off":
         return None
     sources: tuple[Source, ...] = ("ngram",) if config.speculation == "ngram" else ("ngram", "answers")
-    if runner.draft_model is not None:
-        sources = (*sources, "model")
+    sources = sources if runner.draft_model is None else (*sources, "model")
     return Speculator(sources, runner.allowed, cost=cost, model=runner.draft_model)

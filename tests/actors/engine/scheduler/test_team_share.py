@@ -166,7 +166,7 @@ def test_more_urgent_requests_of_a_heavy_team_are_not_bounded() -> None:
 
 
 def test_a_cheap_token_is_never_held_back() -> None:
-    """Where a step takes as long for one token as for sixteen, as on a GPU, everybody is in every step."""
+    """Everybody is in every step where one takes as long for one token as for sixteen, as on a GPU."""
     traffic = Traffic(engine(step_seconds=lambda tokens: 1000.0 + tokens), 15, answer=2000)
     traffic.step()
     traffic.new("light", 4, 100)
