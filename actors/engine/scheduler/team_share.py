@@ -96,7 +96,7 @@ class TeamShare:
         may_admit: bool,
     ) -> StepLimit | None:
         """Returns the limit of a step that has the `started` prompts of light teams and `left` of its budget beside
-        the decodes of `running`; None if it computes nothing of light teams. `may_admit`: a place is free, and one waits.
+        the decodes of `running`; None without any of light teams. `may_admit`: one waits, and a place is free.
         """
         working = [seq for seq in running if seq.team in light and seq.seq_id not in self._stalled]
         decodes = sum(seq.num_pending == 1 for seq in working)
