@@ -1,4 +1,4 @@
-"""The shares of teams in the engine's steps, in steps and tokens. A step takes 10 units of time, and one for a token."""
+"""The shares of teams in the engine's steps, counted. A step takes 10 units of time, and one for each token."""
 
 from __future__ import annotations
 
