@@ -1,15 +1,19 @@
-"""Converts core objects to rows and back, without loss."""
+"""Converts core objects to rows and back, without loss.
+
+A field of a dataclass is stored in the column of its name, so most of both directions is `fields_of` and `values_of`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
-from sqlalchemy import Row
+from sqlalchemy import Row, Table
 
 from raytide.core.bounds import encodable, printable, shortened
 from raytide.core.money import month_of
@@ -19,9 +23,40 @@ from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.snapshot import Pool
+from raytide.core.state import tables as t
 from raytide.core.state.records import Event, StoredPlan, StoredTeam
 
 Values = dict[str, Any]
+
+
+def shared(record: type, table: Table, *, but: Collection[str] = ()) -> tuple[str, ...]:
+    """Returns the fields of a dataclass that are columns of its table, except for those in `but`."""
+    names = (field.name for field in dataclasses.fields(record))
+    return tuple(name for name in names if name in table.c and name not in but)
+
+
+def values_of(record: object, names: Iterable[str]) -> Values:
+    return {name: getattr(record, name) for name in names}
+
+
+def fields_of(row: Row[Any], names: Iterable[str]) -> Values:
+    # By key: `index` and `count` are also methods of a row.
+    columns = row._mapping
+    return {name: columns[name] for name in names}
+
+
+_JOB = shared(Job, t.jobs, but=("spec",))
+_WRITTEN_BY_API = {"id", "user", "submitted_at_s", "stop_requested", "heartbeat_at_s", "progress", "released_by_driver"}
+_JOB_STATUS = [name for name in _JOB if name not in _WRITTEN_BY_API]
+_LEASE = shared(Lease, t.leases, but=("shape",))
+_MEMBER = shared(Member, t.members)
+_NODE = shared(Node, t.nodes)
+_POOL = shared(Pool, t.pools)
+_ENDPOINT = shared(Endpoint, t.endpoints, but=("spec",))
+_ENDPOINT_STATUS = [name for name in _ENDPOINT if name not in ("user", "created_at_s")]
+_INTERVAL = shared(OpenInterval, t.open_intervals, but=("occupancy",))
+_ENTRY = shared(Entry, t.entries)
+_EVENT = shared(Event, t.events)
 
 
 def number_of(id: str) -> int:
@@ -31,26 +66,8 @@ def number_of(id: str) -> int:
 
 def job_status_columns(job: Job) -> Values:
     """Returns the columns of a job that the controller writes."""
-    return {
-        "state": job.state,
-        "admitted_at_s": job.admitted_at_s,
-        "started_at_s": job.started_at_s,
-        "ended_at_s": job.ended_at_s,
-        "took_s": None if job.ended_at_s is None else job.ended_at_s - job.submitted_at_s,
-        "reason": job.reason,
-        "restarts": job.restarts,
-        "head_losses": job.head_losses,
-        "attained_gpu_s": job.attained_gpu_s,
-        "held_s": job.held_s,
-        "spell_since_s": job.spell_since_s,
-        "spell_gpus": job.spell_gpus,
-        "preemptions": job.preemptions,
-        "preempted_at_s": job.preempted_at_s,
-        "reserved_micro_usd": job.reserved_micro_usd,
-        "struck_at_s": job.struck_at_s,
-        "struck_by": job.struck_by,
-        "lost_s": job.lost_s,
-    }
+    took_s = None if job.ended_at_s is None else job.ended_at_s - job.submitted_at_s
+    return {**values_of(job, _JOB_STATUS), "took_s": took_s}
 
 
 def new_job(number: int, spec: JobSpec, user: str, now_s: float, key: str | None) -> Values:
@@ -83,34 +100,8 @@ def job(row: Row[Any]) -> Job:
     if spec is None:
         name, gang = printable(row.name, 100) or row.id, GangSpec(shapes=(_ONE_CPU,))
         spec = JobSpec.model_construct(kind=JobKind(row.kind), name=name, team=row.team, gang=gang)
-    return Job(
-        id=row.id,
-        spec=spec,
-        unreadable=unreadable,
-        user=row.user,
-        state=JobState(row.state),
-        submitted_at_s=row.submitted_at_s,
-        admitted_at_s=row.admitted_at_s,
-        started_at_s=row.started_at_s,
-        ended_at_s=row.ended_at_s,
-        stop_requested=row.stop_requested,
-        reason=row.reason,
-        restarts=row.restarts,
-        head_losses=row.head_losses,
-        heartbeat_at_s=row.heartbeat_at_s,
-        progress=row.progress or {},
-        released_by_driver=row.released_by_driver,
-        attained_gpu_s=row.attained_gpu_s,
-        held_s=row.held_s,
-        spell_since_s=row.spell_since_s,
-        spell_gpus=row.spell_gpus,
-        preemptions=row.preemptions,
-        preempted_at_s=row.preempted_at_s,
-        reserved_micro_usd=row.reserved_micro_usd,
-        struck_at_s=row.struck_at_s,
-        struck_by=row.struck_by,
-        lost_s=row.lost_s,
-    )
+    fields = {**fields_of(row, _JOB), "state": JobState(row.state), "progress": row.progress or {}}
+    return Job(**fields, spec=spec, unreadable=unreadable)
 
 
 def finite(progress: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
@@ -125,111 +116,31 @@ def _finite(value: float | int | str) -> float | int | str:
 
 
 def lease_values(lease: Lease) -> Values:
-    return {
-        "number": number_of(lease.id),
-        "id": lease.id,
-        "job_id": lease.job_id,
-        "shape": lease.shape.model_dump(mode="json"),
-        "state": lease.state,
-        "epoch": lease.epoch,
-        "form_timeout_s": lease.form_timeout_s,
-        "created_at_s": lease.created_at_s,
-        "forming_since_s": lease.forming_since_s,
-        "reason": lease.reason,
-    }
+    shape = lease.shape.model_dump(mode="json")
+    return {**values_of(lease, _LEASE), "number": number_of(lease.id), "shape": shape}
 
 
 def member_values(lease_id: str, member: Member) -> Values:
-    return {
-        "lease_id": lease_id,
-        "index": member.index,
-        "state": member.state,
-        "node_id": member.node_id,
-        "ray_node_id": member.ray_node_id,
-        "address": member.address,
-        "placement_group_id": member.placement_group_id,
-        "incarnation": member.incarnation,
-        "leaves_at_s": member.leaves_at_s,
-        "gives_way": member.gives_way,
-        "given_to": member.given_to,
-    }
+    return {**values_of(member, _MEMBER), "lease_id": lease_id}
 
 
 def lease(row: Row[Any], members: Iterable[Row[Any]]) -> Lease:
     """Returns the lease of a row. `members` must be ordered by index."""
-    return Lease(
-        id=row.id,
-        job_id=row.job_id,
-        shape=read_config(Shape, row.shape)[0] or _ONE_CPU,  # its job is unreadable too, and ends
-        state=LeaseState(row.state),
-        members=tuple(_member(member) for member in members),
-        epoch=row.epoch,
-        form_timeout_s=row.form_timeout_s,
-        created_at_s=row.created_at_s,
-        forming_since_s=row.forming_since_s,
-        reason=row.reason,
-    )
+    shape = read_config(Shape, row.shape)[0] or _ONE_CPU  # its job is unreadable too, and ends
+    fields = {**fields_of(row, _LEASE), "state": LeaseState(row.state)}
+    return Lease(**fields, shape=shape, members=tuple(_member(member) for member in members))
 
 
 def _member(row: Row[Any]) -> Member:
-    # By key: `index` and `count` are also methods of a row.
-    return Member(
-        index=row._mapping["index"],
-        state=MemberState(row.state),
-        node_id=row.node_id,
-        ray_node_id=row.ray_node_id,
-        address=row.address,
-        placement_group_id=row.placement_group_id,
-        incarnation=row.incarnation,
-        leaves_at_s=row.leaves_at_s,
-        gives_way=row.gives_way,
-        given_to=row.given_to,
-    )
+    return Member(**{**fields_of(row, _MEMBER), "state": MemberState(row.state)})
 
 
 def node_values(node: Node) -> Values:
-    return {
-        "number": number_of(node.id),
-        "id": node.id,
-        "type": node.type,
-        "zone": node.zone,
-        "market": node.market,
-        "price_micro_usd_h": node.price_micro_usd_h,
-        "state": node.state,
-        "requested_at_s": node.requested_at_s,
-        "started_at_s": node.started_at_s,
-        "ready_at_s": node.ready_at_s,
-        "drain_deadline_s": node.drain_deadline_s,
-        "ended_at_s": node.ended_at_s,
-        "lost_at_s": node.lost_at_s,
-        "ray_node_id": node.ray_node_id,
-        "address": node.address,
-        "subject": node.subject,
-        "reason": node.reason,
-        "quarantined": node.quarantined,
-    }
+    return {**values_of(node, _NODE), "number": number_of(node.id)}
 
 
 def node(row: Row[Any]) -> Node:
-    return Node(
-        id=row.id,
-        type=row.type,
-        zone=row.zone,
-        market=CapacityType(row.market),
-        price_micro_usd_h=row.price_micro_usd_h,
-        state=NodeState(row.state),
-        requested_at_s=row.requested_at_s,
-        started_at_s=row.started_at_s,
-        ready_at_s=row.ready_at_s,
-        drain_deadline_s=row.drain_deadline_s,
-        ended_at_s=row.ended_at_s,
-        lost_at_s=row.lost_at_s,
-        ray_node_id=row.ray_node_id,
-        address=row.address,
-        subject=row.subject,
-        reason=row.reason,
-        quarantined=row.quarantined,
-    )
+    return Node(**{**fields_of(row, _NODE), "market": CapacityType(row.market), "state": NodeState(row.state)})
 
 
 def new_endpoint(spec: ServeSpec, user: str, now_s: float) -> Values:
@@ -249,16 +160,9 @@ def new_endpoint(spec: ServeSpec, user: str, now_s: float) -> Values:
     }
 
 
-def endpoint_verdict(endpoint: Endpoint) -> Values:
+def endpoint_status_columns(endpoint: Endpoint) -> Values:
     """Returns the columns of an endpoint that the controller writes."""
-    return {
-        "state": endpoint.state,
-        "target_replicas": endpoint.target_replicas,
-        "low_since_s": endpoint.low_since_s,
-        "high_since_s": endpoint.high_since_s,
-        "ended_at_s": endpoint.ended_at_s,
-        "reason": endpoint.reason,
-    }
+    return values_of(endpoint, _ENDPOINT_STATUS)
 
 
 def endpoint(row: Row[Any]) -> Endpoint:
@@ -269,18 +173,7 @@ def endpoint(row: Row[Any]) -> Endpoint:
     spec, unreadable = read_config(ServeSpec, row.spec)
     if spec is None:
         spec = ServeSpec.model_construct(name=row.name, model="", team=row.team)
-    return Endpoint(
-        spec=spec,
-        unreadable=unreadable,
-        user=row.user,
-        state=state,
-        created_at_s=row.created_at_s,
-        target_replicas=row.target_replicas,
-        low_since_s=row.low_since_s,
-        high_since_s=row.high_since_s,
-        ended_at_s=row.ended_at_s,
-        reason=row.reason,
-    )
+    return Endpoint(**{**fields_of(row, _ENDPOINT), "state": state}, spec=spec, unreadable=unreadable)
 
 
 def audited(spec: JobSpec | ServeSpec) -> Values:
@@ -291,64 +184,29 @@ def audited(spec: JobSpec | ServeSpec) -> Values:
 
 
 def pool_values(pool: Pool) -> Values:
-    return {
-        "node_type": pool.node_type,
-        "zone": pool.zone,
-        "failures": pool.failures,
-        "retry_at_s": pool.retry_at_s,
-        "reason": pool.reason,
-    }
+    return values_of(pool, _POOL)
 
 
 def pool(row: Row[Any]) -> Pool:
-    return Pool(row.node_type, row.zone, row.failures, row.retry_at_s, row.reason)
+    return Pool(**fields_of(row, _POOL))
 
 
 def interval_values(interval: OpenInterval) -> Values:
-    return {
-        "node_id": interval.node_id,
-        "price_micro_usd_h": interval.price_micro_usd_h,
-        "origin_us": interval.origin_us,
-        "from_us": interval.from_us,
-        "occupancy": [[share.kind, share.subject, share.team, share.weight] for share in interval.occupancy],
-    }
+    occupancy = [[share.kind, share.subject, share.team, share.weight] for share in interval.occupancy]
+    return {**values_of(interval, _INTERVAL), "occupancy": occupancy}
 
 
 def interval(row: Row[Any]) -> OpenInterval:
     occupancy = tuple(Share(EntryKind(kind), subject, team, weight) for kind, subject, team, weight in row.occupancy)
-    return OpenInterval(row.node_id, row.price_micro_usd_h, row.origin_us, row.from_us, occupancy)
+    return OpenInterval(**fields_of(row, _INTERVAL), occupancy=occupancy)
 
 
 def entry_values(entry: Entry) -> Values:
-    return {
-        "node_id": entry.node_id,
-        "from_us": entry.from_us,
-        "to_us": entry.to_us,
-        "kind": entry.kind,
-        "subject": entry.subject,
-        "team": entry.team,
-        "price_micro_usd_h": entry.price_micro_usd_h,
-        "amount_micro_usd": entry.amount_micro_usd,
-        "is_reversal": entry.is_reversal,
-        "cause": entry.cause,
-        "energy_mj": entry.energy_mj,
-    }
+    return values_of(entry, _ENTRY)
 
 
 def entry(row: Row[Any]) -> Entry:
-    return Entry(
-        node_id=row.node_id,
-        from_us=row.from_us,
-        to_us=row.to_us,
-        kind=EntryKind(row.kind),
-        subject=row.subject,
-        team=row.team,
-        price_micro_usd_h=row.price_micro_usd_h,
-        amount_micro_usd=row.amount_micro_usd,
-        is_reversal=row.is_reversal,
-        cause=row.cause,
-        energy_mj=row.energy_mj,
-    )
+    return Entry(**{**fields_of(row, _ENTRY), "kind": EntryKind(row.kind)})
 
 
 def totals_of(entries: Iterable[Entry]) -> list[Values]:
@@ -367,17 +225,11 @@ def team(row: Row[Any]) -> StoredTeam:
 
 
 def event_values(event: Event) -> Values:
-    return {
-        "at_s": event.at_s,
-        "subject": event.subject,
-        "from_state": event.from_state,
-        "to_state": event.to_state,
-        "reason": event.reason,
-    }
+    return values_of(event, _EVENT)
 
 
 def event(row: Row[Any]) -> Event:
-    return Event(row.at_s, row.subject, row.from_state, row.to_state, row.reason)
+    return Event(**fields_of(row, _EVENT))
 
 
 def stored_plan(row: Row[Any]) -> StoredPlan:

@@ -239,26 +239,18 @@ class Store:
         with self._db.write() as c:
             if self._leader is not None:
                 self._leader.fence(c)
-            events = [
-                *transitions(c, t.jobs.c.id, t.jobs.c.state, {j.id: (j.state, j.reason) for j in ch.jobs}, ch.at_s),
-                *transitions(
-                    c, t.leases.c.id, t.leases.c.state, {x.id: (x.state, x.reason) for x in ch.leases}, ch.at_s
-                ),
-                *transitions(c, t.nodes.c.id, t.nodes.c.state, {n.id: (n.state, n.reason) for n in ch.nodes}, ch.at_s),
-                *transitions(
-                    c,
-                    t.endpoints.c.name,
-                    t.endpoints.c.state,
-                    {e.name: (e.state, e.reason) for e in ch.endpoints},
-                    ch.at_s,
-                ),
-                *ch.events,
-            ]
+            moved: tuple[tuple[sa.Column[Any], Sequence[Job | Lease | Node | Endpoint]], ...] = (
+                (t.jobs.c.id, ch.jobs),
+                (t.leases.c.id, ch.leases),
+                (t.nodes.c.id, ch.nodes),
+                (t.endpoints.c.name, ch.endpoints),
+            )
+            events = [*(event for key, records in moved for event in transitions(c, key, records, ch.at_s)), *ch.events]
             changed = {"changed": next_number(c, CHANGES) if ch.jobs or ch.leases else 0}
             for job in ch.jobs:
                 update(c, t.jobs, {"id": job.id}, {**codec.job_status_columns(job), **changed})
             for endpoint in ch.endpoints:
-                update(c, t.endpoints, {"name": endpoint.name}, codec.endpoint_verdict(endpoint))
+                update(c, t.endpoints, {"name": endpoint.name}, codec.endpoint_status_columns(endpoint))
             upsert(c, t.leases, [{**codec.lease_values(lease), **changed} for lease in ch.leases])
             upsert(c, t.members, [codec.member_values(lease.id, m) for lease in ch.leases for m in lease.members])
             upsert(c, t.nodes, [codec.node_values(node) for node in ch.nodes])

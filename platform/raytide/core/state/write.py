@@ -8,8 +8,10 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from raytide.core.objects.gang import LeaseState
-from raytide.core.objects.job import FINAL_STATES
+from raytide.core.objects.endpoint import Endpoint
+from raytide.core.objects.gang import Lease, LeaseState
+from raytide.core.objects.job import FINAL_STATES, Job
+from raytide.core.objects.node import Node
 from raytide.core.objects.plan import Plan
 from raytide.core.state.codec import event_values
 from raytide.core.state.queries.jobs import REMOVED_JOBS, chunked
@@ -88,21 +90,18 @@ def number_reached(c: sa.Connection, name: str, number: int) -> None:
 
 
 def transitions(
-    c: sa.Connection,
-    key: sa.Column[Any],
-    state: sa.Column[Any],
-    after: Mapping[str, tuple[str, str]],
-    at_s: float,
+    c: sa.Connection, key: sa.Column[Any], records: Sequence[Job | Lease | Node | Endpoint], at_s: float
 ) -> list[Event]:
-    """Returns events for those of `after` ({id: (state, reason)}) whose stored state differs."""
-    if not after:
+    """Returns events for the records of which the table of `key` holds another state."""
+    if not records:
         return []
-    states = sa.select(key, state)
+    after = {str(getattr(record, key.name)): record for record in records}
+    states = sa.select(key, key.table.c.state)
     before = {row[0]: row[1] for part in chunked(after) for row in c.execute(states.where(key.in_(part)))}
     return [
-        Event(at_s, subject, before.get(subject, ""), str(new), reason)
-        for subject, (new, reason) in after.items()
-        if before.get(subject) != new
+        Event(at_s, subject, before.get(subject, ""), str(record.state), record.reason)
+        for subject, record in after.items()
+        if before.get(subject) != record.state
     ]
 
 

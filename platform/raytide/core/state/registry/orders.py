@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import sqlalchemy as sa
 
 from raytide.core.errors import ConflictError, NotFoundError, QuotaError
 from raytide.core.specs.order import HOLD, Order, OrderSpec
+from raytide.core.state import codec
 from raytide.core.state.database import Database
 from raytide.core.state.tables import orders
 from raytide.core.state.tenancy.audit import record
@@ -19,7 +19,7 @@ __all__ = ["MOST_OPEN", "OrderRecords", "end_orders", "open_orders"]
 
 MOST_OPEN = 1000
 _KEPT_S = 30 * 86_400.0
-_FIELDS = tuple(field.name for field in fields(Order))
+_FIELDS = codec.shared(Order, orders)
 
 
 class OrderRecords:
@@ -42,7 +42,7 @@ class OrderRecords:
                 raise QuotaError(f"{MOST_OPEN} orders are not carried out yet.", hint="Does the controller run?")
             c.execute(orders.delete().where(orders.c.done_at_s < now_s - _KEPT_S))
             made = Order(**spec.model_dump(), user=user, at_s=now_s)
-            c.execute(orders.insert(), {name: getattr(made, name) for name in _FIELDS})
+            c.execute(orders.insert(), codec.values_of(made, _FIELDS))
             detail = {"order": spec.id, "replica": spec.replica, "reason": spec.reason}
             record(c, f"order.{spec.kind}", spec.subject, {name: value for name, value in detail.items() if value})
             return made
@@ -77,4 +77,4 @@ def end_orders(c: sa.Connection, done: Iterable[Order]) -> None:
 
 
 def _order(row: sa.Row[tuple[object, ...]]) -> Order:
-    return Order(**{name: row._mapping[name] for name in _FIELDS})
+    return Order(**codec.fields_of(row, _FIELDS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import sqlalchemy as sa
@@ -35,7 +34,7 @@ KEPT_ROLLOUTS = 100
 """The newest rollouts of an endpoint that are kept."""
 _LIVE = [state for state in RolloutState if state.is_live]
 _COUNTS = ("requests", "errors", "started", "late", "first_token_ms", "compared", "equal")
-_FIELDS = tuple(each.name for each in fields(Rollout))
+_FIELDS = codec.shared(Rollout, t.rollouts)
 
 
 class RolloutRecords:
@@ -82,7 +81,7 @@ class RolloutRecords:
                 why=why,
                 reason="its first replica starts",
             )
-            c.execute(t.rollouts.insert(), {name: getattr(made, name) for name in _FIELDS})
+            c.execute(t.rollouts.insert(), codec.values_of(made, _FIELDS))
             old = t.rollouts.c
             nth = sa.select(old.number).where(old.name == spec.name).order_by(old.number.desc())
             oldest_kept = nth.limit(1).offset(KEPT_ROLLOUTS - 1).scalar_subquery()
@@ -238,7 +237,7 @@ def commit_rollouts(c: sa.Connection, changed: Iterable[Rollout], at_s: float) -
             found = serving(c, rollout.name)
             set_serving(c, found, application=rollout.challenger_application, revision=rollout.challenger)
         names = ("state", "percent", "reason", "progress", "decided_at_s", "ended_at_s")
-        update(c, t.rollouts, {"number": rollout.number}, {name: getattr(rollout, name) for name in names})
+        update(c, t.rollouts, {"number": rollout.number}, codec.values_of(rollout, names))
         if (before.state, before.percent) != (rollout.state, rollout.percent):
             detail = {"to": rollout.challenger, "percent": rollout.percent, "why": rollout.reason}
             add_entry(c, at_s, "raytide", f"rollout.{rollout.state}", rollout.name, detail)
@@ -251,5 +250,4 @@ def _unended() -> sa.ColumnElement[bool]:
 
 
 def _rollout(row: sa.Row[Any]) -> Rollout:
-    values = {name: row._mapping[name] for name in _FIELDS}
-    return Rollout(**{**values, "state": RolloutState(row.state)})
+    return Rollout(**{**codec.fields_of(row, _FIELDS), "state": RolloutState(row.state)})

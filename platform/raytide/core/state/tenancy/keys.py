@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any
 
 import sqlalchemy as sa
 
 from raytide.core.errors import ConflictError, NotFoundError, QuotaError
 from raytide.core.objects.api_key import ApiKey, KeySpec
+from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
 from raytide.core.state.tenancy.audit import record
@@ -19,6 +20,7 @@ __all__ = ["MOST_KEYS", "KeyRecords", "touch_key_table"]
 MOST_KEYS = 1000
 """The most keys of a team that are neither revoked nor expired."""
 _REVISION = "key_table"
+_FIELDS = codec.shared(ApiKey, t.keys)
 
 
 def touch_key_table(c: sa.Connection) -> int:
@@ -134,25 +136,7 @@ def _revision(c: sa.Connection) -> int:
 
 
 def _key(row: sa.Row[Any]) -> ApiKey:
-    per: Literal["month", "life"] = "life" if row.budget_per == "life" else "month"
-    return ApiKey(
-        id=row.id,
-        name=row.name,
-        team=row.team,
-        user=row.user,
-        account=row.account,
-        models=tuple(row.models),
-        created_at_s=row.created_at_s,
-        expires_at_s=row.expires_at_s,
-        revoked_at_s=row.revoked_at_s,
-        replaced_by=row.replaced_by,
-        requests_per_min=row.requests_per_min,
-        tokens_per_min=row.tokens_per_min,
-        budget_micro_usd=row.budget_micro_usd,
-        budget_per=per,
-        priority=row.priority,
-        answer_cache=row.answer_cache,
-    )
+    return ApiKey(**{**codec.fields_of(row, _FIELDS), "models": tuple(row.models)})
 
 
 def _shown(key: ApiKey) -> dict[str, Any]:
