@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_list, as_result, as_table
 from raytide.core.clock import ago
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
@@ -117,7 +117,7 @@ def _show_steps(config: Path, name: str | None, *, insecure: bool, json: bool) -
 
     steps = cloud_launch.dry_run(config, name, insecure=insecure)
     if json:
-        as_json([asdict(step) for step in steps])
+        as_json(steps)
         return
     for step in steps:
         print(f"{step.machine}: {step.what} {step.text}")
@@ -239,10 +239,8 @@ def down(name: Name = "local", json: Json = False) -> None:
 
 
 def _show_standby_ended(name: str, *, json: bool) -> None:
-    if json:
-        as_json({"name": name, "state": "standby ended", "differences": []})
-    else:
-        print(f"this machine waits no more to be the head of cluster {name}; the cluster goes on")
+    text = f"this machine waits no more to be the head of cluster {name}; the cluster goes on"
+    as_result({"name": name, "state": "standby ended", "differences": []}, text, json)
 
 
 def status(
@@ -257,14 +255,13 @@ def status(
 ) -> None:
     """Show the nodes, jobs and cost of the cluster."""
     from raytide.control.client import ApiClient
-    from raytide.control.views import to_json
 
     now = ApiClient.find(cluster).status()
     if ray:
         print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in now.ray_environment.items()))
         return
     if json:
-        as_json(to_json(now))
+        as_json(now)
         return
     age = "never ticked" if now.controller_age_s is None else f"decided {ago(now.controller_age_s)} ago"
     counts = ", ".join(f"{count} {state}" for state, count in now.jobs.items()) or "none"
@@ -329,10 +326,8 @@ def doctor(
     if host is None and config is not None:
         raise UsageError("--config needs a machine.", hint="Name it: `raytide doctor HOST --config FILE`.")
     findings = check() if host is None else check_host(host, config, name)
-    if json:
-        as_json([{"name": f.name, "status": f.status, "detail": f.detail, "mend": f.fix} for f in findings])
-    else:
-        as_table(("CHECK", "STATUS", "DETAIL", "MEND"), [(f.name, f.status, f.detail, f.fix) for f in findings])
+    rows = [{"name": f.name, "status": f.status, "detail": f.detail, "mend": f.fix} for f in findings]
+    as_list(rows, ("CHECK", "STATUS", "DETAIL", "MEND"), lambda row: tuple(row.values()), json)
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
 

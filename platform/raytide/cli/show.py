@@ -6,12 +6,16 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from raytide.core.bounds import printable
+
+R = TypeVar("R")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _LEAST_ROOM = 30
@@ -21,7 +25,39 @@ ClusterName = Annotated[str | None, typer.Option("--cluster", help="The cluster'
 
 
 def as_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
+    """Prints JSON. Records in it are printed as the API sends them."""
+    print(json.dumps(value, indent=2, default=_plain))
+
+
+def _plain(value: object) -> object:
+    from pydantic import BaseModel
+
+    from raytide.control.views import to_json
+
+    return to_json(value) if is_dataclass(value) or isinstance(value, BaseModel) else str(value)
+
+
+def as_result(value: Any, text: str, is_json: bool) -> None:
+    """Prints what a command did: the value as JSON, or the text."""
+    if is_json:
+        as_json(value)
+    else:
+        print(text)
+
+
+def as_list(
+    records: Sequence[R],
+    columns: Sequence[str],
+    row: Callable[[R], Sequence[object]],
+    is_json: bool,
+    *,
+    height: int = 0,
+) -> None:
+    """Prints records: as JSON, or as a table with the row of each."""
+    if is_json:
+        as_json(records)
+    else:
+        as_table(columns, map(row, records), height=height)
 
 
 def as_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, height: int = 0) -> None:
@@ -32,6 +68,10 @@ def as_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, height
         return
     for row in [columns, *shown]:
         print("\t".join(row))
+
+
+def local_time(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
 
 
 def as_lines(lines: Iterable[str], *, indent: int) -> None:

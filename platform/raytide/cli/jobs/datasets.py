@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json, as_lines, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_lines, as_list, as_result, local_time
 from raytide.control.client import ApiClient
 from raytide.control.views import to_json
-from raytide.core.clock import utc
+from raytide.core.specs.data import RegisteredDataset
 from raytide.sdk.registry.datasets import DatasetRegistry
 
 Reference = Annotated[str, typer.Argument(help="A version: NAME:VERSION, or NAME for the newest.")]
@@ -24,15 +24,7 @@ def list_datasets(
 ) -> None:
     """List the datasets of your team."""
     found = _registry(cluster).all(limit=limit, offset=offset)
-    if json:
-        as_json([to_json(each) for each in found])
-        return
-    rows = [
-        (each.name, each.team, each.versions, f"{spec.documents:,}", f"{spec.tokens:,}", utc(each.newest.created_at_s))
-        for each in found
-        for spec in (each.newest.spec,)
-    ]
-    as_table(("DATASET", "TEAM", "VERSIONS", "DOCUMENTS", "TOKENS", "NEWEST"), rows)
+    as_list(found, ("DATASET", "TEAM", "VERSIONS", "DOCUMENTS", "TOKENS", "NEWEST"), _row, json)
 
 
 def show(which: Reference, cluster: ClusterName = None, json: Json = False) -> None:
@@ -51,7 +43,7 @@ def show(which: Reference, cluster: ClusterName = None, json: Json = False) -> N
         "location": spec.location,
         "sha256": spec.sha256,
         "made by": spec.job or "-",
-        "registered": f"{utc(version.created_at_s)} by {version.user}",
+        "registered": f"{local_time(version.created_at_s)} by {version.user}",
         "documents": f"{spec.documents:,} of {spec.read:,} read",
         "dropped": ", ".join(f"{reason} {count:,}" for reason, count in spec.dropped.items()) or "none",
         "tokens": f"{spec.tokens:,}, of a vocabulary of {spec.vocab_size:,}",
@@ -65,10 +57,7 @@ def show(which: Reference, cluster: ClusterName = None, json: Json = False) -> N
 def diff(before: Reference, after: Reference, cluster: ClusterName = None, json: Json = False) -> None:
     """Show in what two versions differ."""
     changes = _registry(cluster).diff(before, after)
-    if json:
-        as_json([to_json(change) for change in changes])
-        return
-    as_table(("FIELD", "BEFORE", "AFTER"), [(change.field, change.before, change.after) for change in changes])
+    as_list(changes, ("FIELD", "BEFORE", "AFTER"), lambda each: (each.field, each.before, each.after), json)
 
 
 def register(
@@ -82,10 +71,12 @@ def register(
     Its files are checked. Builds register theirs by themselves.
     """
     version = _registry(cluster).register(location, name)
-    if json:
-        as_json(to_json(version))
-    else:
-        print(f"{version.id} is registered: {version.spec.tokens:,} tokens at {version.spec.location}")
+    as_result(version, f"{version.id} is registered: {version.spec.tokens:,} tokens at {version.spec.location}", json)
+
+
+def _row(each: RegisteredDataset) -> tuple[object, ...]:
+    spec, at = each.newest.spec, local_time(each.newest.created_at_s)
+    return (each.name, each.team, each.versions, f"{spec.documents:,}", f"{spec.tokens:,}", at)
 
 
 def _registry(cluster: str | None) -> DatasetRegistry:

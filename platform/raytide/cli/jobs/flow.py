@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 
 from raytide.cli.jobs.submit import finish
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_list, as_table
 from raytide.control.client import ApiClient
 from raytide.control.views import to_json
 from raytide.core.errors import NotFoundError, UsageError
@@ -63,10 +62,7 @@ def show(
         if graph.suffix != ".svg":
             raise UsageError(f"{graph} is no .svg file.", hint="Name a file that ends in .svg.")
         graph.write_text(str(found.graph()))
-    if json:
-        as_json([asdict(view) for view in found.stages()])
-        return
-    as_table([name.upper() for name in COLUMNS], [view.row() for view in found.stages()])
+    as_list(found.stages(), [name.upper() for name in COLUMNS], lambda view: view.row(), json)
 
 
 @flow.command("list")

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_list, as_result
 from raytide.control.client import ApiClient
-from raytide.control.views import JobView, to_json
+from raytide.control.views import JobView
 from raytide.core.clock import ago
 from raytide.core.errors import ClusterError, RaytideError
 from raytide.core.money import format_usd
@@ -24,6 +24,10 @@ JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
 _FOLLOW_S = 0.5
 _MOST = 1000
 """The most jobs that the API returns at once."""
+_HEAD = (
+    *("JOB", "NAME", "KIND", "TEAM", "STATE", "POS", "AGE", "DUE"),
+    *("STEP", "LEFT", "SCALING", "COST", "PRICE", "WHY"),
+)
 
 
 def ps(
@@ -74,30 +78,7 @@ def _standing(view: JobView) -> tuple[object, ...]:
 
 
 def _show(views: list[JobView], json: bool, *, height: int = 0) -> None:
-    if json:
-        as_json([to_json(view) for view in views])
-        return
-    now = time.time()
-    as_table(
-        (
-            "JOB",
-            "NAME",
-            "KIND",
-            "TEAM",
-            "STATE",
-            "POS",
-            "AGE",
-            "DUE",
-            "STEP",
-            "LEFT",
-            "SCALING",
-            "COST",
-            "PRICE",
-            "WHY",
-        ),
-        [_row(view, now) for view in views],
-        height=height,
-    )
+    as_list(views, _HEAD, partial(_row, now=time.time()), json, height=height)
 
 
 def why(
@@ -108,7 +89,7 @@ def why(
     """Show what a job waits for, or why it ended."""
     client = ApiClient.find(cluster)
     if json:
-        as_json(to_json(client.why(job_id)))
+        as_json(client.why(job_id))
     elif job_id == "unmanaged":
         found = client.why(job_id)
         print(f"{found.reason} {found.remedy}".strip())
@@ -134,7 +115,7 @@ def stop(
         if not json:
             print(f"{job_id} is {views[-1].job.state if views[-1].job.is_final else 'being stopped'}")
     if json and views:
-        as_json(to_json(views[0] if len(job_ids) == 1 else views))
+        as_json(views[0] if len(job_ids) == 1 else views)
     for other in wrong[:-1]:
         print(f"raytide: {other}", file=sys.stderr)
     if wrong:
@@ -147,10 +128,7 @@ def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> Non
     Training continues from its last checkpoint.
     """
     view = ApiClient.find(cluster).retry(job_id)
-    if json:
-        as_json(to_json(view))
-    else:
-        print(f"{view.job.id} is {view.job.state}: {job_id} again")
+    as_result(view, f"{view.job.id} is {view.job.state}: {job_id} again", json)
 
 
 def _row(view: JobView, now: float) -> tuple[object, ...]:

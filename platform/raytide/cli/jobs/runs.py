@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_result, as_table
 from raytide.control.client import ApiClient
 from raytide.core.errors import CheckpointError, UsageError
 from raytide.core.objects.job import JobKind
@@ -52,10 +51,7 @@ def plot(
     check_format(output)
     run = _history(which, cluster)
     picture(run, which).save(output)
-    if json:
-        as_json({"file": str(output), "steps": len(run.steps)})
-    else:
-        print(f"{output} shows {len(run.steps)} steps")
+    as_result({"file": str(output), "steps": len(run.steps)}, f"{output} shows {len(run.steps)} steps", json)
 
 
 def profile(
@@ -69,10 +65,8 @@ def profile(
 
     out = _out(which, cluster)
     profiler.request(out, steps)
-    if json:
-        as_json({"out": f"{out}/profile", "steps": steps})
-    else:
-        print(f"the next {steps} steps are profiled; traces and tables appear in {out}/profile")
+    text = f"the next {steps} steps are profiled; traces and tables appear in {out}/profile"
+    as_result({"out": f"{out}/profile", "steps": steps}, text, json)
 
 
 @checkpoints.callback()
@@ -87,7 +81,7 @@ def verify(target: Target, json: Json = False) -> None:
 
     verdicts = read_all(target)
     if json:
-        as_json([asdict(verdict) for verdict in verdicts])
+        as_json(verdicts)
     else:
         rows = [(v.step, v.state, v.size, v.world or "-", v.url, "; ".join(v.problems) or "-") for v in verdicts]
         as_table(("STEP", "STATE", "BYTES", "RANKS", "WHERE", "WHY"), rows)

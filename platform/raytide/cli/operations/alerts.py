@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import secrets
-import time
 from typing import Annotated, Any
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_list, as_result, local_time
 from raytide.cli.tenancy.money import seconds
 from raytide.control.client import ApiClient
-from raytide.control.views import to_json
+from raytide.core.objects.node import Node
 from raytide.sdk.jobs.script import pairs_of
 
 alerts = typer.Typer(
@@ -34,22 +33,7 @@ def list_alerts(
     """List the alerts that fire or are about to."""
     found = ApiClient.find(cluster).call("GET", "/v1/alerts")
     shown = [alert for alert in found if ended or alert["state"] != "resolved"]
-    if json:
-        as_json(shown)
-        return
-    rows = [
-        (
-            alert["state"] + (" (silenced)" if alert["silenced"] else ""),
-            alert["severity"],
-            alert["name"],
-            _labels(alert["labels"]),
-            _at(alert["since_s"]),
-            _action(alert["action"]),
-            alert["summary"],
-        )
-        for alert in shown
-    ]
-    as_table(("STATE", "SEVERITY", "ALERT", "LABELS", "SINCE", "ACTION", "SUMMARY"), rows)
+    as_list(shown, ("STATE", "SEVERITY", "ALERT", "LABELS", "SINCE", "ACTION", "SUMMARY"), _alert_row, json)
 
 
 @alerts.command()
@@ -65,21 +49,10 @@ def history(
     if actions:
         done = client.call("GET", "/v1/alerts/actions", query={"limit": limit})
         done = [each for each in done if name in (None, each["alert"])]
-        if json:
-            as_json(done)
-            return
-        columns = ("AT", "ALERT", "ACTION", "OBJECT", "STATE", "OUTCOME")
-        fields = ("alert", "kind", "object", "state", "outcome")
-        as_table(columns, [(_at(each["at_s"]), *(each[field] for field in fields)) for each in done])
+        as_list(done, ("AT", "ALERT", "ACTION", "OBJECT", "STATE", "OUTCOME"), _action_row, json)
         return
     found = client.call("GET", "/v1/alerts/history", query={"limit": limit, **({"name": name} if name else {})})
-    if json:
-        as_json(found)
-        return
-    rows = [
-        (_at(each["at_s"]), each["state"], each["name"], _labels(each["labels"]), each["summary"]) for each in found
-    ]
-    as_table(("AT", "STATE", "ALERT", "LABELS", "SUMMARY"), rows)
+    as_list(found, ("AT", "STATE", "ALERT", "LABELS", "SUMMARY"), _transition_row, json)
 
 
 @alerts.command("test")
@@ -92,10 +65,8 @@ def fire_test(
     """Fire an alert for a minute: receivers are told of it, and actions are dry runs."""
     body = {"name": name, "labels": pairs_of(label or (), "--label")}
     fired = ApiClient.find(cluster).call("POST", "/v1/alerts/test", body)
-    if json:
-        as_json(fired)
-    else:
-        print(f"{name} fires for a minute; `raytide alerts history {name} --actions` shows what it would do")
+    text = f"{name} fires for a minute; `raytide alerts history {name} --actions` shows what it would do"
+    as_result(fired, text, json)
 
 
 @alerts.command()
@@ -109,24 +80,15 @@ def silence(
     """Quiet an alert: it goes on being recorded, but does nothing and tells nobody."""
     body = {"name": name, "for_s": 0.0 if lift else seconds(duration)}
     made = ApiClient.find(cluster).call("POST", "/v1/alerts/silences", body)
-    if json:
-        as_json(made)
-    else:
-        print(f"{name} is not silenced any more" if lift else f"{name} is silent until {_at(made['until_s'])}")
+    text = f"{name} is not silenced any more" if lift else f"{name} is silent until {local_time(made['until_s'])}"
+    as_result(made, text, json)
 
 
 @nodes.command("list")
 def list_nodes(cluster: ClusterName = None, json: Json = False) -> None:
     """List the nodes, with those that are kept out of use."""
     found = ApiClient.find(cluster).status().nodes
-    if json:
-        as_json([to_json(node) for node in found])
-        return
-    rows = [
-        (node.id, node.type, node.zone, str(node.market), str(node.state), node.quarantined or "-", node.reason)
-        for node in found
-    ]
-    as_table(("NODE", "TYPE", "ZONE", "MARKET", "STATE", "QUARANTINED", "REASON"), rows)
+    as_list(found, ("NODE", "TYPE", "ZONE", "MARKET", "STATE", "QUARANTINED", "REASON"), _node_row, json)
 
 
 @nodes.command()
@@ -161,13 +123,25 @@ def _order(kind: str, node: str, reason: str, cluster: str | None, json: bool) -
         print(f"{kind} {node} is ordered; `raytide nodes list` shows the node")
 
 
+def _alert_row(alert: dict[str, Any]) -> tuple[object, ...]:
+    state = alert["state"] + (" (silenced)" if alert["silenced"] else "")
+    since, labels, action = local_time(alert["since_s"]), _labels(alert["labels"]), alert["action"]
+    done = "-" if action is None else f"{action['do']}: {action['state']}"
+    return (state, alert["severity"], alert["name"], labels, since, done, alert["summary"])
+
+
+def _action_row(each: dict[str, Any]) -> tuple[object, ...]:
+    fields = ("alert", "kind", "object", "state", "outcome")
+    return (local_time(each["at_s"]), *(each[field] for field in fields))
+
+
+def _transition_row(each: dict[str, Any]) -> tuple[object, ...]:
+    return (local_time(each["at_s"]), each["state"], each["name"], _labels(each["labels"]), each["summary"])
+
+
+def _node_row(node: Node) -> tuple[object, ...]:
+    return (node.id, node.type, node.zone, node.market, node.state, node.quarantined or "-", node.reason)
+
+
 def _labels(labels: dict[str, str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in labels.items())
-
-
-def _action(action: dict[str, Any] | None) -> str:
-    return "-" if action is None else f"{action['do']}: {action['state']}"
-
-
-def _at(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

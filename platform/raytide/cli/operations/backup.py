@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_list, as_result, local_time
 from raytide.core.config import environment
 from raytide.core.errors import StorageError, UsageError, WaitTimeoutError
 from raytide.core.io.atomic_file import write_text
@@ -58,10 +58,7 @@ def run(cold: Cold = False, cluster: ClusterName = None, json: Json = False) -> 
     if cold:
         copied = copy_to_cold(place)
         where = "" if place.cold is None else place.cold.shown_url
-        if json:
-            as_json({"snapshot": copied, "repository": where})
-        else:
-            print(f"snapshot {copied} is in {where}")
+        as_result({"snapshot": copied, "repository": where}, f"snapshot {copied} is in {where}", json)
         return
     manifest, summary = back_up(place)
     contents = manifest.contents
@@ -88,10 +85,7 @@ def list_snapshots(
     """List the snapshots, oldest first."""
     source = _repository(repository, password_file, cluster, is_cold=cold)
     found = source.snapshots(_cluster_in(repository, cluster))
-    if json:
-        as_json([asdict(each) for each in found])
-        return
-    as_table(("SNAPSHOT", "AT", "CLUSTER"), [(each.id, _at(each.at_s), each.cluster) for each in found])
+    as_list(found, ("SNAPSHOT", "AT", "CLUSTER"), lambda each: (each.id, local_time(each.at_s), each.cluster), json)
 
 
 @backups.command()
@@ -122,16 +116,15 @@ def restore(
         if json:
             as_json({"snapshot": chosen.id, "at_s": unpacked.manifest.at_s, "to": str(to), "problems": problems})
         else:
-            print(f"snapshot {chosen.id} of {_at(unpacked.manifest.at_s)} is below {to}")
+            print(f"snapshot {chosen.id} of {local_time(unpacked.manifest.at_s)} is below {to}")
     else:
         restored = restore_cluster(source, chosen, run_dir_of(name or chosen.cluster), state_url=state_url)
         problems = restored.problems
         if json:
-            as_json(asdict(restored))
+            as_json(restored)
         else:
-            print(
-                f"cluster {restored.run_dir.name} is as it was at {_at(restored.at_s)} (snapshot {restored.snapshot})"
-            )
+            at = f"{local_time(restored.at_s)} (snapshot {restored.snapshot})"
+            print(f"cluster {restored.run_dir.name} is as it was at {at}")
             print(f"folders that are there and whole: {', '.join(restored.folders) or 'none'}")
             print(f"start it with {restored.run_dir / 'cluster.yaml'}; it does nothing until `raytide resume`")
     if problems:
@@ -169,10 +162,7 @@ def forget(cluster: ClusterName = None, json: Json = False) -> None:
     from raytide.control.backup.upkeep import forget as remove
 
     kept, removed = remove(_place(cluster))
-    if json:
-        as_json({"kept": kept, "removed": removed})
-    else:
-        print(f"{kept} snapshots are kept, {removed} were removed")
+    as_result({"kept": kept, "removed": removed}, f"{kept} snapshots are kept, {removed} were removed", json)
 
 
 def resume(cluster: ClusterName = None, json: Json = False) -> None:
@@ -191,10 +181,7 @@ def resume(cluster: ClusterName = None, json: Json = False) -> None:
             f"the controller did not go on within {_RESUME_S:.0f} s; it will, as soon as it can.",
             hint="`raytide status` says what it waits for.",
         )
-    if json:
-        as_json(order)
-    else:
-        print(f"the cluster goes on; {order['outcome']}")
+    as_result(order, f"the cluster goes on; {order['outcome']}", json)
 
 
 _RESUME_S, _POLL_S = 60.0, 0.2
@@ -239,7 +226,3 @@ def _write_password(file: Path) -> bool:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
-
-
-def _at(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

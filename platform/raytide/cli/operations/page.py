@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json
+from raytide.cli.show import ClusterName, Json, as_json, as_result
 from raytide.control.client import ApiClient
 from raytide.core.config import home
 
@@ -42,10 +42,7 @@ def page(
 def token(cluster: ClusterName = None, json: Json = False) -> None:
     """Print the API token, which the web page asks for."""
     access = ApiClient.find(cluster).access
-    if json:
-        as_json({"address": access["RAYTIDE_API"], "token": access["RAYTIDE_TOKEN"]})
-    else:
-        print(access["RAYTIDE_TOKEN"])
+    as_result({"address": access["RAYTIDE_API"], "token": access["RAYTIDE_TOKEN"]}, access["RAYTIDE_TOKEN"], json)
 
 
 def _has_screen() -> bool:

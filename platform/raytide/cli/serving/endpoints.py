@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_table, local_time
 from raytide.control.client import ApiClient
-from raytide.control.views import RevisionOutcome, RolloutStatus, to_json
+from raytide.control.views import RevisionOutcome, RolloutStatus
 from raytide.core.errors import NotFoundError, UsageError
-from raytide.core.objects.endpoint import ADAPTER_SEPARATOR
+from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, EndpointRevision
 from raytide.core.objects.endpoint_load import LOADING
 from raytide.core.specs.live_changes import AdapterChange
 from raytide.core.specs.model_version import SCHEME
@@ -35,21 +34,10 @@ def history(
     client = ApiClient.find(cluster)
     revisions = client.revisions(name)
     if json:
-        as_json([to_json(revision) for revision in revisions])
+        as_json(revisions)
         return
     thumbs = {each.revision: _judgements(each) for each in client.feedback(name)}
-    rows = [
-        (
-            each.number,
-            _at(each.at_s),
-            each.user,
-            (each.spec.version or "-") if each.spec else "-",
-            each.spec.model if each.spec else f"unreadable: {each.unreadable}",
-            thumbs.get(each.number, "-"),
-            each.why,
-        )
-        for each in revisions
-    ]
+    rows = [_revision_row(each, thumbs.get(each.number, "-")) for each in revisions]
     as_table(("REVISION", "AT", "USER", "VERSION", "MODEL", "THUMBS", "WHY"), rows)
     if rollouts := client.rollouts(name):
         print()
@@ -67,7 +55,7 @@ def startup(
     """
     startups = ApiClient.find(cluster).endpoint(name).startups
     if json:
-        as_json([to_json(each) for each in startups])
+        as_json(startups)
         return
     rows = []
     for each in startups:
@@ -103,7 +91,7 @@ def rollout(
     else:
         status = found[0]
     if json:
-        as_json(to_json(status))
+        as_json(status)
         return
     print(rollout_line(status))
     sides = (("champion", status.champion), ("challenger", status.challenger))
@@ -168,19 +156,17 @@ def _locations(given: Sequence[str]) -> dict[str, str]:
     return locations
 
 
+def _revision_row(each: EndpointRevision, thumbs: str) -> tuple[object, ...]:
+    version, model = (each.spec.version, each.spec.model) if each.spec else ("", f"unreadable: {each.unreadable}")
+    return (each.number, local_time(each.at_s), each.user, version or "-", model, thumbs, each.why)
+
+
 def _row(status: RolloutStatus) -> tuple[object, ...]:
     each = status.rollout
-    decided = "-" if each.decided_at_s is None else _at(each.decided_at_s)
+    decided = "-" if each.decided_at_s is None else local_time(each.decided_at_s)
     what = f"{each.kind} {each.champion} -> {each.challenger}"
-    return (
-        _at(each.created_at_s),
-        each.user,
-        what,
-        each.state.replace("_", " "),
-        each.why or "-",
-        decided,
-        each.reason,
-    )
+    state = each.state.replace("_", " ")
+    return (local_time(each.created_at_s), each.user, what, state, each.why or "-", decided, each.reason)
 
 
 def _outcome(side: str, found: RevisionOutcome, metrics: Sequence[str]) -> tuple[object, ...]:
@@ -198,7 +184,3 @@ def _judgements(found: RevisionFeedback) -> str:
 
 def _share(found: tuple[float, float, float] | None) -> str:
     return "-" if found is None else f"{found[0]:.2%} ({found[1]:.2%} to {found[2]:.2%})"
-
-
-def _at(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

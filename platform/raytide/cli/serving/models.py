@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json, as_lines, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_lines, as_list, as_result, as_table, local_time
 from raytide.control.client import ApiClient
 from raytide.control.views import to_json
 from raytide.core.config import load_yaml
 from raytide.core.errors import UsageError
-from raytide.core.specs.model_version import AliasChange, ModelVersion, PromotionRule
+from raytide.core.specs.model_version import AliasChange, ModelVersion, PromotionRule, RegisteredModel
 from raytide.sdk.registry.models import ModelRegistry
 
 model = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Manage registered models.")
@@ -33,13 +32,7 @@ def list_models(
 ) -> None:
     """List the models of your team, with their aliases."""
     found = _models(cluster).all(limit=limit, offset=offset)
-    if json:
-        as_json([to_json(each) for each in found])
-        return
-    rows = [
-        (each.name, each.team, each.versions, _aliases(each.aliases), _at(each.newest.created_at_s)) for each in found
-    ]
-    as_table(("MODEL", "TEAM", "VERSIONS", "ALIASES", "NEWEST"), rows)
+    as_list(found, ("MODEL", "TEAM", "VERSIONS", "ALIASES", "NEWEST"), _model_row, json)
 
 
 @model.command()
@@ -59,10 +52,7 @@ def register(
     """
     metrics = _metrics(metric or ())
     version = _models(cluster).register(name, source, job=job, metrics=metrics, note=note, team=team)
-    if json:
-        as_json(to_json(version))
-    else:
-        print(f"{version.id} is registered: {version.spec.location} (sha256 {version.spec.sha256[:12]})")
+    as_result(version, f"{version.id} is registered: {version.spec.location} (sha256 {version.spec.sha256[:12]})", json)
 
 
 @model.command()
@@ -76,7 +66,7 @@ def show(
     if ":" in which or "@" in which:
         version = ModelRegistry(client).get(which)
         if json:
-            as_json(to_json(version))
+            as_json(version)
         else:
             as_lines(_lines(version), indent=12)
         return
@@ -88,7 +78,7 @@ def show(
     for each in versions:
         names = " ".join(alias for alias, number in found.aliases.items() if number == each.version)
         about = (each.spec.lineage.job or "-", _numbers(each.spec.metrics), each.spec.location)
-        rows.append((each.version, names or "-", each.user, _at(each.created_at_s), *about))
+        rows.append((each.version, names or "-", each.user, local_time(each.created_at_s), *about))
     as_table(("VERSION", "ALIASES", "USER", "REGISTERED", "JOB", "METRICS", "LOCATION"), rows)
 
 
@@ -120,10 +110,8 @@ def promote(
         change = models.remove_alias(which, alias, why=why)
     else:
         change = models.promote(which, alias, why=why, if_version=if_version, rule=_rule(rule))
-    if json:
-        as_json(to_json(change))
-    else:
-        print(f"{change.name}@{change.alias} names {_named(change.after)}; before, {_named(change.before)}")
+    text = f"{change.name}@{change.alias} names {_named(change.after)}; before, {_named(change.before)}"
+    as_result(change, text, json)
 
 
 def _rule(path: Path | None) -> PromotionRule | None:
@@ -152,35 +140,32 @@ def history(
         for each in changes:
             newest.setdefault(each.alias, each)
         changes = list(newest.values())
-    if json:
-        as_json([to_json(each) for each in changes])
-        return
-    rows = [
-        (_at(each.at_s), each.user, f"{each.name}@{each.alias}", each.before or "-", each.after or "-", each.why)
-        for each in changes
-    ]
-    as_table(("AT", "USER", "ALIAS", "FROM", "TO", "WHY"), rows)
+    as_list(changes, ("AT", "USER", "ALIAS", "FROM", "TO", "WHY"), _change_row, json)
 
 
 @model.command()
 def diff(before: Reference, after: Reference, cluster: ClusterName = None, json: Json = False) -> None:
     """Show the fields in which two versions differ: lineage, configuration, metrics and files."""
     found = _models(cluster).diff(before, after)
-    if json:
-        as_json([to_json(each) for each in found])
-        return
-    rows = [(each.field, _short(each.before), _short(each.after)) for each in found]
-    as_table(("FIELD", before, after), rows)
+    columns = ("FIELD", before, after)
+    as_list(found, columns, lambda each: (each.field, _short(each.before), _short(each.after)), json)
 
 
 @model.command()
 def verify(which: Reference, cluster: ClusterName = None, json: Json = False) -> None:
     """Check that the files of a version are those that were registered."""
     found = _models(cluster).verify(which)
-    if json:
-        as_json(to_json(found))
-    else:
-        print(f"{which} is intact: {found.files} files, {found.bytes:,} bytes, sha256 {found.sha256[:12]}")
+    as_result(found, f"{which} is intact: {found.files} files, {found.bytes:,} bytes, sha256 {found.sha256[:12]}", json)
+
+
+def _model_row(each: RegisteredModel) -> tuple[object, ...]:
+    aliases = " ".join(f"{alias}={version}" for alias, version in each.aliases.items()) or "-"
+    return (each.name, each.team, each.versions, aliases, local_time(each.newest.created_at_s))
+
+
+def _change_row(each: AliasChange) -> tuple[object, ...]:
+    alias = f"{each.name}@{each.alias}"
+    return (local_time(each.at_s), each.user, alias, each.before or "-", each.after or "-", each.why)
 
 
 def _models(cluster: str | None) -> ModelRegistry:
@@ -205,7 +190,7 @@ def _lines(version: ModelVersion) -> list[str]:
     about = {
         "version": version.id,
         "team": spec.team,
-        "registered": f"{_at(version.created_at_s)} by {version.user}",
+        "registered": f"{local_time(version.created_at_s)} by {version.user}",
         "location": spec.location,
         "sha256": spec.sha256,
         "job": lineage.job,
@@ -224,20 +209,12 @@ def _numbers(metrics: dict[str, float]) -> str:
     return " ".join(f"{name}={value:g}" for name, value in metrics.items())
 
 
-def _aliases(aliases: dict[str, int]) -> str:
-    return " ".join(f"{alias}={version}" for alias, version in aliases.items()) or "-"
-
-
 def _named(version: int | None) -> str:
     return "no version" if version is None else f"version {version}"
 
 
 def _short(value: object) -> str:
     return "-" if value is None else json_.dumps(value)[:80]
-
-
-def _at(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
 
 
 def _time(text: str) -> float:

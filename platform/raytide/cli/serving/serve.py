@@ -12,9 +12,9 @@ import typer
 from raytide.actors.models.quantized.gguf.packaged_models import PACKAGED_MODELS
 from raytide.cli.options import Labels, Spot, resources
 from raytide.cli.serving.endpoints import rollout_line
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_list, as_result
 from raytide.control.client import ApiClient
-from raytide.control.views import to_json
+from raytide.control.views import EndpointStatus
 from raytide.core.config import load_yaml
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
@@ -123,10 +123,8 @@ def serve(
         client.delete_endpoint(delete)
     elif model is not None and rollout is not None:
         started = client.start_rollout(_spec(model, {"name": name, "team": team}, counts, needs), rollout, why)
-        if json:
-            as_json(to_json(started))
-        else:
-            print(f"{rollout_line(started)}\n`raytide endpoint rollout {started.rollout.name}` shows how it goes")
+        text = f"{rollout_line(started)}\n`raytide endpoint rollout {started.rollout.name}` shows how it goes"
+        as_result(started, text, json)
         return
     elif model is not None:
         handle = Client(client).serve(_spec(model, {"name": name, "team": team}, counts, needs))
@@ -140,29 +138,19 @@ def serve(
                 file=sys.stderr,
             )
             raise
-        if json:
-            as_json(handle.json())
-        else:
-            print(f"{handle.name} answers at {handle.base_url}" if wait else f"{handle.name} is being deployed")
+        text = f"{handle.name} answers at {handle.base_url}" if wait else f"{handle.name} is being deployed"
+        as_result(handle.json(), text, json)
         return
-    statuses = client.endpoints()
-    if json:
-        as_json([to_json(status) for status in statuses])
-        return
-    rows = [
-        (
-            status.endpoint.name,
-            status.endpoint.state,
-            f"{status.ready_replicas}/{status.endpoint.target_replicas}",
-            f"{status.ongoing:g}",
-            format_usd(status.cost_micro_usd),
-            status.endpoint.spec.version or "-",
-            status.base_url,
-            status.waiting.reason if status.waiting else status.endpoint.reason,
-        )
-        for status in statuses
-    ]
-    as_table(("ENDPOINT", "STATE", "REPLICAS", "REQUESTS", "COST", "VERSION", "URL", "WHY"), rows)
+    columns = ("ENDPOINT", "STATE", "REPLICAS", "REQUESTS", "COST", "VERSION", "URL", "WHY")
+    as_list(client.endpoints(), columns, _row, json)
+
+
+def _row(status: EndpointStatus) -> tuple[object, ...]:
+    endpoint, cost = status.endpoint, format_usd(status.cost_micro_usd)
+    replicas = f"{status.ready_replicas}/{endpoint.target_replicas}"
+    why = status.waiting.reason if status.waiting else endpoint.reason
+    version = endpoint.spec.version or "-"
+    return (endpoint.name, endpoint.state, replicas, f"{status.ongoing:g}", cost, version, status.base_url, why)
 
 
 def _location(text: str) -> str:
@@ -215,10 +203,8 @@ def _explain(spec: ServeSpec, *, json: bool) -> None:
     choice = choose_engine(spec)
     if choice.kind == "native":
         check_members(spec)
-    if json:
-        as_json({"name": spec.name, "engine": choice.kind, "why": choice.why})
-    else:
-        print(f"{spec.name} runs on the {choice.kind} engine: {choice.why}")
+    text = f"{spec.name} runs on the {choice.kind} engine: {choice.why}"
+    as_result({"name": spec.name, "engine": choice.kind, "why": choice.why}, text, json)
 
 
 def _spec(

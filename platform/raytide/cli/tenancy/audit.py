@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_list, local_time
 from raytide.cli.tenancy.money import seconds
 from raytide.control.client import ApiClient
-from raytide.control.views import to_json
+from raytide.core.objects.api_key import AuditEntry
 
 audit = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Show or check the audit log.")
 _MOST_DETAIL = 200
@@ -32,21 +32,12 @@ def list_entries(
     since_s = time.time() - seconds(since) if since else None
     which = {"actor": actor, "action": action, "object": subject, "since_s": since_s}
     entries = ApiClient.find(cluster).audit(before=before, limit=limit, **which)
-    if json:
-        as_json([to_json(entry) for entry in entries])
-        return
-    rows = [
-        (
-            entry.seq,
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.at_s)),
-            entry.actor,
-            entry.action,
-            entry.object,
-            json_.dumps(entry.detail)[:_MOST_DETAIL],
-        )
-        for entry in entries
-    ]
-    as_table(("NUMBER", "AT", "ACTOR", "ACTION", "OBJECT", "DETAIL"), rows)
+    as_list(entries, ("NUMBER", "AT", "ACTOR", "ACTION", "OBJECT", "DETAIL"), _row, json)
+
+
+def _row(entry: AuditEntry) -> tuple[object, ...]:
+    detail = json_.dumps(entry.detail)[:_MOST_DETAIL]
+    return (entry.seq, local_time(entry.at_s), entry.actor, entry.action, entry.object, detail)
 
 
 @audit.command()
@@ -63,7 +54,7 @@ def verify(
     """
     verdict = ApiClient.find(cluster).verify_audit(head)
     if json:
-        as_json(to_json(verdict))
+        as_json(verdict)
     elif verdict.is_whole:
         print(f"{verdict.entries} entries from {verdict.first_seq} on are whole; the last one is")
         print(f"{verdict.head_seq}:{verdict.head_hash}")

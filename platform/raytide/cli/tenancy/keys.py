@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from raytide.cli.options import finite, parse_limit
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_list, as_result, as_table, local_time
 from raytide.cli.tenancy.money import seconds
 from raytide.control.client import ApiClient
-from raytide.control.views import KeyView, NewKey, to_json
+from raytide.control.views import KeyView, NewKey
 from raytide.core.money import format_usd
-from raytide.core.objects.api_key import ApiKey, KeyBudget, KeySpec, UsageBy, UsageRow
+from raytide.core.objects.api_key import ApiKey, KeyBudget, KeySpec, UsageBy, UsageRow, UsageSum
 
 _FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9}
 KeyId = Annotated[str, typer.Argument(help="The id of a key, such as key-7.")]
@@ -67,12 +67,8 @@ def list_keys(
     json: Json = False,
 ) -> None:
     """List the keys of your team, with what they have spent."""
-    views = ApiClient.find(cluster).keys(limit=limit, offset=offset, ended=ended)
-    if json:
-        as_json([to_json(view) for view in views])
-        return
     head = ("KEY", "NAME", "TEAM", "USER", "STATE", "MODELS", "RPM", "TPM", "BUDGET", "THIS MONTH", "TOTAL", "RESERVED")
-    as_table(head, [_row(view) for view in views])
+    as_list(ApiClient.find(cluster).keys(limit=limit, offset=offset, ended=ended), head, _row, json)
 
 
 @key.command()
@@ -80,7 +76,7 @@ def show(key_id: KeyId, cluster: ClusterName = None, json: Json = False) -> None
     """Show a key: its limits, and what it has spent."""
     view = ApiClient.find(cluster).key(key_id)
     if json:
-        as_json(to_json(view))
+        as_json(view)
         return
     shown = view.key
     fields = {
@@ -94,8 +90,8 @@ def show(key_id: KeyId, cluster: ClusterName = None, json: Json = False) -> None
         "budget": _budget(shown),
         "priority": shown.priority,
         "keeps answers": "yes" if shown.answer_cache else "no",
-        "created": _time(shown.created_at_s),
-        "expires": "-" if shown.expires_at_s is None else _time(shown.expires_at_s),
+        "created": local_time(shown.created_at_s),
+        "expires": "-" if shown.expires_at_s is None else local_time(shown.expires_at_s),
         "this month": format_usd(view.spending.month),
         "total": format_usd(view.spending.life),
         "reserved": format_usd(view.spending.reserved),
@@ -118,10 +114,7 @@ def rotate(
 def revoke(key_id: KeyId, cluster: ClusterName = None, json: Json = False) -> None:
     """End a key at once."""
     view = ApiClient.find(cluster).revoke_key(key_id)
-    if json:
-        as_json(to_json(view))
-    else:
-        print(f"{view.key.id} ({view.key.name}) is revoked")
+    as_result(view, f"{view.key.id} ({view.key.name}) is revoked", json)
 
 
 def usage(
@@ -143,24 +136,8 @@ def usage(
     if requests:
         _show_requests(client, which, limit, json)
         return
-    sums = client.usage_sums(by, **which)
-    if json:
-        as_json([to_json(each) for each in sums])
-        return
     head = (by.upper(), "REQUESTS", "ERRORS", "PROMPT", "CACHED", "COMPLETION", "COST")
-    rows = [
-        (
-            each.group or "-",
-            each.requests,
-            each.errors,
-            each.prompt_tokens,
-            each.cached_tokens,
-            each.completion_tokens,
-            format_usd(each.cost_micro_usd),
-        )
-        for each in sums
-    ]
-    as_table(head, rows)
+    as_list(client.usage_sums(by, **which), head, _sum_row, json)
 
 
 def _count(text: str) -> int:
@@ -178,33 +155,25 @@ def _show_requests(client: ApiClient, which: dict[str, str | float | None], limi
         shown += page.rows
         if (before := page.before) is None:
             break
-    if json:
-        as_json([to_json(row) for row in shown])
-        return
-    rows = [
-        (
-            _time(row.at_s),
-            row.id,
-            row.key or "-",
-            row.team,
-            row.model,
-            row.status,
-            row.prompt_tokens,
-            row.cached_tokens,
-            row.completion_tokens,
-            format_usd(row.cost_micro_usd),
-        )
-        for row in shown
-    ]
-    as_table(("AT", "REQUEST", "KEY", "TEAM", "MODEL", "STATUS", "PROMPT", "CACHED", "COMPLETION", "COST"), rows)
+    head = ("AT", "REQUEST", "KEY", "TEAM", "MODEL", "STATUS", "PROMPT", "CACHED", "COMPLETION", "COST")
+    as_list(shown, head, _request_row, json)
+
+
+def _sum_row(each: UsageSum) -> tuple[object, ...]:
+    return (each.group or "-", each.requests, each.errors, *_tokens_and_cost(each))
+
+
+def _request_row(row: UsageRow) -> tuple[object, ...]:
+    return (local_time(row.at_s), row.id, row.key or "-", row.team, row.model, row.status, *_tokens_and_cost(row))
+
+
+def _tokens_and_cost(used: UsageRow | UsageSum) -> tuple[object, ...]:
+    return (used.prompt_tokens, used.cached_tokens, used.completion_tokens, format_usd(used.cost_micro_usd))
 
 
 def _show_new(made: NewKey, json: bool) -> None:
-    if json:
-        as_json(to_json(made))
-        return
-    print(f"{made.key.id} ({made.key.name}) of team {made.key.team}. Keep the secret: it cannot be shown again.")
-    print(made.secret)
+    about = f"{made.key.id} ({made.key.name}) of team {made.key.team}"
+    as_result(made, f"{about}. Keep the secret: it cannot be shown again.\n{made.secret}", json)
 
 
 def _row(view: KeyView) -> tuple[object, ...]:
@@ -230,7 +199,7 @@ def _state(shown: ApiKey) -> str:
         return "revoked"
     if not shown.is_valid(time.time()):
         return f"replaced by {shown.replaced_by}" if shown.replaced_by else "expired"
-    return f"until {_time(shown.expires_at_s)}" if shown.expires_at_s is not None else "valid"
+    return f"until {local_time(shown.expires_at_s)}" if shown.expires_at_s is not None else "valid"
 
 
 def _limit(value: int | None) -> str:
@@ -241,7 +210,3 @@ def _budget(shown: ApiKey) -> str:
     if shown.budget_micro_usd is None:
         return "-"
     return f"{format_usd(shown.budget_micro_usd)}{'/month' if shown.budget_per == 'month' else ''}"
-
-
-def _time(at_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from raytide.cli.options import finite, parse_limit
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_result, as_table
 from raytide.control.client import ApiClient
-from raytide.control.views import CostReport, CostTable, JobView, TeamView, to_json
+from raytide.control.views import CostReport, CostTable, JobView, TeamView
 from raytide.core.errors import NotFoundError, UsageError
 from raytide.core.money import MICRO, format_usd, micro_usd
 from raytide.core.objects.job import BudgetPer
@@ -40,7 +40,7 @@ def quotas(context: typer.Context, cluster: ClusterName = None, json: Json = Fal
         return
     teams = ApiClient.find(cluster).teams()
     if json:
-        as_json([to_json(team) for team in teams])
+        as_json(teams)
         return
     rows = [row for team in teams for row in _quota_rows(team)]
     head = ("TEAM", "PARENT", "WEIGHT", "RESOURCE", "QUOTA", "IN USE", "BORROWED", "MORE", "RECENT GPU-H", "SET BY")
@@ -85,7 +85,7 @@ def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = Fa
     client = ApiClient.find(cluster)
     teams = client.teams()
     if json:
-        as_json([to_json(team) for team in teams])
+        as_json(teams)
         return
     as_table(("TEAM", "SOFT", "HARD", "SPENT", "WITH RESERVED", "SET BY"), [_budget_row(team) for team in teams])
     jobs = [view for view in _active(client) if _budgets_of(view) != (None, None)]
@@ -120,7 +120,7 @@ def set_budget(
             hint = "`raytide budget` lists the teams, `raytide ps` the jobs."
             raise NotFoundError(f"there is neither a team nor a job {name}.", hint=hint) from None
     if json:
-        as_json(to_json(changed))
+        as_json(changed)
     else:
         span = " a month" if per == "month" or isinstance(changed, TeamSpec) else ""
         amount = "without limit" if usd is None else f"{format_usd(micro_usd(usd))}{span}"
@@ -131,17 +131,12 @@ def set_budget(
 def reset_budget(team: Name, cluster: ClusterName = None, json: Json = False) -> None:
     """Remove the changes of `budget set` for a team, so that cluster.yaml applies again."""
     spec = ApiClient.find(cluster).change_team(team, budget=None)
-    if json:
-        as_json(to_json(spec))
-    else:
-        print(f"{team} may spend what cluster.yaml says")
+    as_result(spec, f"{team} may spend what cluster.yaml says", json)
 
 
 def _show_quota(team: str, spec: TeamSpec, json: bool) -> None:
-    if json:
-        as_json(to_json(spec))
-    else:
-        print(f"{team}: quota {_words(spec.quota)}, borrows {_words(spec.borrow)}, lends {_words(spec.lend)}")
+    text = f"{team}: quota {_words(spec.quota)}, borrows {_words(spec.borrow)}, lends {_words(spec.lend)}"
+    as_result(spec, text, json)
 
 
 def _amounts(given: list[str]) -> dict[str, float]:
@@ -221,7 +216,7 @@ def cost(
         return
     table = client.costs(by or "team", since_s=time.time() - seconds(since) if since else 0.0)
     if json:
-        as_json(to_json(table))
+        as_json(table)
     elif as_csv:
         csv.writer(sys.stdout).writerows(_columns(table, forecast, lambda amount: f"{amount / MICRO:.6f}"))
     else:
@@ -255,7 +250,7 @@ def _columns(table: CostTable, forecast: bool, money: Money) -> list[list[str]]:
 
 def _show_report(report: CostReport, json: bool) -> None:
     if json:
-        as_json(to_json(report))
+        as_json(report)
         return
     rows = [
         (line.kind, line.subject or "-", line.team or "-", format_usd(line.amount_micro_usd)) for line in report.lines
