@@ -24,8 +24,6 @@ from pathlib import Path
 from raytide.actors.gang.process_shim import NOT_STARTED
 from raytide.core.io.private_folder import private_folder
 
-__all__ = ["INSTALL_FAILED", "with_packages"]
-
 INSTALL_FAILED = 120
 """The exit code of a command whose packages could not be installed."""
 _READY = "ready"

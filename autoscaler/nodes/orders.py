@@ -14,8 +14,6 @@ from raytide.autoscaler.nodes.lifecycle import CANCELLED
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.specs.order import Order
 
-__all__ = ["DRAIN_S", "carry_out"]
-
 _NODE_ORDERS = ("replace_node", "quarantine_node", "release_node")
 DRAIN_S = 60.0
 """The time that work on the node has to end or to move."""

@@ -14,8 +14,6 @@ from raytide.core.telemetry.settings import AlertAction
 from raytide.dashboards.alerts.records import ActionRecord
 from raytide.dashboards.alerts.states import Alert, AlertState
 
-__all__ = ["DueAction", "due_actions", "entry_of", "object_of"]
-
 _HOUR_S = 3600.0
 _LABELS = {
     "restart_replica": ("replica",),

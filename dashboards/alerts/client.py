@@ -9,8 +9,6 @@ from raytide.control.client.api_client import ApiClient
 from raytide.core.errors import ConflictError
 from raytide.dashboards.alerts.records import ActionRecord, ActionState
 
-__all__ = ["OperatorClient"]
-
 _ROLLBACK = "rollback to revision"
 
 

@@ -12,8 +12,6 @@ from raytide.core.errors import UsageError
 from raytide.dashboards.alerts.states import Alert, AlertState
 from raytide.dashboards.history.points import label_set
 
-__all__ = ["MOST_ALERTS", "alerts_from_payload", "payload_of"]
-
 MOST_ALERTS = 2000
 _MOST_LABELS, _MOST_LABEL_CHARS, _MOST_TEXT = 64, 1000, 4000
 

@@ -19,17 +19,6 @@ from raytide.core.logs import logger
 from raytide.core.telemetry.settings import ActionKind
 from raytide.dashboards.alerts.states import Alert, AlertSource, AlertState
 
-__all__ = [
-    "FILE",
-    "MOST_ALERTS",
-    "ActionRecord",
-    "ActionState",
-    "AlertRecords",
-    "Episode",
-    "Silence",
-    "acting_source",
-]
-
 FILE = "alerts.sqlite"
 """Its name in the run folder."""
 MOST_ALERTS = 5000

@@ -24,8 +24,6 @@ from raytide.dashboards.alerts.records import ActionRecord, ActionState, AlertRe
 from raytide.dashboards.alerts.signing import post_signed
 from raytide.dashboards.alerts.states import AlertSource
 
-__all__ = ["ActionRunner"]
-
 log = logger(__name__)
 
 _MOST_OUTPUT = 1000

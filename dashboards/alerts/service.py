@@ -32,8 +32,6 @@ from raytide.dashboards.history.points import label_set
 from raytide.dashboards.history.reader import Curve, HistoryReader
 from raytide.dashboards.history.writer import FILE as HISTORY_FILE
 
-__all__ = ["ANOMALIES_FILE", "PROBES_FILE", "MonitoringService"]
-
 PROBES_FILE, ANOMALIES_FILE = "probes.json", "anomalies.json"
 """The last results of probes and scores of signals, which the monitor writes into the run folder."""
 _MOST_SILENCE_S = 30 * 86_400.0

@@ -10,8 +10,6 @@ from typing import Any
 
 from raytide.core.errors import ClusterError
 
-__all__ = ["SIGNATURE", "post_signed", "signature_of"]
-
 SIGNATURE = "X-Raytide-Signature"
 
 

@@ -16,8 +16,6 @@ from typing import Literal
 from raytide.core.telemetry.settings import Severity
 from raytide.dashboards.history.points import Labels
 
-__all__ = ["TEST_LABEL", "Alert", "AlertSource", "AlertState", "Observed", "advance", "fingerprint"]
-
 TEST_LABEL = "raytide_test"
 AlertSource = Literal["raytide", "alertmanager"]
 

@@ -23,8 +23,6 @@ from raytide.dashboards.rules.expressions import (
     sum_by,
 )
 
-__all__ = ["BOARDS"]
-
 _JOB, _GPU = ("job", "team"), ("node", "gpu")
 
 

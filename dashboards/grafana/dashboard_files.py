@@ -14,8 +14,6 @@ from typing import Any
 from raytide.dashboards.grafana.boards import BOARDS
 from raytide.dashboards.grafana.panels import Board, Panel
 
-__all__ = ["dashboard_files", "write_dashboards"]
-
 FOLDER = Path(__file__).parent / "generated"
 _SCHEMA = 39
 """Grafana's version of the JSON; later Grafanas migrate it."""

@@ -20,8 +20,6 @@ from raytide.dashboards.rules.expressions import (
     to_promql,
 )
 
-__all__ = ["Board", "Panel", "Query", "by_labels", "events", "gauge", "quantiles", "rates", "stat", "values"]
-
 Kind = Literal["timeseries", "stat", "heatmap"]
 Unit = Literal[
     "short",

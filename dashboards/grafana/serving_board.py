@@ -14,8 +14,6 @@ from raytide.dashboards.grafana.panels import (
 from raytide.dashboards.rules.expressions import Expression, Rate, Selector, max_by, ratio, select, sum_by
 from raytide.dashboards.rules.recordings import BURN_RATES
 
-__all__ = ["SERVING"]
-
 
 def _requests(**where: str) -> Expression:
     return sum_by(Rate(select(application.REQUESTS, **where), 300))

@@ -11,19 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = [
-    "Labels",
-    "Point",
-    "Row",
-    "bucket_quantile",
-    "downsampled",
-    "increase",
-    "label_set",
-    "rates",
-    "stepped",
-    "without_resets",
-]
-
 Labels = tuple[tuple[str, str], ...]
 Point = tuple[float, float]
 

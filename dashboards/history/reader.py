@@ -15,8 +15,6 @@ from raytide.core.errors import StorageError, UsageError
 from raytide.dashboards.history.points import Labels, Point, Row, bucket_quantile, rates, stepped, without_resets
 from raytide.dashboards.history.schema import VERSION, levels, unpack
 
-__all__ = ["MOST_STEPS", "Curve", "HistoryReader"]
-
 MOST_STEPS = 2000
 _BUSY_S = 2.0
 _REACH_S = 300.0

@@ -20,8 +20,6 @@ from raytide.core.logs import logger
 from raytide.dashboards.history.points import Labels, Row, downsampled
 from raytide.dashboards.history.schema import SCHEMA, VERSION, Level, levels, pack, unpack
 
-__all__ = ["FILE", "MOST_BYTES", "MOST_SERIES", "HistoryWriter", "Series"]
-
 FILE = "history.sqlite"
 """Its name in the run folder."""
 MOST_SERIES = 20_000

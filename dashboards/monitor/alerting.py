@@ -22,8 +22,6 @@ from raytide.dashboards.monitor.stored_series import StoredSeries
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.evaluation import evaluate
 
-__all__ = ["Alerting"]
-
 log = logger(__name__)
 
 _TEST_S = 60.0

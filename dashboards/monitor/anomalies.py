@@ -21,8 +21,6 @@ from raytide.core.telemetry.metrics import MetricSample
 from raytide.dashboards.alerts.service import ANOMALIES_FILE
 from raytide.dashboards.history.reader import HistoryReader
 
-__all__ = ["LEAST_VALUES", "Anomalies", "Anomaly", "robust_score"]
-
 log = logger(__name__)
 
 STEP_S = 600.0

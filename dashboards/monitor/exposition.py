@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from raytide.dashboards.history.points import label_set
 from raytide.dashboards.history.writer import HistoryWriter, Series
 
-__all__ = ["MOST_LINES", "PageReader"]
-
 MOST_LINES = 50_000
 """The most samples of one page that are read."""
 _COUNTED = ("_bucket", "_count", "_sum", "_total")

@@ -20,8 +20,6 @@ from raytide.dashboards.monitor.alerting import Alerting
 from raytide.dashboards.monitor.anomalies import Anomalies
 from raytide.dashboards.monitor.scraper import Scraper, ScrapeTarget, targets_from_discovery
 
-__all__ = ["Monitor"]
-
 log = logger(__name__)
 
 _LOOK_S = 1.0

@@ -10,8 +10,6 @@ from raytide.core.errors import RaytideError
 from raytide.core.io.atomic_file import read_json, write_json
 from raytide.core.logs import logger
 
-__all__ = ["ProbeKey"]
-
 FILE = "probe-key.json"
 NAME = "raytide-probes"
 

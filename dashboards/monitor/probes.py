@@ -25,8 +25,6 @@ from raytide.core.telemetry.recorder import HistogramRecorder
 from raytide.core.telemetry.settings import ProbeSection
 from raytide.dashboards.alerts.service import PROBES_FILE
 
-__all__ = ["ProbeResult", "Prober"]
-
 log = logger(__name__)
 
 _MOST_ANSWER = 500

@@ -13,8 +13,6 @@ from raytide.dashboards.history.points import label_set
 from raytide.dashboards.history.writer import HistoryWriter, Series
 from raytide.dashboards.monitor.exposition import PageReader
 
-__all__ = ["MOST_PAGE_BYTES", "MOST_TARGETS", "PREFIXES", "ScrapeTarget", "Scraper"]
-
 PREFIXES = ("raytide_", "DCGM_")
 """The metrics that are kept, besides those that a rule names."""
 MOST_PAGE_BYTES = 16 << 20

@@ -10,8 +10,6 @@ from raytide.dashboards.rules.evaluation import Point as Sample
 from raytide.dashboards.rules.evaluation import matches
 from raytide.dashboards.rules.expressions import Matcher
 
-__all__ = ["StoredSeries"]
-
 _LONG_S, _STEP_S = 2 * 3600.0, 60.0
 """Windows longer than this are read by the minute."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["MonitoringPlan", "alertmanager_config", "prometheus_config"]
-
 _NOBODY = "nobody"
 _DEAD_MANS_SWITCH = "AlertmanagerE2eDeadMansSwitch"
 _GROUPED_BY = ["alertname", "endpoint", "replica", "node", "gpu", "job", "team", "subject"]

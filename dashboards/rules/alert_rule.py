@@ -11,8 +11,6 @@ from raytide.core.errors import ConfigError
 from raytide.core.telemetry.metrics import Layer
 from raytide.dashboards.rules.expressions import Condition, Expression, SetOperation
 
-__all__ = ["AlertRule", "Severity"]
-
 Severity = Literal["critical", "warning", "info"]
 """`critical`: users notice, somebody acts now; `warning`: today; `info`: worth knowing."""
 

@@ -31,8 +31,6 @@ from raytide.dashboards.rules.expressions import (
     SetOperation,
 )
 
-__all__ = ["Labels", "Point", "SeriesSource", "Vector", "evaluate", "matches"]
-
 Labels = tuple[tuple[str, str], ...]
 """Names and values of labels, sorted by name, without empty values and without the metric's name."""
 Point = tuple[float, float | None]

@@ -11,31 +11,6 @@ from typing import Literal
 
 from raytide.core.telemetry.metrics import Metric
 
-__all__ = [
-    "Absent",
-    "Aggregation",
-    "Arithmetic",
-    "Condition",
-    "Expression",
-    "Matcher",
-    "OverTime",
-    "PredictLinear",
-    "Quantile",
-    "Rate",
-    "Recorded",
-    "Selector",
-    "SetOperation",
-    "average_by",
-    "count_of",
-    "matching",
-    "max_by",
-    "min_by",
-    "ratio",
-    "select",
-    "sum_by",
-    "to_promql",
-]
-
 MatchOp = Literal["=", "!=", "=~", "!~"]
 CompareOp = Literal[">", "<", ">=", "<=", "==", "!="]
 OverTimeOp = Literal["avg", "max", "min", "sum", "count", "last", "stddev", "changes", "increase"]

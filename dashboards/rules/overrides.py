@@ -10,8 +10,6 @@ from raytide.core.telemetry.settings import AlertOverride
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.alerts import ALERTS, GROUPS
 
-__all__ = ["adjusted_groups"]
-
 
 def adjusted_groups(overrides: Mapping[str, AlertOverride]) -> dict[str, tuple[AlertRule, ...]]:
     """Returns the rules by group, without those that are off. Raises ConfigError for a name that no alert has."""

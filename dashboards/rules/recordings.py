@@ -16,8 +16,6 @@ from raytide.dashboards.rules.expressions import (
     sum_by,
 )
 
-__all__ = ["BURN_RATES", "RECORDINGS"]
-
 WINDOWS_S = (300, 1800, 3600, 6 * 3600)
 """Two short and two long windows, as the SRE workbook pairs them (chapter 5, multiwindow multi-burn-rate alerts)."""
 

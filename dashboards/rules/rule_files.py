@@ -15,8 +15,6 @@ from raytide.dashboards.rules.alerts import GROUPS, PROMETHEUS_ALERTS
 from raytide.dashboards.rules.expressions import duration, to_promql
 from raytide.dashboards.rules.recordings import RECORDINGS
 
-__all__ = ["rule_files", "write_rule_files"]
-
 FOLDER = Path(__file__).parent / "generated"
 _WIDTH = 1000
 _HEADER = "# Generated from raytide.dashboards.rules by `python -m raytide.dashboards.rules.rule_files`.\n"

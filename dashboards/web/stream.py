@@ -16,8 +16,6 @@ from starlette.types import Receive, Scope, Send
 from raytide.core.errors import QuotaError, RaytideError
 from raytide.dashboards.web.picture import PagePicture, Row
 
-__all__ = ["EventStream", "Listener", "Streams", "changes"]
-
 _log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0

@@ -14,8 +14,6 @@ from raytide.autoscaler.ray_gcs import GcsEntries
 from raytide.core.clock import Clock
 from raytide.core.ray_internals import GcsClient
 
-__all__ = ["ANNOUNCE_EVERY_S", "ExporterDirectory"]
-
 ANNOUNCE_EVERY_S = 30.0
 _SILENT_S = 4 * ANNOUNCE_EVERY_S
 """The time without a new announcement after which an exporter counts as gone."""

@@ -18,8 +18,6 @@ from raytide.core.logs import logger
 from raytide.core.telemetry.catalogue import gpu as dcgm
 from raytide.core.telemetry.metrics import Metric
 
-__all__ = ["GpuCollector"]
-
 _EVENT_WAIT_MS = 5_000
 _MIB = 2**20
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily
 
-__all__ = ["RAPL_ENERGY", "RaplCollector"]
-
 RAPL_ENERGY = "node_rapl_package_joules_total"
 POWERCAP = Path("/sys/class/powercap")
 

@@ -21,8 +21,6 @@ from raytide.core.errors import ClusterError
 from raytide.core.logs import log_to, logger
 from raytide.core.ray_internals import gcs_client
 
-__all__ = ["start_exporter"]
-
 _RETRY_S = 2.0
 
 log = logger(__name__)

@@ -13,8 +13,6 @@ from raytide.dashboards.alerts.notify.receivers import Receiver
 from raytide.dashboards.alerts.records import AlertRecords
 from raytide.dashboards.alerts.states import Alert, AlertSource, AlertState
 
-__all__ = ["Dispatcher", "due_alerts"]
-
 log = logger(__name__)
 
 _RANK: Mapping[Severity, int] = {"info": 0, "warning": 1, "critical": 2}

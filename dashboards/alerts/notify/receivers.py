@@ -24,8 +24,6 @@ from raytide.dashboards.alerts.payload import payload_of
 from raytide.dashboards.alerts.signing import post_signed
 from raytide.dashboards.alerts.states import Alert, AlertState
 
-__all__ = ["Receiver", "email_of", "receivers_of", "title_of"]
-
 _TIMEOUT_S = 20.0
 _COLORS = {"info": "#3a7bd5", "warning": "#d58e00", "critical": "#c62828"}
 _OVER = "#2e7d32"

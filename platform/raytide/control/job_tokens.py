@@ -13,8 +13,6 @@ from pathlib import Path
 
 from raytide.core.io.atomic_file import create_json, read_json
 
-__all__ = ["PREFIX", "job_named_by", "key_in", "token_of"]
-
 PREFIX = "rtjob_"
 _FILE = "job_key.json"
 

@@ -14,8 +14,6 @@ from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.hardware.resources import NODE_WORDS
 from raytide.core.objects.job import BudgetPer
 
-__all__ = ["GangOptions", "JobOptions", "NodeOptions", "ServeOptions", "job_and_gang"]
-
 
 class JobOptions(TypedDict, total=False):
     """Options of a job for the queue."""

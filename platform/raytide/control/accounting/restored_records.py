@@ -17,8 +17,6 @@ from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.specs.order import HOLD, Order
 from raytide.core.state import Changes, Records, Store
 
-__all__ = ["Reconciliation", "reconcile_with_provider", "step_hold"]
-
 ENDED = "it was gone when the cluster was restored"
 UNKNOWN = "bought after the backup, which has no record of its work"
 

@@ -13,8 +13,6 @@ from raytide.control.views import Live, from_json
 from raytide.core.clock import Clock
 from raytide.core.state import Store
 
-__all__ = ["LOW_BYTES", "LOW_FILES", "ControlPlaneHealth", "HealthMonitor"]
-
 LOW_BYTES, LOW_FILES = 64 << 20, 100
 """Below this free space the run folder's disk counts as full, so that records and logs can still grow during a
 cleanup."""

@@ -30,8 +30,6 @@ from raytide.core.state.registry import tables as registry
 from raytide.core.state.tables import endpoints, jobs
 from raytide.registry.content_digest import digest_of_directory
 
-__all__ = ["Contents", "SavedFolder", "contents_of", "problem_of"]
-
 FolderKind = Literal["checkpoint", "dataset", "model", "run", "path"]
 _PINNED = ".backup"
 """A folder beside checkpoints with links to the files of the one that is being saved."""

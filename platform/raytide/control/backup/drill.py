@@ -38,8 +38,6 @@ from raytide.core.state import Store
 from raytide.core.state.database import Database
 from raytide.core.state.tables import entries, totals
 
-__all__ = ["drill", "problems_of_state"]
-
 _API_S = 60.0
 _FORWARD_S = 1800.0
 _POLL_S = 0.1

@@ -12,8 +12,6 @@ from raytide.core.config import home
 from raytide.core.errors import ConfigError, NotFoundError
 from raytide.core.objects.cluster_config import BackupSection, load_cluster
 
-__all__ = ["CONFIG", "BackupPlace", "place_of", "repository_at"]
-
 CONFIG = "cluster.yaml"
 
 

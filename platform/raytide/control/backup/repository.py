@@ -24,8 +24,6 @@ from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.core.objects.cluster_config import SftpSection
 
-__all__ = ["BackupSummary", "Repository", "RepositorySnapshot", "find_restic", "has_all", "read_environment"]
-
 HOW_TO_INSTALL = "Debian and Ubuntu: apt-get install restic. In a checkout, ./dev setup fetches it."
 TAG = "raytide"
 _QUERY_S, _TRANSFER_S = 600.0, 86_400.0

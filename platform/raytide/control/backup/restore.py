@@ -32,8 +32,6 @@ from raytide.core.specs.order import HOLD
 from raytide.core.state.database import Database
 from raytide.core.state.tables import counters, leaders, orders
 
-__all__ = ["Restored", "Unpacked", "find_snapshot", "hold_back", "restore_cluster", "unpack"]
-
 SKIPPED_NUMBERS = 1000
 """Ids that jobs, leases and nodes may have got after the backup and that are not given again: Ray and the provider may
 still know them."""

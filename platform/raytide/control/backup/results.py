@@ -16,18 +16,6 @@ if TYPE_CHECKING:
     from raytide.control.backup.place import BackupPlace
     from raytide.control.backup.repository import BackupSummary
 
-__all__ = [
-    "BackupResults",
-    "DrillResult",
-    "LastRun",
-    "read_results",
-    "record_backup",
-    "record_drill",
-    "record_failure",
-    "record_run",
-    "work_dir_of",
-]
-
 FILE = "results.json"
 
 

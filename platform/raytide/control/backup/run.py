@@ -25,8 +25,6 @@ from raytide.core.io.atomic_file import write_json
 from raytide.core.io.private_folder import lock_file, take
 from raytide.core.io.storage import full_disk_is_an_error
 
-__all__ = ["MANIFEST", "STATE", "BackupManifest", "back_up", "working"]
-
 MANIFEST, STATE, FILES, STAGING = "backup.json", "state.db", "files", "staging"
 _LOCK = "lock"
 _WAIT_S, _POLL_S = 300.0, 0.2

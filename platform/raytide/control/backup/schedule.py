@@ -7,8 +7,6 @@ from typing import Literal
 from raytide.control.backup.results import BackupResults, LastRun
 from raytide.core.objects.cluster_config import BackupSection
 
-__all__ = ["BackupTask", "due_tasks"]
-
 BackupTask = Literal["backup", "cold", "forget", "drill"]
 
 _RETRY_S = 300.0

@@ -20,8 +20,6 @@ from raytide.core.state.database import Database
 from raytide.core.state.registry import tables as registry
 from raytide.core.state.tables import metadata
 
-__all__ = ["check_state", "copy_sqlite", "copy_state", "is_sqlite_file", "write_state"]
-
 _ROWS = 1000
 _BUSY_S = 30.0
 _HEADER = b"SQLite format 3\0"

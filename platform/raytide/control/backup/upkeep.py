@@ -10,8 +10,6 @@ from raytide.control.backup.results import record_failure, record_run
 from raytide.control.backup.run import working
 from raytide.core.errors import ConfigError, RaytideError
 
-__all__ = ["copy_to_cold", "create_repositories", "forget"]
-
 
 def create_repositories(place: BackupPlace) -> list[Repository]:
     """Creates the repositories that do not exist yet, and returns them."""

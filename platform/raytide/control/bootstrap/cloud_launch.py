@@ -30,8 +30,6 @@ from raytide.core.objects.hardware.host import Host, HostsSection
 from raytide.core.objects.hardware.provider_section import provider_section
 from raytide.core.objects.node import NodeType
 
-__all__ = ["LaunchedHead", "SetUpStep", "dry_run", "up"]
-
 _HEAD_IP, _NODE_ID = "HEAD_IP", "node-1"
 
 

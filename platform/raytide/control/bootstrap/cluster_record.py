@@ -16,20 +16,6 @@ from raytide.core.io.environment import ON_NODES, all_passed, passed
 from raytide.core.io.process import Process
 from raytide.core.objects.cluster_config import load_cluster
 
-__all__ = [
-    "AGENT_PORT_BASE",
-    "CLIENT_PORT_BASE",
-    "GCS_PORT_BASE",
-    "MARK",
-    "RAY_ENVIRONMENT",
-    "HeadCluster",
-    "LocalCluster",
-    "RunningCluster",
-    "installed_version",
-    "load",
-    "run_dir_of",
-]
-
 MARK = "RAYTIDE_CLUSTER"
 """The environment variable that marks every process of a cluster; its value is the cluster's id."""
 

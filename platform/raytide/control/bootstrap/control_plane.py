@@ -18,8 +18,6 @@ from raytide.core.io.atomic_file import read_json, write_json, write_text
 from raytide.core.io.process import Process, running, terminate_all
 from raytide.core.objects.cluster_config import load_cluster
 
-__all__ = ["end_children", "end_nodes", "grant_access", "start_supervisor", "wait_for_api"]
-
 _OPERATOR = {"user": "admin", "team": "*"}
 _GATEWAY = {"role": "gateway"}
 _ALERTMANAGER = {"role": "alertmanager"}

@@ -16,8 +16,6 @@ import httpx
 
 from raytide.core.errors import ClusterError, ConfigError
 
-__all__ = ["check_file", "check_running", "is_loopback", "uses_token"]
-
 _START = re.compile(r"\bray\s+start\b")
 _MODE = re.compile(r"\bRAY_AUTH_MODE=[\"']?(\w*)")
 _DASHBOARD_HOST = re.compile(r"--dashboard-host[=\s]+[\"']?([^\s\"']+)")

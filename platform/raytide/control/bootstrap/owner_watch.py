@@ -16,8 +16,6 @@ from raytide.core.errors import ConflictError
 from raytide.core.io.process import kill_marked
 from raytide.core.logs import log_to, logger
 
-__all__ = ["watch"]
-
 log = logger(__name__)
 
 _LOCKED_S, _POLL_S = 60.0, 0.2

@@ -39,8 +39,6 @@ from raytide.core.io.private_paths import inherited_restriction, restrict_to
 from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, load_cluster
 from raytide.core.objects.hardware.provider_section import provider_section
 
-__all__ = ["RAY_NAMESPACE", "bill", "local_provider", "provider", "sources"]
-
 RAY_NAMESPACE = "raytide"
 HOSTS, SLURM = "hosts", "slurm"
 GCS_GONE_S = 600

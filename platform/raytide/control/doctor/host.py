@@ -19,8 +19,6 @@ from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.hardware.host import Host, HostsSection
 from raytide.core.objects.node import NodeType
 
-__all__ = ["check_host", "findings_of"]
-
 Facts = Mapping[str, Any]
 
 _TIMEOUT_S = 90.0

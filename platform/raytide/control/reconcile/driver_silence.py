@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from raytide.core.objects.job import Job, JobKind
 
-__all__ = ["DISCONNECT_GRACE_S", "DriverSilence"]
-
 DISCONNECT_GRACE_S = 4.0
 """The time that a driver has left after it disconnected from a pending poll."""
 _MIN_OBSERVATIONS = 3

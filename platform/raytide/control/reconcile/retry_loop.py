@@ -18,8 +18,6 @@ from raytide.core.objects.plan import Plan
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Store
 
-__all__ = ["RetryLoop", "is_idle", "wait_for_lead"]
-
 _LAST_DELAY_S = 10.0
 _POLL_S = 1.0
 _MOST_FAULTS = 5

@@ -20,8 +20,6 @@ from typing import BinaryIO
 
 from raytide.core.logs import logger
 
-__all__ = ["DRIVER_KEPT_BYTES", "HEADER_BYTES", "bound_driver_log", "dropped_before", "rotate"]
-
 log = logger(__name__)
 
 MOST_BYTES, KEPT_FILES = 16 << 20, 3

@@ -25,8 +25,6 @@ from raytide.core.errors import ConflictError, RaytideError
 from raytide.core.io.atomic_file import write_json
 from raytide.core.io.storage import full_disk_is_an_error, is_local, join
 
-__all__ = ["BEAT_S", "WATCH_S", "Claim", "ClaimRecord", "committing", "read_claim"]
-
 _log = logging.getLogger(__name__)
 
 NAME = ".claim.json"

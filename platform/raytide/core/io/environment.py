@@ -11,8 +11,6 @@ from fnmatch import fnmatchcase
 
 from raytide.core.config import environment
 
-__all__ = ["MARKS", "NAME_PATTERN", "ON_NODES", "WITH_COMMANDS", "all_passed", "passed"]
-
 _SYSTEM = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_CACHE_HOME"),
     *("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "CC", "CXX", "PYTHON*", "VIRTUAL_ENV", "SPT_NOENV"),

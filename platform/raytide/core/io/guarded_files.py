@@ -13,8 +13,6 @@ from fsspec.implementations.local import LocalFileSystem
 from raytide.core.errors import DeniedError
 from raytide.core.io.private_paths import check_path
 
-__all__ = ["GuardedFiles"]
-
 
 class GuardedFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> Any:

@@ -21,17 +21,6 @@ from pathlib import Path
 from raytide.core.config import environment, home
 from raytide.core.errors import DeniedError
 
-__all__ = [
-    "ROOTS",
-    "check_links",
-    "check_named",
-    "check_opened",
-    "check_path",
-    "inherited_restriction",
-    "restrict_to",
-    "safe_opener",
-]
-
 ROOTS = "RAYTIDE_DATA_ROOTS"
 """The environment variable that carries the data roots, as JSON, from the driver to its actors and tasks."""
 MOST_ENTRIES = 10_000

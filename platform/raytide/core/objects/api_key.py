@@ -14,30 +14,6 @@ from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.money import micro_usd
 
-__all__ = [
-    "LIFE",
-    "MOST_BATCH",
-    "ApiKey",
-    "AskedReservation",
-    "AuditEntry",
-    "ChainVerdict",
-    "HostedBackend",
-    "KeyBudget",
-    "KeySpec",
-    "KeySpending",
-    "KeyTableChange",
-    "RequestUsage",
-    "ReservationBatch",
-    "TokenPrice",
-    "UsageBatch",
-    "UsageBy",
-    "UsageRow",
-    "UsageSum",
-    "billed_micro_usd",
-    "digest_of_secret",
-    "new_secret",
-]
-
 UsageBy = Literal["key", "team", "user", "model", "day"]
 LIFE = "life"
 """The period of a budget that is never renewed."""

@@ -8,8 +8,6 @@ from pydantic import Field, JsonValue, model_validator
 
 from raytide.core.config import Config
 
-__all__ = ["ChatSpec", "DistillSpec", "FinetuneSpec", "LoraSpec", "ModelSpec", "Target"]
-
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

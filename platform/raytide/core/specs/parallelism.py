@@ -11,8 +11,6 @@ from pydantic import Field
 from raytide.core.config import Config
 from raytide.core.errors import ConfigError
 
-__all__ = ["AXES", "LOOPED", "SPLIT_BACKWARD", "V_SHAPED", "Parallelism", "Schedule", "Sizes"]
-
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
 ]

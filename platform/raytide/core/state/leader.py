@@ -17,8 +17,6 @@ from raytide.core.errors import ConflictError
 from raytide.core.state.database import Database
 from raytide.core.state.tables import leaders
 
-__all__ = ["LEASE_S", "Leader"]
-
 LEASE_S = 30.0
 """The time without renewal after which a holder may be replaced. It exceeds the longest tick of the largest clusters.
 """

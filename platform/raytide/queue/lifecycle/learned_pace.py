@@ -16,8 +16,6 @@ from raytide.sizing.calibration import Corrections, MeasuredRun, learn
 from raytide.sizing.devices import device_of
 from raytide.sizing.workload import Strategy, TrainWorkload
 
-__all__ = ["LearnedCorrections", "measured_run"]
-
 _JOBS = 200
 """The newest jobs that are looked at."""
 _LEAST_STEPS = 20

@@ -13,8 +13,6 @@ from raytide.core.objects.gang import GangSpec
 from raytide.core.specs.model_version import SCHEME
 from raytide.sdk.registry.models import ModelRegistry
 
-__all__ = ["RETRIES", "batch_command", "batch_model"]
-
 RETRIES = 3
 """The restarts of a job whose process was killed, for want of memory for example; each goes on where it was."""
 

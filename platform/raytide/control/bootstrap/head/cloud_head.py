@@ -33,8 +33,6 @@ from raytide.core.ray_internals import dashboard_url, gcs_address_here, gcs_clie
 from raytide.core.state import Store
 from raytide.dashboards.rules.overrides import adjusted_groups
 
-__all__ = ["API_PORT", "SERVE_PORT", "down", "make_run_dir", "run_foreground", "start", "start_control_plane"]
-
 API_PORT, SERVE_PORT = 7400, 8000
 _POLL_S = 0.5
 

@@ -13,8 +13,6 @@ from raytide.core.errors import ConflictError
 from raytide.core.io.process import Process, kill_marked, terminate_all
 from raytide.core.state import Store
 
-__all__ = ["GUARD", "end_guard", "end_processes", "leading_to_the_end"]
-
 GUARD = "guard"
 _GRACE_S = 30.0
 

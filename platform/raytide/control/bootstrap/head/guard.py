@@ -35,8 +35,6 @@ from raytide.core.objects.hardware.standby import StandbySection
 from raytide.core.state import Store
 from raytide.core.state.registry.heads import HeadLease
 
-__all__ = ["HeadGuard", "join", "start_guard"]
-
 log = logger(__name__)
 
 _SHARED = ("hosts", "slurm", "purchases", "packages", "files")

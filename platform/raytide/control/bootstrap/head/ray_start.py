@@ -22,8 +22,6 @@ from raytide.core.io.process import Process
 from raytide.core.objects.cluster_config import RaytideSection
 from raytide.core.ray_internals import dashboard_url, gcs_client
 
-__all__ = ["HEAD_MARK", "RAY", "forget_ray", "start_ray", "wait_for_ray"]
-
 RAY = "ray"
 HEAD_MARK = "RAYTIDE_HEAD"
 """The environment variable that marks every process of one machine's head; its value is the run folder."""

@@ -17,8 +17,6 @@ from io import BufferedRWPair
 from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.objects.hardware.standby import StandbySection
 
-__all__ = ["RedisUser", "replace_user"]
-
 _TIMEOUT_S = 5.0
 
 

@@ -10,8 +10,6 @@ from typing import Any
 from raytide.core.errors import ConfigError
 from raytide.core.objects.node import NodeType
 
-__all__ = ["CLOUDS", "check_gcp", "check_owned", "provider_section"]
-
 CLOUDS = ("aws", "azure", "gcp", "vsphere", "aliyun", "external")
 """The providers of Ray's cluster launcher that raytide can buy from. Ray's own `local` is none: it has no node
 types."""

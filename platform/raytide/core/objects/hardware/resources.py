@@ -19,8 +19,6 @@ from typing import Any
 from raytide.core.errors import UsageError
 from raytide.core.objects.node import ACCELERATOR_LABEL, MARKET_LABEL, TYPE_LABEL, CapacityType, NodeType
 
-__all__ = ["NODE_WORDS", "RESOURCE_WORDS", "bytes_of", "expand", "parse_gpus", "resolve_accelerator"]
-
 RESOURCE_WORDS = frozenset({"gpus", "cpus", "memory", "spot"})
 NODE_WORDS = RESOURCE_WORDS | {"nodes"}
 

@@ -12,8 +12,6 @@ from raytide.core.config import Config
 from raytide.core.errors import ConfigError
 from raytide.core.objects.node import NodeType
 
-__all__ = ["SlurmJobSection", "SlurmSection", "check_slurm"]
-
 Word = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f-][^\x00-\x1f]*$", max_length=1024)]
 _PATH = r"^(~/|/)[A-Za-z0-9_./+@-]+$"
 _OWN_OPTIONS = (

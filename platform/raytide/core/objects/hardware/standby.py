@@ -13,8 +13,6 @@ from pydantic import Field, model_validator
 from raytide.core.config import Config
 from raytide.core.errors import ConfigError
 
-__all__ = ["StandbySection", "check_standby"]
-
 _OWN_OPTIONS = ("--head", "--address", "--node-ip-address", "--port", "--no-monitor", "--block", "--redis")
 
 

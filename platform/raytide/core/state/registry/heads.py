@@ -18,8 +18,6 @@ from raytide.core.errors import ConflictError
 from raytide.core.state.database import Database
 from raytide.core.state.tables import leaders
 
-__all__ = ["CONTROLLER", "HeadLease", "HeadView", "check_head", "view_heads"]
-
 CONTROLLER = "controller"
 _HEAD, _RENEWAL, _STANDBY = "head", "head-renewal", "standby:"
 """Rows of `leaders`. The renewals have a row of their own, because each write locks that of the head."""

@@ -15,8 +15,6 @@ from raytide.core.state.tables import orders
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.write import update
 
-__all__ = ["MOST_OPEN", "OrderRecords", "end_orders", "open_orders"]
-
 MOST_OPEN = 1000
 _KEPT_S = 30 * 86_400.0
 _FIELDS = codec.shared(Order, orders)

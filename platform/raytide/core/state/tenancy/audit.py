@@ -22,8 +22,6 @@ from raytide.core.state.queries.jobs import chunked
 from raytide.core.state.queries.pages import paged
 from raytide.core.state.write import append, next_number
 
-__all__ = ["BATCH", "PRUNED", "REQUESTS", "USAGE_PRUNED", "AuditLog", "acting", "add_entry", "digest_of_rows", "record"]
-
 REQUESTS, PRUNED, USAGE_PRUNED = "gateway.requests", "audit.prune", "usage.prune"
 """Actions with a meaning for the check: a batch of requests, and deletions by age."""
 _COUNTER = "audit"

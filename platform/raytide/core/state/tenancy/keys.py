@@ -15,8 +15,6 @@ from raytide.core.state.database import Database
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.write import next_number, update
 
-__all__ = ["MOST_KEYS", "KeyRecords", "touch_key_table"]
-
 MOST_KEYS = 1000
 """The most keys of a team that are neither revoked nor expired."""
 _REVISION = "key_table"

@@ -22,8 +22,6 @@ from raytide.core.state.queries.jobs import chunked
 from raytide.core.state.tenancy.audit import REQUESTS, add_entry, digest_of_rows
 from raytide.core.state.write import append, upsert
 
-__all__ = ["Refusal", "SpendingRecords"]
-
 Refusal = Literal["", "insufficient_quota", "invalid_api_key"]
 """The reason why a reservation is refused; empty if it is granted."""
 

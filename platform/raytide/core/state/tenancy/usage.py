@@ -14,8 +14,6 @@ from raytide.core.state import tables as t
 from raytide.core.state.database import Database
 from raytide.core.state.tenancy.audit import BATCH, USAGE_PRUNED, add_entry
 
-__all__ = ["UsageFilter", "UsageQueries"]
-
 _DAY_S = DAY_US // MICRO
 
 
