@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 import raytide
-from raytide.core.telemetry.catalogue import CATALOGUE
+from raytide.core.telemetry.catalogue import LAYERS
 from raytide.core.telemetry.catalogue.cost import BOOKED
 from raytide.core.telemetry.catalogue.infrastructure import NODES
 from raytide.core.telemetry.metrics import MetricSample, render
@@ -28,9 +28,9 @@ def test_what_is_rendered_is_what_prometheus_reads() -> None:
 
 
 def test_names_are_unique_and_say_whose_they_are() -> None:
-    names = [metric.name for metric in CATALOGUE]
+    names = [metric.name for metrics in LAYERS.values() for metric in metrics]
     assert len(set(names)) == len(names)
-    assert all(name.startswith("raytide_") and not name.endswith("_total") for name in names)
+    assert all(name.startswith(("raytide_", "DCGM_FI_")) and not name.endswith("_total") for name in names)
 
 
 def test_the_catalogue_itself_needs_no_prometheus() -> None:

@@ -14,7 +14,7 @@ from raytide.core.telemetry import page as module
 from raytide.core.telemetry.metrics import Metric, MetricSample, Sample
 from raytide.core.telemetry.page import MetricsPage
 
-ASKED = Metric("raytide_asked", "counter", "Fields of a query", "monitoring", labels=("names",))
+ASKED = Metric("raytide_asked", "counter", "Fields of a query", labels=("names",))
 
 
 @pytest.fixture

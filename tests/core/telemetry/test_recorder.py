@@ -76,7 +76,7 @@ def test_a_counter_adds_by_its_last_labels_and_its_first_ones_are_given_when_it_
 
 @given(st.text(), st.text(), st.floats())
 def test_any_text_and_any_number_is_read_back_as_it_was(help: str, value: str, number: float) -> None:
-    metric = Metric("raytide_test", "gauge", help, "monitoring", labels=("endpoint",))
+    metric = Metric("raytide_test", "gauge", help, labels=("endpoint",))
     ((key, found),) = series(render([MetricSample(metric, number, (value,))])).items()
     assert key == ("raytide_test", (("endpoint", value.encode(errors="replace").decode()),))
     assert found == number or (math.isnan(found) and math.isnan(number))

@@ -18,9 +18,9 @@ from raytide.core.telemetry.series_limits import (
     SeriesLimits,
 )
 
-COUNTER = Metric("raytide_test", "counter", "A test.", "monitoring", labels=("endpoint", "how"))
-GAUGE = Metric("raytide_test_ratio", "gauge", "A test.", "monitoring", labels=("endpoint",))
-HISTOGRAM = Metric("raytide_test_seconds", "histogram", "A test.", "monitoring", "seconds", ("endpoint",), (0.1, 1.0))
+COUNTER = Metric("raytide_test", "counter", "A test.", labels=("endpoint", "how"))
+GAUGE = Metric("raytide_test_ratio", "gauge", "A test.", labels=("endpoint",))
+HISTOGRAM = Metric("raytide_test_seconds", "histogram", "A test.", ("endpoint",), (0.1, 1.0))
 
 HOSTILE = [f'{n}"}}\n\\ evil{{x="y"}} \U0001f30a\ud800 {"x" * (n % 400)}' for n in range(10_000)]
 

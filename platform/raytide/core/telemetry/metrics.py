@@ -19,6 +19,7 @@ Layer = Literal["client", "application", "model", "infrastructure", "training", 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 """The type of the one format that has exemplars."""
+_UNITS = {"seconds", "ratio", "tokens", "bytes", "usd", "watts", "joules"}
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -29,17 +30,33 @@ class Metric:
     name: str
     type: MetricType
     help: str
-    layer: Layer
-    unit: str = ""
-    """A unit in the plural: `seconds`, `tokens`, `ratio` (0 to 1), `usd`; empty for counts of the thing itself."""
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     """The upper bounds of a histogram's buckets, without infinity."""
+    unit: str = ""
+    """A unit in the plural: `seconds`, `tokens`, `ratio` (0 to 1), `usd`; empty for counts of the thing itself."""
 
     @property
     def exposed_name(self) -> str:
         """The name in queries: of a counter with `_total`; of a histogram without `_bucket`, `_sum` and `_count`."""
         return f"{self.name}_total" if self.type == "counter" else self.name
+
+
+def gauge(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, "gauge", help, labels, unit=_unit_in(name))
+
+
+def counter(name: str, help: str, *labels: str) -> Metric:
+    return Metric(name, "counter", help, labels, unit=_unit_in(name))
+
+
+def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    return Metric(name, "histogram", help, labels, buckets, unit=_unit_in(name))
+
+
+def _unit_in(name: str) -> str:
+    """Returns the unit that a name has, as Prometheus wants it: `tokens` of `raytide_job_tokens_per_second`."""
+    return next((word for word in name.split("_") if word in _UNITS), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import get_args
 
-from raytide.core.telemetry.catalogue import METRICS
+from raytide.core.telemetry.catalogue import LAYERS
 from raytide.core.telemetry.metrics import Layer, Metric
 
 
 def tables() -> str:
     """Returns a Markdown table of the metrics of each layer."""
-    return "\n".join(line for layer in get_args(Layer) for line in _table(layer))
+    return "\n".join(line for layer in LAYERS for line in _table(layer))
 
 
 def _table(layer: Layer) -> Iterator[str]:
@@ -20,7 +19,7 @@ def _table(layer: Layer) -> Iterator[str]:
     yield ""
     yield "| metric | type | unit | labels | meaning |"
     yield "| --- | --- | --- | --- | --- |"
-    yield from (_row(metric) for metric in METRICS.values() if metric.layer == layer)
+    yield from map(_row, LAYERS[layer])
     yield ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import ModuleType
 
 from raytide.core.telemetry.catalogue import (
@@ -16,7 +17,7 @@ from raytide.core.telemetry.catalogue import (
     queue,
     training,
 )
-from raytide.core.telemetry.metrics import Metric
+from raytide.core.telemetry.metrics import Layer, Metric
 
 
 def declared_in(module: ModuleType) -> tuple[Metric, ...]:
@@ -24,12 +25,17 @@ def declared_in(module: ModuleType) -> tuple[Metric, ...]:
     return tuple(value for value in vars(module).values() if isinstance(value, Metric))
 
 
-CATALOGUE: tuple[Metric, ...] = tuple(
-    metric
-    for module in (client, application, model, infrastructure, training, queue, cost, control, monitoring)
-    for metric in declared_in(module)
-)
-"""raytide's own metrics."""
+LAYERS: Mapping[Layer, tuple[Metric, ...]] = {
+    "client": declared_in(client),
+    "application": declared_in(application),
+    "model": declared_in(model),
+    "infrastructure": (*declared_in(infrastructure), *declared_in(control), *declared_in(gpu)),
+    "training": declared_in(training),
+    "queue": declared_in(queue),
+    "cost": declared_in(cost),
+    "monitoring": declared_in(monitoring),
+}
+"""The metrics that each layer exposes: raytide's own, and DCGM's of nodes with GPUs."""
 
-METRICS: dict[str, Metric] = {metric.name: metric for metric in (*CATALOGUE, *declared_in(gpu))}
-"""The catalogue and DCGM's metrics, by declared name."""
+METRICS: dict[str, Metric] = {metric.name: metric for metrics in LAYERS.values() for metric in metrics}
+"""All of them, by declared name."""

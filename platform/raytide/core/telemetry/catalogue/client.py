@@ -1,30 +1,20 @@
 """Metrics of clients: what they think of answers, and the latency that they see."""
 
 from raytide.core.telemetry.catalogue.buckets import FIRST_TOKEN_S, REQUEST_S
-from raytide.core.telemetry.metrics import Metric
+from raytide.core.telemetry.metrics import counter, histogram
 
-FEEDBACK = Metric(
-    "raytide_feedback",
-    "counter",
-    "Thumbs for answers, up or down, for as long as usage is kept",
-    "client",
-    labels=("endpoint", "revision", "thumb"),
+FEEDBACK = counter(
+    "raytide_feedback", "Thumbs for answers, up or down, for as long as usage is kept", "endpoint", "revision", "thumb"
 )
-CLIENT_REQUEST_SECONDS = Metric(
+CLIENT_REQUEST_SECONDS = histogram(
     "raytide_client_request_seconds",
-    "histogram",
     "Time from a request to its end, as the SDK's endpoint handle measures it",
-    "client",
-    "seconds",
-    ("endpoint",),
     REQUEST_S,
+    "endpoint",
 )
-CLIENT_FIRST_TOKEN_SECONDS = Metric(
+CLIENT_FIRST_TOKEN_SECONDS = histogram(
     "raytide_client_first_token_seconds",
-    "histogram",
     "Time from a request to its first token, as the SDK's endpoint handle measures it",
-    "client",
-    "seconds",
-    ("endpoint",),
     FIRST_TOKEN_S,
+    "endpoint",
 )

@@ -11,7 +11,7 @@ _LABELS = ("gpu", "UUID", "modelName", "Hostname", "node")
 
 
 def _dcgm(name: str, help: str, unit: str = "") -> Metric:
-    return Metric(f"DCGM_FI_DEV_{name}", "gauge", help, "infrastructure", unit, _LABELS)
+    return Metric(f"DCGM_FI_DEV_{name}", "gauge", help, _LABELS, unit=unit)
 
 
 SM_CLOCK = _dcgm("SM_CLOCK", "SM clock frequency in MHz", "megahertz")

@@ -2,68 +2,33 @@
 
 from typing import Final
 
-from raytide.core.telemetry.metrics import Metric
+from raytide.core.telemetry.metrics import counter, gauge
 
 _INFRA: Final = "infrastructure"
 
-NODES = Metric("raytide_nodes", "gauge", "Nodes by type, market and state", _INFRA, labels=("type", "market", "state"))
-GPUS = Metric(
+NODES = gauge("raytide_nodes", "Nodes by type, market and state", "type", "market", "state")
+GPUS = gauge(
     "raytide_gpus",
-    "gauge",
     "GPUs by use: training, serving, batch, unmanaged (used outside raytide), idle or starting",
-    _INFRA,
-    labels=("use", "market"),
+    "use",
+    "market",
 )
-NODE_USE = Metric(
-    "raytide_node_use_ratio",
-    "gauge",
-    "Last measured physical utilization: cpu, gpu, memory or disk",
-    _INFRA,
-    "ratio",
-    ("node", "meter"),
+NODE_USE = gauge(
+    "raytide_node_use_ratio", "Last measured physical utilization: cpu, gpu, memory or disk", "node", "meter"
 )
-NODE_NETWORK = Metric(
-    "raytide_node_network_bytes_per_second",
-    "gauge",
-    "Network traffic of a node: in or out",
-    _INFRA,
-    "bytes",
-    ("node", "direction"),
+NODE_NETWORK = gauge(
+    "raytide_node_network_bytes_per_second", "Network traffic of a node: in or out", "node", "direction"
 )
-NODE_DISK = Metric(
-    "raytide_node_disk_bytes_per_second",
-    "gauge",
-    "Disk traffic of a node: read or write",
-    _INFRA,
-    "bytes",
-    ("node", "direction"),
-)
-NODE_POWER = Metric(
+NODE_DISK = gauge("raytide_node_disk_bytes_per_second", "Disk traffic of a node: read or write", "node", "direction")
+NODE_POWER = gauge(
     "raytide_node_power_watts",
-    "gauge",
     "Power of a node: of its GPUs (nvml), of its CPU packages (rapl), or an estimate from its CPU-seconds",
-    _INFRA,
-    "watts",
-    ("node", "source"),
+    "node",
+    "source",
 )
-NODE_ENERGY = Metric(
-    "raytide_node_energy_joules",
-    "counter",
-    "Energy that a node used, by how it is known",
-    _INFRA,
-    "joules",
-    ("node", "source"),
-)
-POOL_FAILURES = Metric(
-    "raytide_pool_failures", "gauge", "Consecutive failed launches of a pool", _INFRA, labels=("type", "zone")
-)
-NODES_LOST = Metric(
-    "raytide_nodes_lost", "counter", "Nodes that ended without being asked to", _INFRA, labels=("type", "market")
-)
-SPOT_NOTICES = Metric(
-    "raytide_spot_notices", "counter", "Announced interruptions of spot nodes", _INFRA, labels=("type",)
-)
-LAUNCH_FAILURES = Metric(
-    "raytide_launch_failures", "counter", "Failed launches of nodes", _INFRA, labels=("type", "zone")
-)
-DISK_FREE = Metric("raytide_disk_free_bytes", "gauge", "Free space on the disk of the run folder", _INFRA, "bytes")
+NODE_ENERGY = counter("raytide_node_energy_joules", "Energy that a node used, by how it is known", "node", "source")
+POOL_FAILURES = gauge("raytide_pool_failures", "Consecutive failed launches of a pool", "type", "zone")
+NODES_LOST = counter("raytide_nodes_lost", "Nodes that ended without being asked to", "type", "market")
+SPOT_NOTICES = counter("raytide_spot_notices", "Announced interruptions of spot nodes", "type")
+LAUNCH_FAILURES = counter("raytide_launch_failures", "Failed launches of nodes", "type", "zone")
+DISK_FREE = gauge("raytide_disk_free_bytes", "Free space on the disk of the run folder")

@@ -1,56 +1,27 @@
 """Metrics of models and the engines that run them."""
 
-from raytide.core.telemetry.metrics import Metric
+from raytide.core.telemetry.metrics import counter, gauge
 
 _REVISION = ("endpoint", "revision")
 _REPLICA = (*_REVISION, "replica")
 
-RUNNING = Metric("raytide_requests_running", "gauge", "Requests that hold KV blocks", "model", labels=_REPLICA)
-WAITING = Metric(
-    "raytide_requests_waiting", "gauge", "Requests that wait for a place in the engine", "model", labels=_REPLICA
+RUNNING = gauge("raytide_requests_running", "Requests that hold KV blocks", *_REPLICA)
+WAITING = gauge("raytide_requests_waiting", "Requests that wait for a place in the engine", *_REPLICA)
+KV_USE_RATIO = gauge("raytide_kv_use_ratio", "Share of the KV blocks in use", *_REPLICA)
+STEP_SECONDS = gauge("raytide_step_seconds", "Moving average of one engine step", *_REPLICA)
+STEPS = counter("raytide_steps", "Engine steps", *_REPLICA)
+PROMPT_TOKENS = counter("raytide_prompt_tokens", "Prompt tokens of requests", *_REPLICA)
+GENERATED_TOKENS = counter("raytide_generated_tokens", "Tokens generated", *_REPLICA)
+CACHED_TOKENS = counter("raytide_cached_tokens", "Prompt tokens found in the prefix cache", *_REPLICA)
+DRAFTS = counter("raytide_drafts", "Drafts computed along", *_REPLICA, "source")
+DRAFT_TOKENS = counter("raytide_draft_tokens", "Tokens of drafts computed along", *_REPLICA, "source")
+ACCEPTED_TOKENS = counter("raytide_accepted_tokens", "Tokens of drafts that were right", *_REPLICA, "source")
+PREEMPTIONS = counter("raytide_preemptions", "Sequences that lost their KV blocks and start over", *_REPLICA)
+ENGINE_FAILURES = counter("raytide_engine_failures", "Requests that failed in the engine", *_REPLICA)
+KV_USE = gauge("raytide_endpoint_kv_use_ratio", "Mean KV cache usage of the ready replicas", "endpoint")
+SERVED_LOGPROB = gauge(
+    "raytide_served_logprob", "Mean log probability of the tokens of sampled answers, in nats", *_REVISION
 )
-KV_USE_RATIO = Metric("raytide_kv_use_ratio", "gauge", "Share of the KV blocks in use", "model", "ratio", _REPLICA)
-STEP_SECONDS = Metric(
-    "raytide_step_seconds", "gauge", "Moving average of one engine step", "model", "seconds", _REPLICA
-)
-STEPS = Metric("raytide_steps", "counter", "Engine steps", "model", labels=_REPLICA)
-PROMPT_TOKENS = Metric("raytide_prompt_tokens", "counter", "Prompt tokens of requests", "model", "tokens", _REPLICA)
-GENERATED_TOKENS = Metric("raytide_generated_tokens", "counter", "Tokens generated", "model", "tokens", _REPLICA)
-CACHED_TOKENS = Metric(
-    "raytide_cached_tokens", "counter", "Prompt tokens found in the prefix cache", "model", "tokens", _REPLICA
-)
-DRAFTS = Metric("raytide_drafts", "counter", "Drafts computed along", "model", labels=(*_REPLICA, "source"))
-DRAFT_TOKENS = Metric(
-    "raytide_draft_tokens", "counter", "Tokens of drafts computed along", "model", "tokens", (*_REPLICA, "source")
-)
-ACCEPTED_TOKENS = Metric(
-    "raytide_accepted_tokens", "counter", "Tokens of drafts that were right", "model", "tokens", (*_REPLICA, "source")
-)
-PREEMPTIONS = Metric(
-    "raytide_preemptions", "counter", "Sequences that lost their KV blocks and start over", "model", labels=_REPLICA
-)
-ENGINE_FAILURES = Metric(
-    "raytide_engine_failures", "counter", "Requests that failed in the engine", "model", labels=_REPLICA
-)
-KV_USE = Metric(
-    "raytide_endpoint_kv_use_ratio",
-    "gauge",
-    "Mean KV cache usage of the ready replicas",
-    "model",
-    "ratio",
-    ("endpoint",),
-)
-SERVED_LOGPROB = Metric(
-    "raytide_served_logprob",
-    "gauge",
-    "Mean log probability of the tokens of sampled answers, in nats",
-    "model",
-    labels=_REVISION,
-)
-SERVED_PERPLEXITY = Metric(
-    "raytide_served_perplexity",
-    "gauge",
-    "Perplexity of sampled answers: exp of the negative mean log probability",
-    "model",
-    labels=_REVISION,
+SERVED_PERPLEXITY = gauge(
+    "raytide_served_perplexity", "Perplexity of sampled answers: exp of the negative mean log probability", *_REVISION
 )
