@@ -169,18 +169,7 @@ class AlertRecords:
         """Returns the last changes of state, newest first."""
         with self._opened() as c:
             query = "SELECT * FROM episodes WHERE name = coalesce(?, name) ORDER BY seq DESC LIMIT ?"
-            return [
-                Episode(
-                    row["at_s"],
-                    row["name"],
-                    json.loads(row["labels"]),
-                    AlertState(row["state"]),
-                    row["value"],
-                    row["summary"],
-                    row["source"],
-                )
-                for row in c.execute(query, (name, limit))
-            ]
+            return [_episode(row) for row in c.execute(query, (name, limit))]
 
     def actions(self, limit: int = 1000) -> list[ActionRecord]:
         """Returns the log of actions, newest first."""
@@ -209,7 +198,7 @@ class AlertRecords:
     def silences(self, now_s: float) -> list[Silence]:
         with self._opened() as c:
             found = c.execute("SELECT * FROM silences WHERE until_s > ? ORDER BY name", (now_s,))
-            return [Silence(row["name"], row["until_s"], row["user"], row["at_s"]) for row in found]
+            return [Silence(**dict(row)) for row in found]
 
     def silence(self, silence: Silence) -> None:
         """Silences a name until then; one that is over lifts it."""
@@ -282,30 +271,17 @@ class AlertRecords:
 
 
 def _alert(row: sqlite3.Row) -> Alert:
-    return Alert(
-        name=row["name"],
-        labels=tuple((key, value) for key, value in json.loads(row["labels"])),
-        severity=row["severity"],
-        state=AlertState(row["state"]),
-        since_s=row["since_s"],
-        fired_at_s=row["fired_at_s"],
-        value=row["value"],
-        summary=row["summary"],
-        page=row["page"],
-        source=row["source"],
-    )
+    fields = dict(row)
+    del fields["id"]  # it follows from the name and the labels
+    labels = tuple((key, value) for key, value in json.loads(row["labels"]))
+    return Alert(**{**fields, "labels": labels, "state": AlertState(row["state"])})
+
+
+def _episode(row: sqlite3.Row) -> Episode:
+    fields = dict(row)
+    del fields["seq"]
+    return Episode(**{**fields, "labels": json.loads(row["labels"]), "state": AlertState(row["state"])})
 
 
 def _action(row: sqlite3.Row) -> ActionRecord:
-    return ActionRecord(
-        key=row["key"],
-        at_s=row["at_s"],
-        alert=row["alert"],
-        kind=row["kind"],
-        entry=row["entry"],
-        object=row["object"],
-        state=row["state"],
-        plan=json.loads(row["plan"]),
-        outcome=row["outcome"],
-        ended_at_s=row["ended_at_s"],
-    )
+    return ActionRecord(**{**dict(row), "plan": json.loads(row["plan"])})

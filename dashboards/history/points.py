@@ -103,7 +103,8 @@ def stepped(points: Sequence[Point], ends_s: Iterable[float], reach_s: float) ->
 def bucket_quantile(q: float, buckets: Mapping[float, float]) -> float:
     """Returns the quantile of cumulative buckets (upper bound to count) as Prometheus' `histogram_quantile` does.
 
-    Interpolates within a bucket; NaN without observations, or without a bucket up to infinity.
+    It is linear within a bucket, whose lowest bound is zero; the highest finite bound if the quantile is above that;
+    NaN without observations, or without a bucket up to infinity.
     """
     bounds = sorted(buckets)
     if not bounds or not math.isinf(bounds[-1]) or len(bounds) < 2 or not 0 <= q <= 1:
@@ -121,4 +122,4 @@ def bucket_quantile(q: float, buckets: Mapping[float, float]) -> float:
         return bounds[0]
     low, below = (bounds[index - 1], counts[index - 1]) if index else (0.0, 0.0)
     within = counts[index] - below
-    return bounds[index] if within <= 0 else low + (bounds[index] - low) * (rank - below) / within
+    return low + (bounds[index] - low) * (rank - below) / within if within > 0 else math.nan

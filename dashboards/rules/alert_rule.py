@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from raytide.core.errors import ConfigError
@@ -29,7 +29,6 @@ class AlertRule:
 
     name: str
     severity: Severity
-    layer: Layer
     expr: Expression
     for_s: int
     summary: str
@@ -38,6 +37,7 @@ class AlertRule:
     """A line that says what to look at, or what to do."""
     action: str = ""
     """The action that suits the alert, for users who configure one."""
+    layer: Layer = field(kw_only=True)
 
     def summarize(self, labels: Mapping[str, str], value: float) -> str:
         """Returns the summary of one alert."""

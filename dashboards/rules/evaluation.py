@@ -13,6 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
+from raytide.dashboards.history.points import bucket_quantile
 from raytide.dashboards.rules.expressions import (
     Absent,
     Aggregation,
@@ -207,28 +208,7 @@ def _quantiles(wanted: Quantile, source: SeriesSource, at_s: float) -> Vector:
         bounds = dict(labels)
         if bound := bounds.pop("le", ""):
             histograms[tuple(bounds.items())][float(bound)] += rate
-    return {labels: _bucket_quantile(wanted.q, counts) for labels, counts in histograms.items()}
-
-
-def _bucket_quantile(q: float, counts: Mapping[float, float]) -> float:
-    """Returns Prometheus' `bucketQuantile`: linear within a bucket, whose lowest bound is zero; the highest finite
-    bound if the quantile is above that; NaN without observations or without a bucket of all of them."""
-    bounds = sorted(counts)
-    if len(bounds) < 2 or bounds[-1] != math.inf:
-        return math.nan
-    cumulative: list[float] = []
-    for bound in bounds:  # buckets scraped at different times may decrease
-        cumulative.append(max(counts[bound], cumulative[-1]) if cumulative else counts[bound])
-    if cumulative[-1] == 0:
-        return math.nan
-    rank = q * cumulative[-1]
-    index = next((i for i, count in enumerate(cumulative[:-1]) if count >= rank), len(bounds) - 1)
-    if index == len(bounds) - 1:
-        return bounds[-2]
-    if index == 0 and bounds[0] <= 0:
-        return bounds[0]
-    lower, below = (bounds[index - 1], cumulative[index - 1]) if index else (0.0, 0.0)
-    return lower + (bounds[index] - lower) * _divide(rank - below, cumulative[index] - below)
+    return {labels: bucket_quantile(wanted.q, counts) for labels, counts in histograms.items()}
 
 
 def _pairs(

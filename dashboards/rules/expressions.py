@@ -155,12 +155,6 @@ def select(metric: Metric, *where: Matcher, **labels: str | tuple[str, ...]) -> 
     return Selector(metric.exposed_name, matchers)
 
 
-def count_of(histogram: Metric, **labels: str | tuple[str, ...]) -> Selector:
-    """Returns a histogram's numbers of observations."""
-    chosen = select(histogram, **labels)
-    return replace(chosen, metric=f"{chosen.metric}_count")
-
-
 def sum_by(of: Expression, *by: str) -> Aggregation:
     return Aggregation("sum", of, by)
 

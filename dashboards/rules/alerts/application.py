@@ -1,5 +1,7 @@
 """Alerts of what the gateway sees: promises, errors, latencies, limits, and the replicas behind it."""
 
+from functools import partial
+
 from raytide.core.telemetry.catalogue import application
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.expressions import (
@@ -31,94 +33,86 @@ def _burns(factor: float, long_s: int, short_s: int) -> Expression:
     return SetOperation(Condition(BURN_RATES[long_s], ">", factor), "and", Condition(BURN_RATES[short_s], ">", factor))
 
 
+_rule = partial(AlertRule, layer="application")
+
 ALERTS = (
-    AlertRule(
+    _rule(
         "ErrorBudgetBurnFast",
         "critical",
-        "application",
         _burns(14.4, 3600, 300),
         120,
         "{endpoint} misses its promised first token {value} times as often as it may: a month's budget lasts two days",
         "Is there queueing, a slow revision, or too low a replicas.max? A new revision can be rolled back.",
         "rollback",
     ),
-    AlertRule(
+    _rule(
         "ErrorBudgetBurnSlow",
         "warning",
-        "application",
         _burns(6, 6 * 3600, 1800),
         900,
         "{endpoint} has missed its promised first token {value} times as often as it may for hours",
         "Raise replicas.max or min, use faster nodes, or promise a later first token (replicas.slo_ttft_s).",
     ),
-    AlertRule(
+    _rule(
         "Http5xxHigh",
         "critical",
-        "application",
         Condition(_share("error", 300), ">", 0.05),
         300,
         "{value:percent} of the requests of {endpoint} fail with a server error",
         "The logs of the gateways and replicas name the error; a new revision can be rolled back.",
         "rollback",
     ),
-    AlertRule(
+    _rule(
         "TtftP99AboveSlo",
         "warning",
-        "application",
         Condition(FIRST_TOKEN_P99, ">", max_by(select(application.SLO_FIRST_TOKEN), "endpoint")),
         600,
         "One in a hundred requests of {endpoint} waits {value:seconds} or more for its first token",
         "Compare queue and prefill times: queueing wants replicas, a long prefill wants chunks or faster nodes.",
     ),
-    AlertRule(
+    _rule(
         "TpotP99High",
         "warning",
-        "application",
         Condition(INTER_TOKEN_P99, ">", 0.5),
         600,
         "One in a hundred tokens of {endpoint} takes {value:seconds} or more",
         "Large batches, long prefills between the steps, or a slow node: compare the replicas' step times.",
     ),
-    AlertRule(
+    _rule(
         "QueueTimeHigh",
         "warning",
-        "application",
         Condition(Quantile(0.9, select(application.QUEUE_SECONDS), 300, ("endpoint",)), ">", 5),
         600,
         "One in ten requests of {endpoint} waits {value:seconds} or more in its engine's queue",
         "Raise replicas.max, or find out why new replicas do not start: `raytide autoscaler explain`.",
     ),
-    AlertRule(
+    _rule(
         "AdmissionRejectionsHigh",
         "critical",
-        "application",
         Condition(_share("rejected", 300), ">", 0.05),
         300,
         "{endpoint} rejects {value:percent} of its requests for lack of capacity",
         "Raise replicas.max, limit its largest users, or name an overflow API.",
     ),
-    AlertRule(
+    _rule(
         "RateLimited429Surge",
         "info",
-        "application",
         Condition(sum_by(Rate(select(application.RATE_LIMITED), 300), "team"), ">", 1),
         600,
         "{value} requests of team {team} are refused each second by a limit",
         "A client may retry without waiting; otherwise the team needs a higher limit.",
     ),
-    AlertRule(
+    _rule(
         "ClientAbortsHigh",
         "warning",
-        "application",
         Condition(_share("aborted", 600), ">", 0.2),
         600,
         "Clients of {endpoint} give up on {value:percent} of their requests",
         "Are answers slower than the clients' timeouts, or too long?",
     ),
-    AlertRule(
+    _rule(
         "NoHealthyReplicas",
         "critical",
-        "application",
         SetOperation(
             Condition(max_by(select(application.REPLICAS_READY), "endpoint"), "==", 0),
             "and",
@@ -128,30 +122,27 @@ ALERTS = (
         "{endpoint} has no ready replica, and should have one",
         "`raytide autoscaler explain` says why none is placed; the replicas' logs say why none starts.",
     ),
-    AlertRule(
+    _rule(
         "ReplicaUnreachable",
         "critical",
-        "application",
         Condition(max_by(Selector("up", matching(job="raytide-replica")), "endpoint", "replica"), "==", 0),
         30,
         "Replica {replica} of {endpoint} does not answer: it hangs, or its node is cut off",
         "Restart it. Its streams go on from another replica.",
         "restart_replica",
     ),
-    AlertRule(
+    _rule(
         "ReplicaFlapping",
         "warning",
-        "application",
         Condition(sum_by(OverTime("increase", select(application.REPLICA_RESTARTS), 1800), "endpoint"), ">", 3),
         0,
         "Replicas of {endpoint} ended {value} times in half an hour without being asked to",
         "Their logs say why: out of memory, a bad revision, or nodes that are lost.",
         "rollback",
     ),
-    AlertRule(
+    _rule(
         "ScaleUpThrashing",
         "info",
-        "application",
         Condition(max_by(OverTime("changes", select(application.REPLICAS_TARGET), 1800), "endpoint"), ">", 10),
         0,
         "The target number of replicas of {endpoint} changed {value} times in half an hour",

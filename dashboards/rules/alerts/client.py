@@ -1,5 +1,7 @@
 """Alerts of what users and probes experience."""
 
+from functools import partial
+
 from raytide.core.telemetry.catalogue import client, monitoring
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.expressions import (
@@ -18,30 +20,29 @@ _THUMBS_DOWN = sum_by(OverTime("increase", select(client.FEEDBACK, thumb="down")
 _THUMBS = sum_by(OverTime("increase", select(client.FEEDBACK), 3600), "endpoint")
 _ANSWERED = max_by(select(monitoring.PROBE_SUCCESS), *_PROBE)
 
+_rule = partial(AlertRule, layer="client")
+
 ALERTS = (
-    AlertRule(
+    _rule(
         "UserThumbsDownRatioHigh",
         "warning",
-        "client",
         SetOperation(Condition(ratio(_THUMBS_DOWN, _THUMBS), ">", 0.3), "and", Condition(_THUMBS, ">", 10)),
         0,
         "{value:percent} of the last hour's feedback on {endpoint} is negative",
         "Compare the feedback by revision; a new one can be rolled back.",
         "rollback",
     ),
-    AlertRule(
+    _rule(
         "SyntheticProbeFailing",
         "critical",
-        "client",
         Condition(_ANSWERED, "==", 0),
         120,
         "The probe {probe} of {endpoint} gets no answer",
         "Users do not get one either: look at the endpoint's replicas and the gateways' logs.",
     ),
-    AlertRule(
+    _rule(
         "SyntheticAnswerWrong",
         "critical",
-        "client",
         SetOperation(
             Condition(max_by(select(monitoring.PROBE_ANSWER_RIGHT), *_PROBE), "==", 0),
             "and",
@@ -52,10 +53,9 @@ ALERTS = (
         "Was another model or template rolled out, or does a GPU compute wrongly? Roll back, look for ECC errors.",
         "rollback",
     ),
-    AlertRule(
+    _rule(
         "SyntheticLatencyHigh",
         "warning",
-        "client",
         Condition(Quantile(0.9, select(monitoring.PROBE_SECONDS), 1800, _PROBE), ">", 10),
         300,
         "One in ten answers to the probe {probe} of {endpoint} takes {value:seconds} or more",

@@ -1,5 +1,7 @@
 """Alerts of budgets and unit costs."""
 
+from functools import partial
+
 from raytide.core.telemetry.catalogue import cost, infrastructure, monitoring
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.expressions import Condition, OverTime, SetOperation, max_by, ratio, select, sum_by
@@ -8,66 +10,61 @@ _USED = max_by(select(cost.BUDGET_USED), "team")
 _PRICE = select(cost.USD_PER_MTOKEN)
 _GPUS = sum_by(select(infrastructure.GPUS))
 
+_rule = partial(AlertRule, layer="cost")
+
 ALERTS = (
-    AlertRule(
+    _rule(
         "BudgetForecastExceeded",
         "warning",
-        "cost",
         Condition(max_by(select(cost.BUDGET_FORECAST), "team"), ">", 1),
         1800,
         "Team {team} will use {value:percent} of its budget by the end of the period",
         "`raytide cost --by job` shows where it goes; lower limits or raise the budget before it stops work.",
     ),
-    AlertRule(
+    _rule(
         "BudgetNearLimit",
         "warning",
-        "cost",
         SetOperation(Condition(_USED, ">", 0.8), "and", Condition(_USED, "<=", 0.95)),
         0,
         "Team {team} has used {value:percent} of its budget",
         "Tell the team, or raise its budget: nothing of it starts once the budget is used up.",
     ),
-    AlertRule(
+    _rule(
         "BudgetNearlyUsed",
         "critical",
-        "cost",
         SetOperation(Condition(_USED, ">", 0.95), "and", Condition(_USED, "<", 1)),
         0,
         "Team {team} has used {value:percent} of its budget",
         "Its work stops when the budget is used up: raise it, or pause what can wait.",
         "pause_budget",
     ),
-    AlertRule(
+    _rule(
         "BudgetExhausted",
         "critical",
-        "cost",
         Condition(_USED, ">=", 1),
         0,
         "Team {team} has used up its budget",
         "Its queued jobs do not start until the budget is raised or the next period begins.",
     ),
-    AlertRule(
+    _rule(
         "CostAnomaly",
         "warning",
-        "cost",
         Condition(max_by(select(monitoring.ANOMALY_SCORE, signal="cost"), "subject"), ">", 4),
         600,
         "The cost of {subject} is {value} deviations above its usual",
         "Compare `raytide cost --by job` of today and of the last week.",
     ),
-    AlertRule(
+    _rule(
         "IdleSpendHigh",
         "warning",
-        "cost",
         Condition(ratio(sum_by(select(infrastructure.GPUS, use="idle")), _GPUS), ">", 0.5),
         3600,
         "{value:percent} of the GPUs that are paid for have been idle for an hour",
         "Shorten idle_timeout_s, lower min_workers or an endpoint's min, or fill them with preemptible jobs.",
     ),
-    AlertRule(
+    _rule(
         "PricePerMTokRegressed",
         "info",
-        "cost",
         Condition(
             ratio(
                 max_by(OverTime("avg", _PRICE, 3600), "endpoint"),

@@ -1,5 +1,7 @@
 """Alerts of nodes, GPUs, spot markets and launches."""
 
+from functools import partial
+
 from raytide.core.telemetry.catalogue import gpu, infrastructure
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.expressions import (
@@ -17,11 +19,12 @@ from raytide.dashboards.rules.expressions import (
 _GPU = ("node", "gpu")
 _CLOCK = max_by(select(gpu.SM_CLOCK), *_GPU)
 
+_rule = partial(AlertRule, layer="infrastructure")
+
 ALERTS = (
-    AlertRule(
+    _rule(
         "GpuEccUncorrectable",
         "critical",
-        "infrastructure",
         SetOperation(
             Condition(max_by(OverTime("increase", select(gpu.ECC_DBE), 3600), *_GPU), ">", 0),
             "or",
@@ -32,20 +35,18 @@ ALERTS = (
         "Results may be wrong: drain the node, and have the GPU replaced if it happens again after a reset.",
         "quarantine_node",
     ),
-    AlertRule(
+    _rule(
         "GpuRowRemapFailure",
         "critical",
-        "infrastructure",
         Condition(max_by(select(gpu.ROW_REMAP_FAILURE), *_GPU), ">", 0),
         0,
         "GPU {gpu} of {node} cannot remap a bad memory row",
         "The GPU must be replaced: quarantine the node.",
         "quarantine_node",
     ),
-    AlertRule(
+    _rule(
         "GpuXidError",
         "warning",
-        "infrastructure",
         Condition(max_by(select(gpu.XID_ERRORS), *_GPU), ">", 0),
         0,
         "GPU {gpu} of {node} reports XID error {value}",
@@ -53,38 +54,34 @@ ALERTS = (
         "if it is the GPU.",
         "replace_node",
     ),
-    AlertRule(
+    _rule(
         "GpuOverTemp",
         "warning",
-        "infrastructure",
         Condition(max_by(select(gpu.GPU_TEMP), *_GPU), ">", 90),
         300,
         "GPU {gpu} of {node} has {value} degrees Celsius",
         "It will slow down or switch itself off: check its cooling, move its work.",
         "replace_node",
     ),
-    AlertRule(
+    _rule(
         "HostOutOfMemory",
         "warning",
-        "infrastructure",
         Condition(max_by(select(infrastructure.NODE_USE, meter="memory"), "node"), ">", 0.95),
         300,
         "{node} uses {value:percent} of its memory",
         "Ray kills workers when it runs out: give the job more memory for each member, or fewer workers.",
     ),
-    AlertRule(
+    _rule(
         "HostOutOfDiskSpace",
         "critical",
-        "infrastructure",
         Condition(max_by(select(infrastructure.NODE_USE, meter="disk"), "node"), ">", 0.9),
         300,
         "The disk of {node} is {value:percent} full",
         "Remove old runs and model caches, or use a node type with a larger disk.",
     ),
-    AlertRule(
+    _rule(
         "HostDiskMayFillIn24Hours",
         "warning",
-        "infrastructure",
         Condition(
             max_by(PredictLinear(select(infrastructure.NODE_USE, meter="disk"), 6 * 3600, 86400), "node"), ">", 1
         ),
@@ -92,55 +89,49 @@ ALERTS = (
         "The disk of {node} will be full within a day at the rate of the last six hours",
         "Find what grows: checkpoints, datasets, logs or spilled objects.",
     ),
-    AlertRule(
+    _rule(
         "NodeLost",
         "warning",
-        "infrastructure",
         Condition(sum_by(OverTime("increase", select(infrastructure.NODES_LOST), 600), "type", "market"), ">", 0),
         0,
         "A {market} node of type {type} was lost",
         "Spot nodes end; an on-demand node should not: `raytide nodes` and the provider's console say why.",
     ),
-    AlertRule(
+    _rule(
         "SpotInterruptionNotice",
         "info",
-        "infrastructure",
         Condition(sum_by(OverTime("increase", select(infrastructure.SPOT_NOTICES), 300), "type"), ">", 0),
         0,
         "The provider takes back a spot node of type {type}",
         "Nothing: its work moves. Jobs that cannot bear it should run on demand.",
     ),
-    AlertRule(
+    _rule(
         "SpotPreemptionRateHigh",
         "warning",
-        "infrastructure",
         Condition(sum_by(OverTime("increase", select(infrastructure.NODES_LOST, market="spot"), 3600), "type"), ">", 5),
         0,
         "{value} spot nodes of type {type} were lost in an hour",
         "Allow other types or zones, or run on demand until the market is calm.",
     ),
-    AlertRule(
+    _rule(
         "ScaleUpFailing",
         "warning",
-        "infrastructure",
         Condition(max_by(select(infrastructure.POOL_FAILURES), "type", "zone"), ">=", 3),
         300,
         "The last {value} launches of {type} in {zone} failed",
         "Quota, capacity or credentials: `raytide autoscaler explain` has the provider's answer.",
     ),
-    AlertRule(
+    _rule(
         "DrainTimeoutExceeded",
         "warning",
-        "infrastructure",
         Condition(sum_by(select(infrastructure.NODES, state="draining"), "type", "market"), ">", 0),
         3600,
         "Nodes of type {type} have been draining for an hour",
         "`raytide nodes` names them and what still runs there.",
     ),
-    AlertRule(
+    _rule(
         "GpuThrottling",
         "warning",
-        "infrastructure",
         SetOperation(
             Condition(ratio(_CLOCK, max_by(OverTime("max", select(gpu.SM_CLOCK), 86400), *_GPU)), "<", 0.7),
             "and",
@@ -150,10 +141,9 @@ ALERTS = (
         "GPU {gpu} of {node} works at {value:percent} of its clock under load",
         "Heat or a power limit: compare its temperature and power with its neighbours'.",
     ),
-    AlertRule(
+    _rule(
         "GpuIdleAllocated",
         "warning",
-        "infrastructure",
         Condition(
             Aggregation("count", Condition(max_by(OverTime("avg", select(gpu.GPU_UTIL), 1800), *_GPU), "<", 5)),
             ">",
@@ -163,10 +153,9 @@ ALERTS = (
         "{value} GPUs did nothing for half an hour, more than are free",
         "A job or replica holds GPUs that it does not use: see the nodes' use and `raytide ps`.",
     ),
-    AlertRule(
+    _rule(
         "HostHighCpuLoad",
         "info",
-        "infrastructure",
         Condition(max_by(OverTime("avg", select(infrastructure.NODE_USE, meter="cpu"), 900), "node"), ">", 0.95),
         900,
         "{node} has used {value:percent} of its CPUs for half an hour",

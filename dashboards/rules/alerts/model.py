@@ -1,5 +1,7 @@
 """Alerts of models and the engines that run them."""
 
+from functools import partial
+
 from raytide.core.telemetry.catalogue import application, model
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.expressions import (
@@ -18,11 +20,12 @@ _REPLICA = ("endpoint", "replica")
 _REQUESTS = sum_by(Rate(select(application.REQUESTS), 600), "endpoint")
 _FINISHED = sum_by(Rate(select(application.FINISHED), 1800), "endpoint")
 
+_rule = partial(AlertRule, layer="model")
+
 ALERTS = (
-    AlertRule(
+    _rule(
         "ReplicaStalled",
         "critical",
-        "model",
         SetOperation(
             Condition(max_by(select(model.RUNNING), *_REPLICA), ">", 0),
             "and",
@@ -33,38 +36,34 @@ ALERTS = (
         "Its log says what it last did; restart it. Its streams go on from another replica.",
         "restart_replica",
     ),
-    AlertRule(
+    _rule(
         "EngineFailing",
         "warning",
-        "model",
         Condition(sum_by(OverTime("increase", select(model.ENGINE_FAILURES), 600), "endpoint"), ">", 0),
         0,
         "Engine steps of {endpoint} failed in the last ten minutes",
         "The replicas' logs have the error (`raytide logs`).",
         "restart_replica",
     ),
-    AlertRule(
+    _rule(
         "KvCacheNearlyFull",
         "warning",
-        "model",
         Condition(max_by(select(model.KV_USE_RATIO), *_REPLICA), ">", 0.95),
         300,
         "The KV cache of replica {replica} of {endpoint} is {value:percent} full",
         "Requests will wait or be preempted: raise replicas.max, or use nodes with more memory.",
     ),
-    AlertRule(
+    _rule(
         "PreemptionsHigh",
         "warning",
-        "model",
         Condition(ratio(sum_by(Rate(select(model.PREEMPTIONS), 600), "endpoint"), _REQUESTS), ">", 0.1),
         600,
         "{endpoint} preempts {value:percent} of its requests for lack of KV blocks",
         "The KV cache is too small for the load: raise replicas.max, or lower the engine's number of sequences.",
     ),
-    AlertRule(
+    _rule(
         "PrefixHitRateCollapsed",
         "info",
-        "model",
         SetOperation(
             Condition(ratio(CACHE_HITS_15M, CACHE_HITS_1D), "<", 0.3), "and", Condition(CACHE_HITS_1D, ">", 0.2)
         ),
@@ -72,10 +71,9 @@ ALERTS = (
         "{endpoint} finds {value:percent} of the prefixes in its cache that it found over the last day",
         "Did prompts change their beginning, or did a rollout or a scale-up empty the caches?",
     ),
-    AlertRule(
+    _rule(
         "ContextOverflowErrorsHigh",
         "warning",
-        "model",
         Condition(
             ratio(
                 sum_by(Rate(select(application.REQUESTS, code="context_length_exceeded"), 600), "endpoint"), _REQUESTS
@@ -87,10 +85,9 @@ ALERTS = (
         "{value:percent} of the requests of {endpoint} exceed its context",
         "Tell its users the limit, or serve it with a longer one (engine.max_model_len).",
     ),
-    AlertRule(
+    _rule(
         "StopReasonLengthSurge",
         "info",
-        "model",
         Condition(
             ratio(sum_by(Rate(select(application.FINISHED, reason="length"), 1800), "endpoint"), _FINISHED), ">", 0.5
         ),
@@ -98,10 +95,9 @@ ALERTS = (
         "{value:percent} of the answers of {endpoint} end at their length limit",
         "Answers are cut off, or a model does not stop: look at max_tokens, the chat template and the last rollout.",
     ),
-    AlertRule(
+    _rule(
         "PerplexityDrift",
         "warning",
-        "model",
         Condition(
             ratio(
                 max_by(OverTime("avg", select(model.SERVED_PERPLEXITY), 3600), "endpoint"),

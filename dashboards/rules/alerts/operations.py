@@ -1,5 +1,7 @@
 """Alerts of what operates the cluster: the control plane, and the monitoring itself."""
 
+from functools import partial
+
 from raytide.core.telemetry.catalogue import control, infrastructure, monitoring
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.expressions import (
@@ -17,102 +19,94 @@ from raytide.dashboards.rules.expressions import (
 )
 
 _API = Selector("up", matching(job="raytide-api"))
+_application = partial(AlertRule, layer="application")
+_infrastructure = partial(AlertRule, layer="infrastructure")
+_monitoring = partial(AlertRule, layer="monitoring")
 
 ALERTS = (
-    AlertRule(
+    _infrastructure(
         "ApiUnreachable",
         "critical",
-        "infrastructure",
         SetOperation(Condition(max_by(_API), "==", 0), "or", Absent(_API)),
         60,
         "The API's metrics cannot be read",
         "The supervisor restarts it: see logs/api.log and logs/supervisor.log in the run folder.",
     ),
-    AlertRule(
+    _infrastructure(
         "ControlPlaneTrouble",
         "critical",
-        "infrastructure",
         Condition(max_by(select(control.TROUBLE), "what"), ">", 0),
         60,
         "The control plane reports trouble with its {what}",
         "`raytide status` says what it is: a full disk, a store that refuses writes, or a stalled controller.",
     ),
-    AlertRule(
+    _infrastructure(
         "ControllerErrorsHigh",
         "warning",
-        "infrastructure",
         Condition(sum_by(Rate(select(control.ERRORS), 600)), ">", 0.1),
         600,
         "{value} calls of the controller to Ray or the provider fail each second",
         "logs/controller.log names them: credentials, quotas, or a head under pressure.",
     ),
-    AlertRule(
+    _infrastructure(
         "RecordsQuarantined",
         "warning",
-        "infrastructure",
         Condition(max_by(select(control.QUARANTINED), "kind"), ">", 0),
         300,
         "{value} records of kind {kind} are left out of decisions after an error",
         "logs/controller.log has the error; `raytide status` names the records.",
     ),
-    AlertRule(
+    _infrastructure(
         "RunFolderDiskLow",
         "critical",
-        "infrastructure",
         Condition(min_by(select(infrastructure.DISK_FREE)), "<", 2e9),
         300,
         "{value:bytes} bytes are left on the disk of the run folder",
         "Remove old logs and datasets: without space the store refuses writes.",
     ),
-    AlertRule(
+    _infrastructure(
         "BackupOverdue",
         "critical",
-        "infrastructure",
         Condition(max_by(select(control.BACKUP_OVERDUE), "task"), ">", 3),
         300,
         "The last {task} that succeeded is {value} periods old",
         "logs/backup.log has the error: credentials, a full disk, or a repository that cannot be reached.",
     ),
-    AlertRule(
+    _infrastructure(
         "BackupFailing",
         "warning",
-        "infrastructure",
         Condition(max_by(select(control.BACKUP_FAILING), "task"), ">", 0),
         900,
         "The last try of the task {task} of the backups failed",
         "logs/backup.log has the error; `raytide backup run` and `raytide backup drill` show it too.",
     ),
-    AlertRule(
+    _infrastructure(
         "BackupDrillFailed",
         "critical",
-        "infrastructure",
         Condition(max_by(select(control.BACKUP_PROBLEMS)), ">", 0),
         0,
         "The last drill found {value} problems in the backup",
         "`raytide backup drill` names them; docs/runbooks/damaged-repository.md says what to do.",
     ),
-    AlertRule(
+    _monitoring(
         "PrometheusTargetMissing",
         "warning",
-        "monitoring",
         Condition(min_by(Selector("up"), "job", "instance"), "==", 0),
         300,
         "{instance} of {job} cannot be scraped",
         "Its process hangs or is cut off; a replica that ended disappears by itself.",
     ),
-    AlertRule(
+    _monitoring(
         "AlertActionsFailing",
         "warning",
-        "monitoring",
         Condition(sum_by(OverTime("increase", select(monitoring.ACTIONS, outcome="failed"), 3600), "action"), ">", 0),
         0,
         "The action {action} of an alert failed",
         "`raytide alerts` shows its error; do it by hand.",
     ),
-    AlertRule(
+    _application(
         "ServingLatencyAnomaly",
         "info",
-        "application",
         Condition(max_by(select(monitoring.ANOMALY_SCORE, signal="latency"), "subject"), ">", 4),
         600,
         "The latency of {subject} is {value} deviations above its usual",
@@ -123,28 +117,25 @@ ALERTS = (
 _FAILURES = Selector("prometheus_rule_evaluation_failures_total")
 
 PROMETHEUS_ALERTS = (
-    AlertRule(
+    _monitoring(
         "PrometheusRuleEvaluationFailures",
         "warning",
-        "monitoring",
         Condition(sum_by(OverTime("increase", _FAILURES, 600)), ">", 0),
         0,
         "Prometheus could not evaluate rules",
         "Its log and its page of rules name them.",
     ),
-    AlertRule(
+    _monitoring(
         "PrometheusTimeseriesCardinality",
         "warning",
-        "monitoring",
         Condition(max_by(Selector("prometheus_tsdb_head_series")), ">", 2e6),
         900,
         "Prometheus holds {value} series",
         "Its page of the TSDB's status shows the labels with the most values.",
     ),
-    AlertRule(
+    _monitoring(
         "AlertmanagerE2eDeadMansSwitch",
         "info",
-        "monitoring",
         Condition(sum_by(Selector("up")), ">=", 0),
         0,
         "Alerts arrive: this one always fires",

@@ -1,5 +1,7 @@
 """Alerts of jobs that train, and of gangs that wait."""
 
+from functools import partial
+
 from raytide.core.telemetry.catalogue import queue, training
 from raytide.dashboards.rules.alert_rule import AlertRule
 from raytide.dashboards.rules.expressions import (
@@ -17,11 +19,12 @@ _LOSS = max_by(select(training.JOB_LOSS), *_JOB)
 _STEP_AGE = max_by(select(training.JOB_LAST_STEP_AGE), *_JOB)
 _STEP_SECONDS = max_by(select(training.JOB_STEP_SECONDS), *_JOB)
 
+_rule = partial(AlertRule, layer="training")
+
 ALERTS = (
-    AlertRule(
+    _rule(
         "TrainingStalled",
         "critical",
-        "training",
         SetOperation(
             Condition(_STEP_AGE, ">", 300), "and", Condition(_STEP_AGE, ">", Arithmetic(_STEP_SECONDS, "*", 10))
         ),
@@ -29,28 +32,25 @@ ALERTS = (
         "{job} has made no step for {value:seconds}, ten times as long as a step takes",
         "A member hangs, or waits for data or storage: `raytide logs` shows each rank's last lines.",
     ),
-    AlertRule(
+    _rule(
         "LossNaN",
         "critical",
-        "training",
         Condition(_LOSS, "!=", _LOSS),
         0,
         "The loss of {job} is not a number",
         "Stop it, lower the learning rate, and start again from a checkpoint before it.",
     ),
-    AlertRule(
+    _rule(
         "LossSpike",
         "warning",
-        "training",
         Condition(ratio(_LOSS, max_by(OverTime("avg", select(training.JOB_LOSS), 3600), *_JOB)), ">", 2),
         120,
         "The loss of {job} is {value} times its mean of the last hour",
         "If it does not come back: skip the data it saw then, lower the learning rate, or clip gradients.",
     ),
-    AlertRule(
+    _rule(
         "MfuDropped",
         "warning",
-        "training",
         Condition(
             ratio(
                 max_by(OverTime("avg", select(training.JOB_MFU), 600), *_JOB),
@@ -63,37 +63,33 @@ ALERTS = (
         "{job} computes at {value:percent} of its usual efficiency",
         "A slow node holds up the others: compare the clocks and temperatures of its GPUs.",
     ),
-    AlertRule(
+    _rule(
         "CheckpointStale",
         "warning",
-        "training",
         Condition(max_by(select(training.JOB_CHECKPOINT_AGE), *_JOB), ">", 7200),
         0,
         "The last checkpoint of {job} is {value:seconds} old",
         "Is its storage full or slow? A lost node would cost all work since.",
     ),
-    AlertRule(
+    _rule(
         "RestartLoop",
         "warning",
-        "training",
         Condition(max_by(OverTime("increase", select(training.JOB_RESTARTS), 3600), *_JOB), ">", 3),
         0,
         "{job} restarted {value} times in an hour",
         "`raytide logs` shows the error it ends with; lost spot nodes do not count as restarts.",
     ),
-    AlertRule(
+    _rule(
         "DataStarvation",
         "warning",
-        "training",
         Condition(max_by(select(training.JOB_DATA_WAIT), *_JOB), ">", 0.2),
         600,
         "{job} waits {value:percent} of its time for data",
         "Give it more loader workers, larger shards, or a dataset nearer to its nodes.",
     ),
-    AlertRule(
+    _rule(
         "GangPendingTooLong",
         "warning",
-        "training",
         Condition(max_by(select(queue.GANG_PENDING), *_JOB), ">", 1800),
         0,
         "{job} of team {team} has waited {value:seconds} for its nodes",

@@ -10,11 +10,11 @@ from raytide.dashboards.rules.expressions import Absent, Condition, Selector, Se
 RULE = AlertRule(
     "Late",
     "warning",
-    "application",
     SetOperation(Condition(Selector("a"), ">", 1), "and", Condition(Selector("b"), "<", 2)),
     60,
     "{endpoint} is late by {value:seconds}, {value:percent}, {value}",
     "Wait.",
+    layer="application",
 )
 
 
@@ -34,7 +34,7 @@ def test_another_bound_is_that_of_the_first_comparison() -> None:
 
 def test_a_rule_without_a_number_takes_no_bound() -> None:
     for expr in (Absent(Selector("a")), Condition(Selector("a"), ">", Selector("b"))):
-        rule = AlertRule("Missing", "info", "cost", expr, 0, "It is missing", "Look.")
+        rule = AlertRule("Missing", "info", expr, 0, "It is missing", "Look.", layer="cost")
         with pytest.raises(ConfigError, match="Missing has no bound"):
             rule.adjusted(bound=1.0)
 
