@@ -117,6 +117,27 @@ def gauge(metric: Metric, *by: str) -> Query:
     return Query(max_by(select(metric), *by), by_labels(*by))
 
 
+def row(title: str, *panels: Panel) -> tuple[str, tuple[Panel, ...]]:
+    return title, panels
+
+
+def panel(
+    title: str,
+    unit: Unit,
+    *queries: Query,
+    kind: Kind = "timeseries",
+    bound: float | None = None,
+    description: str = "",
+    empty: str = "",
+) -> Panel:
+    return Panel(title, unit, queries, kind, bound, description=description, empty=empty)
+
+
+def stacked(title: str, unit: Unit, *queries: Query, description: str = "") -> Panel:
+    """Returns a panel whose curves add up."""
+    return Panel(title, unit, queries, is_stacked=True, description=description)
+
+
 def stat(title: str, unit: Unit, expression: Expression, *, bound: float | None = None, empty: str = "") -> Panel:
     """Returns one number; where nothing reports it, the text `empty`, or zero without one."""
     return Panel(title, unit, (Query(expression, "", is_rare=not empty),), "stat", bound, empty=empty)
