@@ -217,7 +217,7 @@ class ApiClient:
 
     def end_rollout(self, name: str, end: Literal["stop", "promote"], why: str = "") -> RolloutStatus:
         """Asks for the end of the rollout that runs."""
-        query = {"why": why} if why else None
+        query = {"why": why or None}
         return from_json(RolloutStatus, self._post(f"/v1/endpoints/{name}/rollout/{end}", query=query))
 
     def feedback(self, name: str) -> list[RevisionFeedback]:
@@ -252,12 +252,12 @@ class ApiClient:
         self, name: str, *, alias: str | None = None, until_s: float | None = None, limit: int = 100
     ) -> list[AliasChange]:
         """Returns changes of a model's aliases up to a time, newest first."""
-        query = {k: v for k, v in {"alias": alias, "until_s": until_s, "limit": limit}.items() if v is not None}
+        query = {"alias": alias, "until_s": until_s, "limit": limit}
         return from_json(list[AliasChange], self._get(f"/v1/models/{name}/history", query))
 
     def plans(self, *, limit: int = 50, until_s: float | None = None) -> list[dict[str, Any]]:
         """Returns the latest plans (made by `until_s`) with actions, newest last, in the format of Plan.to_json."""
-        return list(self._get("/v1/plans", {"limit": limit} | ({} if until_s is None else {"until_s": until_s})))
+        return list(self._get("/v1/plans", {"limit": limit, "until_s": until_s}))
 
     def corrections(self) -> Corrections:
         return from_json(Corrections, self._get("/v1/corrections"))
@@ -302,27 +302,19 @@ class ApiClient:
 
     def usage(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> UsagePage:
         """Returns a page of requests, newest first. `which`: key, team, user, model, since_s, until_s."""
-        query = {
-            name: value for name, value in {**which, "before": before, "limit": limit}.items() if value is not None
-        }
-        return from_json(UsagePage, self._get("/v1/usage", query))
+        return from_json(UsagePage, self._get("/v1/usage", {**which, "before": before, "limit": limit}))
 
     def usage_sums(self, by: UsageBy, **which: str | float | None) -> list[UsageSum]:
         """Returns the usage by group, of the requests that `usage` would return."""
-        query = {name: value for name, value in which.items() if value is not None}
-        return from_json(list[UsageSum], self._get(f"/v1/usage/{by}", query))
+        return from_json(list[UsageSum], self._get(f"/v1/usage/{by}", which))
 
     def audit(self, *, before: int | None = None, limit: int = 100, **which: str | float | None) -> list[AuditEntry]:
         """Returns entries of the audit log, newest first. `which`: actor, action, object, since_s, until_s."""
-        query = {
-            name: value for name, value in {**which, "before": before, "limit": limit}.items() if value is not None
-        }
-        return from_json(list[AuditEntry], self._get("/v1/audit", query))
+        return from_json(list[AuditEntry], self._get("/v1/audit", {**which, "before": before, "limit": limit}))
 
     def verify_audit(self, head: str | None = None) -> ChainVerdict:
         """Checks the audit log, and that it still holds the entry `NUMBER:HASH`, if given."""
-        query = None if head is None else {"head": head}
-        return from_json(ChainVerdict, self._get("/v1/audit/verify", query, timeout_s=_UPLOAD_TIMEOUT_S))
+        return from_json(ChainVerdict, self._get("/v1/audit/verify", {"head": head}, timeout_s=_UPLOAD_TIMEOUT_S))
 
     def close(self) -> None:
         self._http.close()

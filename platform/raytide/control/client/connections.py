@@ -30,15 +30,17 @@ class HttpConnections:
     def request(
         self, method: str, path: str, query: Mapping[str, Any], body: object, *, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Sends bytes as they are, anything else but None as JSON. Returns the status and the body of the answer.
-        Raises OSError or HTTPException without an answer.
+        """Sends bytes as they are, anything else but None as JSON, and the words of the query that are not None.
+
+        Returns the status and the body of the answer. Raises OSError or HTTPException without an answer.
 
         A request that fails on a connection which the server may have closed meanwhile is sent again on another.
         """
         headers, content = dict(self._headers), body if isinstance(body, bytes) else None
         if body is not content:
             headers["Content-Type"], content = "application/json", json.dumps(body, allow_nan=False).encode()
-        words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items()}
+        given = ((name, value) for name, value in query.items() if value is not None)
+        words = {name: str(value).lower() if isinstance(value, bool) else value for name, value in given}
         target = self._prefix + quote(path) + ("?" + urlencode(words) if words else "")
         while True:
             try:

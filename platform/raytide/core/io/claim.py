@@ -23,6 +23,7 @@ from pathlib import Path
 
 from raytide.core.errors import ConflictError, RaytideError
 from raytide.core.io.atomic_file import write_json
+from raytide.core.io.process import Process
 from raytide.core.io.storage import full_disk_is_an_error, is_local, join
 
 _log = logging.getLogger(__name__)
@@ -254,11 +255,8 @@ def _is_alive(found: ClaimRecord) -> bool | None:
 
 def _started(pid: int) -> str:
     """Returns the start time of a process; empty if it is gone or a zombie."""
-    try:
-        rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if rest[0] in ("Z", "X") else rest[19]
+    process = Process.of(pid)
+    return "" if process is None else str(process.start_time)
 
 
 def _plain(place: str) -> str:

@@ -12,7 +12,8 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,34 +99,27 @@ def terminate_all(processes: Iterable[Process], *, grace_s: float) -> None:
 def running(arguments: Sequence[str]) -> list[Process]:
     """Returns this user's processes whose command line ends with these arguments, oldest first."""
     wanted = b"".join(b"\0" + os.fsencode(argument) for argument in arguments) + b"\0"
-    found = []
-    for entry in _PROC.iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            is_it = entry.stat().st_uid == os.geteuid() and (entry / "cmdline").read_bytes().endswith(wanted)
-        except OSError:
-            continue  # it ended meanwhile
-        if is_it and (process := Process.of(int(entry.name), arguments[0])) is not None:
-            found.append(process)
-    return sorted(found, key=lambda process: process.start_time)
+
+    def is_it(entry: Path) -> bool:
+        return entry.stat().st_uid == os.geteuid() and (entry / "cmdline").read_bytes().endswith(wanted)
+
+    return sorted(_processes(is_it, arguments[0]), key=lambda process: process.start_time)
 
 
 def marked(name: str, value: str) -> list[Process]:
     """Returns this user's processes whose environment contains `name=value`, except this process."""
     wanted = f"{name}={value}".encode()
+    return _processes(lambda entry: wanted in (entry / "environ").read_bytes().split(b"\0"), name)
+
+
+def _processes(is_wanted: Callable[[Path], bool], what: str) -> list[Process]:
+    """Returns the other processes that are wanted by their folders in /proc."""
     found = []
     for entry in _PROC.iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:
-            continue  # ended meanwhile, a zombie, or another user's
-        if wanted in environment.split(b"\0"):
-            process = Process.of(int(entry.name), name)
-            if process is not None:
-                found.append(process)
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):  # it ended meanwhile, is a zombie, or another user's
+                if is_wanted(entry) and (process := Process.of(int(entry.name), what)) is not None:
+                    found.append(process)
     return found
 
 
