@@ -122,4 +122,4 @@ def bucket_quantile(q: float, buckets: Mapping[float, float]) -> float:
         return bounds[0]
     low, below = (bounds[index - 1], counts[index - 1]) if index else (0.0, 0.0)
     within = counts[index] - below
-    return bounds[index] if within <= 0 else low + (bounds[index] - low) * (rank - below) / within
+    return low + (bounds[index] - low) * (rank - below) / within if within > 0 else math.nan
