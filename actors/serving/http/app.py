@@ -40,6 +40,7 @@ from raytide.actors.serving.protocols.messages_api.errors import error_body, is_
 from raytide.actors.serving.protocols.messages_api.routes import add_messages_routes, model_info, model_page
 from raytide.actors.serving.protocols.models import Models, SingleModel, tracked
 from raytide.actors.serving.protocols.responses_api.routes import add_responses_routes
+from raytide.actors.serving.protocols.responses_api.stored import MemoryResponses, ResponseStore
 from raytide.actors.serving.protocols.tokens import add_token_routes
 from raytide.core.errors import RaytideError
 from raytide.core.telemetry.metrics import CONTENT_TYPE, render
@@ -93,8 +94,14 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
     return app
 
 
-def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    """Returns an app with OpenAI's routes and errors for these models."""
+def openai_app(
+    models: Models,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
+    responses: ResponseStore | None = None,
+) -> FastAPI:
+    """Returns an app with OpenAI's routes and errors for these models. `responses` keeps them; by default
+    this process does.
+    """
     app = FastAPI(
         title="raytide",
         lifespan=lifespan,
@@ -132,7 +139,7 @@ def openai_app(models: Models, lifespan: Callable[[FastAPI], AbstractAsyncContex
 
         return await models.answer(body.model, request, body, answer)
 
-    add_responses_routes(app, models)
+    add_responses_routes(app, models, responses or MemoryResponses())
     add_messages_routes(app, models)
     add_token_routes(app, models)
     _add_pooling_routes(app, models)

@@ -36,6 +36,10 @@ class RequestCaller(Protocol):
     def team(self) -> str: ...
 
     @property
+    def account(self) -> str:
+        """The account of its key; empty without a key."""
+
+    @property
     def weight(self) -> float:
         """The team's weight in the fair share."""
 
@@ -65,6 +69,7 @@ class Anybody:
     """The caller where no keys are kept."""
 
     team = "default"
+    account = ""
     weight = 1.0
     keeps_answers = True
     is_known = False

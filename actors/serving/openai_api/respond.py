@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -52,8 +52,11 @@ async def respond(
     body: CompletionRequest | ChatRequest,
     request: Request,
     writer_of: Callable[[GenerationStream], ResponseWriter],
+    keep: Callable[[], Awaitable[None]] | None = None,
 ) -> Response:
-    """Returns the answer to `body`, as `writer_of` its generation writes it. Metrics count it for `api`."""
+    """Returns the answer to `body`, as `writer_of` its generation writes it. Metrics count it for `api`. `keep` is
+    called when the answer is complete, before its client knows.
+    """
     track = server.metrics.track("probe" if PROBE in request.headers else api)
     if (trace := RequestTrace.of(request.scope)) is not None:
         trace.model = body.model
@@ -71,7 +74,7 @@ async def respond(
                 # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.
                 first = await _unless_gone(leaving, reading.next())
                 _leave_headers(request, generation)
-                events = _events(reading, first, writer, server.texts)
+                events = _events(reading, first, writer, server.texts, keep)
                 return _EventStream(events, reading.close)
             await _unless_gone(leaving, reading.to_the_end())
 
@@ -82,6 +85,8 @@ async def respond(
 
             response = await server.texts.run(render_response) if reading.entries > _MANY_ENTRIES else render_response()
             reading.finish("ok", 200)
+            if keep is not None:
+                await keep()
             _leave_headers(request, generation)
             return response
         except _ClientGoneError:
@@ -210,7 +215,11 @@ def _entries(delta: ChoiceDelta) -> int:
 
 
 async def _events(
-    reading: _Reading, first: list[ChoiceDelta], writer: ResponseWriter, texts: TextPool
+    reading: _Reading,
+    first: list[ChoiceDelta],
+    writer: ResponseWriter,
+    texts: TextPool,
+    keep: Callable[[], Awaitable[None]] | None,
 ) -> AsyncIterator[bytes]:
     """Yields the body of a stream: the writer's events for each engine step, and its end or an error."""
     try:
@@ -224,7 +233,10 @@ async def _events(
             yield head + (await texts.run(render) if many else render())
             batch, head = await reading.next(), b""
         reading.finish("ok", 200)
-        yield writer.closing(usage_of(reading.choices))
+        closing = writer.closing(usage_of(reading.choices))
+        if keep is not None:
+            await keep()
+        yield closing
     except Exception as error:
         api_error = failed(error, reading.track)
         reading.settle(api_error.status)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -36,14 +36,15 @@ class ChatApi(Generic[B]):
         body: B,
         request: Request,
         writer_of: Callable[[GenerationStream], ResponseWriter],
+        keep: Callable[[], Awaitable[None]] | None = None,
     ) -> Response:
-        """Returns the answer to a request, as `writer_of` its generation writes it."""
+        """Returns the answer to a request, as `writer_of` its generation writes it; see `respond`."""
         await models.server(model, request)  # an unknown model is the first problem to name
         chat = self._chat_of(body)
 
         async def answered(server: Server) -> Response:
             try:
-                return await respond(server, self.name, chat, request, writer_of)
+                return await respond(server, self.name, chat, request, writer_of, keep)
             except ApiError as error:
                 raise self.renamed(error) from error
 

@@ -24,6 +24,7 @@ from raytide.core.telemetry.page import MetricsPage, Query
 from raytide.core.telemetry.series_limits import SeriesLimits
 from raytide.core.telemetry.targets import Target, announce
 from raytide.core.telemetry.vllm_names import with_vllm_names
+from raytide.gateway.answers.stored_responses import SharedResponses
 from raytide.gateway.app import create_app
 from raytide.gateway.batches.service import BatchService
 from raytide.gateway.hosted.api import HostedApis
@@ -73,7 +74,7 @@ def serve(
         directory = Directory(gcs_address, update)
         directory.start()
         reporter = RolloutReporter(tenancy.api, models.counted)
-        work = (models.report_queues(directory), batches.run(), reporter.run())
+        work = (models.report_queues(directory), batches.run(), reporter.run(), responses.run())
         tasks = [asyncio.create_task(each) for each in work]
         for task in (*tasks, *tenancy.start()):
             task.add_done_callback(ended)
@@ -105,7 +106,8 @@ def serve(
         return with_vllm_names(samples, query)
 
     metrics = MetricsPage(page)
-    app = create_app(models, tenancy, run, tracing)
+    responses = SharedResponses(files.with_name("responses"))
+    app = create_app(models, tenancy, run, tracing, responses)
     batches = BatchService(app, models, tenancy, files)
     config = uvicorn.Config(
         app,

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raytide.actors.serving.http.app import openai_app
 from raytide.actors.serving.http.headers import ResponseHeaders
+from raytide.actors.serving.protocols.responses_api.stored import ResponseStore
 from raytide.core.telemetry.metrics import CONTENT_TYPE, render
 from raytide.gateway.models import ENDPOINT, EndpointModels
 from raytide.gateway.rollouts.feedback import add_feedback_routes
@@ -31,9 +32,12 @@ def create_app(
     tenancy: Tenancy,
     start: Callable[[], AsyncIterator[None]],
     tracing: RequestTracing | None = None,
+    responses: ResponseStore | None = None,
 ) -> FastAPI:
-    """Returns the app. `start` runs beside it: its first part before the first request, the rest after the last."""
-    app = openai_app(models, asynccontextmanager(lambda _: start()))
+    """Returns the app. `start` runs beside it: its first part before the first request, the rest after the last.
+    Without `responses` each process keeps its own.
+    """
+    app = openai_app(models, asynccontextmanager(lambda _: start()), responses)
     app.add_middleware(Authentication, tenancy=tenancy)
     if tracing is not None:
         app.add_middleware(TracedRequests, tracing=tracing)

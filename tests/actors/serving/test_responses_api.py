@@ -91,6 +91,8 @@ def test_the_history_of_calls_is_sent_back(client: OpenAI) -> None:
     ("extra", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_response_id": "../x"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
         ({"extra_body": {"colour": "blue"}}, "colour"),
         ({"input": [{"type": "input_image"}]}, "input[0]"),
@@ -117,6 +119,100 @@ def test_a_bad_field_is_a_400_that_names_it(client: OpenAI, extra: dict[str, Any
 
 
 def test_fields_that_ask_for_nothing_are_accepted(client: OpenAI) -> None:
-    extra: Any = {"store": False, "metadata": {"a": "b"}, "truncation": "disabled", "previous_response_id": None}
+    extra: Any = {"metadata": {"a": "b"}, "truncation": "disabled", "previous_response_id": None}
     answer = client.responses.create(model="fake", input="x", max_output_tokens=1, **extra)
     assert answer.metadata == {"a": "b"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_stored_and_retrieved_as_it_was(client: OpenAI, stream: bool) -> None:
+    ask: Any = {"model": "fake", "input": "hello", "max_output_tokens": 7, "metadata": {"a": "b"}}
+    answer = streamed(client, **ask)[1] if stream else client.responses.create(**ask)
+    assert answer.store is True
+    assert client.responses.retrieve(answer.id) == answer
+
+
+def test_an_answer_goes_on_from_an_earlier_one(serve: Serve, client_of: ClientOf) -> None:
+    engine = FakeEngine(reply="tide ", max_model_len=2000)
+    client = client_of(serve(engine))
+
+    def tokens(**ask: Any) -> int:
+        return client.responses.input_tokens.count(model="fake", **ask).input_tokens
+
+    first = client.responses.create(model="fake", input="hello", instructions="Be brief.", max_output_tokens=4)
+    second = client.responses.create(
+        model="fake", input="and then?", previous_response_id=first.id, max_output_tokens=4, instructions="Be long."
+    )
+    assert second.previous_response_id == first.id
+    turns: Any = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "tide"},
+        {"role": "user", "content": "and then?"},
+    ]
+    assert second.usage is not None
+    assert second.usage.input_tokens == tokens(input=turns, instructions="Be long.")
+    assert tokens(input="!", previous_response_id=second.id) == tokens(
+        input=[*turns, {"role": "assistant", "content": "tide"}, {"role": "user", "content": "!"}]
+    )
+    assert client.responses.delete(first.id) is None  # type: ignore[func-returns-value]
+    third = client.responses.create(model="fake", input="!", previous_response_id=second.id, max_output_tokens=1)
+    assert third.usage is not None, "what follows needs the last response alone"
+
+
+def test_a_call_and_its_result_are_turns_of_what_follows(caller: OpenAI) -> None:
+    first = caller.responses.create(model="fake", input="?", tools=[TOOL], max_output_tokens=len(CALL))
+    call = next(item for item in first.output if item.type == "function_call")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "7 degrees"}
+    second = caller.responses.create(
+        model="fake", input=[result], previous_response_id=first.id, tools=[TOOL], max_output_tokens=4
+    )
+    assert second.output_text == "I lo"
+    items = caller.responses.input_items.list(second.id, order="asc", limit=2)
+    assert [item.type for item in items] == ["message", "message", "function_call", "function_call_output"]
+
+
+def test_the_items_of_an_input_are_listed_in_pages(client: OpenAI) -> None:
+    turns: Any = [{"role": "user", "content": str(number)} for number in range(5)]
+    answer = client.responses.create(model="fake", input=turns, max_output_tokens=1)
+    for order, expected in (("desc", "43210"), ("asc", "01234")):
+        items: Any = list(client.responses.input_items.list(answer.id, order=order, limit=2))  # type: ignore[arg-type]
+        assert "".join(item.content[0].text for item in items) == expected
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list(answer.id, after="msg_none")
+
+
+def test_what_is_not_stored_is_not_found(client: OpenAI) -> None:
+    answer = client.responses.create(model="fake", input="x", max_output_tokens=1, store=False)
+    assert answer.store is False
+    for response_id in (answer.id, "resp_none", "none", "resp_%00"):
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.responses.retrieve(response_id)
+        assert caught.value.type == "invalid_request_error"
+        with pytest.raises(openai.NotFoundError):
+            client.responses.delete(response_id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model="fake", input="x", previous_response_id=answer.id)
+    assert refused.value.code == "previous_response_not_found"
+
+
+def test_a_deleted_answer_is_gone(client: OpenAI) -> None:
+    answer = client.responses.create(model="fake", input="x", max_output_tokens=1)
+    client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
+
+
+def test_a_stored_answer_is_not_streamed_again(client: OpenAI) -> None:
+    answer = client.responses.create(model="fake", input="x", max_output_tokens=1)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.retrieve(answer.id, stream=True)
+    assert caught.value.param == "stream"
+
+
+def test_the_end_of_a_cut_stream_has_the_whole_answer(client: OpenAI) -> None:
+    """`get_final_response` of the client takes only `response.completed`, with OpenAI's own server too."""
+    with client.responses.stream(model="fake", input="hello", max_output_tokens=7) as stream:
+        last = list(stream)[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == "tide ti"
+    assert last.response == client.responses.retrieve(last.response.id)

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, without stored conversations: its requests as chats, and its answers and events."""
+"""OpenAI's Responses API: its requests as chats, its answers and events, and the responses that are stored."""

@@ -12,7 +12,7 @@ from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Name, onl
 
 _NO_EFFECT = frozenset(
     {
-        *("metadata", "user", "store", "truncation", "include", "service_tier", "prompt_cache_key"),
+        *("metadata", "user", "truncation", "include", "service_tier", "prompt_cache_key"),
         *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "max_tool_calls", "stream_options"),
     }
 )
@@ -22,7 +22,6 @@ _UNSUPPORTED = {
     "context_management": [],
     "conversation": None,
     "moderation": None,
-    "previous_response_id": None,
     "prompt": None,
 }
 """Known fields that this server does not implement, with the value that asks for nothing."""
@@ -73,6 +72,8 @@ class ResponsesRequest(BaseModel):
     parallel_tool_calls: bool | None = None
     text: TextFormat | None = None
     reasoning: Reasoning | None = None
+    store: bool | None = None
+    previous_response_id: Name | None = None
 
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
@@ -81,8 +82,8 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     for name, value in (request.model_extra or {}).items():
         if value is None or name in _NO_EFFECT or (name in _UNSUPPORTED and value == _UNSUPPORTED[name]):
             continue
-        if name in ("previous_response_id", "conversation"):
-            raise invalid(f"{name}: this server keeps no conversations; send the whole input.", param=name)
+        if name == "conversation":
+            raise invalid("conversation: use previous_response_id, or send the whole input.", param=name)
         known = name in _UNSUPPORTED
         raise invalid(
             f"{name} is not supported by this model server." if known else f"Unrecognized request argument: {name}.",

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal
+import logging
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel
 
+from raytide.actors.engine.limits import MAX_NAME_CHARS
+from raytide.actors.serving.openai_api.admission import caller_of
+from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.protocols.chat_api import ChatApi
 from raytide.actors.serving.protocols.models import Models
 from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest, chat_request, in_responses
+from raytide.actors.serving.protocols.responses_api.stored import (
+    RESPONSE_ID,
+    ResponseOwner,
+    ResponseStore,
+    StoredResponse,
+    input_items,
+)
 from raytide.actors.serving.protocols.responses_api.writer import ResponsesWriter
+from raytide.core.errors import RaytideError
 
+_log = logging.getLogger(__name__)
 _API = ChatApi("responses", chat_request, in_responses)
 
 
@@ -21,11 +34,100 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
-def add_responses_routes(app: FastAPI, models: Models) -> None:
+class InputItems(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool = False
+
+
+class DeletedResponse(BaseModel):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> None:
     @app.post("/v1/responses", responses={200: {"content": {"text/event-stream": {}}}})
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        return await _API.answer(models, body.model, body, request, partial(ResponsesWriter, body))
+        asked, writers = await _continued(body, request), list[ResponsesWriter]()
+
+        def writer_of(generation: GenerationStream) -> ResponsesWriter:
+            writers.append(ResponsesWriter(body, generation))
+            return writers[-1]
+
+        async def keep() -> None:
+            writer, caller = writers[-1], caller_of(request.scope)
+            assert writer.response is not None
+            stored = StoredResponse(writer.id, body.model, writer.response, input_items(asked.input))
+            try:
+                await store.add(ResponseOwner(caller.team, caller.account), stored)
+            except RaytideError as error:  # the answer is there; what follows it gets a 400 that says that it is not
+                _log.warning("response %s is not stored: %s", writer.id, error)
+
+        return await _API.answer(models, body.model, asked, request, writer_of, None if body.store is False else keep)
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: ResponsesRequest, request: Request) -> InputTokens:
-        return InputTokens(input_tokens=await _API.count_tokens(models, "input_tokens", body.model, body, request))
+        asked = await _continued(body, request)
+        return InputTokens(input_tokens=await _API.count_tokens(models, "input_tokens", body.model, asked, request))
+
+    @app.get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str, request: Request, stream: bool = False) -> dict[str, Any]:
+        if stream:
+            raise invalid("stream: a stored response comes in one piece.", param="stream")
+        return (await _found(response_id, request)).response
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, request: Request) -> DeletedResponse:
+        await _found(response_id, request)
+        await store.delete(caller_of(request.scope).team, response_id)
+        return DeletedResponse(id=response_id)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def list_input_items(
+        response_id: str,
+        request: Request,
+        after: Annotated[str | None, Query(max_length=MAX_NAME_CHARS)] = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> InputItems:
+        items = (await _found(response_id, request)).input
+        items = items if order == "asc" else items[::-1]
+        if after is not None:
+            places = [place for place, item in enumerate(items) if item["id"] == after]
+            if not places:
+                raise invalid(f"There is no item {after!r} after which to list.", param="after", status=404)
+            items = items[places[0] + 1 :]
+        data = items[:limit]
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        return InputItems(data=data, first_id=first, last_id=last, has_more=len(items) > limit)
+
+    async def _stored(response_id: str, request: Request) -> StoredResponse | None:
+        """Returns a response of the caller's team, of a model that the caller may use."""
+        caller = caller_of(request.scope)
+        if not RESPONSE_ID.fullmatch(response_id):
+            return None
+        found = await store.get(caller.team, response_id)
+        return found if found is not None and caller.may_use(found.model) else None
+
+    async def _found(response_id: str, request: Request) -> StoredResponse:
+        found = await _stored(response_id, request)
+        if found is None:
+            raise invalid(f"Response with id {response_id!r} not found.", param="response_id", status=404)
+        return found
+
+    async def _continued(body: ResponsesRequest, request: Request) -> ResponsesRequest:
+        """Returns the request with the items of the response that it follows before its own."""
+        if body.previous_response_id is None:
+            return body
+        await models.server(body.model, request)  # an unknown model is the first problem to name
+        found = await _stored(body.previous_response_id, request)
+        if found is None:
+            raise invalid(
+                f"Previous response with id {body.previous_response_id!r} not found.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return body.model_copy(update={"input": [*found.conversation, *input_items(body.input)]})

@@ -30,6 +30,8 @@ class ResponsesWriter:
         self._items: list[Item] = []
         self._sequence = 0
         self._is_cut = False
+        self.response: Item | None = None
+        """The whole response, once it is complete."""
 
     def set_id(self, request_id: str) -> None:
         self.id = f"resp_{request_id}"
@@ -45,7 +47,8 @@ class ResponsesWriter:
                 if item["type"] == "message":
                     item["content"][0]["logprobs"] = scored
         self._is_cut = choice.finish_reason == "length"
-        return self._response(usage)
+        self.response = self._response(usage)
+        return self.response
 
     def opening(self, choices: int) -> bytes:
         response = {**self._response(None), "status": "in_progress"}
@@ -65,7 +68,8 @@ class ResponsesWriter:
         out: list[bytes] = []
         self._close(out)
         kind = "response.incomplete" if self._is_cut else "response.completed"
-        return b"".join([*out, self._event(kind, response=self._response(usage))])
+        self.response = self._response(usage)
+        return b"".join([*out, self._event(kind, response=self.response)])
 
     def failure(self, error: ApiError) -> bytes:
         body = error.body.error
@@ -143,9 +147,9 @@ class ResponsesWriter:
             "metadata": more.get("metadata") or {},
             "model": asked.model,
             "output": self._items,
-            "previous_response_id": None,
+            "previous_response_id": asked.previous_response_id,
             "reasoning": asked.reasoning and asked.reasoning.model_dump(exclude_none=True),
-            "store": False,
+            "store": asked.store is not False,
             "text": {"format": {"type": "text"}, **text},
             "truncation": "disabled",
             "user": more.get("user"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from raytide.actors.serving.openai_api.admission import CALLER, Anybody, RequestCaller
+from raytide.actors.serving.openai_api.admission import CALLER, RequestCaller
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.gateway.batches.routes import add_batch_routes
 from raytide.gateway.batches.runner import BatchRunner
@@ -15,7 +15,7 @@ from raytide.gateway.files.database import FileDatabase
 from raytide.gateway.files.routes import add_file_routes
 from raytide.gateway.files.store import FileStore
 from raytide.gateway.models import EndpointModels
-from raytide.gateway.tenancy.tenancy import GatewayCaller, Tenancy
+from raytide.gateway.tenancy.tenancy import Tenancy
 
 __all__ = ["BatchService"]
 
@@ -54,6 +54,4 @@ class BatchService:
 
 
 def _account_of(caller: RequestCaller) -> str:
-    assert isinstance(caller, GatewayCaller | Anybody), caller
-    key = caller.key if isinstance(caller, GatewayCaller) else None
-    return "" if key is None else key.account
+    return caller.account

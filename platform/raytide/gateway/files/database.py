@@ -1,4 +1,4 @@
-"""The SQLite database of files and batches, which the gateway processes of a cluster share."""
+"""A SQLite database that the gateway processes of a cluster share: that of files and batches, unless told otherwise."""
 
 from __future__ import annotations
 
@@ -42,16 +42,19 @@ CREATE INDEX IF NOT EXISTS unfinished_batches ON batches (seq) WHERE is_final = 
 class FileDatabase:
     """A folder with the database in it, for this user alone. Each call opens the file: any thread may call it.
 
-    It has a rollback journal, not a write-ahead log, whose readers would need room on the disk.
+    It has a rollback journal, not a write-ahead log, whose readers would need room on the disk. One that `has_log` is
+    faster, and may lose the last transactions when the power fails.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = "files.db", schema: str = _SCHEMA, *, has_log: bool = False) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         self.folder = folder
-        self._path = folder / "files.db"
+        self._path, self._has_log = folder / name, has_log
         with self._errors(), self._opened() as connection:
-            connection.executescript(_SCHEMA)
+            if has_log:
+                connection.execute("PRAGMA journal_mode = WAL")
+            connection.executescript(schema)
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
@@ -77,15 +80,17 @@ class FileDatabase:
     def _opened(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)) as connection:
             connection.row_factory = sqlite3.Row
-            connection.execute("PRAGMA synchronous = FULL")
+            connection.execute(f"PRAGMA synchronous = {'NORMAL' if self._has_log else 'FULL'}")
             yield connection
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raises StorageError for a full disk and OverloadedError for a database that stays locked."""
+        """Raises StorageError for a full disk or a damaged file, and OverloadedError for one that stays locked."""
         try:
             yield
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
+            name = self._path.name
             if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
-                raise OverloadedError("the files are locked by other requests.", hint="Retry later.") from error
-            raise StorageError(f"the files cannot be written: {error}.", hint="Free space on the head.") from error
+                raise OverloadedError(f"{name} is locked by other requests.", hint="Retry later.") from error
+            hint = "Free space on the head, or move a damaged file away."
+            raise StorageError(f"{name} cannot be read or written: {error}.", hint=hint) from error

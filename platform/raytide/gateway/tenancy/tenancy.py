@@ -166,6 +166,11 @@ class GatewayCaller:
         return _TEAM if self.key is None else self.key.team
 
     @property
+    def account(self) -> str:
+        """The account of its key; empty without a key."""
+        return "" if self.key is None else self.key.account
+
+    @property
     def is_known(self) -> bool:
         """True for the holder of a key."""
         return self.key is not None

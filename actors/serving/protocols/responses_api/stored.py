@@ -1,0 +1,120 @@
+"""Stored responses: what is kept of each, and where, so that clients may read it again and go on from it."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+from uuid import uuid4
+
+Item = dict[str, Any]
+
+RESPONSE_ID = re.compile(r"resp_[\w-]{1,100}", re.ASCII)
+MAX_RESPONSE_BYTES = 4 << 20
+"""The size of the largest response that is stored, with its input."""
+KEEP_S = 30 * 86_400
+"""The seconds for which a response is stored, as at OpenAI."""
+_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOwner:
+    """The team whose response it is, and the account of the key that asked; "" without a key."""
+
+    team: str
+    account: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as clients see it, and the items that its prompt was made of, those of earlier responses too."""
+
+    id: str
+    model: str
+    response: Item
+    input: list[Item]
+
+    @property
+    def conversation(self) -> list[Item]:
+        """The items with which a response that follows it begins."""
+        return [*self.input, *self.response["output"]]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> StoredResponse:
+        return cls(**json.loads(text))
+
+
+class ResponseStore(Protocol):
+    """Keeps responses for a time. Each bounds what it keeps: the oldest go first."""
+
+    async def add(self, owner: ResponseOwner, stored: StoredResponse) -> None:
+        """Stores a response, unless it is too large."""
+
+    async def get(self, team: str, response_id: str) -> StoredResponse | None:
+        """Returns a response of the team; None for one that is unknown, has expired or is another team's."""
+
+    async def delete(self, team: str, response_id: str) -> bool:
+        """Deletes a response of the team. Returns False if there was none."""
+
+
+class MemoryResponses:
+    """Keeps responses in this process, for a server without a gateway."""
+
+    def __init__(
+        self, *, max_responses: int = 1000, max_bytes: int = 64 << 20, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._kept: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()
+        self._max_responses, self._max_bytes, self._now_s = max_responses, max_bytes, now_s
+        self._bytes = 0
+
+    async def add(self, owner: ResponseOwner, stored: StoredResponse) -> None:
+        text = stored.to_json()
+        if len(text) > MAX_RESPONSE_BYTES:
+            return
+        self._kept[owner.team, stored.id] = self._now_s() + KEEP_S, text
+        self._bytes += len(text)
+        while len(self._kept) > self._max_responses or self._bytes > self._max_bytes:
+            self._remove(next(iter(self._kept)))
+
+    async def get(self, team: str, response_id: str) -> StoredResponse | None:
+        expires_s, text = self._kept.get((team, response_id), (0.0, ""))
+        if not text or expires_s < self._now_s():
+            return None
+        return StoredResponse.from_json(text)
+
+    async def delete(self, team: str, response_id: str) -> bool:
+        if await self.get(team, response_id) is None:
+            return False
+        self._remove((team, response_id))
+        return True
+
+    def _remove(self, key: tuple[str, str]) -> None:
+        self._bytes -= len(self._kept.pop(key)[1])
+
+
+def input_items(given: str | Sequence[Item]) -> list[Item]:
+    """Returns an input as the items that clients list: each with its type, an id, and contents as parts."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return [_item(each) for each in given]
+
+
+def _item(item: Item) -> Item:
+    kind = item.get("type", "message")
+    named = {"type": kind, "id": item.get("id") or f"{_PREFIXES.get(kind, 'msg')}_{uuid4().hex[:24]}"}
+    if kind == "reasoning":
+        return {"summary": [], **item, **named}
+    if kind == "message":
+        content = item.get("content")
+        if isinstance(content, str):
+            is_output = item.get("role") == "assistant"
+            part: Item = {"type": "output_text" if is_output else "input_text", "text": content}
+            named["content"] = [part | {"annotations": []} if is_output else part]
+    return {"status": "completed", **item, **named}
