@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from uuid import uuid4
 
 from raytide.actors.engine.base import Engine
@@ -25,6 +26,7 @@ from raytide.actors.serving.openai_api.chat.tool_choice import NO_TOOLS, ToolUse
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
+from raytide.actors.serving.openai_api.truncation import Truncation
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 
 
@@ -133,14 +135,15 @@ class Server:
             raise invalid(f"{self.model} classifies: it generates no text.", param="model")
         use = tool_use_of(request, self.info.chat) if isinstance(request, ChatRequest) else NO_TOOLS
         sampling, echoes, images = sampling_of(request, use.structured), [""], tuple[bytes, ...]()
+        cut = Truncation.of(request, self.info.max_model_len, answer=sampling.max_tokens or 1, side="left")
         if isinstance(request, ChatRequest):
             chat = await self.chat_prompt(request, use)
-            prompts, images, use = [chat.tokens], chat.images, chat.use
-            self._check_length(chat.tokens, "messages")
+            prompts, images, use = [self._cut_chat(chat, cut)], chat.images, chat.use
         else:
             special = request.add_special_tokens is not False
-            prompts = await self.prompts(request.prompt, field="prompt", special=special)
-            echoes = await self._echoes(request.prompt, prompts) if request.echo else [""] * len(prompts)
+            prompts = await self.prompts(request.prompt, field="prompt", special=special, cut=cut)
+            given = prompts if cut is not None else request.prompt
+            echoes = await self._echoes(given, prompts) if request.echo else [""] * len(prompts)
         _check_size(sampling, prompts)
         group = uuid4().hex
         asked = [
@@ -179,9 +182,14 @@ class Server:
         return ChatPrompt(tokens, images, use)
 
     async def prompts(
-        self, given: str | list[str] | list[int] | list[list[int]], *, field: str, special: bool = True
+        self,
+        given: str | list[str] | list[int] | list[list[int]],
+        *,
+        field: str,
+        special: bool = True,
+        cut: Truncation | None = None,
     ) -> list[list[int]]:
-        """Returns OpenAI's four forms of a prompt as token lists that fit into the context."""
+        """Returns OpenAI's four forms of a prompt as token lists that fit into the context, cut by `cut`."""
         items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
         tokens = [item for item in items if isinstance(item, int)]
         texts = [item for item in items if not isinstance(item, int)]
@@ -190,19 +198,39 @@ class Server:
         prompts = [tokens] if tokens else []
         for text in texts:
             if isinstance(text, str):
-                prompts.append(await self.tokens(text, field=field, special=special))
+                prompts.append(await self.tokens(text, field=field, special=special, cut=cut))
             else:
-                self._check_length(text, field)
                 prompts.append(text)
-        if tokens:
-            self._check_length(tokens, field)
+        if cut is not None:
+            prompts = [cut.cut(prompt) for prompt in prompts]
+        for prompt in prompts:
+            self._check_length(prompt, field)
         return prompts
 
-    async def tokens(self, text: str, pair: str | None = None, *, field: str, special: bool = True) -> list[int]:
+    async def tokens(
+        self, text: str, pair: str | None = None, *, field: str, special: bool = True, cut: Truncation | None = None
+    ) -> list[int]:
         """Returns the token ids of a text, or of two that are read together; they fit into the context."""
-        tokens = await self.engine.tokenize(text, pair, special=special)
+        tokenize = partial(self.engine.tokenize, special=special)
+        if cut is None:
+            tokens = await tokenize(text, pair)
+        elif pair is None:
+            tokens = await cut.text(text, tokenize)
+        else:
+            tokens = cut.pair(await tokenize(text, pair), await tokenize(text, ""), await tokenize("", ""))
         self._check_length(tokens, field)
         await asyncio.sleep(0)  # many short ones together must not block the event loop
+        return tokens
+
+    def _cut_chat(self, chat: ChatPrompt, cut: Truncation | None) -> list[int]:
+        """Returns the tokens of a chat's prompt that fit into the context. The end of a longer one is not known."""
+        tokens = chat.tokens
+        if cut is not None and len(tokens) > cut.length:
+            if chat.images:
+                raise invalid("truncate_prompt_tokens: a chat with images is not cut.", param="truncate_prompt_tokens")
+            if cut.side == "right" or len(tokens) <= cut.limit:
+                tokens = cut.cut(tokens)
+        self._check_length(tokens, "messages")
         return tokens
 
     def _priority(self, asked: int | None, caller: RequestCaller) -> int:

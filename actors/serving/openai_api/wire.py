@@ -35,6 +35,7 @@ from raytide.actors.engine.limits import (
     MAX_WORD_CHARS,
 )
 from raytide.actors.serving.openai_api.structure import Constraints
+from raytide.actors.serving.openai_api.truncation import TruncationFields
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Int64 = Annotated[
@@ -147,7 +148,7 @@ LogitBias = Annotated[
 ]
 
 
-class GenerationRequest(_Request, Constraints):
+class GenerationRequest(_Request, Constraints, TruncationFields):
     """The fields of both chat and plain completions. From `top_k` on they are extensions that vLLM has too."""
 
     model_config = ConfigDict(json_schema_extra=only_these(NO_EFFECT))

@@ -167,6 +167,21 @@ def responses():
 
 
 @feature
+def stored_responses():
+    first = client.responses.create(model="talker", input="hello", max_output_tokens=8)
+    with client.responses.stream(
+        model="talker", input="more", previous_response_id=first.id, max_output_tokens=8
+    ) as stream:
+        last = list(stream)[-1].response
+    assert client.responses.retrieve(last.id).output_text == last.output_text == "tide tid"
+    assert last.usage.input_tokens > first.usage.input_tokens
+    assert [item.role for item in client.responses.input_items.list(last.id)] == ["user", "assistant", "user"]
+    client.responses.delete(first.id)
+    assert raises(openai.NotFoundError, lambda: client.responses.retrieve(first.id))
+    client.responses.create(model="talker", input="x", previous_response_id=last.id, max_output_tokens=1)
+
+
+@feature
 def responses_with_tools_and_formats():
     tool = {"type": "function", "strict": True, **TOOLS[0]["function"]}
     answer = client.responses.create(

@@ -14,10 +14,11 @@ from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.params import refuse_unknown
 from raytide.actors.serving.openai_api.pooling.pooled_request import compute
 from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.openai_api.truncation import Truncation, TruncationFields
 from raytide.actors.serving.openai_api.wire import NO_EFFECT, Inputs, only_these
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(TruncationFields):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(NO_EFFECT))
 
     model: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
@@ -50,7 +51,8 @@ async def embed(server: Server, request: EmbeddingRequest, caller: RequestCaller
     refuse_unknown(request)
     if request.dimensions is not None:
         raise invalid("dimensions is not supported by this model server.", param="dimensions")
-    prompts = await server.prompts(request.input, field="input")
+    cut = Truncation.of(request, server.info.max_model_len, side="right")
+    prompts = await server.prompts(request.input, field="input", cut=cut)
     tokens = sum(map(len, prompts))
     vectors = await compute(
         server, caller, tokens, lambda: server.engine.embed(prompts, lora=server.lora), param="input"

@@ -21,6 +21,7 @@ from raytide.actors.serving.openai_api.params import refuse_unknown
 from raytide.actors.serving.openai_api.pooling.embeddings import EmbeddingUsage
 from raytide.actors.serving.openai_api.pooling.pooled_request import compute
 from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.openai_api.truncation import Truncation, TruncationFields
 from raytide.actors.serving.openai_api.wire import NO_EFFECT, Name, only_these
 
 Method = Literal["cross_encoder", "bi_encoder"]
@@ -28,7 +29,7 @@ _Text = Annotated[str, Field(min_length=1)]
 _Texts = _Text | Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
 
 
-class _Asked(BaseModel):
+class _Asked(TruncationFields):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(NO_EFFECT))
 
     model: Name
@@ -104,7 +105,8 @@ async def score(server: Server, request: ScoreRequest, caller: RequestCaller) ->
         raise invalid(
             f"text_1 has {len(first)} texts and text_2 {len(second)}: text_1 must have one, or as many.", param="text_1"
         )
-    scores, tokens, method = await _scores(server, list(zip(first, second, strict=True)), caller, ("text_1", "text_2"))
+    pairs = list(zip(first, second, strict=True))
+    scores, tokens, method = await _scores(server, request, pairs, caller, ("text_1", "text_2"))
     return ScoreList(
         id=f"score-{uuid4().hex}",
         created=int(time.time()),
@@ -120,7 +122,7 @@ async def rerank(server: Server, request: RerankRequest, caller: RequestCaller) 
     refuse_unknown(request)
     texts = [each if isinstance(each, str) else each.text for each in request.documents]
     pairs = [(request.query, text) for text in texts]
-    scores, tokens, method = await _scores(server, pairs, caller, ("query", "documents"))
+    scores, tokens, method = await _scores(server, request, pairs, caller, ("query", "documents"))
     order = sorted(range(len(texts)), key=lambda index: -scores[index])[: request.top_n or None]
     return Ranking(
         id=f"rerank-{uuid4().hex}",
@@ -139,15 +141,20 @@ async def rerank(server: Server, request: RerankRequest, caller: RequestCaller) 
 
 
 async def _scores(
-    server: Server, pairs: list[tuple[str, str]], caller: RequestCaller, fields: tuple[str, str]
+    server: Server,
+    request: _Asked,
+    pairs: list[tuple[str, str]],
+    caller: RequestCaller,
+    fields: tuple[str, str],
 ) -> tuple[list[float], int, Method]:
     """Returns the score of each pair, the tokens that were computed, and the method."""
+    cut = Truncation.of(request, server.info.max_model_len, side="right")
     if "classification" in server.info.features:
         if server.info.num_labels != 1:
             raise invalid(
                 f"{server.model} tells {server.info.num_labels} labels apart: that is no single score.", param="model"
             )
-        prompts = [await server.tokens(text, pair, field=fields[1]) for text, pair in pairs]
+        prompts = [await server.tokens(text, pair, field=fields[1], cut=cut) for text, pair in pairs]
         logits = await compute(
             server,
             caller,
@@ -158,7 +165,7 @@ async def _scores(
         return [_sigmoid(logit) for (logit,) in logits], sum(map(len, prompts)), "cross_encoder"
     server.require("embeddings", param="model")
     texts = {text: field for pair in pairs for text, field in zip(pair, fields, strict=True)}  # each is embedded once
-    embedded = [await server.tokens(text, field=field) for text, field in texts.items()]
+    embedded = [await server.tokens(text, field=field, cut=cut) for text, field in texts.items()]
     vectors = await compute(
         server,
         caller,

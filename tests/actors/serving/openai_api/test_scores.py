@@ -111,7 +111,7 @@ async def test_what_has_no_score_is_refused_by_name(tmp_path: Path) -> None:
         cases = {
             "text_1": {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]},
             "text_2": {"text_1": "a", "text_2": ["b", "c" * 99]},
-            "truncate_prompt_tokens": {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 5},
+            "truncate_prompt_tokens": {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 64},
         }
         for param, fields in cases.items():
             refused = await http.post("/v1/score", json={"model": "m", **fields})
