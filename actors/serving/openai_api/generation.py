@@ -14,8 +14,8 @@ from raytide.actors.engine.base import Engine
 from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
 from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Timing, TokenUsage, as_request_error
 from raytide.actors.serving.openai_api.admission import Grant
-from raytide.actors.serving.openai_api.answers.logprobs import ScoredToken, TokenBytes
 from raytide.actors.serving.openai_api.chat.tool_choice import NO_TOOLS, ToolUse
+from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes
 from raytide.core.errors import EngineError
 
 

@@ -10,7 +10,7 @@ from raytide.actors.engine.base import required_features
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.types import Feature, GenRequest, Message, ToolCallTurn
 from raytide.actors.serving.openai_api.errors import invalid
-from raytide.actors.serving.openai_api.structure import constraint_field, structured_of
+from raytide.actors.serving.openai_api.fields.structure import constraint_field, structured_of
 from raytide.actors.serving.openai_api.wire import (
     NO_EFFECT,
     ChatMessage,

@@ -19,10 +19,10 @@ from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import TokenUsage
 from raytide.actors.serving.metrics import Outcome, RequestTracker
 from raytide.actors.serving.openai_api.admission import HEADERS, caller_of
-from raytide.actors.serving.openai_api.answers.logprobs import TokenBytes
 from raytide.actors.serving.openai_api.answers.writer import ChoiceState, ResponseWriter, usage_of
 from raytide.actors.serving.openai_api.errors import ApiError, client_gone, invalid, timed_out, to_api_error
 from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
+from raytide.actors.serving.openai_api.logprobs import TokenBytes
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 from raytide.actors.serving.request_trace import RequestTrace

@@ -24,9 +24,9 @@ from raytide.actors.serving.openai_api.chat.images import images_of
 from raytide.actors.serving.openai_api.chat.prompt_options import prompt_options, reasoning_after
 from raytide.actors.serving.openai_api.chat.tool_choice import NO_TOOLS, ToolUse, tool_use_of
 from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.fields.truncation import Truncation
 from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
-from raytide.actors.serving.openai_api.truncation import Truncation
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
 
 

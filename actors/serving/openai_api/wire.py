@@ -34,8 +34,8 @@ from raytide.actors.engine.limits import (
     MAX_TOOLS,
     MAX_WORD_CHARS,
 )
-from raytide.actors.serving.openai_api.structure import Constraints
-from raytide.actors.serving.openai_api.truncation import TruncationFields
+from raytide.actors.serving.openai_api.fields.structure import Constraints
+from raytide.actors.serving.openai_api.fields.truncation import TruncationFields
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Int64 = Annotated[

@@ -34,7 +34,10 @@ TEXT, CHAT, EMBED = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 RESPONSES, SCORE, RERANK = "/v1/responses", "/v1/score", "/v1/rerank"
 MESSAGES, COUNT, TOKENIZE, DETOKENIZE = "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"
 INPUT = "/v1/responses/input_tokens"
-OTHERS = ("/v1/models", "/v1/models/m", "/v1/models/\ufffd", "/health", "/metrics", "/docs", "/nothing")
+OTHERS = (
+    *("/v1/models", "/v1/models/m", "/v1/models/\ufffd", "/health", "/metrics", "/docs", "/nothing"),
+    *("/v1/responses/resp_1", "/v1/responses/\ufffd", "/v1/responses/resp_1/input_items"),
+)
 VALID: dict[str, dict[str, Any]] = {
     TEXT: {"model": "m", "prompt": "hello", "max_tokens": 2},
     CHAT: {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2},
@@ -238,6 +241,8 @@ def test_no_method_or_header_is_the_servers_failure(
 def test_every_route_is_among_those_that_are_tried(rig: Rig) -> None:
     tried = {*VALID, *OTHERS} | {
         "/v1/models/{model:name}",
+        "/v1/responses/{response_id}",
+        "/v1/responses/{response_id}/input_items",
         "/version",
         "/v2/rerank",
         "/rerank",

@@ -1,4 +1,4 @@
-"""What a server without a gateway keeps of responses."""
+"""The responses that a server without a gateway keeps."""
 
 from __future__ import annotations
 

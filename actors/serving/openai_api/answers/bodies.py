@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
-from raytide.actors.serving.openai_api.answers.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs
+from raytide.actors.serving.openai_api.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs
 from raytide.actors.serving.openai_api.wire import ToolCall
 
 FinishReason = Literal["stop", "length", "tool_calls"]

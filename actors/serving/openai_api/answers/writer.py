@@ -24,7 +24,9 @@ from raytide.actors.serving.openai_api.answers.bodies import (
     Usage,
     sse,
 )
-from raytide.actors.serving.openai_api.answers.logprobs import (
+from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
+from raytide.actors.serving.openai_api.logprobs import (
     ScoredToken,
     TokenBytes,
     chat_logprobs,
@@ -32,8 +34,6 @@ from raytide.actors.serving.openai_api.answers.logprobs import (
     text_logprobs,
     token_names,
 )
-from raytide.actors.serving.openai_api.errors import ApiError
-from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, FunctionCall, ToolCall
 from raytide.actors.serving.tools.parser import OutputParser, Piece
 

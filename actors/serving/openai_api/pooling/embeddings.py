@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from raytide.actors.engine.limits import MAX_NAME_CHARS
 from raytide.actors.serving.openai_api.admission import RequestCaller
 from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.fields.truncation import Truncation, TruncationFields
 from raytide.actors.serving.openai_api.params import refuse_unknown
 from raytide.actors.serving.openai_api.pooling.pooled_request import compute
 from raytide.actors.serving.openai_api.server import Server
-from raytide.actors.serving.openai_api.truncation import Truncation, TruncationFields
 from raytide.actors.serving.openai_api.wire import NO_EFFECT, Inputs, only_these
 
 

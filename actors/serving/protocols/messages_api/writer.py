@@ -10,10 +10,10 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 
 from raytide.actors.serving.openai_api.answers.bodies import Usage
-from raytide.actors.serving.openai_api.answers.logprobs import TokenBytes
 from raytide.actors.serving.openai_api.answers.writer import ChoiceState
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
+from raytide.actors.serving.openai_api.logprobs import TokenBytes
 from raytide.actors.serving.protocols.messages_api.errors import error_body
 from raytide.actors.serving.protocols.messages_api.request import MessagesRequest
 from raytide.actors.serving.tools.parser import OutputParser, Piece

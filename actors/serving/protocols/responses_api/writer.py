@@ -9,10 +9,10 @@ from typing import Any
 from uuid import uuid4
 
 from raytide.actors.serving.openai_api.answers.bodies import Usage
-from raytide.actors.serving.openai_api.answers.logprobs import TokenBytes, chat_logprobs
 from raytide.actors.serving.openai_api.answers.writer import ChoiceState
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
+from raytide.actors.serving.openai_api.logprobs import TokenBytes, chat_logprobs
 from raytide.actors.serving.protocols.responses_api.request import ResponsesRequest
 from raytide.actors.serving.tools.parser import OutputParser, Piece
 

@@ -13,7 +13,7 @@ from tests.actors.serving.openai_api.test_scores import DOCUMENTS, QUERY, client
 from tokenizers import Tokenizer
 
 from raytide.actors.engine import FakeEngine
-from raytide.actors.serving.openai_api.truncation import Truncation, TruncationFields
+from raytide.actors.serving.openai_api.fields.truncation import Truncation, TruncationFields
 
 TEXT = "one two three four five six seven eight"
 

@@ -1,0 +1,1 @@
+"""Fields that several requests have, and what they ask for: constraints of the output, prompts that are cut."""
