@@ -40,7 +40,10 @@ def aws(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def aws_for_ray(aws: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home in which Ray keeps the key pair that it makes; and its role, else it makes one and waits 15 s for it."""
     import boto3
+    from ray.autoscaler._private.aws import utils
 
+    for cache in (utils.resource_cache, utils.client_cache):  # they may hold connections without credentials
+        cache.cache_clear()
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".ssh").mkdir()
     iam = boto3.client("iam")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 from raytide.autoscaler.providers.base import Bill, Machine, Notice, Provider
 from raytide.autoscaler.providers.purchases import in_order
+from raytide.autoscaler.providers.source import ProviderSource
+from raytide.core.errors import ProviderError
 from raytide.core.logs import logger
 from raytide.core.objects.node import Node, NodeType
 
 __all__ = ["MixedBill", "MixedProvider"]
 
 log = logger(__name__)
+
+T = TypeVar("T")
 
 
 class MixedBill:
@@ -25,65 +30,101 @@ class MixedBill:
 
 
 class MixedProvider:
-    """Providers by name, and the name of each node type's, so that a failure of one does not stop the others: while a
-    provider does not answer, its machines are those of its last answer, and only calls for its own nodes fail."""
+    """Providers, and the name of each node type's, so that a failure of one does not stop the others: while one does
+    not answer, its machines are those of its last answer, or as recorded, and only calls for its own nodes fail."""
 
-    def __init__(self, providers: Mapping[str, Provider], node_types: Mapping[str, str]) -> None:
-        self._providers, self._node_types = dict(providers), dict(node_types)
-        self._last: dict[str, tuple[Machine, ...]] = {}
+    def __init__(self, sources: Iterable[ProviderSource], node_types: Mapping[str, str]) -> None:
+        self._sources = {source.name: source for source in sources}
+        self._node_types = dict(node_types)
+        self._silent: dict[str, str] = {}
+        """Errors of the providers that did not list their machines the last time."""
         self._failures: dict[str, str] = {}
+        """Errors of other calls to the others since then."""
+        self._in_doubt: set[str] = set()
+        """Nodes whose launch failed otherwise than by a refusal: they may have been bought."""
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        self._providers[self._node_types[node_type.name]].launch(node, node_type)
+        """Buys the machine. A provider that does not answer counts as one that has none, so that others are tried,
+        unless it may have sold this node already."""
+        source = self._sources[self._node_types[node_type.name]]
+        silence = self._silent.get(source.name)
+        if silence is not None and source.has_answered and node.id not in self._in_doubt:
+            raise ProviderError(f"provider {source.name}: {silence}", hint="Its pools are tried again later.")
+        self._in_doubt.add(node.id)
+        try:
+            source.launch(node, node_type)
+        except ProviderError:
+            self._in_doubt.discard(node.id)
+            raise
+        self._in_doubt.discard(node.id)
 
     def terminate(self, node_id: str) -> None:
         """Asks the provider that lists the node; all of them if none does."""
-        listed = [name for name, machines in self._last.items() if any(each.node_id == node_id for each in machines)]
-        for name in listed or self._providers:
-            self._providers[name].terminate(node_id)
+        listed = [
+            source
+            for source in self._sources.values()
+            if any(machine.node_id == node_id for machine in source.last() or ())
+        ]
+        failed: Exception | None = None
+        for source in listed or self._sources.values():
+            try:
+                source.ask(f"end {node_id}", lambda provider: provider.terminate(node_id))
+            except Exception as error:  # the others are asked too
+                failed = failed or error
+        self._in_doubt.discard(node_id)
+        if failed is not None:
+            raise failed
 
     def machines(self) -> tuple[Machine, ...]:
-        for name, provider in self._providers.items():
+        found: list[Machine] = []
+        self._failures.clear()
+        for name, source in self._sources.items():
             try:
-                self._last[name] = provider.machines()
+                found += source.machines()
             except Exception as error:  # each cloud's library has its own errors
-                if name not in self._last:
+                last = source.last()
+                if last is None:
                     raise
-                self._fail(name, error)
+                if not source.is_buying:
+                    self._silent[name] = _noted(name, error)
+                found += last
             else:
-                self._failures.pop(name, None)
-        return in_order(machine for machines in self._last.values() for machine in machines)
+                self._silent.pop(name, None)
+        return in_order(found)
 
     def notices(self) -> tuple[Notice, ...]:
-        found: list[Notice] = []
-        for name, provider in self._providers.items():
-            try:
-                found += provider.notices()
-            except Exception as error:  # the notices of the others count
-                self._fail(name, error)
-        return tuple(found)
+        asked = self._ask_all("list its notices", lambda provider: provider.notices())
+        return tuple(notice for notices in asked for notice in notices)
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        found: dict[tuple[str, str], int] = {}
-        for name, provider in self._providers.items():
-            try:
-                found |= provider.prices()
-            except Exception as error:  # the configured prices hold
-                self._fail(name, error)
-        return found
+        asked = self._ask_all("give its prices", lambda provider: provider.prices())
+        return {pool: price for prices in asked for pool, price in prices.items()}
 
     def problems(self) -> tuple[str, ...]:
-        silent = (f"provider {name}: {error}" for name, error in self._failures.items())
-        return (*silent, *(text for provider in self._providers.values() for text in provider.problems()))
+        asked = self._ask_all("name its problems", lambda provider: provider.problems())
+        failed = (f"provider {name}: {error}" for name, error in {**self._failures, **self._silent}.items())
+        return (*failed, *(text for problems in asked for text in problems))
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        for provider in self._providers.values():
-            provider.watch(on_change)
+        for source in self._sources.values():
+            source.watch(on_change)
 
     def close(self) -> None:
-        for provider in self._providers.values():
-            provider.close()
+        for source in self._sources.values():
+            source.close()
 
-    def _fail(self, name: str, error: Exception) -> None:
-        log.warning("source failed", extra={"source": f"provider {name}", "error": str(error)})
-        self._failures[name] = str(error)
+    def _ask_all(self, what: str, call: Callable[[Provider], T]) -> list[T]:
+        """Returns the answers of those that answer; for the others holds what is configured or known."""
+        found = []
+        for name, source in self._sources.items():
+            if name not in self._silent:
+                try:
+                    found.append(source.ask(what, call))
+                except Exception as error:  # each cloud's library has its own errors
+                    self._failures[name] = _noted(name, error)
+        return found
+
+
+def _noted(name: str, error: Exception) -> str:
+    log.warning("source failed", extra={"source": f"provider {name}", "error": str(error)})
+    return str(error)

@@ -13,6 +13,7 @@ from tests.autoscaler.world import Cluster
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.providers.hosts.provider import HostCluster, HostsProvider
 from raytide.autoscaler.providers.mixed import MixedProvider
+from raytide.autoscaler.providers.source import ProviderSource
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.hardware.host import HostsSection
@@ -37,7 +38,8 @@ class Burst(MixedProvider):
         joined = HostCluster("c", "g:1", {})
         self.hosts = HostsProvider(section, [OWN], joined, run_dir, cluster.clock, self.own)
         self.asked: Counter[tuple[str, str]] = Counter()
-        super().__init__({"hosts": self.hosts, "cloud": self.cloud}, {"own": "hosts", "cloud": "cloud"})
+        sources = [ProviderSource("hosts", lambda: self.hosts), ProviderSource("cloud", lambda: self.cloud)]
+        super().__init__(sources, {"own": "hosts", "cloud": "cloud"})
 
     def is_up(self, node_id: str) -> bool:
         for thread in tuple(self.hosts._at_work.values()):

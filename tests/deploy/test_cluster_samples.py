@@ -18,6 +18,7 @@ EXAMPLES = ROOT / "examples"
 CLOUDS = {
     "cluster.yaml": "aws",
     "examples/burst.yaml": "aws",
+    "examples/regions.yaml": "aws",
     "examples/gcp.yaml": "gcp",
     "examples/azure.yaml": "azure",
 }

@@ -40,6 +40,9 @@ class SetUp(Protocol):
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
         """Starts the set-up in the background, unless it is in progress."""
 
+    def failures(self) -> Mapping[str, str]:
+        """Returns why the last set-up of a node failed, by node id."""
+
 
 class CloudProvider:
     """Buys and ends machines of a cloud through Ray's NodeProvider.
@@ -123,8 +126,8 @@ class CloudProvider:
         return self._purchases.reprice(purchase, now_s, price)
 
     def notices(self) -> tuple[Notice, ...]:
-        """Returns the notices on the board, and removes those of ended machines."""
-        pinned = self._board.notices()
+        """Returns the notices on the board of machines bought here, and removes those of ended ones."""
+        pinned = [notice for notice in self._board.notices() if self._purchases.find(notice.node_id) is not None]
         for notice in pinned:
             if self._purchases.is_over(notice.node_id):
                 self._board.remove(notice.node_id)
@@ -135,7 +138,9 @@ class CloudProvider:
         return {} if self._spot_prices is None else self._spot_prices.now()
 
     def problems(self) -> tuple[str, ...]:
-        return ()
+        """Returns the failed set-ups of machines that run."""
+        failed = self._set_up.failures().items()
+        return tuple(f"{node_id} could not be set up: {why}" for node_id, why in failed if self._runs(node_id))
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Polls the cloud every ten seconds, since Ray's providers send no events."""
@@ -150,6 +155,9 @@ class CloudProvider:
     def _look(self) -> set[str]:
         with self._lock:
             return set(self._running())
+
+    def _runs(self, node_id: str) -> bool:
+        return self._purchases.find(node_id) is not None and not self._purchases.is_over(node_id)
 
     def _is_unlisted(self, node_id: str) -> bool:
         purchase = self._purchases.find(node_id)

@@ -50,6 +50,7 @@ class CloudSetUp:
         self._lock = threading.Lock()
         self._under_way: dict[str, threading.Thread] = {}
         self._done: set[str] = set()
+        self._failures: dict[str, str] = {}
 
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
         with self._lock:
@@ -60,6 +61,10 @@ class CloudSetUp:
             thread = threading.Thread(target=self._do, args=arguments, name=f"set-up-{node_id}", daemon=True)
             self._under_way[node_id] = thread
             thread.start()
+
+    def failures(self) -> Mapping[str, str]:
+        with self._lock:
+            return dict(self._failures)
 
     def wait(self, node_id: str, timeout_s: float) -> bool:
         """Waits for the set-up to end. Returns True if it succeeded."""
@@ -79,9 +84,13 @@ class CloudSetUp:
                     ray_internals.set_up_worker(
                         self._cloud, self._config, cloud_id, node_type.name, commands, self._runner
                     )
-                self._done.add(node_id)
+                with self._lock:
+                    self._done.add(node_id)
+                    self._failures.pop(node_id, None)
             except Exception as error:  # Ray's updater raises whatever its commands do
                 log.warning("a machine could not be set up", extra={"node": node_id, "error": str(error)})
+                with self._lock:
+                    self._failures[node_id] = str(error)
 
 
 class NoSetUp:
@@ -89,6 +98,9 @@ class NoSetUp:
 
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
         """Does nothing."""
+
+    def failures(self) -> Mapping[str, str]:
+        return {}
 
 
 def with_token(config: Mapping[str, Any], token_file: Path | str) -> dict[str, Any]:

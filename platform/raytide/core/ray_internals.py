@@ -238,6 +238,16 @@ def node_provider(section: Mapping[str, Any], cluster_name: str) -> Any:
     return _get_node_provider(dict(section), cluster_name, use_cache=False)
 
 
+def bootstrapped_config(file: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns cluster.yaml as Ray's bootstrap for its provider completes it, which may create keys, groups and the like
+    in the cloud."""
+    from ray.autoscaler._private.providers import _get_node_provider_cls
+
+    config = prepared_config(file)
+    completed: dict[str, Any] = _get_node_provider_cls(config["provider"]).bootstrap_config(config)
+    return completed
+
+
 def worker_tags(config: Mapping[str, Any], node_type: str) -> dict[str, str]:
     """Returns the tags that Ray's autoscaler gives a new worker, which `ray down` and `ray exec` look for."""
     from ray.autoscaler import tags

@@ -10,6 +10,7 @@ import pytest
 from tests.autoscaler.providers.hosts.fake_machines import FakeMachines
 from tests.autoscaler.providers.kube_server import KubeServer
 from tests.autoscaler.providers.slurm.fake_slurm import FakeSlurm
+from tests.autoscaler.providers.two_regions import REGIONS, instances, regions_cluster
 
 from raytide.autoscaler.providers.base import Machine, Provider
 from raytide.autoscaler.providers.fake import FakeProvider
@@ -18,13 +19,16 @@ from raytide.autoscaler.providers.kuberay.kube_api import KubeApi
 from raytide.autoscaler.providers.kuberay.provider import KubeRayProvider
 from raytide.autoscaler.providers.mixed import MixedProvider
 from raytide.autoscaler.providers.slurm.provider import SlurmProvider
+from raytide.autoscaler.providers.source import ProviderSource
+from raytide.control.bootstrap.wiring import provider
 from raytide.core.clock import VirtualClock
+from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.hardware.host import HostsSection
 from raytide.core.objects.hardware.slurm import SlurmSection
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 
 TYPE = NodeType(name="cpu", resources={"CPU": 2}, price_micro_usd_h=10_000)
-NAMES = ("fake", "hosts", "kuberay", "slurm", "mixed")
+NAMES = ("fake", "hosts", "kuberay", "slurm", "mixed", "regions")
 LATER_S = 20.0
 
 
@@ -36,6 +40,8 @@ class Source:
     work: Callable[[Provider], None]
     running: Callable[[], int]
     """Returns the number of machines that run outside, whatever the provider has recorded."""
+    node_type: NodeType = TYPE
+    """The node type that is bought, in its first zone."""
 
     def machines(self, provider: Provider) -> dict[str, Machine]:
         for _ in range(3):
@@ -57,10 +63,16 @@ def source(request: pytest.FixtureRequest, clock: VirtualClock, tmp_path: Path) 
         yield hosts(clock, tmp_path)
     elif request.param == "slurm":
         yield slurm(clock, tmp_path)
+    elif request.param == "regions":
+        request.getfixturevalue("aws_for_ray")
+        yield regions(clock, tmp_path)
     elif request.param == "mixed":
         inner = slurm(clock, tmp_path)
         yield Source(
-            lambda: MixedProvider({"slurm": inner.make(), "fake": FakeProvider(clock)}, {"cpu": "slurm"}),
+            lambda: MixedProvider(
+                [ProviderSource("slurm", inner.make), ProviderSource("fake", lambda: FakeProvider(clock))],
+                {"cpu": "slurm"},
+            ),
             inner.work,
             inner.running,
         )
@@ -131,29 +143,42 @@ def kuberay(clock: VirtualClock, folder: Path, server: KubeServer) -> Source:
     )
 
 
-def node(node_id: str) -> Node:
-    return Node(node_id, "cpu", "local", CapacityType.ON_DEMAND, 10_000, NodeState.REQUESTED, 0.0)
+def regions(clock: VirtualClock, folder: Path) -> Source:
+    """Two regions and a fake cloud; all is bought in the further region."""
+    cluster = regions_cluster(folder)
+    (west,) = (each for each in load_cluster(cluster.config_path).node_types if each.provider == "west")
+    return Source(
+        lambda: provider(cluster, clock=clock),
+        lambda _: clock.advance(LATER_S),
+        lambda: sum(len(instances(region)) for region in REGIONS),
+        west,
+    )
+
+
+def node(node_id: str, node_type: NodeType = TYPE) -> Node:
+    market = CapacityType.ON_DEMAND
+    return Node(node_id, node_type.name, node_type.zones[0], market, 10_000, NodeState.REQUESTED, 0.0)
 
 
 def test_a_launch_that_is_repeated_buys_one_machine(source: Source) -> None:
     provider = source.make()
     for _ in range(3):
-        provider.launch(node("n1"), TYPE)
+        provider.launch(node("n1", source.node_type), source.node_type)
         source.machines(provider)
     machine = source.machines(provider)["n1"]
     assert (source.running(), machine.ended_at_s, machine.price_micro_usd_h) == (1, None, 10_000)
-    assert (machine.node_type, machine.zone) == ("cpu", "local")
+    assert (machine.node_type, machine.zone) == (source.node_type.name, source.node_type.zones[0])
 
 
 def test_the_next_controller_finds_the_machines_and_ends_them(source: Source) -> None:
     first = source.make()
     for name in ("n1", "n2"):
-        first.launch(node(name), TYPE)
+        first.launch(node(name, source.node_type), source.node_type)
     before = source.machines(first)
     first.close()
     second = source.make()
     assert source.machines(second) == before
-    second.launch(node("n1"), TYPE)
+    second.launch(node("n1", source.node_type), source.node_type)
     assert source.machines(second) == before
     second.terminate("n1")
     after = source.machines(second)
@@ -164,13 +189,13 @@ def test_the_next_controller_finds_the_machines_and_ends_them(source: Source) ->
 def test_an_end_is_billed_once_and_may_be_repeated(source: Source, clock: VirtualClock) -> None:
     provider = source.make()
     provider.terminate("n1")
-    provider.launch(node("n1"), TYPE)
+    provider.launch(node("n1", source.node_type), source.node_type)
     source.machines(provider)
     provider.terminate("n1")
     ended = source.machines(provider)["n1"]
     assert ended.ended_at_s is not None and ended.started_at_s <= ended.ended_at_s <= clock.now_s()
     provider.terminate("n1")
-    provider.launch(node("n1"), TYPE)  # news from before the end
+    provider.launch(node("n1", source.node_type), source.node_type)  # news from before the end
     assert source.machines(provider)["n1"] == ended
     assert (source.running(), provider.notices()) == (0, ())
     provider.close()

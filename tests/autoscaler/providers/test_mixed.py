@@ -9,6 +9,7 @@ import pytest
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.providers.mixed import MixedBill, MixedProvider
+from raytide.autoscaler.providers.source import ProviderSource
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
@@ -50,7 +51,8 @@ def cloud(clock: VirtualClock) -> FailingCloud:
 
 @pytest.fixture
 def mixed(own: FakeProvider, cloud: FailingCloud) -> MixedProvider:
-    return MixedProvider({"hosts": own, "aws": cloud}, {"own": "hosts", "cloud": "aws"})
+    sources = [ProviderSource("hosts", lambda: own), ProviderSource("aws", lambda: cloud)]
+    return MixedProvider(sources, {"own": "hosts", "cloud": "aws"})
 
 
 def launch(provider: MixedProvider, node_id: str, node_type: NodeType) -> None:

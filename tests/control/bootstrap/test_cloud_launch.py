@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from raytide.autoscaler.providers.cloud.setup import RAY_TOKEN
 from raytide.control.bootstrap.cloud_launch import SetUpStep, dry_run, up
 from raytide.control.bootstrap.exposure import check_file
 from raytide.core.errors import ConfigError, RaytideError, UsageError
@@ -54,6 +55,20 @@ def test_a_dry_run_of_slurm_shows_the_submission_of_each_node_type_and_what_its_
     assert run == "run exec ~/venv/bin/python -m raytide.autoscaler.providers.slurm.node FOLDER/node-1.json"
     with pytest.raises(UsageError, match="no cloud in which a head could be started"):
         up(ROOT / "examples" / "slurm.yaml")
+
+
+def test_a_dry_run_of_several_regions_shows_a_node_of_each_with_its_own_commands() -> None:
+    steps = dry_run(ROOT / "examples" / "regions.yaml")
+    assert {step.machine for step in steps} == {"head", "l4", "l4.west", "l4-google"}
+    for machine, size in (("l4", "g6.xlarge"), ("l4.west", "g6.xlarge"), ("l4-google", "g2-standard-8")):
+        bought, *rest = of(steps, machine)
+        assert bought.startswith("buy ") and size in bought
+        assert f"copy {RAY_TOKEN} to {RAY_TOKEN}" in rest
+        assert [line for line in rest if "pip install" in line]
+    (notices,) = (line for line in of(steps, "l4-google") if "watch-notices" in line)
+    assert notices.endswith("raytide watch-notices gcp")
+    west = next(line for line in of(steps, "l4.west") if "ray start" in line)
+    assert '"raytide.io/provider": "west"' in west
 
 
 def test_a_dry_run_of_a_cloud_with_own_machines_buys_only_the_clouds(built: Path) -> None:

@@ -1,5 +1,5 @@
 """`raytide up` for real, as far as one machine allows: Ray's launcher and updater, a Ray head, raytide's head process,
-a worker that the controller buys and sets up, its cloud's notice, and the end.
+a worker that the controller buys and sets up in each of two regions, a region that does not answer, a notice, the end.
 
 Only the cloud (cloud/one_machine.py) and ssh and rsync (cloud/) are stand-ins: commands run here, each machine's in a
 home and on an address of its own.
@@ -51,7 +51,15 @@ def k() -> Iterator[int]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path, metadata: MetadataServer, k: int) -> Iterator[dict[str, str]]:
+def far() -> Iterator[int]:
+    """127.0.K.* of the further region."""
+    far, held = claim({far: [(f"127.0.{far}.1", port) for port in (7400, 8265)] for far in range(200, 240)})
+    with held:
+        yield far
+
+
+@pytest.fixture
+def environment(tmp_path: Path, metadata: MetadataServer, k: int, far: int) -> Iterator[dict[str, str]]:
     """Yields the environment of every machine. Paths of Ray's sockets must be short."""
     with tempfile.TemporaryDirectory(prefix="rt-up-") as short:
         (Path(short) / "ray").mkdir()
@@ -70,6 +78,7 @@ def environment(tmp_path: Path, metadata: MetadataServer, k: int) -> Iterator[di
         }
         for n in range(1, 6):
             kill_marked("STANDIN_IP", f"127.0.{k}.{n}")
+            kill_marked("STANDIN_IP", f"127.0.{far}.{n}")
 
 
 def free_port() -> int:
@@ -77,7 +86,7 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def cluster_yaml(tmp_path: Path, k: int) -> dict[str, Any]:
+def cluster_yaml(tmp_path: Path, k: int, far: int) -> dict[str, Any]:
     """Returns the shipped file with addresses and ports, since all machines are this one; never `ray stop`."""
     gcs = free_port()
     none = ("cluster_synced_files", "initialization_commands")
@@ -85,13 +94,25 @@ def cluster_yaml(tmp_path: Path, k: int) -> dict[str, Any]:
     head = f"--head --no-monitor --port={gcs} --dashboard-host=127.0.0.1 --num-cpus=0"
     common = f"--node-ip-address=$MACHINE_IP --min-worker-port=0 --max-worker-port=0 {SMALL}"
     worker = f"--address=$RAY_HEAD_IP:{gcs} --dashboard-agent-listen-port=0"
+    here = {"type": "external", "module": "one_machine.OneMachine", "state": str(tmp_path / "state"), "k": k}
+    west = {
+        "provider": {**here, "state": str(tmp_path / "west"), "k": far},
+        "available_node_types": {
+            "cpu1.west": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 1, "max_workers": 1}
+        },
+        "worker_start_ray_commands": [f"RAY_AUTH_MODE=token ray start {worker} {common}"],
+    }
+    node_types = {
+        "cpu1.spot": {"market": "spot", "price_usd_h": 0.01},
+        "cpu1.west": {"price_usd_h": 0.02, "zones": ["west-1"]},
+    }
     return {
         **{key: [] for key in (*none, *no_set_up)},
         "file_mounts": {},
         "docker": {},
         "cluster_name": "tide",
         "max_workers": 2,
-        "provider": {"type": "external", "module": "one_machine.OneMachine", "state": str(tmp_path / "state"), "k": k},
+        "provider": here,
         "auth": {"ssh_user": "nobody"},
         "head_node_type": "head",
         "available_node_types": {
@@ -107,19 +128,20 @@ def cluster_yaml(tmp_path: Path, k: int) -> dict[str, Any]:
             f"RAY_AUTH_MODE=token ray start {worker} {common}",
             "raytide watch-notices aws",
         ],
-        "metadata": {"raytide": {"node_types": {"cpu1.spot": {"market": "spot", "price_usd_h": 0.01}}}},
+        "metadata": {"raytide": {"node_types": node_types, "providers": {"west": west}}},
     }
 
 
 def test_up_brings_a_head_that_buys_sets_up_drains_on_notice_and_ends_its_nodes(
     tmp_path: Path,
     k: int,
+    far: int,
     environment: dict[str, str],
     metadata: MetadataServer,
     eventually: Callable[..., None],
 ) -> None:
     file = tmp_path / "tide.yaml"
-    file.write_text(yaml.safe_dump(cluster_yaml(tmp_path, k)))
+    file.write_text(yaml.safe_dump(cluster_yaml(tmp_path, k, far)))
 
     def raytide(*args: str) -> Any:
         command = [sys.executable, "-m", "raytide.cli", *args, "--json"]
@@ -134,25 +156,36 @@ def test_up_brings_a_head_that_buys_sets_up_drains_on_notice_and_ends_its_nodes(
     def states() -> dict[str, str]:
         return {node.id: str(node.state) for node in client.status().nodes}
 
-    eventually(lambda: states() == {"node-1": "ready"})
-    tokens = [tmp_path / f"127.0.{k}.{n}" / ".ray" / "auth_token" for n in (1, 2)]
-    assert tokens[0].read_text() == tokens[1].read_text() != ""
-    assert [token.stat().st_mode & 0o777 for token in tokens] == [0o600, 0o600]
+    eventually(lambda: states() == {"node-1": "ready", "node-2": "ready"})
+    types = {node.type: node for node in client.status().nodes}
+    node, west = types["cpu1.spot"], types["cpu1.west"]
+    tokens = [tmp_path / f"127.0.{number}" / ".ray" / "auth_token" for number in (f"{k}.1", f"{k}.2", f"{far}.1")]
+    assert tokens[0].read_text() == tokens[1].read_text() == tokens[2].read_text() != ""
+    assert [token.stat().st_mode & 0o777 for token in tokens] == [0o600, 0o600, 0o600]
     with httpx.Client(base_url=client.status().ray, trust_env=False) as dashboard:
         assert dashboard.get("/api/jobs/").status_code == 401
         assert dashboard.get("/api/jobs/", headers={"Authorization": f"Bearer {tokens[1].read_text()}"}).is_success
 
-    (node,) = client.status().nodes
-    assert (node.type, node.market, node.address) == ("cpu1.spot", "spot", f"127.0.{k}.2")
+    assert (node.market, node.address) == ("spot", f"127.0.{k}.2")
+    assert (west.zone, west.address) == ("west-1", f"127.0.{far}.1")
 
+    # the further region does not answer: its node stays, and the other goes on
+    kept = (tmp_path / "west").rename(tmp_path / "kept")
+    (tmp_path / "west").mkdir()
+    eventually(lambda: any("provider west: " in error for error in client.status().errors))
     metadata.interrupt(at=datetime.fromtimestamp(time.time() + 60, UTC).isoformat())
-    eventually(lambda: "node-1" not in states())
+    eventually(lambda: node.id not in states())
     metadata.pages.clear()
     decided = [action for plan in client.plans(limit=1000) for action in plan["actions"]]
     drain = next(action for action in decided if action["action"] == "drain")
-    assert (drain["node_id"], drain["kind"], drain["reason"]) == ("node-1", "notice", "the provider takes it back")
+    assert (drain["node_id"], drain["kind"], drain["reason"]) == (node.id, "notice", "the provider takes it back")
+    assert states()[west.id] == "ready"
+    (tmp_path / "west").rmdir()
+    kept.rename(tmp_path / "west")
+    eventually(lambda: not any("provider west" in error for error in client.status().errors))
+    assert states()[west.id] == "ready"
 
     environment["RAYTIDE_HOME"] = str(home)
     assert raytide("down", "--name", "tide") == {"name": "tide", "state": "down", "differences": []}
-    machines = json.loads((tmp_path / "state").read_text())
+    machines = json.loads((tmp_path / "state").read_text()) | json.loads((tmp_path / "west").read_text())
     assert [ip for ip, tags in machines.items() if tags is not None] == [f"127.0.{k}.1"]

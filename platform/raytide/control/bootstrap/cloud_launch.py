@@ -26,6 +26,7 @@ from raytide.core import ray_internals
 from raytide.core.config import load_yaml
 from raytide.core.errors import ClusterError, ConfigError, ProviderError, UsageError
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
+from raytide.core.objects.hardware.clouds import cloud_files
 from raytide.core.objects.hardware.host import Host, HostsSection
 from raytide.core.objects.hardware.provider_section import provider_section
 from raytide.core.objects.node import NodeType
@@ -75,6 +76,7 @@ def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> l
     hosts = config.settings.hosts
     own = [step for host in hosts.machines for step in _host_steps(hosts, host)] if hosts is not None else []
     own += _slurm_steps(config)
+    own += [step for each in _further_files(config, load_yaml(path)) for step in _bought_steps(each, config, "worker")]
     if provider_section(load_yaml(path), where=str(path))["type"] in ("hosts", "slurm"):
         return own
     file, config = _checked(path, name, insecure)
@@ -82,10 +84,22 @@ def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> l
     prepared = ray_internals.prepared_config(file)
     head = _RecordingCloud(prepared, str(prepared["head_node_type"]))
     steps = _recorded(head, lambda: ray_internals.set_up_head(head, prepared))
-    for node_type in config.node_types:
-        if node_type.name not in config.settings.owned_node_types():
-            steps += _worker_steps(prepared, node_type)
-    return steps + own
+    for name in config.settings.owned_node_types():
+        prepared["available_node_types"].pop(name, None)
+    return steps + _bought_steps(prepared, config, "head") + own
+
+
+def _bought_steps(prepared: Mapping[str, Any], config: ClusterConfig, role: str) -> list[SetUpStep]:
+    """Returns the steps of a node of each type that this file of Ray's sells. The commands of `role` tell whether Ray
+    has a token."""
+    sold = [each for each in config.node_types if each.name in prepared["available_node_types"]]
+    return [step for node_type in sold for step in _worker_steps(prepared, node_type, uses_token(prepared, role))]
+
+
+def _further_files(config: ClusterConfig, file: Mapping[str, object]) -> list[dict[str, Any]]:
+    """Returns the files of the further clouds that sell machines, with Ray's defaults, as in the file."""
+    files = cloud_files(file, config.settings.providers).values()
+    return [ray_internals.prepared_config(each) for each in files if each["provider"]["type"] != "fake"]
 
 
 def _checked(path: Path, name: str | None, insecure: bool) -> tuple[dict[str, Any], ClusterConfig]:
@@ -108,6 +122,8 @@ def _checked(path: Path, name: str | None, insecure: bool) -> tuple[dict[str, An
     _check_head(file, path)
     if not insecure:
         check_file(file, where=str(path))
+        for cloud, cloud_file in cloud_files(file, config.settings.providers).items():
+            check_file(cloud_file, where=f"{path}: metadata.raytide.providers.{cloud}")
     for target, source in dict(file.get("file_mounts") or {}).items():  # type: ignore[call-overload]
         if not Path(source).expanduser().exists():
             raise ConfigError(
@@ -156,10 +172,9 @@ def _slurm_steps(config: ClusterConfig) -> list[SetUpStep]:
     return steps
 
 
-def _worker_steps(config: Mapping[str, Any], node_type: NodeType) -> list[SetUpStep]:
+def _worker_steps(config: Mapping[str, Any], node_type: NodeType, has_token: bool) -> list[SetUpStep]:
     cloud = _RecordingCloud(config, node_type.name)
     cloud.create_node(config["available_node_types"][node_type.name]["node_config"], {}, 1)
-    has_token = uses_token(config, "head")
     commands = start_commands(config, _HEAD_IP, _NODE_ID, node_type, node_type.zones[0], has_token=has_token)
     if has_token:  # only the head has the file
         cloud.note("copy", f"{RAY_TOKEN} to {RAY_TOKEN}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from raytide.actors.gang.placement_groups import PlacementGroups
@@ -26,21 +28,25 @@ from raytide.autoscaler.providers.notices.watch import board_at
 from raytide.autoscaler.providers.purchases import Purchases
 from raytide.autoscaler.providers.slurm.provider import SLURM_FOLDER, SlurmProvider
 from raytide.autoscaler.providers.slurm.queue import SlurmCommands
+from raytide.autoscaler.providers.source import ProviderSource
 from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.control.bootstrap.cluster_record import RAY_ENVIRONMENT, LocalCluster, RunningCluster
 from raytide.control.drivers.ray_jobs import RayJobs
 from raytide.control.reconcile.observation import ApiProbe, Sources
 from raytide.core import ray_internals
-from raytide.core.clock import SystemClock
+from raytide.core.clock import Clock, SystemClock
 from raytide.core.config import load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.io.environment import all_passed, passed
 from raytide.core.io.private_paths import inherited_restriction, restrict_to
 from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, load_cluster
+from raytide.core.objects.hardware.clouds import HEAD_STAND_IN, cloud_files, node_type_sources
 from raytide.core.objects.hardware.provider_section import provider_section
+from raytide.core.objects.node import NodeType
 
 RAY_NAMESPACE = "raytide"
 HOSTS, SLURM = "hosts", "slurm"
+CLOUDS_FOLDER, PURCHASES = "providers", "purchases"
 GCS_GONE_S = 600
 """The time that a node waits for another head. Ray's default is a minute, after which its raylet ends."""
 
@@ -74,9 +80,9 @@ def sources(cluster: RunningCluster) -> Sources:
     )
 
 
-def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
-    """Returns the provider of the `provider` section, with own machines and Slurm beside it. In an embedded
-    cluster it is the local one for all node types, unless it is `fake`.
+def provider(cluster: RunningCluster, *, only_ends: bool = False, clock: Clock | None = None) -> Provider:
+    """Returns the provider of the `provider` section, with further clouds, own machines and Slurm beside it. In an
+    embedded cluster it is the local one for all node types, unless it is `fake`.
 
     With `only_ends` it sets up no nodes.
     """
@@ -84,22 +90,50 @@ def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
     section = provider_section(file, where=str(cluster.config_path))
     if isinstance(cluster, LocalCluster) and section["type"] != "fake":
         return local_provider(cluster)
+    clock = clock or SystemClock()
     config = load_cluster(cluster.config_path)
-    sources, names = _owned(cluster, config, only_ends=only_ends)
-    if section["type"] not in sources and section["type"] not in (HOSTS, SLURM):
-        sources[section["type"]] = _bought(cluster, config, file, section, only_ends=only_ends)
-    if len(sources) == 1:
-        return next(iter(sources.values()))
-    return MixedProvider(sources, {each.name: names.get(each.name, section["type"]) for each in config.node_types})
+    _check_left_out(cluster, config.settings)
+    names = node_type_sources(file, config.settings.providers, config.settings.owned_node_types())
+    made = _owned(cluster, config, clock, only_ends=only_ends)
+    if section["type"] not in made and section["type"] not in (HOSTS, SLURM):
+        mine = [each for each in config.node_types if names[each.name] == section["type"]]
+        made[section["type"]] = _bought(cluster, mine, file, section, clock, only_ends=only_ends)
+    if len(made) == 1 and not config.settings.providers:
+        return next(iter(made.values()))
+    sources = [ProviderSource(name, partial(_same, each), _recorded(cluster, name)) for name, each in made.items()]
+    for name, cloud_file in cloud_files(file, config.settings.providers).items():
+        mine = [each for each in config.node_types if names[each.name] == name]
+        connect = partial(_further, cluster, name, mine, cloud_file, clock, only_ends=only_ends)
+        sources.append(ProviderSource(name, connect, Purchases(cluster.run_dir / CLOUDS_FOLDER / name / PURCHASES)))
+    return MixedProvider(sources, names)
 
 
-def _owned(
-    cluster: RunningCluster, config: ClusterConfig, *, only_ends: bool
-) -> tuple[dict[str, Provider], dict[str, str]]:
-    """Returns the providers of own machines and of Slurm, and which of them has a node type."""
+def _same(made: Provider) -> Provider:
+    return made
+
+
+def _recorded(cluster: RunningCluster, name: str) -> Bill | None:
+    """Returns the records of the file's own provider, of own machines, or of Slurm; a fake one has none."""
+    folder = cluster.run_dir / {HOSTS: HOSTS_FOLDER, SLURM: SLURM_FOLDER}.get(name, "") / PURCHASES
+    return Purchases(folder) if name != "fake" else None
+
+
+def _check_left_out(cluster: RunningCluster, settings: RaytideSection) -> None:
+    """Raises a ConfigError if machines run at a provider that the file does not name any more: none would end them."""
+    for folder in sorted((cluster.run_dir / CLOUDS_FOLDER).glob(f"*/{PURCHASES}")):
+        name = folder.parent.name
+        left = [] if name in settings.providers else [each.node_id for each in Purchases(folder).open()]
+        if left:
+            raise ConfigError(
+                f"{cluster.config_path} has no metadata.raytide.providers.{name}, where {', '.join(left)} run.",
+                hint="Put it back with max_workers 0 until its nodes have ended.",
+            )
+
+
+def _owned(cluster: RunningCluster, config: ClusterConfig, clock: Clock, *, only_ends: bool) -> dict[str, Provider]:
+    """Returns the providers of own machines and of Slurm."""
     hosts, slurm = config.settings.hosts, config.settings.slurm
     sources: dict[str, Provider] = {}
-    names: dict[str, str] = {}
     host_cluster = _host_cluster(cluster, config.settings)
     if hosts is not None:
         sources[HOSTS] = HostsProvider(
@@ -107,35 +141,33 @@ def _owned(
             config.node_types,
             host_cluster,
             cluster.run_dir,
-            SystemClock(),
+            clock,
             SshConnection(hosts, cluster.cluster_id),
             starts_nodes=not only_ends,
         )
-        names |= dict.fromkeys(hosts.node_types(), HOSTS)
     if slurm is not None:
         sources[SLURM] = SlurmProvider(
             slurm,
             config.node_types,
             host_cluster,
             cluster.run_dir,
-            SystemClock(),
+            clock,
             SlurmCommands(slurm),
             starts_nodes=not only_ends,
         )
-        names |= dict.fromkeys(slurm.node_types, SLURM)
-    return sources, names
+    return sources
 
 
 def _bought(
     cluster: RunningCluster,
-    config: ClusterConfig,
+    node_types: Sequence[NodeType],
     file: dict[str, Any],
     section: Mapping[str, Any],
+    clock: Clock,
     *,
     only_ends: bool,
 ) -> Provider:
-    """Returns the provider of all node types that are bought."""
-    clock = SystemClock()
+    """Returns the provider of the node types that the file's own `provider` sells."""
     if section["type"] == "fake":
         return FakeProvider(clock)
     if section["type"] == "local":
@@ -145,20 +177,47 @@ def _bought(
         )
     if section["type"] == "kuberay":
         return KubeRayProvider(_kube_api(section), str(file["cluster_name"]), cluster.run_dir, clock)
+    return _cloud(cluster, node_types, file, cluster.run_dir, clock, only_ends=only_ends)
+
+
+def _further(
+    cluster: RunningCluster,
+    name: str,
+    node_types: Sequence[NodeType],
+    file: dict[str, Any],
+    clock: Clock,
+    *,
+    only_ends: bool,
+) -> Provider:
+    """Returns the provider of a section of `metadata.raytide.providers`, completed by Ray's bootstrap for its cloud."""
+    if file["provider"]["type"] == "fake":
+        return FakeProvider(clock)
+    completed = file if only_ends else _completed(file)
+    return _cloud(cluster, node_types, completed, cluster.run_dir / CLOUDS_FOLDER / name, clock, only_ends=only_ends)
+
+
+def _completed(file: dict[str, Any]) -> dict[str, Any]:
+    """Completes the file of a further cloud. Its head is a stand-in, for which no role is made on AWS."""
+    if file["provider"]["type"] == "aws":
+        file["available_node_types"][HEAD_STAND_IN]["node_config"]["IamInstanceProfile"] = {"Name": HEAD_STAND_IN}
+    completed = ray_internals.bootstrapped_config(file)
+    del completed["available_node_types"][HEAD_STAND_IN]
+    return completed
+
+
+def _cloud(
+    cluster: RunningCluster,
+    node_types: Sequence[NodeType],
+    file: dict[str, Any],
+    folder: Path,
+    clock: Clock,
+    *,
+    only_ends: bool,
+) -> Provider:
     cloud = ray_internals.node_provider(file["provider"], file["cluster_name"])
-    return CloudProvider(
-        file,
-        cloud,
-        config.node_types,
-        cluster.run_dir,
-        clock,
-        NoSetUp()
-        if only_ends
-        else CloudSetUp(
-            file, cloud, cluster.head_ip, GcsReader(cluster.gcs_address).nodes, token_file=cluster.ray_token_file
-        ),
-        board_at(cluster.gcs_address),
-    )
+    in_ray, token = GcsReader(cluster.gcs_address).nodes, cluster.ray_token_file
+    set_up = NoSetUp() if only_ends else CloudSetUp(file, cloud, cluster.head_ip, in_ray, token_file=token)
+    return CloudProvider(file, cloud, node_types, folder, clock, set_up, board_at(cluster.gcs_address))
 
 
 def _host_cluster(cluster: RunningCluster, settings: RaytideSection) -> HostCluster:
@@ -186,11 +245,12 @@ def bill(cluster: RunningCluster) -> Bill:
     section = provider_section(load_yaml(cluster.config_path), where=str(cluster.config_path))
     if isinstance(cluster, LocalCluster) and section["type"] != "fake":
         return local_provider(cluster)
-    folder = cluster.run_dir / "purchases"
+    folder = cluster.run_dir / PURCHASES
     bought: Bill = FakeProvider(SystemClock()) if section["type"] == "fake" else Purchases(folder)
-    folders = {name: cluster.run_dir / name / "purchases" for name in (HOSTS_FOLDER, SLURM_FOLDER)}
-    owned: dict[str, Bill] = {name: Purchases(own) for name, own in folders.items() if own.exists()}
-    return MixedBill({**owned, "bought": bought}) if owned else bought
+    folders = [cluster.run_dir / name / PURCHASES for name in (HOSTS_FOLDER, SLURM_FOLDER)]
+    folders += (cluster.run_dir / CLOUDS_FOLDER).glob(f"*/{PURCHASES}")
+    others: dict[str, Bill] = {str(other): Purchases(other) for other in folders if other.exists()}
+    return MixedBill({**others, str(folder): bought}) if others else bought
 
 
 def _kube_api(section: Mapping[str, Any]) -> KubeApi:

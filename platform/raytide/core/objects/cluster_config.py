@@ -15,6 +15,7 @@ from raytide.core.config import Config, load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.money import micro_usd
+from raytide.core.objects.hardware.clouds import CloudSection, check_clouds, cloud_files, node_type_sources
 from raytide.core.objects.hardware.host import HostsSection, with_hosts
 from raytide.core.objects.hardware.provider_section import check_gcp, check_owned, provider_section
 from raytide.core.objects.hardware.slurm import SlurmSection, check_slurm
@@ -26,6 +27,7 @@ from raytide.core.telemetry.settings import MonitoringSection
 from raytide.core.telemetry.tracing_settings import TracingSection
 
 GPU_BUSY_ABOVE = 0.05
+ProviderName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$", max_length=30)]
 UserName = Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_-]*)?$")]
 
 
@@ -181,6 +183,8 @@ class RaytideSection(Config):
 
     version: int = Field(default=1, ge=1, le=1)
     node_types: dict[str, NodeTypeSection]
+    providers: dict[ProviderName, CloudSection] = Field(default_factory=dict, max_length=64)
+    """Further clouds and regions, beside the file's own `provider`."""
     hosts: HostsSection | None = None
     slurm: SlurmSection | None = None
     limits: LimitsSection = LimitsSection()
@@ -230,10 +234,10 @@ class RaytideSection(Config):
             raise ValueError(f"node types of both hosts and slurm: {', '.join(sorted(twice))}")
         return self
 
-    def owned_node_types(self) -> frozenset[str]:
-        """Returns the node types of own machines and of Slurm's, which are not bought from `provider`."""
-        own = frozenset[str]() if self.hosts is None else self.hosts.node_types()
-        return own if self.slurm is None else own | self.slurm.node_types.keys()
+    def owned_node_types(self) -> dict[str, str]:
+        """Returns the node types of own machines and of Slurm's, which no cloud sells, with `hosts` or `slurm`."""
+        own = {} if self.hosts is None else dict.fromkeys(self.hosts.node_types(), "hosts")
+        return own if self.slurm is None else own | dict.fromkeys(self.slurm.node_types, "slurm")
 
     def users(self) -> frozenset[str]:
         """Returns the users that scripts run as, without raytide's own."""
@@ -270,16 +274,23 @@ def load_cluster(path: Path | str) -> ClusterConfig:
     if settings.standby is not None:
         saved = None if settings.backup is None else settings.backup.paths
         check_standby(settings.standby, settings.state_url, section["type"], saved, where=str(path))
+    for name, cloud_file in cloud_files(file, settings.providers).items():
+        check_ray_schema(cloud_file, where=f"{path}: metadata.raytide.providers.{name}")
     node_types = _join_node_types(file, settings, where=str(path))
     if settings.hosts is not None:
         node_types = with_hosts(node_types, settings.hosts, where=str(path))
     if settings.slurm is not None:
         check_slurm(settings.slurm, node_types, where=str(path))
     owned = settings.owned_node_types()
+    sources = node_type_sources(file, settings.providers, owned)
+    mine = [each for each in node_types if sources[each.name] == section["type"]]
     if section["type"] in ("hosts", "slurm"):
-        check_owned(section["type"], owned, node_types, where=str(path))
+        check_owned(section["type"], owned, mine, where=str(path))
     if section["type"] == "gcp":
-        check_gcp(section, file, [each for each in node_types if each.name not in owned], where=str(path))
+        check_gcp(section, file, mine, where=str(path))
+    if settings.providers:
+        check_clouds(file, settings.providers, node_types, owned, where=str(path))
+        node_types = tuple(each.model_copy(update={"provider": sources[each.name]}) for each in node_types)
     return ClusterConfig(name=str(file.get("cluster_name", "raytide")), node_types=node_types, settings=settings)
 
 
@@ -303,7 +314,9 @@ def check_ray_schema(file: Mapping[str, object], *, where: str) -> None:
 
 def _join_node_types(file: Mapping[str, object], settings: RaytideSection, *, where: str) -> tuple[NodeType, ...]:
     ray_types = file.get("available_node_types")
-    ray_types = ray_types if isinstance(ray_types, Mapping) else {}
+    ray_types = dict(ray_types) if isinstance(ray_types, Mapping) else {}
+    for cloud in settings.providers.values():
+        ray_types |= {name: each for name, each in cloud.available_node_types.items() if name not in ray_types}
     head = file.get("head_node_type")
     default_max = file.get("max_workers", 2)  # Ray's own defaults
     for name in settings.node_types:

@@ -19,6 +19,7 @@ Resources = Mapping[str, float]
 MARKET_LABEL = "ray.io/market-type"
 ZONE_LABEL = "ray.io/availability-zone"
 TYPE_LABEL = "ray.io/node-group"
+PROVIDER_LABEL = "raytide.io/provider"
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
 
 FRESH_S = 10.0
@@ -136,6 +137,8 @@ class NodeType(Config):
     zone_prices_micro_usd_h: dict[str, int] = Field(default_factory=dict)
     """Prices of zones that differ from `price_micro_usd_h`."""
     zones: tuple[str, ...] = ("local",)
+    provider: str = ""
+    """The name of its provider, in a cluster with several clouds; empty in others."""
     min_nodes: int = Field(default=0, ge=0)
     max_nodes: int = Field(default=8, ge=0)
     schedule: tuple[ScheduledMinimum, ...] = ()
@@ -177,7 +180,8 @@ class NodeType(Config):
 
     def all_labels(self, zone: str) -> dict[str, str]:
         """Returns the labels of its nodes in Ray, market, zone and type included."""
-        return {**self.labels, MARKET_LABEL: str(self.market), ZONE_LABEL: zone, TYPE_LABEL: self.name}
+        labels = {**self.labels, MARKET_LABEL: str(self.market), ZONE_LABEL: zone, TYPE_LABEL: self.name}
+        return {**labels, PROVIDER_LABEL: self.provider} if self.provider else labels
 
 
 class NodeState(StrEnum):

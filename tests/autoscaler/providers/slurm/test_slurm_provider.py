@@ -249,7 +249,7 @@ def test_each_node_type_of_a_cluster_without_a_cloud_has_one_source(tmp_path: Pa
     own["node_types"]["scavenge"]["market"] = "on-demand"
     own["hosts"] = hosts
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(file))
-    assert load_cluster(tmp_path / "x.yaml").settings.owned_node_types() == {"a100x4", "scavenge"}
+    assert load_cluster(tmp_path / "x.yaml").settings.owned_node_types() == {"a100x4": "slurm", "scavenge": "hosts"}
     own["slurm"]["node_types"]["scavenge"] = scavenge
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(file))
     with pytest.raises(ConfigError, match="node types of both hosts and slurm: scavenge"):

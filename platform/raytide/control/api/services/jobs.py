@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from raytide.actors.trainer.run_log.curve import CurveReaders, RunCurves
@@ -26,6 +26,7 @@ from raytide.core.objects.gang import GangSpec, Lease, LeaseState
 from raytide.core.objects.hardware.resources import resolve_accelerator
 from raytide.core.objects.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import EntryKind
+from raytide.core.objects.node import PROVIDER_LABEL, NodeType
 from raytide.core.objects.plan import UNMANAGED
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
@@ -74,7 +75,8 @@ class JobService:
         self._accounts.check_priority(spec.priority)
         now_s = self._clock.now_s()
         digest = digest or hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
-        spec = spec.model_copy(update={"gang": self._with_accelerator_labels(spec.gang)})
+        gang = at_one_provider(self._with_accelerator_labels(spec.gang), self._config.node_types)
+        spec = spec.model_copy(update={"gang": gang})
         gang = select_gpu_memory(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         spec = spec.model_copy(update={"gang": gang})
         spec = plan_training(
@@ -252,6 +254,18 @@ class JobService:
             self._inputs.check_build(DataSpec.parse(spec.config, where=spec.name))
         elif spec.kind is JobKind.SCRIPT and (package := ScriptSpec.parse(spec.config, where=spec.name).package):
             self._packages.path(package)
+
+
+def at_one_provider(gang: GangSpec, node_types: Iterable[NodeType]) -> GangSpec:
+    """Returns the gang, with the members of each shape at one provider unless the shape has its own `together`: between
+    clouds and regions a collective takes many times as long, and traffic is paid for."""
+    if not any(node_type.provider for node_type in node_types):
+        return gang
+    shapes = [
+        shape.model_copy(update={"together": PROVIDER_LABEL}) if shape.members > 1 and not shape.together else shape
+        for shape in gang.shapes
+    ]
+    return gang.model_copy(update={"shapes": tuple(shapes)})
 
 
 def _is_whole(lease: Lease) -> bool:

@@ -1,0 +1,128 @@
+"""One of several providers: made at its first call, and asked for a limited time, so that it fails alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from raytide.autoscaler.providers.base import Bill, Machine, Provider
+from raytide.core.errors import ClusterError
+from raytide.core.objects.node import Node, NodeType
+
+__all__ = ["ANSWER_S", "ProviderSource"]
+
+ANSWER_S = 20.0
+"""The time that a call may take. A call that takes longer goes on, and no other begins before its end."""
+PURCHASE_S = 300.0
+"""The time that a purchase may take before its provider counts as silent: some clouds answer when the machine runs."""
+_SILENT_S = 1.0
+"""The time that a tick waits for a provider whose last call took too long, until a call of it has ended."""
+
+T = TypeVar("T")
+
+
+class ProviderSource:
+    """A provider that may not answer.
+
+    `make` connects to it, and is repeated until it succeeds. `recorded` has its machines as they were last recorded,
+    for as long as it has not answered this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Provider],
+        recorded: Bill | None = None,
+        *,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        self.name = name
+        self._make, self._recorded, self._answer_s = make, recorded, answer_s
+        self._provider: Provider | None = None
+        self._slow: tuple[str, threading.Thread] | None = None
+        self._patience_s = answer_s
+        self._buying_until_s = 0.0
+        self._last: tuple[Machine, ...] | None = None
+        self._on_change: Callable[[], None] | None = None
+
+    @property
+    def has_answered(self) -> bool:
+        """True if it has listed its machines since this process began."""
+        return self._last is not None
+
+    @property
+    def is_buying(self) -> bool:
+        """True while a purchase goes on that took longer than a call may."""
+        return self._slow is not None and self._slow[1].is_alive() and time.monotonic() < self._buying_until_s
+
+    def launch(self, node: Node, node_type: NodeType) -> None:
+        before, began_s = self._slow, time.monotonic()
+        try:
+            self.ask(f"launch {node.id}", lambda provider: provider.launch(node, node_type))
+        finally:
+            if self._slow is not before:
+                self._buying_until_s = began_s + PURCHASE_S
+
+    def ask(self, what: str, call: Callable[[Provider], T]) -> T:
+        """Returns the answer. Raises what the call raises, and ClusterError if it takes too long."""
+        if self._slow is not None and self._slow[1].is_alive():
+            raise ClusterError(
+                f"it does not answer: to {self._slow[0]} takes longer than {self._answer_s:g} s.",
+                hint="The other providers go on; its machines count as they were last seen.",
+            )
+        done: list[T] = []
+        failed: list[Exception | SystemExit] = []
+
+        def run() -> None:
+            try:
+                done.append(call(self._connected()))
+            except (Exception, SystemExit) as error:  # raised below; Ray's launcher may exit
+                failed.append(error)
+            else:
+                self._patience_s = self._answer_s
+
+        thread = threading.Thread(target=run, name=f"{self.name}: {what}", daemon=True)
+        thread.start()
+        thread.join(self._patience_s)
+        if thread.is_alive():
+            self._slow, self._patience_s = (what, thread), min(_SILENT_S, self._answer_s)
+            self._buying_until_s = 0.0
+            raise ClusterError(
+                f"it does not answer: to {what} takes too long.",
+                hint="The other providers go on; its machines count as they were last seen.",
+            )
+        if failed:
+            error = failed[0]
+            raise error if isinstance(error, Exception) else ClusterError(f"could not {what}: {error}") from error
+        return done[0]
+
+    def machines(self) -> tuple[Machine, ...]:
+        """Returns its machines, and keeps them for `last`."""
+        self._last = self.ask("list its machines", lambda provider: provider.machines())
+        return self._last
+
+    def last(self) -> tuple[Machine, ...] | None:
+        """Returns the machines of its last answer, or as recorded; None if neither is known."""
+        if self._last is None and self._recorded is not None:
+            return self._recorded.machines()
+        return self._last
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Watches it, as soon as it is connected."""
+        self._on_change = on_change
+        if self._provider is not None:
+            self._provider.watch(on_change)
+
+    def close(self) -> None:
+        if self._provider is not None:
+            self._provider.close()
+
+    def _connected(self) -> Provider:
+        if self._provider is None:
+            made = self._make()
+            if self._on_change is not None:
+                made.watch(self._on_change)
+            self._provider = made
+        return self._provider
