@@ -183,6 +183,7 @@ class ConsolidationPlanner:
             return None
         at_risk = disruption.staying_micro_usd_h + other_nodes * table.price[rows]
         costs = table.cost[rows] + table.reclaims_per_h[rows] * disruption.lost_h * at_risk
+        costs = costs + self._data_beyond(old)[rows]
         best = int(costs.argmin())
         if old.replicas:
             options = [(cost, cost, at) for at, cost in enumerate(costs.tolist())]
@@ -199,8 +200,16 @@ class ConsolidationPlanner:
             has_pace = offerings.launches_left is None or offerings.launches_left > 0
             self._offers[old.shape_key] = np.flatnonzero(able & has_pace)
         table, found, price = self.builder.state.offerings.table, self._offers[old.shape_key], old.price_micro_usd_h
-        pays = (price - table.cost[found]) * PAYBACK_S > _overlap(price, table.price[found].astype(float)) * 3600.0
+        costs = table.cost[found] + self._data_beyond(old)[found]
+        pays = (price - costs) * PAYBACK_S > _overlap(price, table.price[found].astype(float)) * 3600.0
         return found if pays.any() else found[:0]
+
+    def _data_beyond(self, old: Tenants) -> Floats:
+        """Returns, for each offering, what getting the tenants' data there costs an hour beyond their present node."""
+        table, node = self.builder.state.offerings.table, old.view.node
+        data = table.data_cost(old.shapes)
+        here = [o.row for o in table.offerings if (o.node_type.name, o.zone) == (node.type, node.zone)]
+        return data - data[here[0]] if here else data
 
     def _zones_of(self, old: Tenants) -> Counter[str]:
         """Counts the zones that the other replicas of its endpoints are in, or are moving to."""

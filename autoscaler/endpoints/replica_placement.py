@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from raytide.autoscaler.spot.reclaim_hazard import losses, region
+from raytide.autoscaler.spot.reclaim_hazard import losses
+from raytide.core.objects.hardware.transfer import region
 from raytide.core.objects.endpoint_load import ReplicaValue
 
 DETECTION_S = 20.0

@@ -18,15 +18,18 @@ def rejected(
     offerings: Offerings, shape: Shape, members: int, taken: Offering, *, is_spread: bool = False
 ) -> tuple[Rejected, ...]:
     """Returns the alternatives to `taken` for a node that holds `members` of the shape. Replicas spread over zones."""
-    per_member = taken.cost_micro_usd_h / members
+    data = offerings.table.data_cost((shape,))
+    per_member = taken.cost_micro_usd_h / members + data[taken.row]
     costs = [
-        (o.cost_micro_usd_h / min(fit, members), o) for o, fit in offerings.offerings_for(shape) if o.name != taken.name
+        (o.cost_micro_usd_h / min(fit, members) + data[o.row], o)
+        for o, fit in offerings.offerings_for(shape)
+        if o.name != taken.name
     ]
     costs.sort(key=lambda item: (item[0], item[1].name))
     alternatives = [(offering, round((cost - per_member) * members)) for cost, offering in costs]
     first_dearer = bisect_right(costs, per_member, key=lambda item: item[0])
     cheaper = (_cheaper(offerings, offering, extra, is_spread) for offering, extra in alternatives[:first_dearer])
-    dearer = (_dearer(offerings, offering, extra) for offering, extra in alternatives[first_dearer:])
+    dearer = (_dearer(offerings, offering, extra, shape) for offering, extra in alternatives[first_dearer:])
     return (*islice(filter(None, cheaper), CHEAPER), *islice(filter(None, dearer), DEARER))
 
 
@@ -37,9 +40,21 @@ def _cheaper(offerings: Offerings, offering: Offering, extra_micro_usd_h: int, i
     return Rejected(offering.name, reason, extra_micro_usd_h) if is_spread else None
 
 
-def _dearer(offerings: Offerings, offering: Offering, extra_micro_usd_h: int) -> Rejected | None:
+def _dearer(offerings: Offerings, offering: Offering, extra_micro_usd_h: int, shape: Shape) -> Rejected | None:
     if offerings.refusal(offering) is not None:
         return None
     risk = f", {offering.reclaims_per_h:g} losses an hour included" if offering.reclaims_per_h else ""
     reason = f"costs {format_usd(extra_micro_usd_h)}/h more for the same members{risk}"
+    if words := data_words(offerings, offering, shape):
+        reason += f", and {words}"
     return Rejected(offering.name, reason, extra_micro_usd_h)
+
+
+def data_words(offerings: Offerings, offering: Offering, shape: Shape) -> str:
+    """Returns what getting a member's data there costs, in words; empty if nothing is paid."""
+    transfer = offerings.table.transfer
+    paid = transfer.describe(shape.inputs, offering.node_type, offering.zone) if transfer is not None else ""
+    if not paid:
+        return ""
+    cost = round(float(offerings.table.data_cost((shape,))[offering.row]))
+    return f"{format_usd(cost)}/h a member of them for data: {paid}"

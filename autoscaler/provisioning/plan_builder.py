@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
-from raytide.autoscaler.provisioning.alternatives import rejected
+from raytide.autoscaler.provisioning.alternatives import data_words, rejected
 from raytide.core.money import format_usd
 from raytide.core.objects.gang import Lease, Member
 from raytide.core.objects.plan import Action, Assign, Drain, Launch, Rejected, Wait
@@ -101,6 +101,9 @@ class PlanBuilder:
         is_planned = endpoint is not None and endpoint.pools is not None
         how = "costs it least, correlated losses included" if is_planned else "is the cheapest available"
         best = f"{offering.name} ({price})" + (f" {how}" if self.state.tenants[slot.node_id] else "")
+        shapes = {id(tenant.shape): tenant.shape for tenant in self.state.tenants[slot.node_id]}.values()
+        data = [words for shape in shapes if (words := data_words(self.state.offerings, offering, shape))]
+        best += f", with {data[0]}" if data else ""
         return Launch(
             slot.node_id,
             slot.node_type,

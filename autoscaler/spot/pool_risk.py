@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from raytide.autoscaler.nodes.lifecycle import was_taken_back
-from raytide.autoscaler.spot.reclaim_hazard import STALE_S, ReclaimHazard, pool_name, region
+from raytide.autoscaler.spot.reclaim_hazard import STALE_S, ReclaimHazard, pool_name
+from raytide.core.objects.hardware.transfer import region
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Quote
 

@@ -8,10 +8,10 @@ region are often lost together.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+
+from raytide.core.objects.hardware.transfer import region
 
 AGES_S = (900.0, 3600.0, 4 * 3600.0, float("inf"))
 """Upper ends of the age bins."""
@@ -125,12 +125,6 @@ def losses(
 def pool_name(node_type: str, zone: str) -> str:
     """Returns the name of a spot pool; pools of one type in one region share their prefix."""
     return f"{node_type}/{zone}"
-
-
-@lru_cache(maxsize=4096)
-def region(zone: str) -> str:
-    """Returns us-west-2 for us-west-2a, us-central1 for us-central1-b."""
-    return re.sub("-?[a-z]$", "", zone)
 
 
 def _bin(age_s: float) -> int:

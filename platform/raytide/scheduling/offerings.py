@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from raytide.core.clock import utc
 from raytide.core.money import format_usd
 from raytide.core.objects.gang import Shape
+from raytide.core.objects.hardware.transfer import DataInput, TransferSection
 from raytide.core.objects.node import CapacityType, NodeType, Resources, labels_match, round_up_gpu_share
 from raytide.core.objects.snapshot import Limits, Pool, Snapshot
 
@@ -55,8 +56,9 @@ class Offering:
 class OfferingTable:
     """The static table of offerings, shared by all copies of `Offerings`."""
 
-    def __init__(self, offerings: Sequence[Offering]) -> None:
+    def __init__(self, offerings: Sequence[Offering], transfer: TransferSection | None = None) -> None:
         self.offerings = tuple(offerings)
+        self.transfer = transfer
         self.types = {
             name: at for at, name in enumerate(dict.fromkeys(offering.node_type.name for offering in offerings))
         }
@@ -73,6 +75,7 @@ class OfferingTable:
         totals = [self.vector(offering.node_type.resources) for offering in offerings]
         self.totals_PR: Floats = np.array(totals).reshape(len(offerings), len(self.columns))
         self._members: dict[_Key, Ints] = {}
+        self._data_cost: dict[tuple[DataInput, ...], Floats] = {}
         self._carrying: dict[_Labels, Mask] = {}
         self._in_menu: dict[frozenset[str] | None, Mask] = {}
 
@@ -87,6 +90,21 @@ class OfferingTable:
                 copies = (self.totals_PR[:, used] + _EPS) // np.array(list(need.values()))
                 found = np.where(self.matching(shape.labels), copies.min(axis=1), 0.0).astype(np.int64)
             self._members[key] = found
+        return found
+
+    def data_cost(self, shapes: Iterable[Shape]) -> Floats:
+        """Returns, for each offering, what getting their data there adds to an hour, a member of each shape."""
+        total = np.zeros(len(self.offerings))
+        for shape in shapes:
+            if shape.inputs and self.transfer is not None:
+                total += self._data_cost_of(shape.inputs, self.transfer)
+        return total
+
+    def _data_cost_of(self, inputs: tuple[DataInput, ...], transfer: TransferSection) -> Floats:
+        if (found := self._data_cost.get(inputs)) is None:
+            found = self._data_cost[inputs] = np.array(
+                [transfer.micro_usd_h(inputs, o.node_type, o.zone, o.reclaims_per_h) for o in self.offerings]
+            )
         return found
 
     def matching(self, selector: Mapping[str, str]) -> Mask:
@@ -159,7 +177,10 @@ class Offerings:
         existing = Counter(view.node.type for view in snapshot.nodes)
         rate = snapshot.limits.launches_per_min
         recent = sum(snapshot.at_s - view.node.requested_at_s < RATE_WINDOW_S for view in snapshot.nodes)
-        table, pools = OfferingTable(_offers(snapshot)), {(pool.node_type, pool.zone): pool for pool in snapshot.pools}
+        table, pools = (
+            OfferingTable(_offers(snapshot), snapshot.transfer),
+            {(pool.node_type, pool.zone): pool for pool in snapshot.pools},
+        )
         max_nodes = {node_type.name: node_type.max_nodes for node_type in snapshot.node_types}
         backed_off = [
             (pool := pools.get((offering.node_type.name, offering.zone))) is not None

@@ -61,6 +61,8 @@ class NewNodes(NamedTuple):
     """Members on all of them."""
     shared: Floats | None
     """The members of each pending shape for which each of them still has room; None without lookahead."""
+    data_micro_usd_h: float = 0.0
+    """The hourly cost of getting the data of all members there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,10 @@ class Candidate:
     @property
     def rating(self) -> tuple[int, float]:
         """Smaller is better: most members, then lowest cost."""
-        costs = ((new.offering.cost_micro_usd_h * new.nodes, new.offering.node_type.name) for new in self.new)
+        costs = (
+            (new.offering.cost_micro_usd_h * new.nodes + new.data_micro_usd_h, new.offering.node_type.name)
+            for new in self.new
+        )
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_split(self, pace: int, needed: int) -> bool:
@@ -158,6 +163,9 @@ def _most_members(
         found = _cheapest(offerings, pending, request, candidate, zones)
         if found is None:
             break
+        if request.shape.inputs:
+            data = offerings.table.data_cost((request.shape,))[found.offering.row] * found.members
+            found = found._replace(data_micro_usd_h=float(data))
         candidate.new.append(found)
         candidate.purchase.add(found.offering, found.nodes)
         candidate.count += found.members
@@ -203,6 +211,8 @@ def _cheapest(
         value, shared = pending.value(request.shape.resources, rows, members, candidate.remaining)
         worth = members + value / max(1.0, alone)
     each = table.cost[rows] / worth
+    if request.shape.inputs:
+        each = each + table.data_cost((request.shape,))[rows] * members / worth
     if request.paces:
         names = [table.offerings[row].node_type.name for row in rows.tolist()]
         each = np.array(

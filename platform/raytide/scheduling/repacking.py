@@ -79,11 +79,12 @@ def _slots_elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> 
 def _cheaper_offering(room: SchedulingState, offering: Offering, tenants: list[Tenant]) -> Offering | None:
     """Returns the cheapest offering that holds all of them, if it is cheaper than this one."""
     offerings, table = room.offerings, room.offerings.table
-    able = (table.cost < offering.cost_micro_usd_h) & table.could_hold(_total(tenants)) & (offerings.purchasable() > 0)
+    cost = table.cost + table.data_cost(tenant.shape for tenant in tenants)
+    able = (cost < cost[offering.row]) & table.could_hold(_total(tenants)) & (offerings.purchasable() > 0)
     for labels, types in {(tuple(tenant.labels.items()), tenant.allowed_types) for tenant in tenants}:
         able &= table.matching(dict(labels)) & table.allowed(types)
     rows = np.flatnonzero(able)
-    return table.offerings[rows[table.cost[rows].argmin()]] if len(rows) else None
+    return table.offerings[rows[cost[rows].argmin()]] if len(rows) else None
 
 
 def _swap(room: SchedulingState, node_id: str, offering: Offering, tenants: list[Tenant]) -> Slot:

@@ -30,7 +30,8 @@ def replica_selector(spec: ServeSpec) -> dict[str, str]:
 
 def replica_shape(view: EndpointView) -> Shape:
     """Returns the shape of one member of a replica."""
-    return Shape(resources=view.endpoint.spec.resources, labels=view.endpoint.spec.labels)
+    spec = view.endpoint.spec
+    return Shape(resources=spec.resources, labels=spec.labels, inputs=spec.inputs)
 
 
 def replica_throughputs(view: EndpointView) -> Throughputs:

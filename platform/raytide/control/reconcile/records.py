@@ -118,6 +118,7 @@ def take_snapshot(
         ),
         demand=observed.demand,
         pools=tuple(records.pools.values()),
+        transfer=config.settings.transfer,
         unmanaged=config.unmanaged,
         team_members=config.settings.limits.team_members,
         next_node=records.next_node,

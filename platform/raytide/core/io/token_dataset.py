@@ -174,6 +174,11 @@ class TokenManifest(Config):
         return (json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n").encode()
 
 
+def token_bytes(dtype: TokenDtype) -> int:
+    """Returns the bytes of a token."""
+    return 2 if dtype == "uint16" else 4
+
+
 def dtype_for(vocab_size: int) -> TokenDtype:
     """Returns the narrowest dtype that holds every token id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"

@@ -20,6 +20,7 @@ from raytide.core.objects.hardware.host import HostsSection, with_hosts
 from raytide.core.objects.hardware.provider_section import check_gcp, check_owned, provider_section
 from raytide.core.objects.hardware.slurm import SlurmSection, check_slurm
 from raytide.core.objects.hardware.standby import StandbySection, check_standby
+from raytide.core.objects.hardware.transfer import TransferSection
 from raytide.core.objects.node import CapacityType, Meter, NodeType, ScheduledMinimum
 from raytide.core.objects.snapshot import Unmanaged
 from raytide.core.objects.team import CLASSES, TeamSpec, check_tree
@@ -187,6 +188,8 @@ class RaytideSection(Config):
     """Further clouds and regions, beside the file's own `provider`."""
     hosts: HostsSection | None = None
     slurm: SlurmSection | None = None
+    transfer: TransferSection | None = None
+    """None: getting data to nodes costs nothing."""
     limits: LimitsSection = LimitsSection()
     unmanaged: UnmanagedSection = UnmanagedSection()
     gateway: GatewaySection = GatewaySection()

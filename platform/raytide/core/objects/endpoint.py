@@ -17,6 +17,7 @@ from raytide.core.config import Config
 from raytide.core.objects.api_key import HostedBackend, TokenPrice
 from raytide.core.objects.gang import Needed
 from raytide.core.objects.hardware.resources import RESOURCE_WORDS, expand
+from raytide.core.objects.hardware.transfer import DataInput
 from raytide.core.objects.node import ScheduledMinimum
 
 _NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
@@ -189,6 +190,9 @@ class ServeSpec(Config):
     nodes."""
     labels: bounds.Labels = Field(default_factory=dict)
     """A label selector for its nodes."""
+    inputs: tuple[DataInput, ...] = Field(default=(), max_length=100)
+    """The data that each replica reads, for the price of getting them to a node; by default the model, where its size is
+    known."""
     engine: dict[str, object] = Field(default_factory=dict)
     """Options of the engine, as `raytide.LLM` takes them."""
     max_ongoing: int = Field(default=256, ge=1, le=100_000)
@@ -245,7 +249,7 @@ class ServeSpec(Config):
         return name
 
 
-LIVE_FIELDS = frozenset({"adapters", "prefill", "weights"})
+LIVE_FIELDS = frozenset({"adapters", "inputs", "prefill", "weights"})
 """The fields of a ServeSpec that replicas follow while they run; all others need new replicas."""
 
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.objects.hardware.resources import NODE_WORDS, expand
+from raytide.core.objects.hardware.transfer import DataInput
 
 CPUS_OF_A_GPU = 8.0
 """A member without GPUs counts as its CPUs divided by this, so that such jobs are ordered too."""
@@ -49,6 +50,8 @@ class Shape(Config):
     """The least memory of each GPU, in 10^9 bytes. At submission it becomes a label of the node types that have it."""
     together: bounds.Word = ""
     """A node label (rack, NVLink domain, zone): all members are placed where it has one value."""
+    inputs: tuple[DataInput, ...] = Field(default=(), max_length=100)
+    """The data that each member reads, for the price of getting them to a node. A training's are added at submission."""
 
     @model_validator(mode="before")
     @classmethod
@@ -73,6 +76,7 @@ class Shape(Config):
             labels=dict(labels),
             gpu_memory_gb=None,
             together=together,
+            inputs=(),
         )
 
     @classmethod

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from raytide.core.objects.endpoint import Endpoint
 from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaValue
 from raytide.core.objects.gang import Lease
+from raytide.core.objects.hardware.transfer import TransferSection
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import CapacityType, Node, NodeType, Resources, Use
 from raytide.core.objects.team import CLASSES, Team
@@ -171,6 +172,8 @@ class Snapshot:
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
     """Constraints of deadline jobs, by job; the first step of a decision finds them."""
     limits: Limits = Limits()
+    transfer: TransferSection | None = None
+    """The price of getting data to nodes; None: it costs nothing."""
     unmanaged: Unmanaged = Unmanaged()
     team_members: int | None = None
     """The most members that the leases of one team have together, those of the jobs considered next included."""

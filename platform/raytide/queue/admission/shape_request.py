@@ -76,7 +76,8 @@ class ShapeRequests:
         return found
 
     def request(self, shape: Shape) -> ShapeRequest:
-        same = (shape.members, shape.min_members, shape.together, *shape.resources.items(), *shape.labels.items())
+        own = (shape.members, shape.min_members, shape.together, shape.inputs)
+        same = (*own, *shape.resources.items(), *shape.labels.items())
         if (found := self._known.get(same)) is None:
             found = self._known[same] = self._look_up(shape)
         return found

@@ -25,6 +25,7 @@ from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.endpoint import Endpoint, EndpointRevision, EndpointState, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.hardware.resources import resolve_accelerator
+from raytide.core.objects.hardware.transfer import DataInput
 from raytide.core.specs.live_changes import AdapterChange, SignalReport, WeightsChange
 from raytide.core.specs.rollout import (
     REVISION_SEPARATOR,
@@ -122,6 +123,8 @@ class EndpointService:
             self._inputs.check_model(spec.model, caller, spec.adapters.values())
             if spec.engine.get("kind") != "fake" and (size := self._inputs.weight_bytes(spec.model, caller)):
                 spec = check_memory(spec, size, self._config.node_types)
+                if not spec.inputs and self._config.settings.transfer is not None:
+                    spec = spec.model_copy(update={"inputs": (DataInput(url=spec.model, gb=size / 1e9),)})
         if spec.weights:
             self._inputs.check_weights(spec.model, spec.weights, caller)
         self._rate.take_change(spec.team, len(spec.model_dump_json()))

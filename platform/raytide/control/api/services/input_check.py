@@ -23,7 +23,7 @@ from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.core.errors import ConflictError, DataError, RaytideError
 from raytide.core.io.private_paths import check_named
 from raytide.core.io.storage import check_url, join, local_path
-from raytide.core.io.token_dataset import MANIFEST, parse_manifest
+from raytide.core.io.token_dataset import MANIFEST, parse_manifest, token_bytes
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.train import TrainSpec
 
@@ -92,6 +92,21 @@ class Inputs:
             check_url(spec.chat.file)
             if self._look(spec.chat.file, caller, most=0).is_missing:
                 raise DataError(f"{spec.chat.file} does not exist.", hint="Check chat.file.")
+
+    def training_inputs(self, spec: TrainSpec, caller: Caller) -> dict[str, int]:
+        """Returns the bytes of the datasets and of the model that a training starts from; without what is not known
+        here."""
+        found = {dataset: self._dataset_bytes(dataset, caller) for dataset in spec.datasets}
+        if spec.init_from is not None:
+            found[spec.init_from] = self.weight_bytes(spec.init_from, caller)
+        return {url: size for url, size in found.items() if size}
+
+    def _dataset_bytes(self, dataset: str, caller: Caller) -> int:
+        content = self._look(where := join(dataset, MANIFEST), caller).content
+        if content is None:
+            return 0
+        manifest = parse_manifest(content, where)
+        return manifest.tokens * token_bytes(manifest.dtype)
 
     def training_config(self, spec: TrainSpec, caller: Caller) -> dict[str, object] | None:
         """Returns the `config.json` of the model that a spec trains; None if it cannot be read here."""

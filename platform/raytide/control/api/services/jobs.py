@@ -24,6 +24,7 @@ from raytide.core.money import month_of, to_us
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState
 from raytide.core.objects.hardware.resources import resolve_accelerator
+from raytide.core.objects.hardware.transfer import DataInput
 from raytide.core.objects.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import EntryKind
 from raytide.core.objects.node import PROVIDER_LABEL, NodeType
@@ -85,6 +86,7 @@ class JobService:
             lambda train: self._inputs.training_config(train, caller),
             self.learned.current,
         )
+        spec = spec.model_copy(update={"gang": self._with_inputs(spec, caller)})
         check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         self._check_config(spec, caller)
         spec = resolve_deadline(spec, self._config.node_types, now_s)
@@ -103,6 +105,26 @@ class JobService:
             shape.model_copy(update={"labels": resolve_accelerator(shape.labels, types)}) for shape in gang.shapes
         ]
         return gang.model_copy(update={"shapes": tuple(shapes)})
+
+    def _with_inputs(self, spec: JobSpec, caller: Caller) -> GangSpec:
+        """Returns the gang with what each member of a training reads: its slice of the datasets, and the model."""
+        named = any(shape.inputs for shape in spec.gang.shapes)
+        if self._config.settings.transfer is None or named or spec.kind is not JobKind.TRAIN:
+            return spec.gang
+        train = TrainSpec.parse(spec.config, where=spec.name)
+        sizes = self._inputs.training_inputs(train, caller)
+        for url in set(train.datasets) - sizes.keys():
+            if size := self._store.datasets.bytes_at(url, spec.team):
+                sizes[url] = size
+
+        def read(url: str, members: int) -> DataInput:
+            return DataInput(url=url, gb=sizes[url] / (1 if url == train.init_from else members) / 1e9)
+
+        shapes = [
+            shape.model_copy(update={"inputs": tuple(read(url, shape.members) for url in sorted(sizes))})
+            for shape in spec.gang.shapes
+        ]
+        return spec.gang.model_copy(update={"shapes": tuple(shapes)})
 
     def page(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
         """Returns jobs, newest first, fewer than `limit` if their specs are large; with `active`, unfinished jobs."""

@@ -7,6 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from raytide.core.errors import NotFoundError
+from raytide.core.io.token_dataset import dtype_for, token_bytes
 from raytide.core.objects.job import JobKind
 from raytide.core.specs.data import DatasetUse, DatasetVersion, DatasetVersionSpec, RegisteredDataset
 from raytide.core.state import tables as core
@@ -59,6 +60,17 @@ class DatasetRecords:
         with self._db.read() as c:
             rows = newest_rows(c, t.datasets, page, limit)
             return tuple(RegisteredDataset(row.name, row.team, row.versions, _version(row)) for row in rows)
+
+    def bytes_at(self, location: str, team: str) -> int:
+        """Returns the bytes of the tokens of the team's newest version at this location; 0 if none is registered."""
+        d = t.datasets.c
+        here = sa.and_(d.team == team, d.spec["location"].as_string() == location)
+        with self._db.read() as c:
+            row = c.execute(t.datasets.select().where(here).order_by(d.created_at_s.desc()).limit(1)).first()
+        if row is None:
+            return 0
+        spec = _version(row).spec
+        return spec.tokens * token_bytes(dtype_for(spec.vocab_size))
 
     def uses(self, spec: DatasetVersionSpec) -> DatasetUse:
         """Returns the newest jobs of the team that read the location, and models whose lineage has the manifest."""

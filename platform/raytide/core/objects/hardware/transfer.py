@@ -1,0 +1,97 @@
+"""The price of getting data to nodes: where data lie, what a gigabyte costs on the way, and what a shape reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Annotated
+
+from pydantic import Field
+
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.core.money import MICRO
+from raytide.core.objects.node import NodeType
+
+__all__ = ["DataInput", "TransferPrice", "TransferSection", "region"]
+
+Place = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class DataInput(Config):
+    """Data that each member of a gang, or each replica, reads on its node."""
+
+    url: bounds.Location
+    gb: float = Field(ge=0, le=10_000_000)
+    """10^9 bytes that one member reads."""
+
+
+class TransferPrice(Config):
+    """The price of a gigabyte from one place to another."""
+
+    source: Place = Field(alias="from")
+    target: Place = Field(alias="to")
+    usd_per_gb: float = Field(ge=0, le=1000)
+
+
+class TransferSection(Config):
+    """`metadata.raytide.transfer`: places of data, and prices between places. A place is a zone, a region (a zone
+    without its last letter) or the name of a provider."""
+
+    data: dict[bounds.Location, Annotated[tuple[Place, ...], Field(min_length=1)]] = Field(max_length=1000)
+    """The places of the data below each path or URL: of the bucket, and of the copies. The longest match counts."""
+    prices: tuple[TransferPrice, ...] = Field(default=(), max_length=10_000)
+    """The first that matches both places counts. Within one place nothing is paid."""
+    other_usd_per_gb: float = Field(ge=0, le=1000)
+    """The price between places that `prices` does not name."""
+    stay_h: float = Field(default=4.0, gt=0, le=10_000)
+    """The hours of work over which a node's data are paid off; a reclaim makes the next node read them again."""
+
+    def places_of(self, url: str) -> tuple[str, ...]:
+        """Returns the places of these data; none if they are not known."""
+        return max(
+            ((prefix, places) for prefix, places in self.data.items() if _is_below(url, prefix)),
+            key=lambda item: len(item[0]),
+            default=("", ()),
+        )[1]
+
+    def usd_per_gb(self, url: str, node_type: NodeType, zone: str) -> tuple[float, str]:
+        """Returns the price of the cheapest copy for a node there, and its place; nothing if no place is known."""
+        places = self.places_of(url)
+        return min(((self._between(place, node_type, zone), place) for place in places), default=(0.0, ""))
+
+    def micro_usd_h(
+        self, inputs: Iterable[DataInput], node_type: NodeType, zone: str, reclaims_per_h: float = 0.0
+    ) -> float:
+        """Returns what one member's data add to the price of an hour on such a node."""
+        usd = sum(each.gb * self.usd_per_gb(each.url, node_type, zone)[0] for each in inputs)
+        return usd * MICRO * (1.0 / self.stay_h + reclaims_per_h)
+
+    def describe(self, inputs: Iterable[DataInput], node_type: NodeType, zone: str) -> str:
+        """Returns the transfers that are paid for, in words; empty if none is."""
+        priced = [(each, *self.usd_per_gb(each.url, node_type, zone)) for each in inputs]
+        return ", ".join(
+            f"{each.gb:g} GB of {each.url} from {place} at ${usd:g} a GB"
+            for each, usd, place in priced
+            if usd * each.gb
+        )
+
+    def _between(self, place: str, node_type: NodeType, zone: str) -> float:
+        targets = (zone, region(zone), node_type.provider)
+        if place in targets:
+            return 0.0
+        sources = (place, region(place))
+        found = (each.usd_per_gb for each in self.prices if each.source in sources and each.target in targets)
+        return next(found, self.other_usd_per_gb)
+
+
+@lru_cache(maxsize=4096)
+def region(zone: str) -> str:
+    """Returns us-west-2 for us-west-2a, us-central1 for us-central1-b."""
+    return re.sub("-?[a-z]$", "", zone)
+
+
+def _is_below(url: str, prefix: str) -> bool:
+    """Returns whether a path or URL is the prefix or lies in it."""
+    return url == prefix.rstrip("/") or url.startswith(prefix.rstrip("/") + "/")
