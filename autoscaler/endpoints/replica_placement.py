@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raytide.autoscaler.spot.reclaim_hazard import losses
-from raytide.core.objects.hardware.transfer import region
 from raytide.core.objects.endpoint_load import ReplicaValue
+from raytide.core.objects.hardware.transfer import region
 
 DETECTION_S = 20.0
 """The longest time from a loss to the launch of its replacement."""

@@ -36,7 +36,7 @@ from raytide.control.reconcile.observation import ApiProbe, Sources
 from raytide.core import ray_internals
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.config import load_yaml
-from raytide.core.errors import ConfigError
+from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.io.environment import all_passed, passed
 from raytide.core.io.private_paths import inherited_restriction, restrict_to
 from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, load_cluster
@@ -200,7 +200,13 @@ def _completed(file: dict[str, Any]) -> dict[str, Any]:
     """Completes the file of a further cloud. Its head is a stand-in, for which no role is made on AWS."""
     if file["provider"]["type"] == "aws":
         file["available_node_types"][HEAD_STAND_IN]["node_config"]["IamInstanceProfile"] = {"Name": HEAD_STAND_IN}
-    completed = ray_internals.bootstrapped_config(file)
+    try:
+        completed = ray_internals.bootstrapped_config(file)
+    except Exception as error:  # each cloud's bootstrap has its own errors
+        raise ClusterError(
+            f"Ray could not complete the section for {file['provider']['type']}: {type(error).__name__}: {error}",
+            hint="Give the head credentials for it, and name in the section what it cannot find or make.",
+        ) from error
     del completed["available_node_types"][HEAD_STAND_IN]
     return completed
 

@@ -191,8 +191,8 @@ class ServeSpec(Config):
     labels: bounds.Labels = Field(default_factory=dict)
     """A label selector for its nodes."""
     inputs: tuple[DataInput, ...] = Field(default=(), max_length=100)
-    """The data that each replica reads, for the price of getting them to a node; by default the model, where its size is
-    known."""
+    """The data that each replica reads, for the price of getting them to a node; by default the model, where its
+    size is known."""
     engine: dict[str, object] = Field(default_factory=dict)
     """Options of the engine, as `raytide.LLM` takes them."""
     max_ongoing: int = Field(default=256, ge=1, le=100_000)

@@ -51,7 +51,7 @@ class Shape(Config):
     together: bounds.Word = ""
     """A node label (rack, NVLink domain, zone): all members are placed where it has one value."""
     inputs: tuple[DataInput, ...] = Field(default=(), max_length=100)
-    """The data that each member reads, for the price of getting them to a node. A training's are added at submission."""
+    """The data that each member reads, for the price of getting them to a node; added to a training at submission."""
 
     @model_validator(mode="before")
     @classmethod

@@ -143,6 +143,7 @@ def _cloud_file(file: Mapping[str, object], section: CloudSection) -> dict[str, 
     return deepcopy(
         {
             "auth": inherited,
+            "docker": {}, "file_mounts": {}, "cluster_synced_files": [], "initialization_commands": [],
             **{key: file[key] for key in _SHARED if key in file},
             **{key: list(value) if isinstance(value, tuple) else value for key, value in own.items()},
             "head_node_type": HEAD_STAND_IN,
@@ -150,6 +151,7 @@ def _cloud_file(file: Mapping[str, object], section: CloudSection) -> dict[str, 
                 HEAD_STAND_IN: {"resources": {}, "max_workers": 0, "node_config": deepcopy(first)},
                 **section.available_node_types,
             },
+            "head_setup_commands": [],
             "setup_commands": [],
             "worker_setup_commands": set_up,
         }
