@@ -143,7 +143,10 @@ def _cloud_file(file: Mapping[str, object], section: CloudSection) -> dict[str, 
     return deepcopy(
         {
             "auth": inherited,
-            "docker": {}, "file_mounts": {}, "cluster_synced_files": [], "initialization_commands": [],
+            "docker": {},
+            "file_mounts": {},
+            "cluster_synced_files": [],
+            "initialization_commands": [],
             **{key: file[key] for key in _SHARED if key in file},
             **{key: list(value) if isinstance(value, tuple) else value for key, value in own.items()},
             "head_node_type": HEAD_STAND_IN,
