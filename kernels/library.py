@@ -95,8 +95,8 @@ def build(folder: Path) -> Path:
 
     Concurrent builds are safe: each process writes a file of its own and moves it into place.
     """
-    sources = sorted(_SOURCES.glob("*.[ch]"))
-    path = folder / f"raytide-{_key(sources)}.so"
+    sources = _sources()
+    path = folder / f"raytide-{operators_key()}.so"
     if _is_whole(path):
         return path
     if (found := compiler()) is None:
@@ -120,11 +120,16 @@ def build(folder: Path) -> Path:
     return path
 
 
-def _key(sources: list[Path]) -> str:
+def operators_key() -> str:
+    """Returns a hash of the operators' sources, flags and processor: with another one, sums may round otherwise."""
     digest = hashlib.sha256(" ".join((*_FLAGS, platform.machine(), _processor())).encode())
-    for source in sources:
+    for source in _sources():
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:32]
+
+
+def _sources() -> list[Path]:
+    return sorted(_SOURCES.glob("*.[ch]"))
 
 
 def _processor() -> str:

@@ -39,6 +39,10 @@ class EngineConfig(Config):
     )
     prefix_cache: bool = True
     host_memory_gb: float = Field(default=0.0, ge=0.0, description="for evicted sequences and cold prefixes; 0: none")
+    local_disk: str | None = Field(
+        default=None, description="a folder for prefixes that memory has no room for; others may not write to it"
+    )
+    max_local_disk_size: float = Field(default=5.0, gt=0.0, description="GB in local_disk, of each engine")
     policy: Literal["fcfs", "priority", "deadline"] = Field(
         default="priority", description="the order of service; among equals, and with fcfs always, by arrival"
     )
@@ -86,6 +90,12 @@ class EngineConfig(Config):
     def _draft_model_is_used(self) -> EngineConfig:
         if self.draft_model is not None and self.speculation != "auto":
             raise ValueError(f'draft_model is only used with speculation "auto", not "{self.speculation}"')
+        return self
+
+    @model_validator(mode="after")
+    def _disk_keeps_prefixes(self) -> EngineConfig:
+        if self.local_disk is not None and not self.prefix_cache:
+            raise ValueError("local_disk keeps cached prefixes, and prefix_cache is off")
         return self
 
     @model_validator(mode="after")

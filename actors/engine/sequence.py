@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
+    from raytide.actors.engine.kv_cache.handle import Bytes
     from raytide.actors.engine.text.bad_words import BadWords
     from raytide.actors.engine.text.structured_output import Grammar
 
@@ -93,6 +94,7 @@ class Sequence:
     rank: Rank = (0.0, 0.0, 0)  # while it runs
     turns: float = -1.0  # in steps that are shared with lighter teams
     parent: Sequence | None = None  # the sample whose prompt KV it starts from
+    asks_disk: bool = True  # once for each start
 
     @property
     def num_pending(self) -> int:
@@ -141,7 +143,7 @@ class Sampled:
 class StepPlan:
     """One step of the model: the chunks to compute, and the sequences evicted for it.
 
-    Blocks move before anything is computed, in this order: swap_out, swap_in, copies.
+    Blocks move before anything is computed, in this order: disk_out, swap_out, swap_in, disk_in, copies.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
@@ -149,6 +151,8 @@ class StepPlan:
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (device block, device block), for copy on write
+    disk_out: list[tuple[int, bytes]] = field(default_factory=list)  # (device block, hash)
+    disk_in: list[tuple[Bytes, int]] = field(default_factory=list)  # (content, device block)
 
     @property
     def num_tokens(self) -> int:

@@ -258,7 +258,7 @@ class EngineInfo:
     at once, and `max_waiting` further requests may wait; 0 where that is not known. `quantization` names the formats of
     quantized weights and what they are computed with; it is empty for plain ones. `streamed_layers` of the model are
     read from its files in every step. A model with `num_labels` has a classification head in place of the one that
-    generates.
+    generates. `local_disk` is the folder of the KV cache on disk; empty without one.
     """
 
     model: str
@@ -274,6 +274,7 @@ class EngineInfo:
     quantization: str = ""
     streamed_layers: int = 0
     num_labels: int = 0
+    local_disk: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +285,21 @@ class DraftCounts:
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """The KV cache on local disk: its folder, whether it is used, the bytes there now, prompt tokens whose KV was read
+    from it, and blocks that were evicted, not written since the disk was too slow, or found damaged.
+    """
+
+    path: str = ""
+    is_on: bool = False
+    bytes: int = 0
+    hit_tokens: int = 0
+    evictions: int = 0
+    skipped_blocks: int = 0
+    damaged_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -317,6 +333,8 @@ class EngineStats:
     """It changes with a swap of weights; empty where an engine does not say it."""
     speculation: tuple[DraftCounts, ...] = ()
     """Counts of each source that the engine may use."""
+    disk: DiskCounts | None = None
+    """None without a KV cache on disk."""
 
 
 def _check_resume(request: GenRequest) -> None:

@@ -170,6 +170,16 @@ def engine_samples(stats: EngineStats, endpoint: str, revision: str = "", replic
         (model.ENGINE_FAILURES, stats.failed),
     ):
         yield MetricSample(metric, value, labels)
+    if (disk := stats.disk) is not None:
+        for metric, value in (
+            (model.DISK_CACHED_TOKENS, disk.hit_tokens),
+            (model.DISK_CACHE_BYTES, disk.bytes),
+            (model.DISK_CACHE_ON, disk.is_on),
+            (model.DISK_EVICTIONS, disk.evictions),
+            (model.DISK_SKIPPED, disk.skipped_blocks),
+            (model.DISK_DAMAGED, disk.damaged_blocks),
+        ):
+            yield MetricSample(metric, value, labels)
     for counts in stats.speculation:
         yield MetricSample(model.DRAFTS, counts.drafts, (*labels, counts.source))
         yield MetricSample(model.DRAFT_TOKENS, counts.draft_tokens, (*labels, counts.source))

@@ -72,6 +72,11 @@ class BlockAllocator:
             self._hash_of[block] = None
         return stale
 
+    def cached(self) -> list[tuple[int, bytes]]:
+        """Returns the blocks of cached prefixes with their hashes: those in use, then the last used first."""
+        order = [*(block for block in self._block_of.values() if self.refs[block]), *reversed(self._free)]
+        return [(block, found) for block in order if (found := self._hash_of[block]) is not None]
+
     def forget_all(self) -> None:
         for block in list(self._block_of.values()):
             self.forget(block)

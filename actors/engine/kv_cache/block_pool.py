@@ -10,10 +10,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING, Protocol
 
 from raytide.actors.engine.kv_cache.block_allocator import BlockAllocator
 from raytide.actors.engine.sequence import StepPlan
 from raytide.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raytide.actors.engine.kv_cache.disk_tier import DiskRead
+    from raytide.actors.engine.kv_cache.handle import Bytes
 
 Place = tuple[bool, int]
 """A block's location: whether it is on the host, and its number there."""
@@ -24,12 +29,31 @@ def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
+class Disk(Protocol):
+    """Blocks on a local disk: see `DiskTier`."""
+
+    def wants(self, block_hash: bytes) -> bool: ...
+
+    def forget(self, block_hash: bytes) -> None: ...
+
+    def on_its_way(self, block_hash: bytes) -> bytes | None: ...
+
+    def read(self, hashes: Sequence[bytes]) -> bytes | None: ...
+
+    def finished(self) -> list[DiskRead]: ...
+
+    def cancel(self) -> list[bytes]: ...
+
+    def note_hits(self, num_blocks: int) -> None: ...
+
+
 class BlockPool:
     """Allocates the KV blocks of device and host memory, and shares those of cached prefixes.
 
-    With `keeps_cold`, cached blocks are moved to free host memory before they are reused."""
+    With `keeps_cold`, cached blocks are moved to free host memory before they are reused; with a `disk`, they are
+    written there too."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0, disk: Disk | None = None) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
                 f"a pool of {num_blocks} KV blocks of {block_size} tokens holds nothing.",
@@ -38,7 +62,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device, self.host = BlockAllocator(num_blocks), BlockAllocator(num_host_blocks)
-        self.keeps_cold = num_host_blocks > 0
+        self.keeps_cold, self.disk = num_host_blocks > 0, disk
         self._moves = StepPlan()
         self._pending_device_reads: list[int] = []  # held until the moves are done
         self._pending_host_reads: list[int] = []
@@ -60,6 +84,8 @@ class BlockPool:
                 self.host.register(kept, cold)
                 self._moves.swap_out.append((block, kept))
                 self._pending_host_reads.append(kept)  # written once in a step, so not taken again in it
+            if cold is not None and self.disk is not None and self.disk.wants(cold):
+                self._moves.disk_out.append((block, cold))
             blocks.append(block)
         return blocks
 
@@ -118,6 +144,27 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def bring_in(self, blocks: Sequence[tuple[bytes, Bytes]], most: int) -> int:
+        """Offers blocks from the disk to the sequences of the next plan, and returns their number. They take at most so
+        many free device blocks.
+        """
+        brought = 0
+        for block_hash, content in blocks:
+            block = self.device.find(block_hash)
+            taken = block is None or self.device.refs[block] == 0
+            if taken and most < 1:
+                break
+            most -= taken
+            if block is None:
+                (block,) = self.allocate(1)
+                self.device.register(block, block_hash)
+                self._moves.disk_in.append((content, block))
+                brought += 1
+            else:
+                self.device.add_reference(block)
+            self._pending_device_reads.append(block)
+        return brought
+
     def can_save(self, hashes: Sequence[bytes | None]) -> bool:
         """Returns whether the host has room for blocks of these hashes (None: not full, or not shareable)."""
         found = [self.host.find(block_hash) for block_hash in hashes]
@@ -151,18 +198,21 @@ class BlockPool:
     def take_moves(self, plan: StepPlan) -> None:
         """Moves the pending moves into the plan; they happen before the pool is used again."""
         moves = self._moves
-        if moves.swap_out or moves.swap_in or moves.copies:
-            plan.swap_out, plan.swap_in, plan.copies = moves.swap_out, moves.swap_in, moves.copies
-            self._moves = StepPlan()
-            self._release_reads()
+        plan.disk_out, plan.disk_in = moves.disk_out, moves.disk_in
+        plan.swap_out, plan.swap_in, plan.copies = moves.swap_out, moves.swap_in, moves.copies
+        self._moves = StepPlan()
+        self._release_reads()
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
         """Forgets the content, which is not to be trusted, of blocks that only the caller references; returns those."""
         alone = [block for block in blocks if self.device.refs[block] == 1]
         for block in alone:
-            kept = self.host.find(self.device.forget(block))
+            block_hash = self.device.forget(block)
+            kept = self.host.find(block_hash)
             if kept is not None:
                 self.host.forget(kept)
+            if block_hash is not None and self.disk is not None:
+                self.disk.forget(block_hash)
         return alone
 
     def reset(self) -> None:

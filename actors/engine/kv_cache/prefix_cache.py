@@ -5,6 +5,8 @@ A request whose prefix another one computes right now waits for that instead of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, Place, chain_hash
 from raytide.actors.engine.sequence import Rank, Sequence
 
@@ -44,6 +46,36 @@ class PrefixCache:
                 break
             last, shared = block_hash, shared + 1
         return last if 2 * shared * self._size >= len(seq.tokens) - num_cached * self._size else None
+
+    def read_from_disk(self, seq: Sequence, num_cached: int) -> bytes | None:
+        """Returns the key of a read that brings the blocks behind the cached ones, begun now or for another sequence;
+        None if they are not on the disk, or computing them is cheaper.
+        """
+        disk = self._pool.disk
+        if disk is None or not self._enabled or not seq.reads_cache:
+            return None
+        missing = self._hashes(seq, self._shareable(seq))[num_cached:]
+        key = disk.on_its_way(missing[0]) if missing else None
+        if key is None and missing and seq.asks_disk:
+            key = disk.read(missing)
+            seq.asks_disk = key is None
+        return key
+
+    def take_from_disk(self, running: Items[Sequence]) -> list[bytes]:
+        """Offers the blocks that have come from the disk, beside one for the growth of each running sequence. Returns
+        the keys of the reads that have ended.
+        """
+        disk, keys = self._pool.disk, list[bytes]()
+        for read in () if disk is None else disk.finished():
+            assert disk is not None
+            growing = sum(len(seq.block_ids) * self._size < seq.max_len for seq in running)
+            disk.note_hits(self._pool.bring_in(read.blocks, self._pool.num_free - growing))
+            keys.append(read.key)
+        return keys
+
+    def cancel_reads(self) -> list[bytes]:
+        """Gives up the reads that have not ended; returns their keys."""
+        return [] if self._pool.disk is None else self._pool.disk.cancel()
 
     def promise(self, seq: Sequence) -> None:
         """Notes the full blocks that a sequence will compute when it begins to run."""

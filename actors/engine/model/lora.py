@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b, file_digest
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from raytide.actors.models.loader import Weights
 from raytide.actors.models.model_config import Fields, read_json
 from raytide.actors.models.naming import NAMES, projections
 from raytide.core.errors import CapacityError, ConfigError, ConflictError, DataError, NotFoundError
+from raytide.core.io.private_paths import safe_opener
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
@@ -100,6 +102,15 @@ def read_adapter(path: Path, arch: Architecture, ops: Ops, dtype: torch.dtype, d
     for target in targets.values():
         sizes[target.place] += target.rows
     return Adapter({place: _delta(parts, sizes[place], ops) for place, parts in found.items()})
+
+
+def adapter_digest(path: Path) -> str:
+    """Returns a hash of all that an adapter's files hold."""
+    digest = blake2b(digest_size=16)
+    for file in (path / "adapter_config.json", *sorted(path.glob("*.safetensors"))):
+        with open(file, "rb", opener=safe_opener) as content:
+            digest.update(file_digest(content, "blake2b").digest())
+    return digest.hexdigest()
 
 
 def _delta(parts: list[tuple[_Target, Tensor, Tensor]], size: int, ops: Ops) -> Linear:
@@ -184,7 +195,6 @@ class LoraManager:
         self._by_name: dict[str, Adapter] = {}
         self._ids: dict[str, str] = {}
         self._limit = limit
-        self._loads = 0
 
     def check_free(self, name: str) -> None:
         """Raises when `name` is taken, or when no further adapter may be loaded."""
@@ -195,10 +205,10 @@ class LoraManager:
                 f"{self._limit} adapters are loaded already.", hint="Unload one, or give the engine more max_loras."
             )
 
-    def add(self, name: str, adapter: Adapter) -> None:
+    def add(self, name: str, adapter: Adapter, digest: str) -> None:
+        """Adds an adapter; `digest` is the one of its files."""
         self.check_free(name)
-        self._loads += 1
-        self._by_name[name], self._ids[name] = adapter, f"{name}/{self._loads}"
+        self._by_name[name], self._ids[name] = adapter, f"{name}/{digest}"
 
     def remove(self, name: str) -> None:
         """Removes an adapter that no sequence uses any more."""
@@ -206,7 +216,7 @@ class LoraManager:
         del self._by_name[name], self._ids[name]
 
     def id_of(self, name: str) -> str:
-        """Returns an id that differs between successive adapters of one name: KV is shared by id, not by name."""
+        """Returns an id that differs between adapters of one name, also in later processes: KV is shared by id."""
         self.adapter(name)
         return self._ids[name]
 

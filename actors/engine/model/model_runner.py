@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +17,7 @@ from raytide.actors.engine.kv_cache.kv_cache import KvCache
 from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.draft_model import DraftModel, check_same_vocabulary
 from raytide.actors.engine.model.input_batch import InputBatch
-from raytide.actors.engine.model.lora import LoraManager, read_adapter
+from raytide.actors.engine.model.lora import LoraManager, adapter_digest, read_adapter
 from raytide.actors.engine.model.pooling import PooledRows
 from raytide.actors.engine.model.prompt_logits import prompt_logits
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
@@ -219,15 +221,26 @@ class ModelRunner:
         """Measures the cost of swapping while nothing runs; None without host memory."""
         if not self.cache.num_host_blocks:
             return None
-        length = min(_MEASURED_TOKENS, self.max_len - 1)
-        blocks = range(-(-length // self.block_size))
-        prompt = Sequence("measured", [0] * length, length, SamplingParams(), self.max_len, frozenset(), 0)
-        prompt.block_ids += blocks
-        pairs = [(block, block) for block in blocks[: self.cache.num_host_blocks]]
-        prefill_s = _best_s(lambda: self.logits([ScheduledChunk(prompt, 0, length)]).cpu())
+        count = min(_MEASURED_TOKENS // self.block_size + 1, self.cache.num_host_blocks, self.cache.num_blocks)
+        pairs = [(block, block) for block in range(count)]
         move_s = _best_s(lambda: self.cache.move(StepPlan(swap_out=pairs, swap_in=pairs)))
+        return SwapCost(move_s / count / self.prefill_token_s)
+
+    @cached_property
+    def prefill_token_s(self) -> float:
+        """The seconds that a token of a prompt takes, measured while nothing runs."""
+        length = min(_MEASURED_TOKENS, self.max_len - 1)
+        prompt = Sequence("measured", [0] * length, length, SamplingParams(), self.max_len, frozenset(), 0)
+        prompt.block_ids += range(-(-length // self.block_size))
+        prefill_s = _best_s(lambda: self.logits([ScheduledChunk(prompt, 0, length)]).cpu())
         self.release(prompt)
-        return SwapCost(move_s / len(pairs) * length / prefill_s)
+        return prefill_s / length
+
+    @property
+    def operators(self) -> list[str]:
+        """The names of the operators in use."""
+        used = [getattr(self._ops, field.name) for field in fields(self._ops)]
+        return [f"{each.__module__}.{each.__qualname__}" for each in used]
 
     def execute_isolating_failures(
         self, chunks: list[ScheduledChunk]
@@ -300,7 +313,8 @@ class ModelRunner:
                 hint="Leave tensor_parallel and pipeline_parallel out.",
             )
         self._adapters.check_free(name)
-        self._adapters.add(name, read_adapter(path, self.arch, self._ops, self._dtype, self._device.torch_device))
+        adapter = read_adapter(path, self.arch, self._ops, self._dtype, self._device.torch_device)
+        self._adapters.add(name, adapter, adapter_digest(path))
 
     def unload_lora(self, name: str) -> None:
         """Removes an adapter that no sequence uses any more. Raises NotFoundError."""

@@ -72,16 +72,14 @@ class Scheduler:
         self.running: list[Sequence] = []  # by rank
         self.policy = SchedulingPolicy(policy, ageing_s)
         self.waiting = WaitingQueue(self.policy)
-        self.preemptions = 0
-        self._max_running = max_running
+        self.preemptions = self._arrivals = 0
+        self._max_running, self._drafter = max_running, drafter
         self._budget, self._logprob_rows = max_batch_tokens, max_logprob_rows
-        self._drafter = drafter
         self._prefixes = PrefixCache(pool, prefix_cache)
         self._swap_cost = swap_cost or SwapCost(math.inf)
         # A block that takes longer to move than to compute is not kept.
         pool.keeps_cold = pool.host.num_blocks > 0 and self._swap_cost.tokens_per_block < pool.block_size
         self._shares = None if team_slowdown is None else TeamShare(self.policy, team_slowdown, step_seconds)
-        self._arrivals = 0
         self._now_s = 0.0  # of the last plan
         self._dropped: list[Sequence] = []  # evicted outside of a step
 
@@ -120,6 +118,8 @@ class Scheduler:
 
     def invalidate(self) -> None:
         """Discards all computed KV, cached prefixes included, after a change of weights."""
+        for key in self._prefixes.cancel_reads():
+            self.waiting.wake(key)
         for seq in self.running:
             self._withdraw_promises(seq)
             seq.waiting_since_s = self._now_s
@@ -136,6 +136,8 @@ class Scheduler:
         `commit`.
         """
         self._now_s = now_s
+        for key in self._prefixes.take_from_disk(self.running):
+            self.waiting.wake(key)
         # Decodes first: a long prefill never delays them, it gets what they leave.
         step = StepBuilder(self._budget, self.running, self._dropped, self._logprob_rows)
         self._dropped = []
@@ -316,6 +318,10 @@ class Scheduler:
             return False
         if step.left + sum(victim.num_pending == 1 for victim in victims) == 0 or not self._may_run_to_its_end(seq):
             return False
+        read = self._prefixes.read_from_disk(seq, len(source.places)) if source.is_cache else None
+        if read is not None:
+            self.waiting.park(seq, read)
+            return True
         self.pool.add_reference(source.places)
         for victim in victims:
             self._evict(victim, step)
@@ -349,7 +355,7 @@ class Scheduler:
 
     def _start(self, seq: Sequence, num_computed: int, num_registered: int) -> None:
         seq.starts += 1
-        seq.num_computed, seq.num_registered = num_computed, num_registered
+        seq.num_computed, seq.num_registered, seq.asks_disk = num_computed, num_registered, True
         seq.rank = self.policy.rank(seq)
         seq.parent = None
         insort(self.running, seq, key=lambda each: each.rank)
@@ -372,9 +378,8 @@ class Scheduler:
         self.running.remove(seq)
         self._withdraw_promises(seq)
         hashes = self._prefixes.computed(seq)
-        host_ids: list[int] = []
-        if preemption_cost(seq, self.pool, hashes, self._swap_cost).swap:
-            host_ids = self.pool.save(seq.block_ids[: len(hashes)], hashes)
+        swap = preemption_cost(seq, self.pool, hashes, self._swap_cost).swap
+        host_ids = self.pool.save(seq.block_ids[: len(hashes)], hashes) if swap else []
         saved = seq.num_computed if host_ids else 0
         self._release(seq)
         seq.host_ids, seq.num_computed = host_ids, saved

@@ -7,8 +7,10 @@ is shared by mistake, moved too late or offered too early is seen as soon as som
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, chain_hash
+from raytide.actors.engine.kv_cache.disk_tier import DiskRead
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
@@ -67,8 +69,52 @@ class Guesses:
             budget -= count
 
 
+class FakeDisk:
+    """Blocks on a disk whose reads take some plans. `Memory` fills `stored`."""
+
+    def __init__(self, slowness: int = 0) -> None:
+        self.stored: dict[bytes, list[Slot]] = {}
+        self.hits = 0
+        self.reads: list[DiskRead] = []  # `began_s` counts the plans that each of them still takes
+        self._slowness = slowness
+
+    def wants(self, block_hash: bytes) -> bool:
+        return block_hash not in self.stored
+
+    def forget(self, block_hash: bytes) -> None:
+        self.stored.pop(block_hash, None)
+
+    def on_its_way(self, block_hash: bytes) -> bytes | None:
+        return next((read.key for read in self.reads if block_hash in read.hashes), None)
+
+    def read(self, hashes: Iterable[bytes]) -> bytes | None:
+        found = list(takewhile(self.stored.__contains__, hashes))
+        if not found:
+            return None
+        self.reads.append(DiskRead(b"read" + found[0], found, 0.0, self._slowness))
+        return self.reads[-1].key
+
+    def finished(self) -> list[DiskRead]:
+        done = [read for read in self.reads if read.began_s == 0]
+        self.reads = [read for read in self.reads if read.began_s > 0]
+        for read in self.reads:
+            read.began_s -= 1
+        for read in done:
+            there = takewhile(self.stored.__contains__, read.hashes)
+            read.blocks = [(each, list(self.stored[each])) for each in there]  # type: ignore[misc]
+        return done
+
+    def cancel(self) -> list[bytes]:
+        keys = [read.key for read in self.reads]
+        self.reads = []
+        return keys
+
+    def note_hits(self, num_blocks: int) -> None:
+        self.hits += num_blocks
+
+
 class Memory:
-    """The device's and the host's blocks. `step` is what a runner does with a plan."""
+    """The device's, the host's and the disk's blocks. `step` is what a runner does with a plan."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool, self.version = pool, 0
@@ -77,16 +123,22 @@ class Memory:
         self._hashes: dict[tuple[bytes, tuple[int, ...]], bytes] = {}
 
     def move(self, plan: StepPlan) -> None:
-        for moves, source, target in (
-            (plan.swap_out, self.device, self.host),
-            (plan.swap_in, self.host, self.device),
-            (plan.copies, self.device, self.device),
-        ):
-            targets = [to for _, to in moves]
-            assert len(set(targets)) == len(targets), "two moves write one block"
-            content = [list(source[at]) for at, _ in moves]
-            for to, slots in zip(targets, content, strict=True):
-                target[to] = slots
+        disk = self.pool.disk
+        for block, block_hash in plan.disk_out:
+            assert isinstance(disk, FakeDisk) and block_hash not in disk.stored
+            disk.stored[block_hash] = list(self.device[block])
+        self._move(plan.swap_out, self.device, self.host)
+        self._move(plan.swap_in, self.host, self.device)
+        for content, block in plan.disk_in:
+            self.device[block] = list(content)  # type: ignore[arg-type]
+        self._move(plan.copies, self.device, self.device)
+
+    def _move(self, moves: list[tuple[int, int]], source: list[list[Slot]], target: list[list[Slot]]) -> None:
+        targets = [to for _, to in moves]
+        assert len(set(targets)) == len(targets), "two moves write one block"
+        content = [list(source[at]) for at, _ in moves]
+        for to, slots in zip(targets, content, strict=True):
+            target[to] = slots
 
     def compute(self, chunks: list[ScheduledChunk], poisoned: Sequence | None = None) -> None:
         size = self.pool.block_size
@@ -128,12 +180,15 @@ class Memory:
 
     def check_index(self) -> None:
         """Checks that all that is registered is there, whole, and of the present weights."""
-        for tier, memory in ((self.pool.device, self.device), (self.pool.host, self.host)):
+        disk = self.pool.disk
+        stored = disk.stored if isinstance(disk, FakeDisk) else {}
+        for tier, memory in ((self.pool.device, self.device), (self.pool.host, self.host), (None, stored.values())):
             for block, slots in enumerate(memory):
-                registered = tier.forget(block)
+                registered = list(stored)[block] if tier is None else tier.forget(block)
                 if registered is None:
                     continue
-                tier.register(block, registered)
+                if tier is not None:
+                    tier.register(block, registered)
                 last = slots[-1]
                 assert isinstance(last, tuple), "a block is offered that holds nothing, or poison"
                 salt, version, tokens = last

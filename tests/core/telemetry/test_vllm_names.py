@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from raytide.actors.engine.types import DraftCounts, EngineStats, Timing
+from raytide.actors.engine.types import DiskCounts, DraftCounts, EngineStats, Timing
 from raytide.actors.serving.metrics import ServingMetrics, engine_samples
 from raytide.core.telemetry.metrics import render
 from raytide.core.telemetry.vllm_names import with_vllm_names
@@ -15,6 +15,7 @@ VLLM = {
     "kv_cache_usage_perc",
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
+    "external_prefix_cache_hits_total",
     "num_preemptions_total",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
@@ -40,7 +41,7 @@ def test_vllm_s_dashboards_find_their_series_when_they_are_asked_for() -> None:
     track = metrics.track("chat")
     track.tokens(0, 3)
     track.ended(["stop"], [Timing(0.1, 0.2, 0.3)], prompt_tokens=5, generated=3)
-    stats = EngineStats(running=4, speculation=(DraftCounts("ngram", 1, 4, 3),))
+    stats = EngineStats(running=4, speculation=(DraftCounts("ngram", 1, 4, 3),), disk=DiskCounts(hit_tokens=8))
     samples = [*metrics.samples(), *engine_samples(stats, "chat", "2", "r1")]
     assert list(with_vllm_names(samples, {})) == samples
     page = render(with_vllm_names(samples, {"names": ["vllm"]})).decode()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytide.actors.engine.backends.native import disk_cache
 from raytide.actors.engine.backends.native.features import native_features
 from raytide.actors.engine.backends.native.input_processor import InputProcessor, Prepared, salt_of
 from raytide.actors.engine.backends.native.output_processor import (
@@ -26,12 +27,12 @@ from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
+from raytide.actors.engine.kv_cache.disk_tier import move_blocks
 from raytide.actors.engine.limits import MAX_PROMPT_LOGITS, MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.model.pooling import pooled_vector
 from raytide.actors.engine.model.vision.pixels import ImageProcessor
 from raytide.actors.engine.scheduler.scheduler import Scheduler
-from raytide.actors.engine.scheduler.speculation.acceptance import Source
 from raytide.actors.engine.scheduler.speculation.speculator import Speculator
 from raytide.actors.engine.scheduler.step_cost import StepCost
 from raytide.actors.engine.sequence import PooledPrompt, Sampled, Sequence, StepPlan
@@ -77,8 +78,10 @@ class EngineCore:
         self.vocabulary = Vocabulary(self.tokenizer)
         self.runner = ModelRunner(config, arch, launcher)
         self._cost = StepCost(self.runner.row_cost)
-        self.speculator = speculator_of(config, self.runner, self._cost)
-        self.pool = BlockPool(self.runner.cache.num_blocks, self.runner.block_size, self.runner.cache.num_host_blocks)
+        self.speculator = Speculator.of(config.speculation, self.runner.allowed, self._cost, self.runner.draft_model)
+        self.disk = disk_cache.open_disk_tier(config, self.runner, self.weights)
+        cache = self.runner.cache
+        self.pool = BlockPool(cache.num_blocks, self.runner.block_size, cache.num_host_blocks, self.disk)
         self.scheduler = Scheduler(
             self.pool,
             max_running=config.max_running,
@@ -102,14 +105,13 @@ class EngineCore:
             any_whitespace=config.any_whitespace,
             images=None if arch.vision is None else ImageProcessor(model_dir, arch.vision),
         )
-        self._max_waiting = config.max_waiting
+        self.config, self._max_waiting = config, config.max_waiting
         self._requests: dict[str, RequestState] = {}
         self._samples: dict[str, tuple[RequestState, SampleState]] = {}  # by sequence id
         self._counters = EngineStats(num_blocks=self.pool.num_blocks)
         self._outputs: list[Output] = []
         self.adapter_contents: dict[str, str] = {}  # a hash of each loaded adapter, by name
-        self._failed_moves = 0
-        self._fruitless_steps = 0
+        self._failed_moves = self._fruitless_steps = 0
         self.info = EngineInfo(
             model=model_dir.resolve().name,
             backend="native",
@@ -124,6 +126,7 @@ class EngineCore:
             quantization=self.runner.quantization,
             streamed_layers=self.runner.streamed_layers,
             num_labels=arch.num_labels,
+            local_disk="" if self.disk is None else self.disk.counts.path,
         )
 
     @property
@@ -236,7 +239,7 @@ class EngineCore:
             if self.speculator is not None:
                 self.speculator.observe(plan, lambda seq_id: len(sampled[seq_id]) - 1)
         counters = self._counters
-        counters.steps += bool(plan.chunks)
+        counters.steps += (self.disk is not None and self.disk.after_step(plan, now - began)) or bool(plan.chunks)
         counters.step_ms += ((now - began) * 1e3 - counters.step_ms) * (0.1 if counters.steps > 1 else 1.0)
         return self.drain_outputs()
 
@@ -258,10 +261,14 @@ class EngineCore:
             self._fail(request_id, error)
         self.scheduler.invalidate()  # what was computed cannot be trusted
 
+    def close(self) -> None:
+        """Ends the other processes and threads. Idempotent; no call may follow."""
+        if self.disk is not None:
+            self.disk.close()
+        self.runner.close()
+
     def prompt_logits(self, tokens: Items[int]) -> Tensor:
-        """Returns float32 logits [T, V]: row t predicts the token after token t of the prompt. Raises UsageError as
-        `add` does.
-        """
+        """Returns float32 logits [T, V] after each token of a prompt. Raises UsageError as `add` does."""
         return self.runner.prompt_logits(self.input_processor.checked("logits", tokens))
 
     def stats(self) -> EngineStats:
@@ -276,6 +283,7 @@ class EngineCore:
             adapters=tuple(self.adapter_contents),
             weights_version=self.weights.version,
             speculation=self.speculator.counts if self.speculator is not None else (),
+            disk=None if self.disk is None else self.disk.counts,
         )
 
     def adapter_of(self, seq: Sequence) -> str | None:
@@ -296,7 +304,7 @@ class EngineCore:
         computed again from the tokens.
         """
         try:
-            self.runner.cache.move(plan)
+            move_blocks(plan, self.runner.cache, self.disk)
         except EngineDeadError:
             raise
         except BaseException as error:
@@ -389,12 +397,3 @@ class EngineCore:
         if not answer.is_prompt_imported:  # the engine that has computed it counts it
             self._counters.prompt_tokens += answer.parent.prompt_len
             self._counters.cached_tokens += answer.parent.num_cached
-
-
-def speculator_of(config: EngineConfig, runner: ModelRunner, cost: StepCost) -> Speculator | None:
-    """Returns what drafts tokens, if the options want that."""
-    if config.speculation == "off":
-        return None
-    sources: tuple[Source, ...] = ("ngram",) if config.speculation == "ngram" else ("ngram", "answers")
-    sources = sources if runner.draft_model is None else (*sources, "model")
-    return Speculator(sources, runner.allowed, cost=cost, model=runner.draft_model)

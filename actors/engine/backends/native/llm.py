@@ -133,8 +133,10 @@ class LLM:
         return self._core.stats()
 
     def close(self) -> None:
-        """Ends the other processes of `tensor_parallel`, which end with this one otherwise. No call may follow."""
-        self._core.runner.close()
+        """Writes cached prefixes to `local_disk`, and ends the other processes of `tensor_parallel`, which end with
+        this one otherwise. No call may follow."""
+        operations.flush_to_disk(self._core)
+        self._core.close()
 
     def _tokens(self, prompt: str | Items[int]) -> list[int]:
         if isinstance(prompt, str):

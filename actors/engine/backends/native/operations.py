@@ -5,12 +5,15 @@ None of them loses a request: KV that is gone is computed again from the tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
+from raytide.actors.engine.backends.native.disk_cache import flush, open_folder
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.kv_cache.block_pool import chain_hash
@@ -19,6 +22,8 @@ from raytide.actors.models.content import content_digest
 from raytide.actors.models.families import is_same_architecture, read_architecture
 from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
 from raytide.core.errors import ConflictError
+
+_log = logging.getLogger(__name__)
 
 
 def pause(core: EngineCore) -> None:
@@ -35,6 +40,7 @@ def resume(core: EngineCore) -> None:
 
 def sleep(core: EngineCore, level: Literal[1, 2]) -> None:
     """Frees the KV, at level 2 also the weights. An engine that sleeps at level 1 can change to level 2."""
+    flush_to_disk(core)
     core.scheduler.invalidate()
     core.state = "asleep"
     core.runner.sleep(level)
@@ -49,6 +55,15 @@ def wake(core: EngineCore) -> None:
         core.runner.use(core.runner.load(core.weights.model_dir))
     core.runner.allocate()
     core.state = "serving"
+
+
+def flush_to_disk(core: EngineCore) -> None:
+    """Writes the cached prefixes that memory is to lose to the disk tier, as many as a few seconds allow. A failure
+    costs those."""
+    try:
+        flush(core.disk, core.pool, core.runner.cache)
+    except Exception as error:
+        _log.warning("cached prefixes were not written to disk: %r", error)
 
 
 def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[PagedDecoder, WeightsSource]:
@@ -80,6 +95,8 @@ def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -
     )
     core.salt_again()
     core.scheduler.invalidate()
+    if core.disk is not None:
+        core.disk.change_folder(partial(open_folder, core.config, core.runner, weights))
 
 
 def load_lora(core: EngineCore, name: str, path: str) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import Output
 from raytide.actors.engine.config import EngineConfig
@@ -124,7 +125,7 @@ class EngineThread:
             _log.critical("the engine's thread has died", exc_info=error)
             ended = core.runner.death or _died(repr(error))
         finally:
-            core.runner.close()
+            core.close()
             self._publish(self._end, ended)
 
     def _turn(self, core: EngineCore) -> bool:
@@ -145,6 +146,7 @@ class EngineThread:
                 for request_id in core.request_ids:
                     core.abort(request_id)
                 self._publish(self._deliver, self.tap(core.drain_outputs()))
+                operations.flush_to_disk(core)
                 return False
             if not self._run_command(core, call):
                 return False

@@ -17,6 +17,7 @@ import msgpack
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.types import (
     ChatFormat,
+    DiskCounts,
     DraftCounts,
     EngineInfo,
     EngineStats,
@@ -138,7 +139,8 @@ def pack_stats(stats: EngineStats) -> dict[str, Any]:
 
 def unpack_stats(packed: Mapping[str, Any]) -> EngineStats:
     speculation = tuple(DraftCounts(**each) for each in packed["speculation"])
-    return EngineStats(**{**packed, "adapters": tuple(packed["adapters"]), "speculation": speculation})
+    disk = packed["disk"] and DiskCounts(**packed["disk"])
+    return EngineStats(**{**packed, "adapters": tuple(packed["adapters"]), "speculation": speculation, "disk": disk})
 
 
 def pack_messages(messages: Iterable[Message]) -> list[dict[str, Any]]:

@@ -12,7 +12,10 @@ from pydantic import Field, model_validator
 from raytide.actors.engine.config import EngineConfig
 from raytide.core.errors import ConfigError
 
-_NOT_IN_VLLM = ("ageing_s", "deterministic", "host_memory_gb", "kv_dtype", "team_slowdown")
+_NOT_IN_VLLM = (
+    *("ageing_s", "deterministic", "host_memory_gb", "kv_dtype", "local_disk", "max_local_disk_size"),
+    "team_slowdown",
+)
 
 _BATCH_TOKENS = 2048
 

@@ -144,6 +144,20 @@ class Speculator:
         self._drafted: dict[str, Source] = {}  # in this step, by sequence
         self._counts = {source: [0, 0, 0] for source in SOURCES if source in sources}
 
+    @classmethod
+    def of(
+        cls,
+        option: str,
+        allowed: Callable[[Sequence, list[int]], int],
+        cost: StepCost,
+        model: GuessingModel | None,
+    ) -> Speculator | None:
+        """Returns what drafts tokens, as the engine's option `speculation` says; None if it is off."""
+        if option == "off":
+            return None
+        sources: tuple[Source, ...] = ("ngram",) if option == "ngram" else ("ngram", "answers")
+        return cls((*sources, "model") if model else sources, allowed, cost=cost, model=model)
+
     @property
     def counts(self) -> tuple[DraftCounts, ...]:
         return tuple(DraftCounts(source, *counts) for source, counts in self._counts.items())

@@ -18,6 +18,7 @@ _NAMES: Mapping[Metric, tuple[str, ...]] = {
     model.ACCEPTED_TOKENS: ("spec_decode_num_accepted_tokens",),
     model.PROMPT_TOKENS: ("prompt_tokens", "prefix_cache_queries"),
     model.CACHED_TOKENS: ("prompt_tokens_cached", "prefix_cache_hits"),
+    model.DISK_CACHED_TOKENS: ("external_prefix_cache_hits",),
     model.GENERATED_TOKENS: ("generation_tokens",),
     application.FINISHED: ("request_success",),
     application.FIRST_TOKEN_SECONDS: ("time_to_first_token_seconds",),

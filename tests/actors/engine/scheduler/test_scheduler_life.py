@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tests.actors.engine.life import Guesses, Life, sequence, tokens_alone
+from tests.actors.engine.life import FakeDisk, Guesses, Life, sequence, tokens_alone
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.scheduler.policy import MOST_EVICTIONS, is_protected
@@ -33,6 +33,7 @@ PROMPTS = st.one_of(
 
 class Machine(RuleBasedStateMachine):
     steps = 0
+    hits = 0  # blocks that came from the disk
 
     @initialize(
         block_size=st.integers(1, 4),
@@ -45,6 +46,7 @@ class Machine(RuleBasedStateMachine):
         cost=st.sampled_from([0.1, 1.0, 3.0, None]),
         drafts=st.booleans(),
         slowdown=st.sampled_from([None, 1.0, 1.15, 2.0]),
+        disk=st.sampled_from([None, None, 0, 2]),
     )
     def build(
         self,
@@ -58,8 +60,10 @@ class Machine(RuleBasedStateMachine):
         cost: float | None,
         drafts: bool,
         slowdown: float | None,
+        disk: int | None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size, host)
+        self.disk = None if disk is None else FakeDisk(disk)
+        self.pool = BlockPool(num_blocks, block_size, host, self.disk)
         self.max_running, self.budget = max_running, max_running + extra_budget
         self.scheduler = Scheduler(
             self.pool,
@@ -142,6 +146,8 @@ class Machine(RuleBasedStateMachine):
         self.dropped |= {seq.seq_id for seq in self.scheduler.running}
         self.scheduler.invalidate()
         self.life.memory.version += 1
+        if self.disk is not None:
+            self.disk.stored.clear()  # another folder
         for seq in self.life.alive:
             seq.salt += b"'"
 
@@ -164,7 +170,8 @@ class Machine(RuleBasedStateMachine):
         had_work, before = self.scheduler.has_work, list(self.life.alive)
         plan = self.plan()
         advanced = {chunk.seq.seq_id for chunk in plan.chunks}
-        assert bool(advanced) == had_work, "a step without progress"
+        waits = self.disk is not None and self.disk.reads and not self.scheduler.running
+        assert bool(advanced) == had_work or waits, "a step without progress"
         if first is not None and not self.shares:
             better = [seq for seq in self.scheduler.running if seq.rank < first.rank]
             assert first.seq_id in advanced or better, "the first in rank did not advance"
@@ -251,11 +258,12 @@ class Machine(RuleBasedStateMachine):
             self.advance()
         assert not self.scheduler.has_work
         assert not len(self.scheduler.waiting)
+        Machine.hits += self.disk.hits if self.disk is not None else 0
         self.pool.check([], [])
 
 
 def test_random_lives() -> None:
-    Machine.steps = 0
+    Machine.steps = Machine.hits = 0
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Machine,
         settings=settings(
@@ -263,3 +271,4 @@ def test_random_lives() -> None:
         ),
     )
     assert Machine.steps >= LEAST_STEPS
+    assert Machine.hits > 100

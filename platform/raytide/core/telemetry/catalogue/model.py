@@ -13,6 +13,16 @@ STEPS = counter("raytide_steps", "Engine steps", *_REPLICA)
 PROMPT_TOKENS = counter("raytide_prompt_tokens", "Prompt tokens of requests", *_REPLICA)
 GENERATED_TOKENS = counter("raytide_generated_tokens", "Tokens generated", *_REPLICA)
 CACHED_TOKENS = counter("raytide_cached_tokens", "Prompt tokens found in the prefix cache", *_REPLICA)
+DISK_CACHED_TOKENS = counter(
+    "raytide_disk_cached_tokens", "Prompt tokens whose KV was read from the engine's local disk", *_REPLICA
+)
+DISK_CACHE_BYTES = gauge("raytide_disk_cache_bytes", "KV on the engine's local disk", *_REPLICA)
+DISK_CACHE_ON = gauge("raytide_disk_cache_on", "1 while KV is kept on local disk, 0 after the disk failed", *_REPLICA)
+DISK_EVICTIONS = counter("raytide_disk_cache_evictions", "KV blocks removed from local disk for others", *_REPLICA)
+DISK_SKIPPED = counter(
+    "raytide_disk_cache_skipped_blocks", "KV blocks not kept, because the disk writes too slowly", *_REPLICA
+)
+DISK_DAMAGED = counter("raytide_disk_cache_damaged_blocks", "KV blocks on local disk found damaged", *_REPLICA)
 DRAFTS = counter("raytide_drafts", "Drafts computed along", *_REPLICA, "source")
 DRAFT_TOKENS = counter("raytide_draft_tokens", "Tokens of drafts computed along", *_REPLICA, "source")
 ACCEPTED_TOKENS = counter("raytide_accepted_tokens", "Tokens of drafts that were right", *_REPLICA, "source")
