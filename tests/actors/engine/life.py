@@ -75,6 +75,7 @@ class FakeDisk:
     def __init__(self, slowness: int = 0) -> None:
         self.stored: dict[bytes, list[Slot]] = {}
         self.hits = 0
+        self.came: list[DiskRead] = []  # with the last plan
         self.reads: list[DiskRead] = []  # `began_s` counts the plans that each of them still takes
         self._slowness = slowness
 
@@ -95,7 +96,7 @@ class FakeDisk:
         return self.reads[-1].key
 
     def finished(self) -> list[DiskRead]:
-        done = [read for read in self.reads if read.began_s == 0]
+        done = self.came = [read for read in self.reads if read.began_s == 0]
         self.reads = [read for read in self.reads if read.began_s > 0]
         for read in self.reads:
             read.began_s -= 1
