@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-    from raytide.actors.engine.kv_cache.handle import Bytes
     from raytide.actors.engine.text.bad_words import BadWords
     from raytide.actors.engine.text.structured_output import Grammar
 
@@ -152,7 +151,7 @@ class StepPlan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (device block, device block), for copy on write
     disk_out: list[tuple[int, bytes]] = field(default_factory=list)  # (device block, hash)
-    disk_in: list[tuple[Bytes, int]] = field(default_factory=list)  # (content, device block)
+    disk_in: list[tuple[npt.NDArray[np.uint8], int]] = field(default_factory=list)  # (content, device block)
 
     @property
     def num_tokens(self) -> int:

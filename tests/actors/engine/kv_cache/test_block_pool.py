@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.actors.engine.life import Life, sequence
+from tests.actors.engine.life import FakeDisk, Life, sequence
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, chain_hash
 from raytide.actors.engine.scheduler.preemption import SwapCost
@@ -121,3 +121,13 @@ def test_a_block_that_is_copied_is_not_given_away_before_the_copy_is_made() -> N
     pool.take_moves(plan := StepPlan())
     assert plan.copies == [(source[0], own)]
     assert pool.num_free == 2
+
+
+def test_a_block_that_is_not_to_be_trusted_is_removed_from_the_disk_too() -> None:
+    disk = FakeDisk()
+    pool = BlockPool(4, 2, disk=disk)
+    own, shared = cached(pool, b"own"), cached(pool, b"shared")
+    pool.add_reference([(False, shared[0])])
+    disk.stored = {b"own": [None], b"shared": [None], b"other": [None]}
+    assert pool.discard([*own, *shared]) == own
+    assert disk.stored.keys() == {b"shared", b"other"}
