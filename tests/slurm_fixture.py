@@ -23,7 +23,7 @@ TOOLS = Path(sys.prefix) / "tools"
 FIRST_K, LAST_K = 200, 239
 PORTS, PORTS_PER_K = 8_600, 16
 """Those of K: the controller's, then that of each slurmd, which listens on all addresses. Below the ephemeral range."""
-KILL_WAIT_S = 8
+KILL_WAIT_S = 12
 
 
 def find_slurm() -> Path:
