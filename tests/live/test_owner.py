@@ -23,7 +23,7 @@ soak = pytest.mark.soak
 @pytest.mark.parametrize(
     ("signum", "with_workers", "send"),
     [
-        (signal.SIGKILL, True, os.kill),
+        pytest.param(signal.SIGKILL, True, os.kill, marks=soak),
         pytest.param(signal.SIGINT, False, os.kill, marks=soak),
         (signal.SIGINT, True, os.killpg),  # Ctrl-C: the terminal sends it to the workers too
         pytest.param(signal.SIGINT, True, os.kill, marks=soak),

@@ -151,6 +151,7 @@ def test_a_broken_challenger_is_rolled_back_and_costs_no_user_a_request(
     assert tide.endpoint(name).status.revision == 1
 
 
+@pytest.mark.soak  # a how-to rolls one out in steps, without kills
 def test_a_good_challenger_is_promoted_in_steps_by_controllers_that_are_killed(
     live: LocalCluster, tide: rt.Client, serve: Callable[..., rt.EndpointHandle], eventually: Callable[..., None]
 ) -> None:
