@@ -116,6 +116,11 @@ class Weights:
             raise self._unreadable(name, error) from None
         return block.to(device=self._device, dtype=self._dtype)
 
+    def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> torch.Tensor:
+        """Returns a block, with explicit ends, of a tensor whose whole shape is given; the rest is not read."""
+        self.check_shape(name, *shape)
+        return self.part(name, where)
+
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
             raise DataError(f"{self._dir} has no weight {name}.", hint="Export or download the model again.")

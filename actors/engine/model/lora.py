@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -29,13 +30,17 @@ Linear = Callable[[Tensor], Tensor]
 _Place = tuple[int, str]  # the layer and the projection
 
 _MAX_RANK = 256
+_CUT_BY_INPUT = frozenset({"attention_out", "down"})
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter: for each projection, a function from its input to what is added to its output."""
+    """An adapter: for each projection, a function from its input to what is added to its output. `number` is its name
+    among the processes of one engine.
+    """
 
     deltas: Mapping[_Place, Linear]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +82,34 @@ class _Target:
     columns: int
 
 
-def read_adapter(path: Path, arch: Architecture, ops: Ops, dtype: torch.dtype, device: torch.device) -> Adapter:
-    """Reads an adapter. Raises DataError for one of another model, ConfigError for an unsupported kind."""
+class AdapterPart(Protocol):
+    """One process's part of the adapters of a model that several share: see `AdapterShard`."""
+
+    arch: Architecture
+    layers: range
+
+    def cut(self, module: str, a_RN: Tensor, b_MR: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def sum(self, partial_TR: Tensor) -> Tensor: ...
+
+
+def read_adapter(
+    path: Path,
+    arch: Architecture,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+    part: AdapterPart | None = None,
+    number: int = 0,
+) -> Adapter:
+    """Reads an adapter, or a part. Raises DataError for one of another model, ConfigError for an unsupported kind."""
     config_path = path / "adapter_config.json"
     config = Fields(read_json(config_path), str(config_path))
     _refuse_other_kinds(config)
     weights = Weights(path, dtype, device)
     targets, found = _targets(arch), dict[_Place, list[tuple[_Target, Tensor, Tensor]]]()
+    own = targets if part is None else _targets(part.arch)
+    is_empty = True
     for name in weights.names:
         module = _module(name, arch, path)
         if name.endswith("lora_B.weight"):
@@ -94,27 +120,44 @@ def read_adapter(path: Path, arch: Architecture, ops: Ops, dtype: torch.dtype, d
                 f"{path}: no adapter can be put on {module} here.", hint=f"Adapters may target {_kinds(targets)}."
             )
         a_RN, b_MR = _pair(weights, name, target, path)
-        scale = _scale(config, module, a_RN.shape[0])
-        found.setdefault(target.place, []).append((target, a_RN, (b_MR.float() * scale).to(dtype)))
-    if not found:
+        is_empty = False
+        b_MR = (b_MR.float() * _scale(config, module, a_RN.shape[0])).to(dtype)
+        if part is not None and target.place[0] not in part.layers:
+            continue
+        if part is not None:
+            a_RN, b_MR = part.cut(module, a_RN, b_MR)
+        found.setdefault(target.place, []).append((own[module], a_RN, b_MR))
+    if is_empty:
         raise DataError(f"{path} holds no adapter weights.", hint="Save the adapter with PEFT's save_pretrained.")
-    sizes = {target.place: 0 for target in targets.values()}
-    for target in targets.values():
+    sizes = {target.place: 0 for target in own.values()}
+    for target in own.values():
         sizes[target.place] += target.rows
-    return Adapter({place: _delta(parts, sizes[place], ops) for place, parts in found.items()})
+    total = None if part is None else part.sum
+    return Adapter({place: _delta(place, parts, sizes[place], ops, total) for place, parts in found.items()}, number)
 
 
 def adapter_digest(path: Path) -> str:
-    """Returns a hash of all that an adapter's files hold."""
+    """Returns a hash of all that an adapter's files hold. Raises DataError for one that cannot be read."""
     digest = blake2b(digest_size=16)
     for file in (path / "adapter_config.json", *sorted(path.glob("*.safetensors"))):
-        with open(file, "rb", opener=safe_opener) as content:
-            digest.update(file_digest(content, "blake2b").digest())
+        try:
+            with open(file, "rb", opener=safe_opener) as content:
+                digest.update(file_digest(content, "blake2b").digest())
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error}.", hint="Point at a directory that PEFT wrote.") from None
     return digest.hexdigest()
 
 
-def _delta(parts: list[tuple[_Target, Tensor, Tensor]], size: int, ops: Ops) -> Linear:
-    """Returns one pair of products for all parts of a stacked projection: B is zero where a part does not reach."""
+def _delta(
+    place: _Place,
+    parts: list[tuple[_Target, Tensor, Tensor]],
+    size: int,
+    ops: Ops,
+    total: Callable[[Tensor], Tensor] | None,
+) -> Linear:
+    """Returns one pair of products for all parts of a stacked projection: B is zero where a part does not reach.
+    `total` sums over the processes where each has some of the inputs.
+    """
     down = ops.linear(torch.cat([a_RN for _, a_RN, _ in parts]), None)
     b_MR = parts[0][2].new_zeros(size, sum(a_RN.shape[0] for _, a_RN, _ in parts))
     column = 0
@@ -122,7 +165,9 @@ def _delta(parts: list[tuple[_Target, Tensor, Tensor]], size: int, ops: Ops) -> 
         b_MR[target.first : target.first + target.rows, column : column + a_RN.shape[0]] = part_MR
         column += a_RN.shape[0]
     up = ops.linear(b_MR, None)
-    return lambda x: up(down(x))
+    if total is None or place[1] not in _CUT_BY_INPUT:
+        return lambda x: up(down(x))
+    return lambda x: up(total(down(x)))
 
 
 def _pair(weights: Weights, name: str, target: _Target, path: Path) -> tuple[Tensor, Tensor]:
@@ -210,10 +255,11 @@ class LoraManager:
         self.check_free(name)
         self._by_name[name], self._ids[name] = adapter, f"{name}/{digest}"
 
-    def remove(self, name: str) -> None:
-        """Removes an adapter that no sequence uses any more."""
+    def remove(self, name: str) -> Adapter:
+        """Removes an adapter that no sequence uses any more, and returns it."""
         self.adapter(name)
-        del self._by_name[name], self._ids[name]
+        del self._ids[name]
+        return self._by_name.pop(name)
 
     def id_of(self, name: str) -> str:
         """Returns an id that differs between adapters of one name, also in later processes: KV is shared by id."""

@@ -99,14 +99,11 @@ class ModelRunner:
         return each * self.block_size
 
     def _form_group(self, config: EngineConfig, launcher: Launcher | None) -> GroupLeader:
-        """Returns the leader of the members that share the model. Raises ConfigError for a model that they cannot."""
-        from raytide.actors.engine.model.parallel.decoder import plain_weights
+        """Returns the leader of the members that share the model."""
         from raytide.actors.engine.model.parallel.launcher import LocalMembers
         from raytide.actors.engine.model.parallel.leader import Computation, GroupLeader
 
         size = config.num_processes
-        if config.tensor_parallel > 1:
-            plain_weights(_directory(config.model_dir), self._dtype, self._device.torch_device)
         local_size = size if launcher is None else launcher.local_size
         if self._device.kind == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
@@ -307,18 +304,18 @@ class ModelRunner:
         """Loads a PEFT adapter for sequences whose `lora` is `name`. On ConflictError, CapacityError, ConfigError or
         DataError nothing has changed.
         """
-        if self._leader is not None:
-            raise ConfigError(
-                f"adapter {name} cannot be loaded by several processes.",
-                hint="Leave tensor_parallel and pipeline_parallel out.",
-            )
         self._adapters.check_free(name)
-        adapter = read_adapter(path, self.arch, self._ops, self._dtype, self._device.torch_device)
+        if self._leader is not None:
+            adapter = self._leader.load_adapter(path)
+        else:
+            adapter = read_adapter(path, self.arch, self._ops, self._dtype, self._device.torch_device)
         self._adapters.add(name, adapter, adapter_digest(path))
 
     def unload_lora(self, name: str) -> None:
         """Removes an adapter that no sequence uses any more. Raises NotFoundError."""
-        self._adapters.remove(name)
+        adapter = self._adapters.remove(name)
+        if self._leader is not None:
+            self._leader.drop_adapter(adapter)
 
     def lora_id(self, name: str) -> str:
         """Returns the adapter's id for `Sequence.salt`. Raises NotFoundError."""

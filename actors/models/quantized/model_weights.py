@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -38,7 +39,14 @@ class ModelWeights(Protocol):
         """The method and formats of the quantized modules that were read; empty without any."""
 
 
-def open_weights(model: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> ModelWeights:
+class WholeWeights(ModelWeights, Protocol):
+    """All of a model, of which parts can be read."""
+
+    def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
+        """Returns a block of a tensor, with explicit ends; `shape` is the whole's."""
+
+
+def open_weights(model: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> WholeWeights:
     """Opens a model's files. Raises DataError if they are unreadable, ConfigError for a format that is not read.
 
     With `maps=False` nothing of a file stays in memory but the tensors that are returned.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -75,6 +76,12 @@ class QuantizedDirectory(Weights):
         weight_NK = self.quantized(module, *shape)
         assert weight_NK is not None
         return weight_NK.dequantized().to(self._dtype)
+
+    def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
+        module, _, suffix = name.rpartition(".")
+        if suffix == "weight" and module in self._modules:
+            return self.get(name, *shape)[where].clone()
+        return super().block(name, shape, where)
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
         tensors, codes = self._modules.get(module), self._codes(module)

@@ -55,8 +55,6 @@ def test_stages_give_the_answers_of_one_process_to_the_bit(stages: int, tmp_path
         changed = answers(alone)
         assert changed != expected
         assert answers(group) == changed
-        with pytest.raises(ConfigError, match="adapter a cannot be loaded by several processes"):
-            group.load_lora("a", tmp_path)
     finally:
         group.close()
 
@@ -118,7 +116,7 @@ def test_requests_move_between_one_process_and_stages_of_unequal_size(tensor: in
 
 async def test_stages_wake_with_their_weights_and_the_end_of_one_ends_all(model_dir: Path) -> None:
     engine = NativeEngine(EngineConfig(model_dir=str(model_dir), pipeline_parallel=3))
-    assert "lora" not in (await engine.start()).features
+    assert "lora" in (await engine.start()).features
 
     async def answer(name: str, count: int = 24) -> list[int]:
         request = GenRequest(request_id=name, prompt=[5, 6, 7], sampling=GREEDY)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +11,22 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from tests.actors.engine.model.test_lora import write_adapter
 from tests.actors.engine.tiny import save_llama
+from tests.actors.models.quantized.quantized_models import save_quantized
+from tests.actors.models.quantized.test_compressed_tensors import config_of, quantizer
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
-from raytide.core.errors import ConfigError, EngineDeadError
+from raytide.core.errors import ConfigError, DataError, EngineDeadError
 
 PROMPTS = ["import os", "def main(", "class Tide:\n    def", "for x in range("] * 2
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=24, repetition_penalty=1.1)
+ALL_PROJECTIONS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 SMALL = {"max_batch_tokens": 16, "max_running": 8, "block_size": 8, "num_blocks": 14, "host_memory_gb": 0.001}
 
 
@@ -93,12 +96,60 @@ def test_two_members_give_the_tokens_of_one(model_dir: Path, tmp_path: Path, mon
             with pytest.raises(KeyboardInterrupt):
                 answers(group)
         assert answers(group) == other, "Ctrl-C in the middle of a step ends the call alone"
-        with pytest.raises(ConfigError, match="adapter a cannot be loaded by several processes"):
-            group.load_lora("a", tmp_path)
     finally:
         group.close()
     with pytest.raises(EngineDeadError, match="has been closed"):
         group.generate(["x"], GREEDY)
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=str)
+def test_adapters_of_two_members_give_the_tokens_of_one(
+    options: dict[str, int], model_dir: Path, tmp_path: Path
+) -> None:
+    """Also on quantized weights they are added by the same code."""
+    model = save_llama(tmp_path / "model")
+    paths = [write_adapter(tmp_path / f"a{seed}", model, ALL_PROJECTIONS, seed=seed) for seed in range(2)]
+    alone, group = LLM(model_dir), LLM(model_dir, **options)  # type: ignore[arg-type]
+
+    def answers_of(llm: LLM, *loras: str | None) -> list[list[int]]:
+        return [answer.outputs[0].token_ids for each in loras for answer in llm.generate(PROMPTS, GREEDY, lora=each)]
+
+    try:
+        for llm in (alone, group):
+            for seed, path in enumerate(paths):
+                llm.load_lora(f"a{seed}", path)
+        expected = answers_of(alone, None, "a0", "a1")
+        assert len({str(expected[at : at + len(PROMPTS)]) for at in range(0, len(expected), len(PROMPTS))}) == 3
+        assert answers_of(group, None, "a0", "a1") == expected
+        group.unload_lora("a0")
+        group.load_lora("a0", paths[1])
+        assert answers_of(group, "a0") == answers_of(group, "a1")
+        with pytest.raises(DataError, match="cannot be read"):
+            group.load_lora("b", tmp_path / "missing")
+        (tmp_path / "a0" / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
+        with pytest.raises(ConfigError, match="use_dora is not supported"):
+            group.load_lora("b", tmp_path / "a0")
+        assert answers_of(group, "a1") == answers_of(alone, "a1"), "a refusal changes nothing"
+    finally:
+        group.close()
+
+
+def test_two_members_compute_a_quantized_model_with_int8_inputs(tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32}
+    config = config_of("pack-quantized", weights, {})
+    sizes = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
+    save_quantized(tmp_path, quantizer("pack-quantized", weights), config, **sizes)
+    alone, group = (LLM(tmp_path, tensor_parallel=each, quantized_input="int8") for each in (1, 2))
+    try:
+        assert group.info.quantization == alone.info.quantization
+        assert "int4" in group.info.quantization and "int8 inputs" in group.info.quantization
+        near, far = alone.logits([5, 6, 7, 8]), group.logits([5, 6, 7, 8])
+        assert (near - far).abs().max() < 0.02 * near.abs().max(), (
+            "one number rounds the other way at most now and then"
+        )
+        assert answers(group)
+    finally:
+        group.close()
 
 
 @pytest.mark.soak
@@ -144,7 +195,7 @@ def test_requests_move_between_one_process_and_two(model_dir: Path) -> None:
 
 async def test_members_wake_with_their_weights_and_an_idle_engine_notices_a_killed_one(model_dir: Path) -> None:
     engine = NativeEngine(EngineConfig(model_dir=str(model_dir), tensor_parallel=2))
-    assert "lora" not in (await engine.start()).features
+    assert "lora" in (await engine.start()).features
 
     async def answer(name: str) -> list[int]:
         request = GenRequest(request_id=name, prompt=[5, 6, 7], sampling=GREEDY)
@@ -169,12 +220,4 @@ def test_what_members_cannot_share_is_refused_before_any_starts(tmp_path: Path) 
     save_llama(tmp_path)
     with pytest.raises(ConfigError, match="does not divide the model's 4 heads"):
         LLM(tmp_path, tensor_parallel=3)
-    os.rename(tmp_path / "model.safetensors", tmp_path / "whole")
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(tmp_path / "whole")
-    tensors["model.layers.0.mlp.down_proj.weight_packed"] = torch.zeros(4, dtype=torch.int32)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match="is quantized; tensor_parallel computes plain weights only"):
-        LLM(tmp_path, tensor_parallel=2)
     assert members() == []

@@ -36,7 +36,7 @@ def native_features(config: EngineConfig, arch: Architecture) -> frozenset[Featu
         "classification": arch.num_labels > 0,
         "images": arch.vision is not None,
         "deterministic": config.deterministic,
-        "lora": config.max_loras > 0 and config.num_processes == 1,
+        "lora": config.max_loras > 0,
         "prefix_cache": config.prefix_cache,
         "structured": can_structure(),
     }

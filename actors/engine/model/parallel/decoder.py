@@ -19,11 +19,7 @@ from raytide.actors.engine.model.parallel.sharded_weights import ShardedWeights
 from raytide.actors.engine.model.vision.encoder import ImageRows
 from raytide.actors.engine.model.weight_loader import LayerWeights, QuantizedOptions
 from raytide.actors.models.architecture import Architecture
-from raytide.actors.models.loader import Weights
-from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
 from raytide.actors.models.quantized.model_weights import ModelWeights, open_weights
-from raytide.actors.models.quantized.quantized_directory import is_quantized
-from raytide.core.errors import ConfigError
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
@@ -44,11 +40,8 @@ class ShardedDecoder(PagedDecoder):
         options: QuantizedOptions,
     ) -> None:
         shard = group.shard
-        weights: ModelWeights
-        if shard.size == 1:
-            weights = open_weights(model_dir, dtype, device)
-        else:
-            weights = ShardedWeights(plain_weights(model_dir, dtype, device), arch, shard)
+        whole = open_weights(model_dir, dtype, device)
+        weights: ModelWeights = whole if shard.size == 1 else ShardedWeights(whole, arch, shard, options.input)
         layers = None if shard.stages == 1 else shard.layers(arch)
         super().__init__(shard.architecture(arch), weights, ops, max_len, options, layers=layers)
         self._whole_arch, self._group = arch, group
@@ -97,15 +90,3 @@ class ShardedDecoder(PagedDecoder):
     def _summed(self, partial: Callable[..., Tensor]) -> Callable[..., Tensor]:
         group = self._group
         return lambda *inputs: group.sum(partial(*inputs))
-
-
-def plain_weights(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Opens weights that can be cut. Raises ConfigError for quantized ones."""
-    if not is_gguf(model_dir):
-        weights = Weights(model_dir, dtype, device)
-        if not is_quantized(weights):
-            return weights
-    raise ConfigError(
-        f"{model_dir} is quantized; tensor_parallel computes plain weights only.",
-        hint="Use pipeline_parallel instead, or take the model in bfloat16 or float32.",
-    )

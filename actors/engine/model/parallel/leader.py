@@ -20,7 +20,8 @@ import torch
 
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
 from raytide.actors.engine.model.decoder import PagedDecoder
-from raytide.actors.engine.model.lora import LoraRows
+from raytide.actors.engine.model.lora import Adapter, LoraRows, adapter_digest, read_adapter
+from raytide.actors.engine.model.parallel.adapters import AdapterShard
 from raytide.actors.engine.model.parallel.cache import LeaderCache
 from raytide.actors.engine.model.parallel.collectives import Collectives, open_store
 from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
@@ -31,7 +32,7 @@ from raytide.actors.engine.model.vision.encoder import ImageRows
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.content import content_digest
-from raytide.core.errors import EngineDeadError, EngineError, from_json
+from raytide.core.errors import ConflictError, EngineDeadError, EngineError, from_json
 from raytide.kernels.core import PagedBatch
 from raytide.kernels.registry import Ops
 
@@ -67,7 +68,7 @@ class GroupLeader:
         self._death: EngineDeadError | None = None
         self._has_ended = threading.Event()
         self._asking = threading.Lock()
-        self._loads = 0
+        self._loads = self._adapter_loads = 0
         self._cache: LeaderCache
         listening = socket.create_server((launcher.host, 0), backlog=size)
         secret = secrets.token_hex(32)
@@ -125,6 +126,34 @@ class GroupLeader:
                 failed = error
             self._raise_refusal(failed)
             return model
+
+    def load_adapter(self, path: Path) -> Adapter:
+        """Reads an adapter on all members; between two steps. Raises the first error of them, and ConflictError while
+        weights are being loaded."""
+        if not self._asking.acquire(blocking=False):
+            raise ConflictError("weights are being loaded.", hint="Load the adapter when they are there.")
+        try:
+            self._adapter_loads += 1
+            number, each = self._adapter_loads, self._computation
+            self._order(adapter={"number": number, "path": str(path), "digest": adapter_digest(path)})
+            failed: BaseException | None = None
+            try:
+                part = AdapterShard(each.arch, self._group)
+                adapter = read_adapter(path, each.arch, each.ops, each.dtype, each.device, part, number)
+            except BaseException as error:
+                failed = error
+            try:
+                self._raise_refusal(failed)
+            except BaseException:
+                self._order(drop_adapter=number)
+                raise
+            return adapter
+        finally:
+            self._asking.release()
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        """Lets all members forget an adapter that no sequence uses any more."""
+        self._order(drop_adapter=adapter.number)
 
     def use(self, model: PagedDecoder) -> None:
         """Lets all members compute with these weights from the next step on."""
@@ -236,7 +265,7 @@ class LeaderDecoder(ShardedDecoder):
         loras: LoraRows | None = None,
         images: ImageRows | None = None,
     ) -> Tensor:
-        with self._step(ids_T, positions_T, batch, cache, rows_R, wants_logits=True):
+        with self._step(ids_T, positions_T, batch, cache, rows_R, loras, wants_logits=True):
             return super().head(super().hidden(ids_T, positions_T, batch, cache, rows_R, loras, images))
 
     @torch.inference_mode()
@@ -250,7 +279,7 @@ class LeaderDecoder(ShardedDecoder):
         loras: LoraRows | None = None,
         images: ImageRows | None = None,
     ) -> Tensor:
-        with self._step(ids_T, positions_T, batch, cache, rows_R, wants_logits=False):
+        with self._step(ids_T, positions_T, batch, cache, rows_R, loras, wants_logits=False):
             return super().hidden(ids_T, positions_T, batch, cache, rows_R, loras, images)
 
     def head(self, hidden_RN: Tensor) -> Tensor:
@@ -267,14 +296,24 @@ class LeaderDecoder(ShardedDecoder):
         batch: PagedBatch,
         cache: list[Tensor],
         rows_R: Tensor,
+        loras: LoraRows | None,
         *,
         wants_logits: bool,
     ) -> AbstractContextManager[None]:
         """A context in which all members compute the step. A cache for one pass, which is not the engine's, is made by
         each of them."""
         own_blocks = 0 if self._leader.holds(cache) else cache[0].shape[1] // batch.block_size
+        adapters = [] if loras is None else [(adapter.number, start, end) for adapter, start, end in loras.spans]
         return self._leader.step(
-            pack_step(ids_T, positions_T, batch, rows_R, own_blocks=own_blocks, wants_logits=wants_logits)
+            pack_step(
+                ids_T,
+                positions_T,
+                batch,
+                rows_R,
+                own_blocks=own_blocks,
+                wants_logits=wants_logits,
+                adapters=adapters,
+            )
         )
 
 

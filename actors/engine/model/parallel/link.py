@@ -115,16 +115,24 @@ def watch(descriptors: Sequence[int], ended: Callable[[int], None]) -> None:
 
 
 def pack_step(
-    ids_T: Tensor, positions_T: Tensor, batch: PagedBatch, rows_R: Tensor, *, own_blocks: int, wants_logits: bool
+    ids_T: Tensor,
+    positions_T: Tensor,
+    batch: PagedBatch,
+    rows_R: Tensor,
+    *,
+    own_blocks: int,
+    wants_logits: bool,
+    adapters: Sequence[tuple[int, int, int]] = (),
 ) -> Ints:
     """Returns the inputs of a forward pass as integers. `own_blocks`: the size of a cache for this pass alone; 0 for
-    the engine's."""
+    the engine's. `adapters` are numbers of adapters and the rows that have them, from and to."""
     tables_BM = batch.block_tables_BM.cpu().numpy()
-    counts = (len(ids_T), len(rows_R), *tables_BM.shape, batch.block_size, own_blocks, wants_logits)
+    counts = (len(ids_T), len(rows_R), *tables_BM.shape, batch.block_size, own_blocks, wants_logits, len(adapters))
     parts = (batch.query_lens, batch.context_lens)
     tensors = (each.cpu().numpy() for each in (ids_T, positions_T, batch.slots_T, rows_R))
     packed: Ints = np.concatenate(
-        [np.array(counts), *map(np.array, parts), *tensors, tables_BM.ravel()], dtype=np.int64
+        [np.array(counts), *map(np.array, parts), *tensors, np.array(adapters, np.int64).ravel(), tables_BM.ravel()],
+        dtype=np.int64,
     )
     return packed
 
@@ -133,10 +141,11 @@ class StepArrays:
     """The inputs of a step that `pack_step` has packed, as tensors on a device."""
 
     def __init__(self, packed: Ints, device: torch.device) -> None:
-        tokens, rows, sequences, width, block_size, self.own_blocks, wants_logits = packed[:7].tolist()
+        tokens, rows, sequences, width, block_size, self.own_blocks, wants_logits, spans = packed[:8].tolist()
         self.wants_logits = bool(wants_logits)
-        sizes = (sequences, sequences, tokens, tokens, tokens, rows)
-        *parts, tables = np.split(packed[7:], np.cumsum(sizes))
+        sizes = (sequences, sequences, tokens, tokens, tokens, rows, 3 * spans)
+        *parts, adapters, tables = np.split(packed[8:], np.cumsum(sizes))
+        self.adapters = [(number, first, end) for number, first, end in adapters.reshape(-1, 3).tolist()]
         query_lens, context_lens, ids, positions, slots, sampled = parts
         self.ids_T, self.positions_T, slots_T, self.rows_R, tables_BM = (
             torch.from_numpy(each.copy()).to(device) for each in (ids, positions, slots, sampled, tables)

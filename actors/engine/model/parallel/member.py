@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from raytide.actors.engine.model.lora import Adapter, LoraRows, adapter_digest, read_adapter
+from raytide.actors.engine.model.parallel.adapters import AdapterShard
 from raytide.actors.engine.model.parallel.cache import MemberCache
 from raytide.actors.engine.model.parallel.collectives import Collectives, connect_store
 from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
@@ -25,6 +27,7 @@ from raytide.actors.engine.model.parallel.link import MemberLink, StepArrays, wa
 from raytide.actors.engine.model.parallel.shard import ModelShard
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.engine.sequence import StepPlan
+from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.content import content_digest
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConflictError, EngineError, RaytideError
@@ -41,7 +44,9 @@ class GroupMember:
     def __init__(self, link: MemberLink, invitation: dict[str, Any]) -> None:
         self._link, self._invitation = link, invitation
         self._models: dict[int, ShardedDecoder] = {}
+        self._adapters: dict[int, Adapter] = {}
         self._used = 0
+        self._arch: Architecture
         self._group: Collectives
         self._cache: MemberCache
         self._hidden_RN: torch.Tensor
@@ -96,12 +101,30 @@ class GroupMember:
                     f"{path} holds other weights for member {self._link.rank} than for the leader.",
                     hint="Give every node the same files.",
                 )
-            arch = read_architecture(path, serves=True)
+            arch = self._arch = read_architecture(path, serves=True)
             self._models[number] = ShardedDecoder(
                 arch, path, self._ops, self._max_len, self._dtype, self._device, self._group, self._options
             )
 
         threading.Thread(target=self._answer, args=(f"load {path}", load)).start()
+
+    def _order_adapter(self, order: dict[str, Any]) -> None:
+        path = Path(order["path"])
+
+        def load() -> None:
+            if adapter_digest(path) != order["digest"]:
+                raise ConflictError(
+                    f"{path} holds another adapter for member {self._link.rank} than for the leader.",
+                    hint="Give every node the same files.",
+                )
+            part = AdapterShard(self._arch, self._group)
+            adapter = read_adapter(path, self._arch, self._ops, self._dtype, self._device, part, order["number"])
+            self._adapters[adapter.number] = adapter
+
+        self._answer(f"load adapter {path}", load)
+
+    def _order_drop_adapter(self, number: int) -> None:
+        self._adapters.pop(number, None)
 
     def _answer(self, what: str, work: Callable[[], None]) -> None:
         """Does what the leader waits for, and sends it an error if there is one."""
@@ -156,7 +179,8 @@ class GroupMember:
         model = self._models[self._used]
         own = step.own_blocks
         cache = model.new_cache(own, step.batch.block_size) if own else self._cache.layers
-        hidden_RN = model.hidden(step.ids_T, step.positions_T, step.batch, cache, step.rows_R)
+        loras = LoraRows([(self._adapters[number], first, end) for number, first, end in step.adapters])
+        hidden_RN = model.hidden(step.ids_T, step.positions_T, step.batch, cache, step.rows_R, loras)
         if self._shard.stage:
             return
         if step.wants_logits:

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.naming import projections
 from raytide.core.errors import ConfigError
 
 Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCut:
+    """The part of a linear module that one member has: ranges of its `full` outputs, or one range of its inputs."""
+
+    full: int
+    ranges: tuple[Range, ...]
+    by_input: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,48 @@ class ModelShard:
             vocab_size=own(arch.vocab_size),
             experts=experts,
         )
+
+
+def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, ModuleCut]:
+    """Returns what a member has of a layer's linear modules, by their paths in the layer.
+
+    Projections into heads and feed-forward columns are cut by output, those out of them by input (Shoeybi et al. 2019),
+    so that a layer's two sums are all that members exchange.
+    """
+    dim = arch.head_dim
+    heads = _scaled(shard.part(arch.num_heads), dim)
+    kv, ffn = _scaled(shard.kv_heads(arch), dim), shard.part(arch.ffn_size)
+    kv_size = arch.num_kv_heads * dim
+    inputs = {"attention_out": heads, "down": ffn}
+    outputs = {
+        "qkv": [(arch.num_heads * dim, heads), (kv_size, kv), (kv_size, kv)],
+        "gate_up": [(arch.ffn_size, ffn)] * (2 if arch.gated_ffn else 1),
+    }
+    cuts = dict[str, ModuleCut]()
+    for kind, by in projections(arch, index).items():
+        if kind in inputs:
+            (path,) = by.paths
+            cuts[path] = ModuleCut(by.columns, (inputs[kind],), by_input=True)
+            continue
+        parts = outputs[kind]
+        if len(by.paths) == len(parts):
+            cuts |= {path: ModuleCut(size, (part,)) for path, (size, part) in zip(by.paths, parts, strict=True)}
+        else:
+            cuts[by.paths[0]] = ModuleCut(sum(size for size, _ in parts), behind_one_another(parts))
+    return cuts
+
+
+def behind_one_another(parts: list[tuple[int, Range]]) -> tuple[Range, ...]:
+    """Returns the ranges of parts that the file stores as one tensor; each part has its size and range."""
+    ranges, start = list[Range](), 0
+    for size, (first, end) in parts:
+        ranges.append((start + first, start + end))
+        start += size
+    return tuple(ranges)
+
+
+def _scaled(by: Range, size: int) -> Range:
+    return by[0] * size, by[1] * size
 
 
 def check_divides(arch: Architecture, size: int, stages: int = 1) -> None:

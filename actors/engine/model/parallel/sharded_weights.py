@@ -1,7 +1,5 @@
-"""One member's weights, read by slice from safetensors files.
-
-Projections into heads and feed-forward columns are cut by output, those out of them by input (Shoeybi et al. 2019), so
-that a layer's two sums are all that members exchange.
+"""One member's weights, cut as `shard.py` says. Of plain tensors it reads its part alone; a quantized module is read
+whole, since formats pack it in many ways, and then cut.
 """
 
 from __future__ import annotations
@@ -11,11 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from raytide.actors.engine.model.parallel.shard import ModelShard, Range
+from raytide.actors.engine.model.parallel.shard import ModelShard, ModuleCut, Range, behind_one_another, linear_cuts
 from raytide.actors.models.architecture import Architecture
-from raytide.actors.models.loader import Weights
-from raytide.actors.models.naming import NAMES, projections
-from raytide.kernels.core import QuantizedWeight
+from raytide.actors.models.naming import NAMES
+from raytide.actors.models.quantized.cutting import cut_inputs, cut_outputs
+from raytide.actors.models.quantized.model_weights import WholeWeights
+from raytide.core.errors import ConfigError
+from raytide.kernels.core import LinearInput, QuantizedWeight
+from raytide.kernels.ref import INPUT_GROUP
 
 Tensor = torch.Tensor
 
@@ -31,15 +32,24 @@ class _Cut:
 
 
 class ShardedWeights:
-    """One member's weights, by the names and with the shapes of its own architecture."""
+    """One member's weights, by the names and with the shapes of its own architecture.
 
-    quantization = ""
+    Where quantized linears have int8 inputs, these are rounded in groups that must not be cut either.
+    """
 
-    def __init__(self, weights: Weights, arch: Architecture, shard: ModelShard) -> None:
-        self._weights, self._names = weights, NAMES[arch.names]
+    def __init__(
+        self, weights: WholeWeights, arch: Architecture, shard: ModelShard, rounded_as: LinearInput = "float"
+    ) -> None:
+        self._weights, self._names, self._shard = weights, NAMES[arch.names], shard
+        self._unit = INPUT_GROUP if rounded_as == "int8" else 1
         full = f"{self._names.root}{self._names.embedding}.weight"
         self._root = self._names.root if full in weights else ""
-        self._cuts = dict(self._all_cuts(arch, shard))
+        self._modules = dict(self._all_modules(arch))
+        self._cuts = dict(self._all_cuts(arch))
+
+    @property
+    def quantization(self) -> str:
+        return self._weights.quantization
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights
@@ -51,9 +61,10 @@ class ShardedWeights:
             return self._weights.get(name, *shape)
         dim, whole = cut.dim, list(shape)
         whole[dim] = cut.full
-        self._weights.check_shape(name, *whole)
         blocks = [
-            self._weights.part(name, tuple(slice(*each) if at == dim else slice(0, n) for at, n in enumerate(whole)))
+            self._weights.block(
+                name, whole, tuple(slice(*each) if at == dim else slice(0, n) for at, n in enumerate(whole))
+            )
             for each in cut.ranges
         ]
         if not blocks:
@@ -64,66 +75,69 @@ class ShardedWeights:
         return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
-        return None
+        """Returns this member's part of a quantized module. Raises ConfigError if that would cut a group of inputs."""
+        cut = self._modules.get(module)
+        if cut is None:
+            return self._weights.quantized(module, rows, columns)
+        if not cut.by_input:
+            whole = self._weights.quantized(module, cut.full, columns)
+            return None if whole is None else cut_outputs(whole, cut.ranges)
+        whole = self._weights.quantized(module, rows, cut.full)
+        if whole is None:
+            return None
+        ((first, end),) = cut.ranges
+        own = cut_inputs(whole, first, end)
+        is_rounded_alike = whole.scales_NG.shape[1] > 1 or not (first % self._unit or end % self._unit)
+        if own is None or not is_rounded_alike:
+            raise self._cuts_a_group(module, whole, cut)
+        return own
 
     def check_all_read(self) -> None:
-        """Plain weights may have tensors that nothing reads."""
+        self._weights.check_all_read()
 
-    def _all_cuts(self, arch: Architecture, shard: ModelShard) -> Iterator[tuple[str, _Cut]]:
-        vocabulary = _Cut(0, arch.vocab_size, (shard.part(arch.vocab_size),))
-        yield f"{self._root}{self._names.embedding}.weight", vocabulary
-        yield f"{self._names.head}.weight", vocabulary
+    def _cuts_a_group(self, module: str, whole: QuantizedWeight, cut: ModuleCut) -> ConfigError:
+        size, hint = self._shard.size, "Use pipeline_parallel, which cuts no layer"
+        if whole.columns_K is not None and whole.scales_NG.shape[1] > 1:
+            return ConfigError(
+                f"{module} has groups of inputs that are not neighbours (desc_act), which tensor_parallel {size} "
+                "would cut.",
+                hint=f"{hint}, or quantize the model without desc_act.",
+            )
+        group = whole.group_size if whole.scales_NG.shape[1] > 1 else self._unit
+        return ConfigError(
+            f"{module} has {cut.full} inputs in groups of {group}, and tensor_parallel {size} gives each process "
+            f"{cut.full / size:g} of them: a group would be cut.",
+            hint=f"{hint}, or quantize the model in groups that divide {cut.full / size:g}.",
+        )
+
+    def _all_modules(self, arch: Architecture) -> Iterator[tuple[str, ModuleCut]]:
+        vocabulary = ModuleCut(arch.vocab_size, (self._shard.part(arch.vocab_size),))
+        yield f"{self._root}{self._names.embedding}", vocabulary
+        yield self._names.head, vocabulary
         for index in range(arch.num_layers):
-            at = self._root + self._names.layer.format(index)
-            yield from self._linear_cuts(at, arch, index, shard)
+            for path, cut in linear_cuts(arch, index, self._shard).items():
+                yield f"{self._root}{self._names.layer.format(index)}{path}", cut
+
+    def _all_cuts(self, arch: Architecture) -> Iterator[tuple[str, _Cut]]:
+        vocabulary = {f"{self._root}{self._names.embedding}", self._names.head}
+        for module, cut in self._modules.items():
+            is_transposed = self._names.transposed and module not in vocabulary
+            yield f"{module}.weight", _Cut(int(cut.by_input != is_transposed), cut.full, cut.ranges)
+            if not cut.by_input:
+                yield f"{module}.bias", _Cut(0, cut.full, cut.ranges)
+            elif self._shard.rank:  # a bias is added once
+                yield f"{module}.bias", _Cut(0, arch.hidden_size, ())
+        for index in range(arch.num_layers):
             if arch.layers[index].sparse:
-                yield from self._expert_cuts(at, arch, shard)
+                yield from self._expert_cuts(self._root + self._names.layer.format(index), arch)
 
-    def _linear_cuts(self, at: str, arch: Architecture, index: int, shard: ModelShard) -> Iterator[tuple[str, _Cut]]:
-        dim = arch.head_dim
-        first, end = (dim * head for head in shard.part(arch.num_heads))
-        kv = tuple(dim * head for head in shard.kv_heads(arch))
-        ffn = shard.part(arch.ffn_size)
-        q_size, kv_size = arch.num_heads * dim, arch.num_kv_heads * dim
-        outputs = {
-            "qkv": [(q_size, (first, end)), (kv_size, (kv[0], kv[1])), (kv_size, (kv[0], kv[1]))],
-            "gate_up": [(arch.ffn_size, ffn)] * (2 if arch.gated_ffn else 1),
-        }
-        inputs = {"attention_out": (first, end), "down": ffn}
-        out_dim = 1 if self._names.transposed else 0
-        for kind, by in projections(arch, index).items():
-            if kind in inputs:
-                (path,) = by.paths
-                yield f"{at}{path}.weight", _Cut(1 - out_dim, by.columns, (inputs[kind],))
-                if shard.rank:  # a bias is added once
-                    yield f"{at}{path}.bias", _Cut(0, by.rows[0], ())
-                continue
-            parts = outputs[kind]
-            cuts: list[tuple[str, int, tuple[Range, ...]]]
-            if len(by.paths) == len(parts):
-                cuts = [(path, size, (part,)) for path, (size, part) in zip(by.paths, parts, strict=True)]
-            else:
-                cuts = [(by.paths[0], sum(size for size, _ in parts), _behind_one_another(parts))]
-            for path, size, ranges in cuts:
-                yield f"{at}{path}.weight", _Cut(out_dim, size, ranges)
-                yield f"{at}{path}.bias", _Cut(0, size, ranges)
-
-    def _expert_cuts(self, at: str, arch: Architecture, shard: ModelShard) -> Iterator[tuple[str, _Cut]]:
+    def _expert_cuts(self, at: str, arch: Architecture) -> Iterator[tuple[str, _Cut]]:
         assert arch.experts is not None
         size, names = arch.experts.ffn_size, self._names
-        part = shard.part(size)
-        yield at + names.fused_gate_up, _Cut(1, 2 * size, _behind_one_another([(size, part)] * 2))
+        part = self._shard.part(size)
+        yield at + names.fused_gate_up, _Cut(1, 2 * size, behind_one_another([(size, part)] * 2))
         yield at + names.fused_down, _Cut(2, size, (part,))
         for number in range(arch.experts.count):
             for path in names.expert_gate_up:
                 yield f"{at}{path.format(number)}.weight", _Cut(0, size, (part,))
             yield f"{at}{names.expert_down.format(number)}.weight", _Cut(1, size, (part,))
-
-
-def _behind_one_another(parts: list[tuple[int, Range]]) -> tuple[Range, ...]:
-    """Returns the ranges of parts that the file stores as one tensor; each part has its size and range."""
-    ranges, start = list[Range](), 0
-    for size, (first, end) in parts:
-        ranges.append((start + first, start + end))
-        start += size
-    return tuple(ranges)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
@@ -64,6 +65,9 @@ class GgufWeights:
         weight = self.quantized(name.removesuffix(".weight"), *shape)
         assert weight is not None
         return weight.dequantized().to(self._dtype)
+
+    def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
+        return self.get(name, *shape)[where].clone()
 
     def stack(self, names: list[str], rows: list[int], *rest: int) -> Tensor:
         return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])

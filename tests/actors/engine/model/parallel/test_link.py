@@ -32,17 +32,19 @@ def test_a_stranger_without_the_secret_is_refused() -> None:
         connected("right", "wrong")
 
 
-def test_a_step_arrives_as_it_was_sent() -> None:
+@pytest.mark.parametrize("adapters", [[], [(2, 0, 1), (7, 1, 4)]])
+def test_a_step_arrives_as_it_was_sent(adapters: list[tuple[int, int, int]]) -> None:
     leader, member = connected("s", "s")
     assert leader.rank == member.rank == 3
     batch = PagedBatch([1, 3], [9, 3], torch.tensor([[4, 2], [7, 0]]), torch.tensor([40, 56, 57, 58]), 8)
     ids, positions, rows = torch.tensor([5, 6, 7, 8]), torch.tensor([8, 0, 1, 2]), torch.tensor([0, 3])
-    leader.send_step(pack_step(ids, positions, batch, rows, own_blocks=5, wants_logits=False))
+    leader.send_step(pack_step(ids, positions, batch, rows, own_blocks=5, wants_logits=False, adapters=adapters))
     leader.send({"use": 2})
     message = member.receive()
     assert not isinstance(message, dict)
     step = StepArrays(message, torch.device("cpu"))
     assert (step.own_blocks, step.wants_logits, step.batch.block_size) == (5, False, 8)
+    assert step.adapters == adapters
     assert (step.batch.query_lens, step.batch.context_lens) == ([1, 3], [9, 3])
     for found, sent in (
         (step.ids_T, ids),

@@ -21,27 +21,31 @@ from raytide.actors.engine.model.prompt_logits import prompt_logits
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.models.families import read_architecture
 from raytide.actors.models.loader import Weights
+from raytide.actors.models.quantized.model_weights import open_weights
 from raytide.core.errors import ConfigError
 from raytide.kernels.registry import ops_for
 
 CPU = torch.device("cpu")
 PROMPT = [5, 9, 17, 300, 41, 6, 77, 8] * 6
 MAX_LEN = 64
+PLAIN = QuantizedOptions()
 
 
-def whole_logits(path: Path) -> torch.Tensor:
-    weights = Weights(path, torch.float32, CPU)
-    model = PagedDecoder(read_architecture(path), weights, ops_for("cpu"), MAX_LEN, QuantizedOptions())
+def whole_logits(path: Path, options: QuantizedOptions = PLAIN) -> torch.Tensor:
+    weights = open_weights(path, torch.float32, CPU)
+    model = PagedDecoder(read_architecture(path), weights, ops_for("cpu"), MAX_LEN, options)
     return prompt_logits(model, PROMPT, 16, CPU)
 
 
-def sharded_logits(path: Path, size: int, *, stages: int = 1, ordered: bool = False) -> torch.Tensor:
+def sharded_logits(
+    path: Path, size: int, *, stages: int = 1, ordered: bool = False, options: QuantizedOptions = PLAIN
+) -> torch.Tensor:
     store, arch = HashStore(), read_architecture(path)
 
     def compute(shard: ModelShard) -> torch.Tensor | None:
         torch.set_num_threads(1)
         group = Collectives(store, shard, CPU, own_host="127.0.0.1", ordered=ordered)
-        model = ShardedDecoder(arch, path, ops_for("cpu"), MAX_LEN, torch.float32, CPU, group, QuantizedOptions())
+        model = ShardedDecoder(arch, path, ops_for("cpu"), MAX_LEN, torch.float32, CPU, group, options)
         if shard.stage == 0:
             return prompt_logits(model, PROMPT, 16, CPU)
         with pytest.raises(AssertionError, match="has no head"):  # it has computed its layers

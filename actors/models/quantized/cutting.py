@@ -1,0 +1,39 @@
+"""Cuts a quantized weight among processes that share a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from raytide.kernels.core import QuantizedWeight
+
+Tensor = torch.Tensor
+
+
+def cut_outputs(weight: QuantizedWeight, ranges: Sequence[tuple[int, int]]) -> QuantizedWeight:
+    """Returns the outputs of some ranges, one behind the other."""
+
+    def own(values: Tensor) -> Tensor:
+        return torch.cat([values[first:end] for first, end in ranges])
+
+    offsets_NG = None if weight.offsets_NG is None else own(weight.offsets_NG)
+    return replace(weight, codes_NK=own(weight.codes_NK), scales_NG=own(weight.scales_NG), offsets_NG=offsets_NG)
+
+
+def cut_inputs(weight: QuantizedWeight, first: int, end: int) -> QuantizedWeight | None:
+    """Returns the inputs from `first` to `end`; None where they cut a group, or the groups are of inputs that are not
+    neighbours.
+    """
+    groups, size, codes_NK = weight.scales_NG.shape[1], weight.group_size, weight.codes_NK
+    if groups > 1 and (weight.columns_K is not None or first % size or end % size):
+        return None
+    if weight.columns_K is not None:
+        codes_NK = torch.empty_like(codes_NK).index_copy_(1, weight.columns_K.long(), codes_NK)
+
+    def own(values: Tensor) -> Tensor:
+        return values[:, first // size : end // size].contiguous() if groups > 1 else values
+
+    offsets_NG = None if weight.offsets_NG is None else own(weight.offsets_NG)
+    return QuantizedWeight(weight.bits, codes_NK[:, first:end].contiguous(), own(weight.scales_NG), offsets_NG)
