@@ -98,10 +98,11 @@ def choose_engine(spec: ServeSpec) -> EngineChoice:
             hint="Set `engine: {max_loras: NUMBER}`: vLLM makes room for that many when it starts.",
         )
     if choice.kind == "native" and (size := num_processes(spec)) > 1:
-        if spec.adapters:
+        elsewhere = [location for location in spec.adapters.values() if "://" in location]
+        if spec.members > 1 and elsewhere:
             raise ConfigError(
-                f"endpoint {spec.name} has adapters, which engine native does not compute on several processes.",
-                hint="Let one process compute it, merge the adapters into models, or take engine kind vllm.",
+                f"endpoint {spec.name} has adapter {elsewhere[0]}, which is copied to the first member's node alone.",
+                hint="Put it into a directory that all nodes see, or let one node compute the replica.",
             )
         over = "" if spec.members == 1 else f" on {spec.members} members"
         choice = EngineChoice("native", f"{choice.why} Each replica computes with {size} processes{over}.")

@@ -78,8 +78,10 @@ def test_members_of_the_native_engine_have_equally_many_processes_that_divide_th
         check_members(spec(model=str(tmp_path), members=3))
     with pytest.raises(ConfigError, match="pipeline_parallel 2 is more than the model's 1 layers"):
         check_members(spec(model=str(tmp_path), members=2, engine={"pipeline_parallel": 2}))
-    with pytest.raises(ConfigError, match="has adapters"):
-        choose_engine(spec(members=2, adapters={"a": "/a"}))
+    assert choose_engine(spec(members=2, adapters={"a": "/a"})).kind == "native"
+    assert choose_engine(spec(engine={"tensor_parallel": 2}, adapters={"a": "s3://bucket/a"})).kind == "native"
+    with pytest.raises(ConfigError, match="has adapter s3://bucket/a, which is copied to the first member's node"):
+        choose_engine(spec(members=2, adapters={"a": "s3://bucket/a"}))
 
 
 @pytest.mark.parametrize("fields", [{"model": "{}/far"}, {"model": "{}/data/link"}, {"model": "{}/data/model"}])
