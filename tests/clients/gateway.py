@@ -24,6 +24,7 @@ from raytide.actors.engine.types import GenRequest
 from raytide.actors.serving.http.protocol import BoundedHttpTools
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.objects.endpoint import ServeSpec
+from raytide.gateway.answers.stored_responses import SharedResponses
 from raytide.gateway.app import create_app
 from raytide.gateway.batches.service import BatchService
 from raytide.gateway.models import EndpointModels
@@ -82,7 +83,7 @@ async def serve(model_dir: str, files: str) -> None:
         await models.close()
 
     nobody = Tenancy(ControlApi(f"http://{HOST}:9", "", "clients"), requires_keys=False)
-    app = create_app(models, nobody, run)
+    app = create_app(models, nobody, run, responses=SharedResponses(Path(files) / "responses"))
     batches = BatchService(app, models, nobody, Path(files))
     config = uvicorn.Config(app, HOST, 0, http=BoundedHttpTools, log_level="warning")
     server = uvicorn.Server(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
@@ -93,6 +94,8 @@ def parse_json(raw: bytes) -> object:
 
 def _number(text: str) -> float | int:
     value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large")
     return int(value) if -(2.0**53) <= value <= 2.0**53 and value.is_integer() else value
 
 

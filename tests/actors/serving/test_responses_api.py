@@ -109,6 +109,12 @@ def test_the_history_of_calls_is_sent_back(client: OpenAI) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tools": [{"type": "function", "name": "no spaces!"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": 5}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [5]}}, "tool_choice"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"metadata": {str(number): "" for number in range(65)}}, "metadata"),
+        ({"user": 5}, "user"),
+        ({"store": "yes"}, "store"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
     ],
 )
@@ -216,3 +222,20 @@ def test_the_end_of_a_cut_stream_has_the_whole_answer(client: OpenAI) -> None:
     assert last.type == "response.incomplete"
     assert last.response.output_text == "tide ti"
     assert last.response == client.responses.retrieve(last.response.id)
+
+
+@pytest.mark.parametrize("item", [{"id": 5}, {"id": ""}, {"id": []}, {"id": None}])
+def test_an_item_without_an_id_of_text_is_listed_with_one(client: OpenAI, item: dict[str, Any]) -> None:
+    turn: Any = {"role": "user", "content": "x", **item}
+    answer = client.responses.create(model="fake", input=[turn], max_output_tokens=1)
+    (listed,) = client.responses.input_items.list(answer.id)
+    assert listed.id is not None
+    assert listed.id.startswith("msg_")
+
+
+@pytest.mark.parametrize("turns", [[{"type": []}], [{"type": {}}], [{}], [{"type": "function_call", "id": {}}]])
+def test_a_bad_item_behind_an_earlier_answer_is_refused_as_one_alone_is(client: OpenAI, turns: Any) -> None:
+    first = client.responses.create(model="fake", input="x", max_output_tokens=1)
+    for previous in (None, first.id):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(model="fake", input=turns, previous_response_id=previous)

@@ -1,4 +1,6 @@
-"""schemathesis: requests made from /openapi.json, with all checks, and with models, files and batches that exist."""
+"""schemathesis: requests made from /openapi.json, with all checks, and with models, files, batches and responses that
+exist.
+"""
 
 import io
 import json
@@ -15,11 +17,13 @@ ROW = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"m
 
 
 def existing_ids():
-    """Returns the id of a new file and that of a batch of it."""
+    """Returns the ids of a new file, of a batch of it, and of a response."""
     upload = {"file": ("rows.jsonl", io.BytesIO(json.dumps(ROW).encode()))}
     file = requests.post(f"{URL}/files", files=upload, data={"purpose": "batch"}, timeout=60).json()["id"]
     asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-    return file, requests.post(f"{URL}/batches", json=asked, timeout=60).json()["id"]
+    batch = requests.post(f"{URL}/batches", json=asked, timeout=60).json()["id"]
+    asked = {"model": "agent", "input": "hello", "max_output_tokens": 8}
+    return file, batch, requests.post(f"{URL}/responses", json=asked, timeout=60).json()["id"]
 
 
 def narrowed(**known):
@@ -59,8 +63,15 @@ def every_operation_of_the_schema():
 @feature
 def every_operation_with_what_exists():
     """Some requests are refused because of what the model or the batch is, of which schemas say nothing."""
-    file, batch = existing_ids()
-    schema = narrowed(model="agent", file_id=file, input_file_id=file, batch_id=batch)
+    file, batch, response = existing_ids()
+    schema = narrowed(
+        model="agent",
+        file_id=file,
+        input_file_id=file,
+        batch_id=batch,
+        response_id=response,
+        previous_response_id=response,
+    )
     check(schema, "--exclude-checks", "positive_data_acceptance")
 
 

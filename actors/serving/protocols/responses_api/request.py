@@ -12,7 +12,7 @@ from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Name, onl
 
 _NO_EFFECT = frozenset(
     {
-        *("metadata", "user", "truncation", "include", "service_tier", "prompt_cache_key"),
+        *("truncation", "include", "service_tier", "prompt_cache_key"),
         *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "max_tool_calls", "stream_options"),
     }
 )
@@ -33,6 +33,9 @@ _CHAT_FIELDS = {
 }
 """Fields of a chat that have other names here."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
+
+MAX_METADATA = 64
+"""The most entries of metadata, which the answer repeats."""
 
 Item = dict[str, Any]
 
@@ -72,6 +75,8 @@ class ResponsesRequest(BaseModel):
     parallel_tool_calls: bool | None = None
     text: TextFormat | None = None
     reasoning: Reasoning | None = None
+    metadata: Annotated[dict[Name, str], Field(max_length=MAX_METADATA)] | None = None
+    user: Name | None = None
     store: bool | None = None
     previous_response_id: Name | None = None
 
@@ -104,7 +109,7 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     }
     if request.top_logprobs is not None:
         fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    fields |= {name: (request.model_extra or {}).get(name) for name in ("prompt_cache_key", "user")}
+    fields |= {"prompt_cache_key": (request.model_extra or {}).get("prompt_cache_key"), "user": request.user}
     return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
@@ -195,7 +200,10 @@ def _tool_choice(choice: str | Item | None) -> str | Item | None:
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "allowed_tools":
-        tools = [{"type": "function", "function": {"name": each.get("name")}} for each in choice.get("tools", ())]
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            named = [each.get("name") if isinstance(each, dict) else each for each in tools]
+            tools = [{"type": "function", "function": {"name": name}} for name in named]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
 

@@ -7,7 +7,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -44,7 +44,8 @@ class StoredResponse:
         return [*self.input, *self.response["output"]]
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        fields = {"id": self.id, "model": self.model, "response": self.response, "input": self.input}
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> StoredResponse:
@@ -107,8 +108,10 @@ def input_items(given: str | Sequence[Item]) -> list[Item]:
 
 
 def _item(item: Item) -> Item:
-    kind = item.get("type", "message")
-    named = {"type": kind, "id": item.get("id") or f"{_PREFIXES.get(kind, 'msg')}_{uuid4().hex[:24]}"}
+    kind, own = item.get("type", "message"), item.get("id")
+    prefix = _PREFIXES.get(kind, "msg") if isinstance(kind, str) else "msg"  # what it is else is refused later
+    is_id = isinstance(own, str) and own
+    named = {"type": kind, "id": own if is_id else f"{prefix}_{uuid4().hex[:24]}"}
     if kind == "reasoning":
         return {"summary": [], **item, **named}
     if kind == "message":

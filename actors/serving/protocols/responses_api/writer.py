@@ -133,7 +133,6 @@ class ResponsesWriter:
 
     def _response(self, usage: Usage | None) -> Item:
         asked = self._request
-        more = asked.model_extra or {}
         text = {} if asked.text is None else asked.text.model_dump(exclude_none=True)
         return {
             "id": self.id,
@@ -144,7 +143,7 @@ class ResponsesWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "metadata": more.get("metadata") or {},
+            "metadata": asked.metadata or {},
             "model": asked.model,
             "output": self._items,
             "previous_response_id": asked.previous_response_id,
@@ -152,7 +151,7 @@ class ResponsesWriter:
             "store": asked.store is not False,
             "text": {"format": {"type": "text"}, **text},
             "truncation": "disabled",
-            "user": more.get("user"),
+            "user": asked.user,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "tool_choice": asked.tool_choice or "auto",

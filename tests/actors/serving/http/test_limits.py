@@ -122,6 +122,8 @@ async def test_a_body_over_the_limit_is_a_413_whatever_its_length_says(app: ASGI
         b'{"model": "m", "seed": ' + b"9" * 5000 + b"}",
         b'{"model": NaN}',
         b'{"model": Infinity}',
+        b'{"model": "m", "prompt": "x", "input": "x", "messages": [], "metadata": {"a": 1e999}}',
+        b'{"model": "m", "prompt": "x", "input": "x", "messages": [], "user": -1e400}',
         b"null",
         b'"m"',
         b"[1]",
