@@ -241,8 +241,8 @@ def test_no_method_or_header_is_the_servers_failure(
 def test_every_route_is_among_those_that_are_tried(rig: Rig) -> None:
     tried = {*VALID, *OTHERS} | {
         "/v1/models/{model:name}",
-        "/v1/responses/{response_id}",
-        "/v1/responses/{response_id}/input_items",
+        "/v1/responses/{response_id:response_id}",
+        "/v1/responses/{response_id:response_id}/input_items",
         "/version",
         "/v2/rerank",
         "/rerank",

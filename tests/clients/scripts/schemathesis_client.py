@@ -32,7 +32,8 @@ def narrowed(**known):
     for name, component in schema["components"]["schemas"].items():
         if name.endswith("Request"):
             for field in known.keys() & component["properties"].keys():
-                component["properties"][field] = {"type": "string", "enum": [known[field]]}
+                values = [known[field]] if field in component.get("required", ()) else [known[field], None]
+                component["properties"][field] = {"enum": values}
             component["properties"].pop("timeout", None)  # one of a microsecond is a 504, as it should be
     for operations in schema["paths"].values():
         for operation in operations.values():

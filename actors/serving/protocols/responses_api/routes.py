@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel
+from starlette.convertors import StringConvertor, register_url_convertor
 
 from raytide.actors.engine.limits import MAX_NAME_CHARS
 from raytide.actors.serving.openai_api.admission import caller_of
@@ -26,6 +27,15 @@ from raytide.actors.serving.protocols.responses_api.writer import ResponsesWrite
 from raytide.core.errors import RaytideError
 
 _log = logging.getLogger(__name__)
+
+
+class _ResponseId(StringConvertor):
+    """An id in a path, which the names of other routes are not."""
+
+    regex = r"(?!input_tokens(?:/|$))[^/]+"
+
+
+register_url_convertor("response_id", _ResponseId())
 _API = ChatApi("responses", chat_request, in_responses)
 
 
@@ -73,19 +83,19 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
         asked = await _continued(body, request)
         return InputTokens(input_tokens=await _API.count_tokens(models, "input_tokens", body.model, asked, request))
 
-    @app.get("/v1/responses/{response_id}")
+    @app.get("/v1/responses/{response_id:response_id}")
     async def retrieve_response(response_id: str, request: Request, stream: bool = False) -> dict[str, Any]:
         if stream:
             raise invalid("stream: a stored response comes in one piece.", param="stream")
         return (await _found(response_id, request)).response
 
-    @app.delete("/v1/responses/{response_id}")
+    @app.delete("/v1/responses/{response_id:response_id}")
     async def delete_response(response_id: str, request: Request) -> DeletedResponse:
         await _found(response_id, request)
         await store.delete(caller_of(request.scope).team, response_id)
         return DeletedResponse(id=response_id)
 
-    @app.get("/v1/responses/{response_id}/input_items")
+    @app.get("/v1/responses/{response_id:response_id}/input_items")
     async def list_input_items(
         response_id: str,
         request: Request,

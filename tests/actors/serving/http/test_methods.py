@@ -10,7 +10,10 @@ import pytest
 from raytide.actors.engine.backends.fake import FakeEngine
 
 
-@pytest.mark.parametrize(("path", "allowed"), [("/v1/chat/completions", "POST"), ("/v1/models", "GET, HEAD")])
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [("/v1/chat/completions", "POST"), ("/v1/models", "GET, HEAD"), ("/v1/responses/input_tokens", "POST")],
+)
 def test_a_refused_method_names_the_allowed_ones(serve: Callable[..., str], path: str, allowed: str) -> None:
     answer = httpx.request("TRACE", serve(FakeEngine()) + path)
     assert answer.status_code == 405
