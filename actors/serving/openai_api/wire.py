@@ -86,7 +86,7 @@ def only_these(ignored: frozenset[str]) -> Callable[[dict[str, Any]], None]:
 
     def change(schema: dict[str, Any]) -> None:
         schema["additionalProperties"] = {"type": "null"}
-        schema["properties"] |= {name: {} for name in sorted(ignored)}
+        schema["properties"] = {name: {} for name in sorted(ignored)} | schema["properties"]
 
     return change
 

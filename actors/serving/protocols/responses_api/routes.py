@@ -84,7 +84,9 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
         return InputTokens(input_tokens=await _API.count_tokens(models, "input_tokens", body.model, asked, request))
 
     @app.get("/v1/responses/{response_id:response_id}")
-    async def retrieve_response(response_id: str, request: Request, stream: bool = False) -> dict[str, Any]:
+    async def retrieve_response(
+        response_id: str, request: Request, stream: Annotated[bool, Query(include_in_schema=False)] = False
+    ) -> dict[str, Any]:
         if stream:
             raise invalid("stream: a stored response comes in one piece.", param="stream")
         return (await _found(response_id, request)).response

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,8 +23,21 @@ _UNREPORTED_S = (0.6, 1.2)
 """The pauses before another look for an unknown request: a gateway reports twice a second those that have ended."""
 
 
+_NULL = {"type": "null"}
+_ONE_JUDGEMENT: dict[str, Any] = {
+    "anyOf": [
+        {"required": ["score"], "properties": {"score": {"not": _NULL}, "metric": _NULL, "value": _NULL}},
+        {
+            "required": ["metric", "value"],
+            "properties": {"score": _NULL, "metric": {"not": _NULL}, "value": {"not": _NULL}},
+        },
+    ]
+}
+"""What `check_one_judgement` demands, in JSON Schema."""
+
+
 class FeedbackRequest(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_ONE_JUDGEMENT)
 
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
     """The id of the response."""

@@ -39,3 +39,9 @@ def test_defaults_of_vllms_fields_are_accepted_and_other_values_are_named(
         refuse_unknown(chat(**{field: other}))
     assert refused.value.body.error.param == field
     assert refused.value.body.error.message == f"{field} is not supported by this model server."
+
+
+def test_the_schema_tells_the_type_of_a_field_that_only_other_requests_ignore() -> None:
+    properties = ChatRequest.model_json_schema()["properties"]
+    assert {"type": "null"} in properties["reasoning_effort"]["anyOf"]
+    assert properties["metadata"] == {}
