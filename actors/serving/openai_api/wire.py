@@ -44,6 +44,7 @@ Int64 = Annotated[
     # FastAPI writes them as doubles, which are multiples of 1024 here
     WithJsonSchema({"type": "integer", "minimum": 1024 - 2**63, "maximum": 2**63 - 1024}),
 ]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
@@ -174,7 +175,7 @@ class GenerationRequest(_Request, Constraints, TruncationFields):
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    priority: Int64 | None = None
+    priority: Int32 | None = None
     cache_salt: Name | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

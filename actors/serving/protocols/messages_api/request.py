@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raytide.actors.engine.limits import MAX_MESSAGES, MAX_STOPS, MAX_TEMPLATE_KWARGS, MAX_TIMEOUT_S, MAX_TOOLS
 from raytide.actors.serving.openai_api.errors import ApiError, invalid
-from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Int64, Name, Word, only_these
+from raytide.actors.serving.openai_api.wire import ChatRequest, Count, Int32, Name, Word, only_these
 from raytide.actors.serving.protocols.messages_api.turns import Item, system_text, turns_of
 
 _NO_EFFECT = frozenset(
@@ -93,7 +93,7 @@ class MessagesRequest(PromptRequest):
     top_k: int | None = None
     top_p: float | None = None
     cache_salt: Name | None = None
-    priority: Int64 | None = None
+    priority: Int32 | None = None
     timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
 
     @property

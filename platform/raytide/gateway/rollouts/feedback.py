@@ -33,7 +33,7 @@ _ONE_JUDGEMENT: dict[str, Any] = {
         },
     ]
 }
-"""What `check_one_judgement` demands, in JSON Schema."""
+"""The rule of `check_one_judgement`, in JSON Schema."""
 
 
 class FeedbackRequest(BaseModel):

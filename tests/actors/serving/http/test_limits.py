@@ -79,6 +79,8 @@ def chat(messages: object, **fields: object) -> bytes:
         ({"min_tokens": 10**400}, "min_tokens"),
         ({"repetition_penalty": 1e-300}, "repetition_penalty"),
         ({"priority": -(10**30)}, "priority"),
+        ({"priority": -(2**31) - 1}, "priority"),
+        ({"priority": 2**31}, "priority"),
         ({"cache_salt": "x" * 1025}, "cache_salt"),
         ({"guided_regex": "x" * (limits.MAX_GRAMMAR_CHARS + 1)}, "guided_regex"),
         ({"guided_choice": ["x" * 1000] * 200}, "guided_choice"),
