@@ -40,6 +40,8 @@ def narrowed(**known):
             for field in known.keys() & component["properties"].keys():
                 may_be_null = field == "previous_response_id"
                 component["properties"][field] = {"enum": [known[field], None] if may_be_null else [known[field]]}
+            if "model" in component["properties"]:  # optional where there is one model alone
+                component["required"] = sorted({*component.get("required", ()), "model"})
             component["properties"].pop("timeout", None)  # one of a microsecond is a 504, as it should be
     for operations in schema["paths"].values():
         for operation in operations.values():
