@@ -7,7 +7,7 @@ yarn (Peng et al. 2023), longrope (Ding et al. 2024).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raytide.actors.models.model_config import Fields
@@ -64,36 +64,28 @@ def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float
     original = config.whole(
         "original_max_position_embeddings", parameters.whole("original_max_position_embeddings", max_len)
     )
+    spec = RopeSpec(dim=dim, theta=theta, kind=kind, original_max_len=original)
     if kind == "llama3":
-        return RopeSpec(
-            dim=dim,
-            theta=theta,
-            kind=kind,
+        return replace(
+            spec,
             factor=parameters.number("factor", above=0),
-            original_max_len=original,
             low_freq_factor=parameters.number("low_freq_factor", above=0),
             high_freq_factor=parameters.number("high_freq_factor", above=0),
         )
     factor = parameters.number("factor", max_len / original, above=0)
     if kind == "yarn":
-        return RopeSpec(
-            dim=dim,
-            theta=theta,
-            kind=kind,
+        return replace(
+            spec,
             factor=factor,
-            original_max_len=original,
             magnitude=parameters.number("attention_factor", _yarn_magnitude(parameters, factor)),
             beta_fast=parameters.number("beta_fast", 32.0, above=0),
             beta_slow=parameters.number("beta_slow", 1.0, above=0),
             truncate=parameters.flag("truncate", True),
         )
     grown = math.sqrt(1 + math.log(factor) / math.log(max(original, 2))) if factor > 1 else 1.0
-    return RopeSpec(
-        dim=dim,
-        theta=theta,
-        kind=kind,
+    return replace(
+        spec,
         factor=factor,
-        original_max_len=original,
         magnitude=parameters.number("attention_factor", grown),
         short_factors=parameters.numbers("short_factor", dim // 2),
         long_factors=parameters.numbers("long_factor", dim // 2),

@@ -22,7 +22,7 @@ from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandl
 from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import MicroBatchLimit, RunResult, StepResult, WorkerStatus
 from raytide.core.clock import Clock, SystemClock
-from raytide.core.errors import ConflictError, LeaseLostError, RaytideError
+from raytide.core.errors import LeaseLostError, RaytideError
 from raytide.core.io.claim import Claim
 from raytide.core.objects.gang import Lease, LeaseClient
 from raytide.core.specs.train import TrainSpec
@@ -55,24 +55,12 @@ def _run(
     spec: TrainSpec, lease_client: LeaseClient, job_id: str, claim: Claim, clock: Clock, start: StartWorker
 ) -> RunResult:
     record = RunLog(spec, clock, logs_steps=False, claim=claim.token)
-    with closing(record.folder):
-        return _train(spec, lease_client, job_id, claim, record, start)
 
+    def train() -> None:
+        with closing(_Driver(spec, lease_client, job_id, record, start, claim)) as driver:
+            driver.run()
 
-def _train(
-    spec: TrainSpec, lease_client: LeaseClient, job_id: str, claim: Claim, record: RunLog, start: StartWorker
-) -> RunResult:
-    driver = _Driver(spec, lease_client, job_id, record, start, claim)
-    try:
-        driver.run()
-    except ConflictError:  # the files belong to another run now
-        raise
-    except RaytideError as error:
-        record.close("failed", str(error))
-        raise
-    finally:
-        driver.close()
-    return record.close("done")
+    return record.log_run(train)
 
 
 def _is_over(client: LeaseClient, holder: str) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,43 +28,39 @@ BLOCK = 256
 Named = Sequence[tuple[str, Tensor]]
 
 
-class CompressedAllReduce(Protocol):
-    sent_bytes: int
-    """Bytes sent by this rank so far."""
+class CompressedAllReduce(ABC):
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.sent_bytes = 0
+        """Bytes sent by this rank so far."""
 
+    @abstractmethod
     def __call__(self, grads: Named) -> None:
         """Replace each gradient by its approximate mean over the replicas, equal on all of them."""
 
     def reset_errors(self) -> None:
         """Reset the error feedback: the last step was not applied, and its error may not be finite."""
+        for error in self.state_dict().values():
+            error.zero_()
 
-    def state_dict(self) -> Mapping[str, Tensor]: ...
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Returns the error feedback, if any, which a checkpoint fills in place."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the `state_dict` that a checkpoint has filled."""
+        for name, tensor in self.state_dict().items():
+            tensor.copy_(state[name])
 
 
-class Bf16:
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.sent_bytes = group, 0
-
+class Bf16(CompressedAllReduce):
     def __call__(self, grads: Named) -> None:
         for bucket in _buckets(grads):
             flat = torch.cat([grad.flatten() for _, grad in bucket]).div_(self.group.size()).bfloat16()
             self.sent_bytes += _all_reduce(flat, self.group)
             _scatter(flat, bucket)
 
-    def reset_errors(self) -> None:
-        """Does nothing: no error is carried over to the next step."""
 
-    def state_dict(self) -> Mapping[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Does nothing: no error is carried over to the next step."""
-
-
-class Int8:
+class Int8(CompressedAllReduce):
     """Averages gradients in int8.
 
     Each replica averages one part of the bucket: parts are sent to it in int8, and it sends the mean back in
@@ -72,7 +68,7 @@ class Int8:
     """
 
     def __init__(self, group: dist.ProcessGroup, weights: Named) -> None:
-        self.group, self.sent_bytes = group, 0
+        super().__init__(group)
         self._errors, self._mean_errors = [], []
         for bucket in _buckets(weights):
             count, device = sum(weight.numel() for _, weight in bucket), bucket[0][1].device
@@ -87,16 +83,9 @@ class Int8:
             flat = torch.nn.functional.pad(flat, (0, -count % (BLOCK * self.group.size())))
             _scatter(self._exchange(flat, self._errors[index], self._mean_errors[index])[:count], bucket)
 
-    def reset_errors(self) -> None:
-        for error in self.state_dict().values():
-            error.zero_()
-
     def state_dict(self) -> Mapping[str, Tensor]:
         of_mean = {f"mean_error.{index}": error for index, error in enumerate(self._mean_errors)}
         return {f"error.{index}": error for index, error in enumerate(self._errors)} | of_mean
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Does nothing: the tensors of `state_dict` were filled in place."""
 
     def _exchange(self, flat: Tensor, error: Tensor, mean_error: Tensor) -> Tensor:
         size = self.group.size()
@@ -115,11 +104,12 @@ class Int8:
         return _from_int8(codes, scales)
 
 
-class TopK:
+class TopK(CompressedAllReduce):
     """Sends the numbers of largest amount with their places (Aji and Heafield 2017)."""
 
     def __init__(self, group: dist.ProcessGroup, weights: Named, ratio: float) -> None:
-        self.group, self.ratio, self.sent_bytes = group, ratio, 0
+        super().__init__(group)
+        self.ratio = ratio
         self._errors = [
             torch.zeros(sum(weight.numel() for _, weight in bucket), device=bucket[0][1].device)
             for bucket in _buckets(weights)
@@ -129,15 +119,8 @@ class TopK:
         for error, bucket in zip(self._errors, _buckets(grads), strict=True):
             _scatter(self._exchange(torch.cat([grad.flatten() for _, grad in bucket]).float(), error), bucket)
 
-    def reset_errors(self) -> None:
-        for error in self._errors:
-            error.zero_()
-
     def state_dict(self) -> Mapping[str, Tensor]:
         return {f"error.{index}": error for index, error in enumerate(self._errors)}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Does nothing: the tensors of `state_dict` were filled in place."""
 
     def _exchange(self, flat: Tensor, error: Tensor) -> Tensor:
         size = self.group.size()
@@ -157,12 +140,13 @@ class TopK:
         return mean
 
 
-class PowerSgd:
+class PowerSgd(CompressedAllReduce):
     """Sends a layer's matrix as two thin ones (Vogels et al. 2019). Small tensors are sent unchanged, and so are
     embedding and head, whose gradients have no low rank."""
 
     def __init__(self, group: dist.ProcessGroup, weights: Named, rank: int) -> None:
-        self.group, self.rank, self.sent_bytes = group, rank, 0
+        super().__init__(group)
+        self.rank = rank
         thin = [(name, weight.detach().flatten(1)) for name, weight in weights if self._gains(name, weight)]
         self._errors = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in thin}
         self._right = {name: self._start(name, weight) for name, weight in thin}
@@ -190,9 +174,6 @@ class PowerSgd:
     def state_dict(self) -> Mapping[str, Tensor]:
         rights = {f"right.{name}": right for name, right in self._right.items()}
         return {f"error.{name}": error for name, error in self._errors.items()} | rights
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Does nothing: the tensors of `state_dict` were filled in place."""
 
     def _gains(self, name: str, grad: Tensor) -> bool:
         if not is_hidden(name, grad) or not grad.numel():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from raytide.actors.trainer.run_log.line_file import LineFile
 from raytide.actors.trainer.run_log.mlflow import MlflowRun
 from raytide.actors.trainer.types import RunResult, StepResult
 from raytide.core.clock import Clock
-from raytide.core.errors import StorageError
+from raytide.core.errors import ConflictError, RaytideError, StorageError
 from raytide.core.io.claim import committing
 from raytide.core.io.private_paths import safe_opener
 from raytide.core.io.storage import full_disk_is_an_error, join
@@ -149,6 +149,20 @@ class RunLog:
             recovery_s=self.recovery_s,
             model_dir=join(self.spec.out, "model") if has_model else None,
         )
+
+    def log_run(self, train: Callable[[], object]) -> RunResult:
+        """Trains and closes the log: as done, or as failed if `train` raises a RaytideError."""
+        try:
+            try:
+                train()
+            except ConflictError:  # the files belong to another run now
+                raise
+            except RaytideError as error:
+                self.close("failed", str(error))
+                raise
+            return self.close("done")
+        finally:
+            self.folder.close()
 
     def close(self, state: RunState, reason: str = "") -> RunResult:
         """Write run.json. StorageError if that fails, except after an earlier failure, which is the reason then."""

@@ -10,7 +10,6 @@ from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.trainer import Trainer
 from raytide.actors.trainer.types import RunResult, StepResult
 from raytide.core.clock import Clock, SystemClock
-from raytide.core.errors import ConflictError, RaytideError
 from raytide.core.io.claim import Claim
 from raytide.core.specs.train import TrainSpec
 
@@ -23,32 +22,20 @@ def train_local(
     claim = Claim(spec.places)
     try:
         record = RunLog(spec, clock or SystemClock(), claim=claim.token)
-        with closing(record.folder):
-            return _train(spec, claim, record, on_step)
+        return record.log_run(lambda: _train(spec, claim, record, on_step))
     finally:
         claim.release()
 
 
-def _train(spec: TrainSpec, claim: Claim, record: RunLog, on_step: Callable[[StepResult], None]) -> RunResult:
+def _train(spec: TrainSpec, claim: Claim, record: RunLog, on_step: Callable[[StepResult], None]) -> None:
 
     def done(result: StepResult) -> None:
         claim.check()
         record.step(result)
         on_step(result)
 
-    try:
-        with process_group.single_process() as group:
-            trainer = Trainer(spec, group, claim=claim.token)
-            try:
-                for error in trainer.restore():
-                    record.event("skipped", why=str(error))
-                record.steps = trainer.steps_done
-                trainer.run(on_step=done)
-            finally:
-                trainer.close()
-    except ConflictError:  # the files belong to another run now
-        raise
-    except RaytideError as error:
-        record.close("failed", str(error))
-        raise
-    return record.close("done")
+    with process_group.single_process() as group, closing(Trainer(spec, group, claim=claim.token)) as trainer:
+        for error in trainer.restore():
+            record.event("skipped", why=str(error))
+        record.steps = trainer.steps_done
+        trainer.run(on_step=done)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, LocalStore, open_store
 from raytide.actors.trainer.types import StepResult, scalar_metrics
 from raytide.core.clock import SystemClock
-from raytide.core.errors import CheckpointError, ConflictError, RaytideError
+from raytide.core.errors import CheckpointError
 from raytide.core.io.claim import Claim
 from raytide.core.specs.train import TrainSpec
 
@@ -50,8 +51,8 @@ def _train(spec: TrainSpec, group: ProcessGroup, claim: Claim | None) -> None:
 
     token = group.from_first("" if claim is None else claim.token)
     record = RunLog(spec, SystemClock(), claim=token) if group.is_first else None
-    with nullcontext() if record is None else closing(record.folder):
-        _train_with(spec, group, token, record)
+    train = partial(_train_with, spec, group, token, record)
+    train() if record is None else record.log_run(train)
 
 
 def _train_with(spec: TrainSpec, group: ProcessGroup, token: str, record: RunLog | None) -> None:
@@ -59,29 +60,17 @@ def _train_with(spec: TrainSpec, group: ProcessGroup, token: str, record: RunLog
 
     from raytide.actors.trainer.trainer import Trainer
 
-    try:
-        ray_checkpoint = ray.train.get_checkpoint()
-        bad = group.from_first(_place(ray_checkpoint, spec) if group.is_first and ray_checkpoint is not None else [])
-        trainer = Trainer(spec, group, claim=token)
-        try:
-            rejected = [*bad, *trainer.restore()]
-            if record is not None:
-                record.steps = trainer.steps_done
-                for error in rejected:
-                    record.event("skipped", why=str(error))
-            reports = RayTrainReporter(trainer, record)
-            trainer.run(on_step=reports.step)
-            reports.send()
-        finally:
-            trainer.close()
-    except ConflictError:  # the files belong to another run now
-        raise
-    except RaytideError as error:
+    ray_checkpoint = ray.train.get_checkpoint()
+    bad = group.from_first(_place(ray_checkpoint, spec) if group.is_first and ray_checkpoint is not None else [])
+    with closing(Trainer(spec, group, claim=token)) as trainer:
+        rejected = [*bad, *trainer.restore()]
         if record is not None:
-            record.close("failed", str(error))
-        raise
-    if record is not None:
-        record.close("done")
+            record.steps = trainer.steps_done
+            for error in rejected:
+                record.event("skipped", why=str(error))
+        reports = RayTrainReporter(trainer, record)
+        trainer.run(on_step=reports.step)
+        reports.send()
 
 
 class RayTrainReporter:
