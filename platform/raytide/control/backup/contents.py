@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,12 +74,8 @@ class _Named:
 
 def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:
     """Returns what the copied state names, and the further paths that the configuration asks for."""
-    database = Database(f"sqlite:///{state}")
-    try:
-        with database.read() as c:
-            named = [*_of_registry(c), *_of_jobs(c), *_of_endpoints(c)]  # the registry knows the hashes
-    finally:
-        database.engine.dispose()
+    with closing(Database(f"sqlite:///{state}")) as database, database.read() as c:
+        named = [*_of_registry(c), *_of_jobs(c), *_of_endpoints(c)]  # the registry knows the hashes
     named += [_Named("path", path, "metadata.raytide.backup.paths") for path in paths]
     folders: dict[tuple[str, str], SavedFolder] = {}
     remote: dict[str, None] = {}

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -103,18 +104,13 @@ def _problems_of_folders(unpacked: Unpacked) -> tuple[list[str], list[str]]:
 
 def problems_of_state(unpacked: Unpacked, state: Path) -> Iterator[str]:
     """Yields what is wrong with the records: sums of the ledger, the audit log's chain, specs, and one decision."""
-    database = Database(f"sqlite:///{state}")
-    try:
-        with database.read() as c:
-            booked, kept = (
-                c.execute(sa.select(sa.func.sum(each.c.amount_micro_usd))).scalar() for each in (entries, totals)
-            )
-    finally:
-        database.engine.dispose()
+    with closing(Database(f"sqlite:///{state}")) as database, database.read() as c:
+        booked, kept = (
+            c.execute(sa.select(sa.func.sum(each.c.amount_micro_usd))).scalar() for each in (entries, totals)
+        )
     if (booked or 0) != (kept or 0):
         yield f"the ledger's entries sum to {booked} micro-dollars, and its totals to {kept}."
-    store = Store.open(f"sqlite:///{state}")
-    try:
+    with closing(Store.open(f"sqlite:///{state}")) as store:
         chain = store.tenancy.audit.verify()
         if not chain.is_whole:
             yield f"the audit log is broken at entry {chain.broken_seq}: {chain.problem}."
@@ -129,8 +125,6 @@ def problems_of_state(unpacked: Unpacked, state: Path) -> Iterator[str]:
             decide(take_snapshot(records, nothing, IdleClock(), config, unpacked.manifest.at_s))
         except Exception as error:  # whatever it is, the restored controller would meet it
             yield f"no decision can be made on the restored records: {type(error).__name__}: {error}."
-    finally:
-        store.close()
 
 
 def _problems_of_api(unpacked: Unpacked, state: Path) -> list[str]:
@@ -174,11 +168,8 @@ def _problems_of_api(unpacked: Unpacked, state: Path) -> list[str]:
             process.wait()
     if isinstance(found, str):
         return [f"the restored API did not answer: {found} {_tail(log)}".rstrip()]
-    store = Store.open(f"sqlite:///{state}")
-    try:
+    with closing(Store.open(f"sqlite:///{state}")) as store:
         live = {node.id for node in store.nodes(live=True)}
-    finally:
-        store.close()
     missing = live - found
     return [f"the restored API does not list {', '.join(sorted(missing))}."] if missing else []
 

@@ -11,7 +11,7 @@ import shutil
 import sqlite3
 import tempfile
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -28,7 +28,7 @@ from raytide.core.errors import ConflictError, NotFoundError, RaytideError, Stor
 from raytide.core.io.atomic_file import read_json
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.core.objects.cluster_config import load_cluster
-from raytide.core.specs.order import HOLD
+from raytide.core.specs.order import HOLD, Order
 from raytide.core.state.database import Database
 from raytide.core.state.tables import counters, leaders, orders
 
@@ -174,29 +174,24 @@ def hold_back(state: Path, manifest: BackupManifest, snapshot: str) -> None:
 
     Ids that may have been given after the backup are skipped, and the leader of that time is forgotten.
     """
-    database = Database(f"sqlite:///{state}")
-    try:
+    order = Order(
+        id=f"restore-{snapshot}",
+        kind=HOLD,
+        subject=manifest.cluster,
+        replica="",
+        reason=f"the state was restored from snapshot {snapshot}",
+        user="raytide",
+        at_s=manifest.at_s,
+    )
+    with closing(Database(f"sqlite:///{state}")) as database:
         database.upgrade()
         with database.write() as c:
-            id = f"restore-{snapshot}"
-            if c.execute(orders.select().where(orders.c.id == id)).first() is not None:
+            if c.execute(orders.select().where(orders.c.id == order.id)).first() is not None:
                 return
-            order = {
-                "id": id,
-                "kind": HOLD,
-                "subject": manifest.cluster,
-                "replica": "",
-                "reason": f"the state was restored from snapshot {snapshot}",
-                "user": "raytide",
-                "at_s": manifest.at_s,
-                "outcome": "",
-            }
-            c.execute(orders.insert(), order)
+            c.execute(orders.insert(), asdict(order))
             c.execute(leaders.update().values(holder=""))
             skipped = counters.update().where(counters.c.name.in_(_NUMBERED))
             c.execute(skipped.values(next=counters.c.next + sa.literal(SKIPPED_NUMBERS)))
-    finally:
-        database.engine.dispose()
 
 
 def below(root: Path, path: str) -> Path:

@@ -29,7 +29,6 @@ MANIFEST, STATE, FILES, STAGING = "backup.json", "state.db", "files", "staging"
 _LOCK = "lock"
 _WAIT_S, _POLL_S = 300.0, 0.2
 """The time for which a command waits for the scheduled backup of the same cluster."""
-_CHUNK = 1 << 20
 _TRANSIENT = (
     *("pids", "logs", "monitoring", "targets"),
     *("nodes/events", "nodes/*/[^me]*", "nodes/*/meter*"),  # the bill stays: machine.json and ended.json
@@ -141,11 +140,8 @@ def _stage(place: BackupPlace, staging: Path, contents: Contents, at_s: float) -
 
 
 def sha256_of(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _of_run_dir(place: BackupPlace) -> list[Path]:

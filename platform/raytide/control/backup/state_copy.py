@@ -30,15 +30,12 @@ assert registry.models.metadata is metadata  # importing the registry's tables a
 
 def copy_state(url: str, target: Path) -> None:
     """Writes the state at this URL to the SQLite file `target`, as of one instant. Other processes go on writing."""
-    database = Database(url)
-    try:
+    with closing(Database(url)) as database:
         if database.is_sqlite:
             copy_sqlite(Path(str(database.engine.url.database)), target)
         else:
             _copy_rows(database, f"sqlite:///{target}")
             _leave_write_ahead_mode(target)
-    finally:
-        database.engine.dispose()
     check_state(target)
 
 
@@ -71,12 +68,9 @@ def check_state(file: Path) -> None:
 
 def write_state(file: Path, url: str) -> None:
     """Fills the empty store at this URL from a copy, in one transaction. Raises ConflictError if it holds anything."""
-    source = Database(f"sqlite:///{file}")
-    try:
+    with closing(Database(f"sqlite:///{file}")) as source:
         source.upgrade()
         _copy_rows(source, url)
-    finally:
-        source.engine.dispose()
 
 
 def is_sqlite_file(path: Path) -> bool:
@@ -85,8 +79,7 @@ def is_sqlite_file(path: Path) -> bool:
 
 
 def _copy_rows(source: Database, url: str) -> None:
-    target = Database(url)
-    try:
+    with closing(Database(url)) as target:
         target.upgrade()
         with source.read() as old, target.write() as new:
             have, need = (c.exec_driver_sql(_REVISION).scalar() for c in (old, new))
@@ -102,8 +95,6 @@ def _copy_rows(source: Database, url: str) -> None:
                     _insert(new, table, part)
             if not target.is_sqlite:
                 _advance_sequences(new)
-    finally:
-        target.engine.dispose()
 
 
 def _insert(c: sa.Connection, table: sa.Table, rows: Sequence[sa.Row[Any]]) -> None:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from raytide.actors.gang.member_processes import account_of
@@ -257,12 +257,9 @@ def _keep_ray_logs(cluster: LocalCluster) -> None:
 
 def _close_books(cluster: LocalCluster) -> Closed:
     """Books the cost of every node up to its end, and ends all records."""
-    store = Store.open(cluster.state_url)
-    try:
-        with full_disk_is_an_error(str(cluster.run_dir)), sole_lead(store, cluster.holder):
-            return close_books(store, bill(cluster).machines(), SystemClock().now_s())
-    finally:
-        store.close()
+    opened = closing(Store.open(cluster.state_url))
+    with opened as store, full_disk_is_an_error(str(cluster.run_dir)), sole_lead(store, cluster.holder):
+        return close_books(store, bill(cluster).machines(), SystemClock().now_s())
 
 
 def _set_aside(cluster: LocalCluster) -> Path:

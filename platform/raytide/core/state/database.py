@@ -59,6 +59,9 @@ class Database:
         failed = self._failed
         return None if failed is None else WriteFailure(failed[0], time.monotonic() - failed[1])
 
+    def close(self) -> None:
+        self.engine.dispose()
+
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
         """Yields a transaction with one consistent view."""

@@ -84,14 +84,14 @@ class Store:
         try:
             database.upgrade()
         except BaseException:
-            database.engine.dispose()
+            database.close()
             raise
         if head_epoch:
             database.fence = partial(check_head, epoch=head_epoch)
         return cls(database)
 
     def close(self) -> None:
-        self._db.engine.dispose()
+        self._db.close()
 
     def last_failure(self) -> WriteFailure | None:
         """Returns the failure of this process's last write; None if it succeeded."""

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
@@ -126,12 +127,9 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
         cluster.alertmanager_token_file.unlink(missing_ok=True)
         end_children(cluster)
         machines = end_nodes(provider(cluster, only_ends=True), time.monotonic() + timeout_s)
-        store = Store.open(cluster.state_url, head_epoch=cluster.head_epoch)
-        try:
-            with sole_lead(store, cluster.holder):
-                return close_books(store, machines, SystemClock().now_s())
-        finally:
-            store.close()
+        opened = closing(Store.open(cluster.state_url, head_epoch=cluster.head_epoch))
+        with opened as store, sole_lead(store, cluster.holder):
+            return close_books(store, machines, SystemClock().now_s())
 
 
 def _file_token(run_dir: Path) -> None:

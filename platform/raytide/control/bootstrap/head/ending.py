@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from raytide.control.bootstrap.cluster_record import HeadCluster
@@ -43,8 +43,7 @@ def leading_to_the_end(cluster: HeadCluster) -> Iterator[None]:
     guard = Process.read(record_of(cluster.run_dir, GUARD))
     if guard is not None:
         terminate_all([guard], grace_s=0.0)  # it must not resign
-    store = Store.open(cluster.state_url)
-    try:
+    with closing(Store.open(cluster.state_url)) as store:
         lease = store.head_lease(cluster.holder, 0.0)
         lease.epoch = cluster.head_epoch
         heads = store.heads()
@@ -58,5 +57,3 @@ def leading_to_the_end(cluster: HeadCluster) -> Iterator[None]:
         lease.resign(ends=True)
         yield
         end_processes(cluster.run_dir)
-    finally:
-        store.close()

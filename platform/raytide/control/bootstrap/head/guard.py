@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 from raytide.control.bootstrap.cluster_record import HeadCluster, installed_version, run_dir_of
@@ -61,8 +62,7 @@ class HeadGuard:
     def run(self) -> None:
         """Returns after `stop`, or when the cluster was ended."""
         end_processes(self._cluster.run_dir)  # those of an earlier guard, which has lost the lead by now
-        store = Store.open(self._cluster.state_url)
-        try:
+        with closing(Store.open(self._cluster.state_url)) as store:
             is_first = True
             while not self._stopping.is_set():
                 lease = store.head_lease(self._cluster.holder, self._section.lease_s)
@@ -70,8 +70,6 @@ class HeadGuard:
                     return
                 is_first = False
                 self._lead(lease)
-        finally:
-            store.close()
 
     def _wait_for_lead(self, lease: HeadLease, *, is_first: bool) -> bool:
         """Returns True once this machine leads; False if it is to end."""
