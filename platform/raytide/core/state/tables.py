@@ -27,6 +27,7 @@ from sqlalchemy import (
     TypeDecorator,
     UniqueConstraint,
 )
+from sqlalchemy.types import TypeEngine
 
 from raytide.core.bounds import storable
 
@@ -54,6 +55,11 @@ class SafeText(TypeDecorator[str]):
         return None if value is None else storable(value)
 
 
+def columns(kind: type[TypeEngine[Any]], *names: str, nullable: bool = False) -> list[Column[Any]]:
+    """Returns columns of one type."""
+    return [Column(name, kind, nullable=nullable) for name in names]
+
+
 counters = Table(
     "counters",
     metadata,
@@ -76,23 +82,16 @@ jobs = Table(
     metadata,
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("id", String, nullable=False, unique=True),
-    Column("name", String, nullable=False),
-    Column("kind", String, nullable=False),
-    Column("team", String, nullable=False),
-    Column("user", String, nullable=False),
+    *columns(String, "name", "kind", "team", "user"),
     Column("spec", JSON, nullable=False),
-    Column("client_key", String),
-    Column("client_digest", String),
+    *columns(String, "client_key", "client_digest", nullable=True),
     Column("submitted_at_s", Double, nullable=False),
     Column("stop_requested", Boolean, nullable=False),  # API
     Column("heartbeat_at_s", Double),  # API
     Column("progress", JSON, nullable=False),  # API
     Column("released_by_driver", SafeText),  # API
     Column("state", String, nullable=False),
-    Column("admitted_at_s", Double),
-    Column("started_at_s", Double),
-    Column("ended_at_s", Double),
-    Column("took_s", Double),
+    *columns(Double, "admitted_at_s", "started_at_s", "ended_at_s", "took_s", nullable=True),
     Column("reason", SafeText, nullable=False),
     Column("restarts", Integer, nullable=False),
     Column("attained_gpu_s", Double, nullable=False, default=0.0),
@@ -123,8 +122,7 @@ leases = Table(
     Column("shape", JSON, nullable=False),
     Column("state", String, nullable=False),
     Column("epoch", Integer, nullable=False),
-    Column("form_timeout_s", Double, nullable=False),
-    Column("created_at_s", Double, nullable=False),
+    *columns(Double, "form_timeout_s", "created_at_s"),
     Column("forming_since_s", Double),
     Column("reason", SafeText, nullable=False),
     Column("changed", BigInteger, nullable=False, default=0),
@@ -138,11 +136,7 @@ members = Table(
     metadata,
     Column("lease_id", String, ForeignKey("leases.id"), primary_key=True),
     Column("index", Integer, primary_key=True, autoincrement=False),
-    Column("state", String, nullable=False),
-    Column("node_id", String, nullable=False),
-    Column("ray_node_id", String, nullable=False),
-    Column("address", String, nullable=False),
-    Column("placement_group_id", String, nullable=False),
+    *columns(String, "state", "node_id", "ray_node_id", "address", "placement_group_id"),
     Column("incarnation", Integer, nullable=False),
     Column("leaves_at_s", Double),
     Column("gives_way", Boolean, nullable=False, default=False),
@@ -154,8 +148,7 @@ teams = Table(
     metadata,
     Column("name", String, primary_key=True),
     Column("spec", JSON(none_as_null=True)),  # API
-    Column("recent_gpu_s", Double, nullable=False),
-    Column("recent_at_s", Double, nullable=False),
+    *columns(Double, "recent_gpu_s", "recent_at_s"),
 )
 """The fields that override a team's configuration (`spec`), and its recent usage for fair share."""
 
@@ -164,20 +157,13 @@ nodes = Table(
     metadata,
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("id", String, nullable=False, unique=True),
-    Column("type", String, nullable=False),
-    Column("zone", String, nullable=False),
-    Column("market", String, nullable=False),
+    *columns(String, "type", "zone", "market"),
     Column("price_micro_usd_h", BigInteger, nullable=False),
     Column("state", String, nullable=False),
     Column("requested_at_s", Double, nullable=False),
-    Column("started_at_s", Double),
-    Column("ready_at_s", Double),
-    Column("drain_deadline_s", Double),
-    Column("ended_at_s", Double),
-    Column("lost_at_s", Double),
-    Column("ray_node_id", String, nullable=False),
-    Column("address", String, nullable=False),
-    Column("subject", String, nullable=False),
+    *columns(Double, "started_at_s", "ready_at_s", "drain_deadline_s", "ended_at_s", nullable=True),
+    *columns(Double, "lost_at_s", nullable=True),
+    *columns(String, "ray_node_id", "address", "subject"),
     Column("reason", SafeText, nullable=False),
     Column("quarantined", SafeText, nullable=False, default=""),
     Index(None, "state"),
@@ -187,16 +173,13 @@ endpoints = Table(
     "endpoints",
     metadata,
     Column("name", String, primary_key=True),
-    Column("team", String, nullable=False),
-    Column("user", String, nullable=False),
+    *columns(String, "team", "user"),
     Column("spec", JSON, nullable=False),  # API
     Column("delete_requested", Boolean, nullable=False),  # API
     Column("created_at_s", Double, nullable=False),  # API
     Column("state", String, nullable=False),
     Column("target_replicas", Integer, nullable=False),
-    Column("low_since_s", Double),
-    Column("high_since_s", Double),
-    Column("ended_at_s", Double),
+    *columns(Double, "low_since_s", "high_since_s", "ended_at_s", nullable=True),
     Column("reason", SafeText, nullable=False),
 )
 
@@ -231,9 +214,7 @@ open_intervals = Table(
     "open_intervals",
     metadata,
     Column("node_id", String, primary_key=True),
-    Column("price_micro_usd_h", BigInteger, nullable=False),
-    Column("origin_us", BigInteger, nullable=False),
-    Column("from_us", BigInteger, nullable=False),
+    *columns(BigInteger, "price_micro_usd_h", "origin_us", "from_us"),
     Column("occupancy", JSON, nullable=False),
 )
 
@@ -242,13 +223,9 @@ entries = Table(
     metadata,
     Column("number", Row, primary_key=True),
     Column("node_id", String, nullable=False),
-    Column("from_us", BigInteger, nullable=False),
-    Column("to_us", BigInteger, nullable=False),
-    Column("kind", String, nullable=False),
-    Column("subject", String, nullable=False),
-    Column("team", String, nullable=False),
-    Column("price_micro_usd_h", BigInteger, nullable=False),
-    Column("amount_micro_usd", BigInteger, nullable=False),
+    *columns(BigInteger, "from_us", "to_us"),
+    *columns(String, "kind", "subject", "team"),
+    *columns(BigInteger, "price_micro_usd_h", "amount_micro_usd"),
     Column("is_reversal", Boolean, nullable=False),
     Column("cause", String, nullable=False, default=""),
     Column("energy_mj", BigInteger, nullable=False, default=0),
@@ -275,8 +252,7 @@ plans = Table(
     "plans",
     metadata,
     Column("number", Row, primary_key=True),
-    Column("at_s", Double, nullable=False),
-    Column("last_at_s", Double, nullable=False),
+    *columns(Double, "at_s", "last_at_s"),
     Column("actions", JSON, nullable=False),
 )
 
@@ -285,9 +261,7 @@ events = Table(
     metadata,
     Column("number", Row, primary_key=True),
     Column("at_s", Double, nullable=False),
-    Column("subject", String, nullable=False),
-    Column("from_state", String, nullable=False),
-    Column("to_state", String, nullable=False),
+    *columns(String, "subject", "from_state", "to_state"),
     Column("reason", SafeText, nullable=False),
     Index(None, "subject", "number"),
 )
@@ -298,18 +272,12 @@ keys = Table(
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("id", String, nullable=False, unique=True),
     Column("digest", String, nullable=False, unique=True),
-    Column("name", String, nullable=False),
-    Column("team", String, nullable=False),
-    Column("user", String, nullable=False),
-    Column("account", String, nullable=False),
+    *columns(String, "name", "team", "user", "account"),
     Column("models", JSON, nullable=False),
     Column("created_at_s", Double, nullable=False),
-    Column("expires_at_s", Double),
-    Column("revoked_at_s", Double),
+    *columns(Double, "expires_at_s", "revoked_at_s", nullable=True),
     Column("replaced_by", String, nullable=False),
-    Column("requests_per_min", BigInteger),
-    Column("tokens_per_min", BigInteger),
-    Column("budget_micro_usd", BigInteger),
+    *columns(BigInteger, "requests_per_min", "tokens_per_min", "budget_micro_usd", nullable=True),
     Column("budget_per", String, nullable=False),
     Column("priority", Integer, nullable=False),
     Column("answer_cache", Boolean, nullable=False),
@@ -324,8 +292,7 @@ spending = Table(
     metadata,
     Column("account", String, primary_key=True),
     Column("period", String, primary_key=True),
-    Column("settled_micro_usd", BigInteger, nullable=False),
-    Column("carried_pico_usd", BigInteger, nullable=False),
+    *columns(BigInteger, "settled_micro_usd", "carried_pico_usd"),
 )
 """The billed cost of an account in a month (`2026-11`, UTC), or in total (`life`), whose rest below a micro-dollar
 is carried to the next request."""
@@ -334,8 +301,7 @@ reservations = Table(
     "reservations",
     metadata,
     Column("id", String, primary_key=True),
-    Column("account", String, nullable=False),
-    Column("period", String, nullable=False),
+    *columns(String, "account", "period"),
     Column("amount_micro_usd", BigInteger, nullable=False),
     Column("gateway", String, nullable=False),
     Index(None, "account", "period"),
@@ -355,16 +321,9 @@ usage = Table(
     Column("number", Row, primary_key=True),
     Column("id", String, nullable=False, unique=True),
     Column("at_s", Double, nullable=False),
-    Column("key", String, nullable=False),
-    Column("team", String, nullable=False),
-    Column("user", String, nullable=False),
-    Column("model", String, nullable=False),
-    Column("version", String, nullable=False),
-    Column("prompt_tokens", BigInteger, nullable=False),
-    Column("cached_tokens", BigInteger, nullable=False),
-    Column("completion_tokens", BigInteger, nullable=False),
-    Column("cost_micro_usd", BigInteger, nullable=False),
-    Column("waived_micro_usd", BigInteger, nullable=False),
+    *columns(String, "key", "team", "user", "model", "version"),
+    *columns(BigInteger, "prompt_tokens", "cached_tokens", "completion_tokens", "cost_micro_usd"),
+    *columns(BigInteger, "waived_micro_usd"),
     Column("status", Integer, nullable=False),
     Index(None, "at_s"),
     Index(None, "team", "at_s"),
@@ -376,12 +335,9 @@ audit = Table(
     metadata,
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("at_s", Double, nullable=False),
-    Column("actor", String, nullable=False),
-    Column("action", String, nullable=False),
-    Column("object", String, nullable=False),
+    *columns(String, "actor", "action", "object"),
     Column("detail", Text, nullable=False),
-    Column("previous", String, nullable=False),
-    Column("hash", String, nullable=False),
+    *columns(String, "previous", "hash"),
     Index(None, "at_s"),
     Index(None, "actor", "seq"),
     Index(None, "action", "seq"),

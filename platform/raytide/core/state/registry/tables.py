@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Column, Double, Index, Integer, String, Table
 
-from raytide.core.state.tables import SafeText, metadata
+from raytide.core.state.tables import SafeText, columns, metadata
 
 
 def _versions(name: str) -> Table:
@@ -17,8 +17,7 @@ def _versions(name: str) -> Table:
         metadata,
         Column("name", String, primary_key=True),
         Column("version", Integer, primary_key=True, autoincrement=False),
-        Column("team", String, nullable=False),
-        Column("user", String, nullable=False),
+        *columns(String, "team", "user"),
         Column("created_at_s", Double, nullable=False),
         Column("digest", String, nullable=False),
         Column("spec", JSON, nullable=False),
@@ -37,13 +36,10 @@ alias_changes = Table(
     "alias_changes",
     metadata,
     Column("number", BigInteger, primary_key=True, autoincrement=False),
-    Column("name", String, nullable=False),
-    Column("alias", String, nullable=False),
-    Column("before", Integer),
-    Column("after", Integer),
+    *columns(String, "name", "alias"),
+    *columns(Integer, "before", "after", nullable=True),
     Column("at_s", Double, nullable=False),
-    Column("user", String, nullable=False),
-    Column("why", String, nullable=False),
+    *columns(String, "user", "why"),
     Index(None, "name", "alias", "number"),
 )
 """The history of aliases. The newest change of an alias is its present value."""
@@ -53,8 +49,7 @@ revisions = Table(
     metadata,
     Column("name", String, primary_key=True),
     Column("number", Integer, primary_key=True, autoincrement=False),
-    Column("team", String, nullable=False),
-    Column("user", String, nullable=False),
+    *columns(String, "team", "user"),
     Column("at_s", Double, nullable=False),
     Column("why", String, nullable=False),
     Column("spec", JSON, nullable=False),
@@ -66,8 +61,7 @@ serving = Table(
     metadata,
     Column("name", String, primary_key=True),
     Column("application", String, nullable=False),
-    Column("revision", Integer, nullable=False),
-    Column("previous", Integer, nullable=False),
+    *columns(Integer, "revision", "previous"),
 )
 """The application and revision that serve an endpoint. The controller changes a row when it promotes a revision, and
 the API when an endpoint gets a new spec, which it refuses during a rollout."""
@@ -77,8 +71,7 @@ signals = Table(
     metadata,
     Column("name", String, primary_key=True),
     Column("signal", String, primary_key=True),
-    Column("value", Double, nullable=False),
-    Column("at_s", Double, nullable=False),
+    *columns(Double, "value", "at_s"),
 )
 """The last value that was reported for each signal of an endpoint's `scale_on`."""
 
@@ -86,26 +79,16 @@ rollouts = Table(
     "rollouts",
     metadata,
     Column("number", BigInteger, primary_key=True, autoincrement=False),
-    Column("name", String, nullable=False),
-    Column("team", String, nullable=False),
-    Column("user", String, nullable=False),
-    Column("kind", String, nullable=False),
+    *columns(String, "name", "team", "user", "kind"),
     Column("plan", JSON, nullable=False),
-    Column("champion", Integer, nullable=False),
-    Column("challenger", Integer, nullable=False),
-    Column("champion_application", String, nullable=False),
-    Column("challenger_application", String, nullable=False),
+    *columns(Integer, "champion", "challenger"),
+    *columns(String, "champion_application", "challenger_application"),
     Column("created_at_s", Double, nullable=False),
-    Column("why", String, nullable=False),
-    Column("asked", String, nullable=False),
-    Column("asked_by", String, nullable=False),
-    Column("asked_why", String, nullable=False),
-    Column("state", String, nullable=False),
+    *columns(String, "why", "asked", "asked_by", "asked_why", "state"),
     Column("percent", Double, nullable=False),
     Column("reason", SafeText, nullable=False),
     Column("progress", JSON, nullable=False),
-    Column("decided_at_s", Double),
-    Column("ended_at_s", Double),
+    *columns(Double, "decided_at_s", "ended_at_s", nullable=True),
     Index(None, "name", "number"),
     Index(None, "ended_at_s"),
 )
@@ -117,13 +100,7 @@ rollout_counts = Table(
     Column("rollout", BigInteger, primary_key=True, autoincrement=False),
     Column("revision", Integer, primary_key=True, autoincrement=False),
     Column("gateway", String, primary_key=True),
-    Column("requests", BigInteger, nullable=False),
-    Column("errors", BigInteger, nullable=False),
-    Column("started", BigInteger, nullable=False),
-    Column("late", BigInteger, nullable=False),
-    Column("first_token_ms", BigInteger, nullable=False),
-    Column("compared", BigInteger, nullable=False),
-    Column("equal", BigInteger, nullable=False),
+    *columns(BigInteger, "requests", "errors", "started", "late", "first_token_ms", "compared", "equal"),
 )
 """The requests of each revision since the start of each gateway process."""
 
@@ -132,11 +109,8 @@ feedback = Table(
     metadata,
     Column("id", String, primary_key=True),
     Column("at_s", Double, nullable=False),
-    Column("team", String, nullable=False),
-    Column("key", String, nullable=False),
-    Column("model", String, nullable=False),
-    Column("revision", Integer, nullable=False),
-    Column("unit_group", Integer, nullable=False),
+    *columns(String, "team", "key", "model"),
+    *columns(Integer, "revision", "unit_group"),
     Column("score", String, nullable=False),
     Column("comment", SafeText, nullable=False),
     Index(None, "model", "revision", "at_s"),
@@ -149,11 +123,8 @@ feedback_values = Table(
     Column("id", String, primary_key=True),
     Column("metric", String, primary_key=True),
     Column("at_s", Double, nullable=False),
-    Column("team", String, nullable=False),
-    Column("key", String, nullable=False),
-    Column("model", String, nullable=False),
-    Column("revision", Integer, nullable=False),
-    Column("unit_group", Integer, nullable=False),
+    *columns(String, "team", "key", "model"),
+    *columns(Integer, "revision", "unit_group"),
     Column("value", Double, nullable=False),
     Index(None, "model", "metric", "revision", "at_s"),
     Index(None, "at_s"),
