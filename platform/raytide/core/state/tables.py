@@ -27,9 +27,9 @@ from sqlalchemy import (
     TypeDecorator,
     UniqueConstraint,
 )
-from sqlalchemy.types import TypeEngine
 
 from raytide.core.bounds import storable
+from raytide.core.state.columns import Row, columns
 
 metadata = MetaData(
     naming_convention={
@@ -41,9 +41,6 @@ metadata = MetaData(
     }
 )
 
-Row = BigInteger().with_variant(Integer, "sqlite")
-"""SQLite assigns row numbers only if the key is an INTEGER."""
-
 
 class SafeText(TypeDecorator[str]):
     """Text from outside (an exception, the end of a log), without NUL and lone surrogates, which databases reject."""
@@ -53,11 +50,6 @@ class SafeText(TypeDecorator[str]):
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
         return None if value is None else storable(value)
-
-
-def columns(kind: type[TypeEngine[Any]], *names: str, nullable: bool = False) -> list[Column[Any]]:
-    """Returns columns of one type."""
-    return [Column(name, kind, nullable=nullable) for name in names]
 
 
 counters = Table(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Column, Double, Index, Integer, String, Table
 
-from raytide.core.state.tables import SafeText, columns, metadata
+from raytide.core.state.columns import columns
+from raytide.core.state.tables import SafeText, metadata
 
 
 def _versions(name: str) -> Table:

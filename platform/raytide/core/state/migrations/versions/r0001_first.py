@@ -8,10 +8,10 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from raytide.core.state.columns import Row, columns
+
 revision = "0001"
 down_revision = None
-
-ROW = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
@@ -23,31 +23,23 @@ def upgrade() -> None:
     )
     op.create_table(
         "endpoints",
-        sa.Column("name", sa.String(), nullable=False),
-        sa.Column("team", sa.String(), nullable=False),
-        sa.Column("user", sa.String(), nullable=False),
+        *columns(sa.String, "name", "team", "user"),
         sa.Column("spec", sa.JSON(), nullable=False),
         sa.Column("delete_requested", sa.Boolean(), nullable=False),
         sa.Column("created_at_s", sa.Double(), nullable=False),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("target_replicas", sa.Integer(), nullable=False),
-        sa.Column("low_since_s", sa.Double(), nullable=True),
-        sa.Column("high_since_s", sa.Double(), nullable=True),
-        sa.Column("ended_at_s", sa.Double(), nullable=True),
+        *columns(sa.Double, "low_since_s", "high_since_s", "ended_at_s", nullable=True),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("name", name="pk_endpoints"),
     )
     op.create_table(
         "entries",
-        sa.Column("number", ROW, nullable=False),
+        sa.Column("number", Row, nullable=False),
         sa.Column("node_id", sa.String(), nullable=False),
-        sa.Column("from_us", sa.BigInteger(), nullable=False),
-        sa.Column("to_us", sa.BigInteger(), nullable=False),
-        sa.Column("kind", sa.String(), nullable=False),
-        sa.Column("subject", sa.String(), nullable=False),
-        sa.Column("team", sa.String(), nullable=False),
-        sa.Column("price_micro_usd_h", sa.BigInteger(), nullable=False),
-        sa.Column("amount_micro_usd", sa.BigInteger(), nullable=False),
+        *columns(sa.BigInteger, "from_us", "to_us"),
+        *columns(sa.String, "kind", "subject", "team"),
+        *columns(sa.BigInteger, "price_micro_usd_h", "amount_micro_usd"),
         sa.Column("is_reversal", sa.Boolean(), nullable=False),
         sa.CheckConstraint("to_us > from_us", name="ck_entries_forward"),
         sa.PrimaryKeyConstraint("number", name="pk_entries"),
@@ -64,11 +56,9 @@ def upgrade() -> None:
     op.create_index("ix_entries_kind_subject", "entries", ["kind", "subject"], unique=False)
     op.create_table(
         "events",
-        sa.Column("number", ROW, nullable=False),
+        sa.Column("number", Row, nullable=False),
         sa.Column("at_s", sa.Double(), nullable=False),
-        sa.Column("subject", sa.String(), nullable=False),
-        sa.Column("from_state", sa.String(), nullable=False),
-        sa.Column("to_state", sa.String(), nullable=False),
+        *columns(sa.String, "subject", "from_state", "to_state"),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("number", name="pk_events"),
     )
@@ -76,22 +66,16 @@ def upgrade() -> None:
     op.create_table(
         "jobs",
         sa.Column("number", sa.BigInteger(), autoincrement=False, nullable=False),
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("name", sa.String(), nullable=False),
-        sa.Column("kind", sa.String(), nullable=False),
-        sa.Column("team", sa.String(), nullable=False),
-        sa.Column("user", sa.String(), nullable=False),
+        *columns(sa.String, "id", "name", "kind", "team", "user"),
         sa.Column("spec", sa.JSON(), nullable=False),
-        sa.Column("client_key", sa.String(), nullable=True),
+        sa.Column("client_key", sa.String()),
         sa.Column("submitted_at_s", sa.Double(), nullable=False),
         sa.Column("stop_requested", sa.Boolean(), nullable=False),
-        sa.Column("heartbeat_at_s", sa.Double(), nullable=True),
+        sa.Column("heartbeat_at_s", sa.Double()),
         sa.Column("progress", sa.JSON(), nullable=False),
-        sa.Column("released_by_driver", sa.Text(), nullable=True),
+        sa.Column("released_by_driver", sa.Text()),
         sa.Column("state", sa.String(), nullable=False),
-        sa.Column("admitted_at_s", sa.Double(), nullable=True),
-        sa.Column("started_at_s", sa.Double(), nullable=True),
-        sa.Column("ended_at_s", sa.Double(), nullable=True),
+        *columns(sa.Double, "admitted_at_s", "started_at_s", "ended_at_s", nullable=True),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("restarts", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint("number", name="pk_jobs"),
@@ -103,21 +87,12 @@ def upgrade() -> None:
     op.create_table(
         "nodes",
         sa.Column("number", sa.BigInteger(), autoincrement=False, nullable=False),
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("type", sa.String(), nullable=False),
-        sa.Column("zone", sa.String(), nullable=False),
-        sa.Column("market", sa.String(), nullable=False),
+        *columns(sa.String, "id", "type", "zone", "market"),
         sa.Column("price_micro_usd_h", sa.BigInteger(), nullable=False),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("requested_at_s", sa.Double(), nullable=False),
-        sa.Column("started_at_s", sa.Double(), nullable=True),
-        sa.Column("ready_at_s", sa.Double(), nullable=True),
-        sa.Column("drain_deadline_s", sa.Double(), nullable=True),
-        sa.Column("ended_at_s", sa.Double(), nullable=True),
-        sa.Column("lost_at_s", sa.Double(), nullable=True),
-        sa.Column("ray_node_id", sa.String(), nullable=False),
-        sa.Column("address", sa.String(), nullable=False),
-        sa.Column("subject", sa.String(), nullable=False),
+        *columns(sa.Double, "started_at_s", "ready_at_s", "drain_deadline_s", "ended_at_s", "lost_at_s", nullable=True),
+        *columns(sa.String, "ray_node_id", "address", "subject"),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("number", name="pk_nodes"),
         sa.UniqueConstraint("id", name="uq_nodes_id"),
@@ -126,24 +101,20 @@ def upgrade() -> None:
     op.create_table(
         "open_intervals",
         sa.Column("node_id", sa.String(), nullable=False),
-        sa.Column("price_micro_usd_h", sa.BigInteger(), nullable=False),
-        sa.Column("origin_us", sa.BigInteger(), nullable=False),
-        sa.Column("from_us", sa.BigInteger(), nullable=False),
+        *columns(sa.BigInteger, "price_micro_usd_h", "origin_us", "from_us"),
         sa.Column("occupancy", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("node_id", name="pk_open_intervals"),
     )
     op.create_table(
         "plans",
-        sa.Column("number", ROW, nullable=False),
-        sa.Column("at_s", sa.Double(), nullable=False),
-        sa.Column("last_at_s", sa.Double(), nullable=False),
+        sa.Column("number", Row, nullable=False),
+        *columns(sa.Double, "at_s", "last_at_s"),
         sa.Column("actions", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("number", name="pk_plans"),
     )
     op.create_table(
         "pools",
-        sa.Column("node_type", sa.String(), nullable=False),
-        sa.Column("zone", sa.String(), nullable=False),
+        *columns(sa.String, "node_type", "zone"),
         sa.Column("failures", sa.Integer(), nullable=False),
         sa.Column("retry_at_s", sa.Double(), nullable=False),
         sa.Column("reason", sa.Text(), nullable=False),
@@ -152,14 +123,12 @@ def upgrade() -> None:
     op.create_table(
         "leases",
         sa.Column("number", sa.BigInteger(), autoincrement=False, nullable=False),
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("job_id", sa.String(), nullable=False),
+        *columns(sa.String, "id", "job_id"),
         sa.Column("shape", sa.JSON(), nullable=False),
         sa.Column("state", sa.String(), nullable=False),
         sa.Column("epoch", sa.Integer(), nullable=False),
-        sa.Column("form_timeout_s", sa.Double(), nullable=False),
-        sa.Column("created_at_s", sa.Double(), nullable=False),
-        sa.Column("forming_since_s", sa.Double(), nullable=True),
+        *columns(sa.Double, "form_timeout_s", "created_at_s"),
+        sa.Column("forming_since_s", sa.Double()),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_leases_job_id"),
         sa.PrimaryKeyConstraint("number", name="pk_leases"),
@@ -171,13 +140,9 @@ def upgrade() -> None:
         "members",
         sa.Column("lease_id", sa.String(), nullable=False),
         sa.Column("index", sa.Integer(), autoincrement=False, nullable=False),
-        sa.Column("state", sa.String(), nullable=False),
-        sa.Column("node_id", sa.String(), nullable=False),
-        sa.Column("ray_node_id", sa.String(), nullable=False),
-        sa.Column("address", sa.String(), nullable=False),
-        sa.Column("placement_group_id", sa.String(), nullable=False),
+        *columns(sa.String, "state", "node_id", "ray_node_id", "address", "placement_group_id"),
         sa.Column("incarnation", sa.Integer(), nullable=False),
-        sa.Column("leaves_at_s", sa.Double(), nullable=True),
+        sa.Column("leaves_at_s", sa.Double()),
         sa.ForeignKeyConstraint(["lease_id"], ["leases.id"], name="fk_members_lease_id"),
         sa.PrimaryKeyConstraint("lease_id", "index", name="pk_members"),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from raytide.core.state.columns import columns
+
 revision = "0002"
 down_revision = "0001"
 
@@ -23,17 +25,13 @@ def upgrade() -> None:
     op.create_table(
         "teams",
         sa.Column("name", sa.String(), nullable=False),
-        sa.Column("spec", sa.JSON(), nullable=True),
-        sa.Column("recent_gpu_s", sa.Double(), nullable=False),
-        sa.Column("recent_at_s", sa.Double(), nullable=False),
+        sa.Column("spec", sa.JSON()),
+        *columns(sa.Double, "recent_gpu_s", "recent_at_s"),
         sa.PrimaryKeyConstraint("name", name="pk_teams"),
     )
     op.create_table(
         "totals",
-        sa.Column("kind", sa.String(), nullable=False),
-        sa.Column("subject", sa.String(), nullable=False),
-        sa.Column("team", sa.String(), nullable=False),
-        sa.Column("month", sa.String(), nullable=False),
+        *columns(sa.String, "kind", "subject", "team", "month"),
         sa.Column("amount_micro_usd", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("kind", "subject", "team", "month", name="pk_totals"),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from raytide.core.state.columns import columns
+
 revision = "0009"
 down_revision = "0008"
 
@@ -14,44 +16,39 @@ def upgrade() -> None:
         "models",
         sa.Column("name", sa.String(), nullable=False),
         sa.Column("version", sa.Integer(), autoincrement=False, nullable=False),
-        *_texts("team", "user"),
+        *columns(sa.String, "team", "user"),
         sa.Column("created_at_s", sa.Double(), nullable=False),
-        *_texts("digest"),
+        sa.Column("digest", sa.String(), nullable=False),
         sa.Column("spec", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("name", "version", name="pk_models"),
     )
     op.create_table(
         "alias_changes",
         sa.Column("number", sa.BigInteger(), autoincrement=False, nullable=False),
-        *_texts("name", "alias"),
-        sa.Column("before", sa.Integer()),
-        sa.Column("after", sa.Integer()),
+        *columns(sa.String, "name", "alias"),
+        *columns(sa.Integer, "before", "after", nullable=True),
         sa.Column("at_s", sa.Double(), nullable=False),
-        *_texts("user", "why"),
+        *columns(sa.String, "user", "why"),
         sa.PrimaryKeyConstraint("number", name="pk_alias_changes"),
     )
     op.create_table(
         "endpoint_revisions",
-        *_texts("name"),
+        sa.Column("name", sa.String(), nullable=False),
         sa.Column("number", sa.Integer(), autoincrement=False, nullable=False),
-        *_texts("team", "user"),
+        *columns(sa.String, "team", "user"),
         sa.Column("at_s", sa.Double(), nullable=False),
-        *_texts("why"),
+        sa.Column("why", sa.String(), nullable=False),
         sa.Column("spec", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("name", "number", name="pk_endpoint_revisions"),
     )
-    for table, columns in (
+    for table, names in (
         ("models", ("team", "name")),
         ("models", ("name", "digest")),
         ("alias_changes", ("name", "alias", "number")),
     ):
-        op.create_index(f"ix_{table}_{'_'.join(columns)}", table, list(columns), unique=False)
+        op.create_index(f"ix_{table}_{'_'.join(names)}", table, list(names), unique=False)
     # The present spec of each endpoint is its first revision.
     op.execute(
         'INSERT INTO endpoint_revisions (name, number, team, "user", at_s, why, spec) '
         "SELECT name, 1, team, \"user\", created_at_s, '', spec FROM endpoints WHERE state != 'deleted'"
     )
-
-
-def _texts(*names: str) -> list[sa.Column[str]]:
-    return [sa.Column(name, sa.String(), nullable=False) for name in names]

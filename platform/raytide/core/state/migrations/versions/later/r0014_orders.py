@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from raytide.core.state.columns import Row, columns
+
 revision = "0014"
 down_revision = "0013"
 
@@ -12,11 +14,8 @@ down_revision = "0013"
 def upgrade() -> None:
     op.create_table(
         "orders",
-        sa.Column("number", sa.BigInteger().with_variant(sa.Integer, "sqlite"), nullable=False),
-        sa.Column("id", sa.String(), nullable=False),
-        sa.Column("kind", sa.String(), nullable=False),
-        sa.Column("subject", sa.String(), nullable=False),
-        sa.Column("replica", sa.String(), nullable=False),
+        sa.Column("number", Row, nullable=False),
+        *columns(sa.String, "id", "kind", "subject", "replica"),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("user", sa.String(), nullable=False),
         sa.Column("at_s", sa.Double(), nullable=False),
