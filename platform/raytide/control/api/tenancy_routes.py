@@ -82,8 +82,7 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
         before: q.Number = None,
         limit: q.Limit = 100,
     ) -> Any:
-        found = service.audit(
-            caller,
+        found = service.audit(caller).entries(
             actor=actor,
             action=action,
             object=object,
@@ -97,7 +96,7 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
     @router.get("/audit/verify")
     async def verify_audit(caller: q.CallerInput, head: q.Head = None) -> Any:
         seq, _, hash = (head or "").partition(":")
-        return to_json(await run(slow, service.verify_audit, caller, (int(seq), hash) if head else None))
+        return to_json(await run(slow, service.audit(caller).verify, (int(seq), hash) if head else None))
 
     @router.get("/gateway/keys")
     async def key_table(request: Request) -> Response:

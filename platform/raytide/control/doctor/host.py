@@ -13,7 +13,7 @@ from raytide.autoscaler.providers.hosts import probe
 from raytide.autoscaler.providers.hosts.agent import versions
 from raytide.autoscaler.providers.hosts.ssh import SshConnection
 from raytide.control.bootstrap.cluster_record import RunningCluster, load, run_dir_of
-from raytide.control.doctor.machine import Finding
+from raytide.control.doctor.machine import Finding, Status, finding
 from raytide.core.errors import ClusterError, NotFoundError, ProviderError
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.hardware.host import Host, HostsSection
@@ -29,6 +29,7 @@ _CLOCK_WARN_S, _CLOCK_FAIL_S = 0.5, 5.0
 _DRIVER = (525, 60)
 """The oldest driver of CUDA 12."""
 _HOT_C = 90.0
+_OPEN = "Open this port of the head for the machine (docs/security.md)."
 
 
 def check_host(name: str, config_path: Path | None = None, cluster: str = "local") -> list[Finding]:
@@ -74,10 +75,11 @@ def findings_of(
         *_versions(facts, wanted),
         _size(facts, node_type),
         _clock(seconds_ahead, uncertain_s),
-        *_disks(facts),
+        *(_disk(path, free) for path, free in sorted(facts["free_bytes"].items())),
         _shared_memory(facts),
-        *_limits(facts),
-        *_head_ports(facts),
+        _limit("open files", facts["limits"]["open files"], _OPEN_FILES),
+        _limit("processes", facts["limits"]["processes"], _PROCESSES),
+        *(finding(f"head {port}", not why, "reached", why, _OPEN) for port, why in facts["ports"].items()),
     ]
     return found + (_gpu_findings(facts, gpus) if gpus else [])
 
@@ -108,75 +110,44 @@ def _versions(facts: Facts, wanted: Mapping[str, str]) -> list[Finding]:
     found = []
     for name, version in wanted.items():
         here = have.get(name) or ("0+checkout" if name == "raytide" and version == "0+checkout" else "")
-        is_same = here == version
         detail = here or "not installed"
-        found.append(
-            Finding(name, "ok", detail) if is_same else Finding(name, "fail", f"{detail}, the head has {version}", mend)
-        )
+        found.append(finding(name, here == version, detail, f"{detail}, the head has {version}", mend))
     return found
 
 
 def _size(facts: Facts, node_type: NodeType) -> Finding:
     cpus, memory = node_type.resources.get("CPU", 0), node_type.resources.get("memory", 0)
     detail = f"{facts['cpus']} CPUs, {facts['memory_bytes'] / _GIB:.1f} GiB"
-    if facts["cpus"] >= cpus and facts["memory_bytes"] >= memory:
-        return Finding("size", "ok", detail)
-    return Finding(
-        "size", "warn", f"{detail}, node type {node_type.name} promises more", "Correct the type's resources."
-    )
+    is_fine = facts["cpus"] >= cpus and facts["memory_bytes"] >= memory
+    otherwise = f"{detail}, node type {node_type.name} promises more"
+    return finding("size", is_fine, detail, otherwise, "Correct the type's resources.", status="warn")
 
 
 def _clock(seconds_ahead: float, uncertain_s: float) -> Finding:
     off_s = max(0.0, abs(seconds_ahead) - uncertain_s)
-    side = "ahead of" if seconds_ahead > 0 else "behind"
-    if off_s < _CLOCK_WARN_S:
-        return Finding("clock", "ok", f"the head's, within {abs(seconds_ahead) + uncertain_s:.1f} s")
-    status: Any = "fail" if off_s >= _CLOCK_FAIL_S else "warn"
-    return Finding("clock", status, f"{abs(seconds_ahead):.1f} s {side} the head", "Run chrony or ntpd there.")
+    fine = f"the head's, within {abs(seconds_ahead) + uncertain_s:.1f} s"
+    otherwise = f"{abs(seconds_ahead):.1f} s {'ahead of' if seconds_ahead > 0 else 'behind'} the head"
+    status: Status = "fail" if off_s >= _CLOCK_FAIL_S else "warn"
+    return finding("clock", off_s < _CLOCK_WARN_S, fine, otherwise, "Run chrony or ntpd there.", status=status)
 
 
-def _disks(facts: Facts) -> list[Finding]:
-    return [
-        Finding("disk", "ok", f"{free / _GIB:.0f} GiB free in {path}")
-        if free >= _DISK_BYTES
-        else Finding(
-            "disk",
-            "fail" if free < _GIB else "warn",
-            f"{free / _GIB:.1f} GiB free in {path}",
-            "Make room: checkpoints, packages and spilled objects go there.",
-        )
-        for path, free in sorted(facts["free_bytes"].items())
-    ]
+def _disk(path: str, free: int) -> Finding:
+    fine, otherwise = (f"{free / _GIB:.{digits}f} GiB free in {path}" for digits in (0, 1))
+    mend = "Make room: checkpoints, packages and spilled objects go there."
+    return finding("disk", free >= _DISK_BYTES, fine, otherwise, mend, status="fail" if free < _GIB else "warn")
 
 
 def _shared_memory(facts: Facts) -> Finding:
     free, wanted = facts["shm_bytes"], max(_SHM_BYTES, _SHM_SHARE * facts["memory_bytes"])
-    if free >= wanted:
-        return Finding("shared memory", "ok", f"{free / _GIB:.1f} GiB free")
     mend = f"`mount -o remount,size={wanted / _GIB:.0f}G /dev/shm`: Ray's objects and NCCL's buffers are there."
-    return Finding("shared memory", "warn" if free else "fail", f"{free / _GIB:.1f} GiB free", mend)
+    detail = f"{free / _GIB:.1f} GiB free"
+    return finding("shared memory", free >= wanted, detail, detail, mend, status="warn" if free else "fail")
 
 
-def _limits(facts: Facts) -> list[Finding]:
-    least = {"open files": _OPEN_FILES, "processes": _PROCESSES}
-    found = []
-    for name, wanted in least.items():
-        have = facts["limits"][name]
-        if have < 0 or have >= wanted:
-            found.append(Finding(name, "ok", "unlimited" if have < 0 else str(have)))
-        else:
-            mend = f"Set a soft limit of {wanted} for the user in /etc/security/limits.d."
-            found.append(Finding(name, "warn", f"limit {have}", mend))
-    return found
-
-
-def _head_ports(facts: Facts) -> list[Finding]:
-    return [
-        Finding(f"head {port}", "ok", "reached")
-        if not why
-        else Finding(f"head {port}", "fail", why, "Open this port of the head for the machine (docs/security.md).")
-        for port, why in facts["ports"].items()
-    ]
+def _limit(name: str, have: int, wanted: int) -> Finding:
+    mend = f"Set a soft limit of {wanted} for the user in /etc/security/limits.d."
+    fine = "unlimited" if have < 0 else str(have)
+    return finding(name, have < 0 or have >= wanted, fine, f"limit {have}", mend, status="warn")
 
 
 def _gpu_findings(facts: Facts, wanted: int) -> list[Finding]:
@@ -186,22 +157,13 @@ def _gpu_findings(facts: Facts, wanted: int) -> list[Finding]:
         return [Finding("driver", "fail", f"nvidia-smi shows no GPU, {wanted} are expected", mend)]
     driver = rows[0][2]
     is_new = tuple(int(part) for part in driver.split(".")[:2] if part.isdigit()) >= _DRIVER
-    oldest = ".".join(map(str, _DRIVER))
+    too_old = f"{driver} is older than {'.'.join(map(str, _DRIVER))}"
+    too_few = f"{len(rows)}, the node type has {wanted}"
+    look = "One may have fallen off the bus: see `dmesg` there, or correct the type's resources."
     found = [
-        Finding("driver", "ok", driver)
-        if is_new
-        else Finding("driver", "fail", f"{driver} is older than {oldest}", "Update NVIDIA's driver: CUDA 12 needs it."),
-        Finding("GPUs", "ok", f"{len(rows)} x {rows[0][1]}")
-        if len(rows) == wanted
-        else Finding(
-            "GPUs",
-            "fail",
-            f"{len(rows)}, the node type has {wanted}",
-            "One may have fallen off the bus: see `dmesg` there, or correct the type's resources.",
-        ),
-        Finding("NCCL", "ok", facts["nccl"])
-        if facts["nccl"]
-        else Finding("NCCL", "fail", "not found", "Install torch for CUDA, or libnccl2, there."),
+        finding("driver", is_new, driver, too_old, "Update NVIDIA's driver: CUDA 12 needs it."),
+        finding("GPUs", len(rows) == wanted, f"{len(rows)} x {rows[0][1]}", too_few, look),
+        finding("NCCL", bool(facts["nccl"]), facts["nccl"], "not found", "Install torch for CUDA, or libnccl2, there."),
     ]
     sick = [f"GPU {row[0]} has {row[1]} uncorrected ECC errors" for row in _rows(facts["ecc"]) if _is_above(row[1], 0)]
     sick += [f"GPU {row[0]} is slowed down by its hardware" for row in _rows(facts["slowdown"]) if row[1] == "Active"]

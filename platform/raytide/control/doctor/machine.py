@@ -41,6 +41,11 @@ class Finding:
     fix: str = ""
 
 
+def finding(name: str, is_fine: bool, detail: str, otherwise: str, fix: str, *, status: Status = "fail") -> Finding:
+    """Returns `detail` of what is fine; `otherwise`, with the fix, of what is not."""
+    return Finding(name, "ok", detail) if is_fine else Finding(name, status, otherwise, fix)
+
+
 def check() -> list[Finding]:
     """Returns the findings of all checks, in the order of setting up a new machine. Takes seconds, because torch is
     imported.
@@ -49,39 +54,28 @@ def check() -> list[Finding]:
 
 
 def _linux() -> Finding:
-    if platform.system() == "Linux":
-        return Finding("linux", "ok", platform.release())
     mend = "The embedded cluster needs Linux: use a virtual machine or WSL 2."
-    return Finding("linux", "fail", f"this is {platform.system()}", mend)
+    system = platform.system()
+    return finding("linux", system == "Linux", platform.release(), f"this is {system}", mend)
 
 
 def _python() -> Finding:
-    have = platform.python_version()
-    if (3, 11) <= sys.version_info < (3, 14):
-        return Finding("python", "ok", f"{have} ({sys.executable})")
-    return Finding("python", "fail", f"{have} ({sys.executable})", "Use Python 3.11, 3.12 or 3.13.")
+    have = f"{platform.python_version()} ({sys.executable})"
+    return finding("python", (3, 11) <= sys.version_info < (3, 14), have, have, "Use Python 3.11, 3.12 or 3.13.")
 
 
 def _ray() -> Finding:
-    have = installed_version("ray")
-    if have is not None and have.startswith(_RAY):
-        return Finding("ray", "ok", have)
-    return Finding(
-        "ray", "fail", have or "not installed", f"Install ray[default,serve,train]=={_RAY}* (`./dev setup`)."
-    )
+    have = installed_version("ray") or "not installed"
+    mend = f"Install ray[default,serve,train]=={_RAY}* (`./dev setup`)."
+    return finding("ray", have.startswith(_RAY), have, have, mend)
 
 
 def _checkout() -> Finding:
-    root = Path(__file__).parents[3]
-    broken = [name for name in _LINKS if not (root / "raytide" / name).is_dir()]
-    if not broken:
-        return Finding("folders", "ok", str(root / "raytide"))
-    return Finding(
-        "folders",
-        "fail",
-        f"{', '.join(broken)} under {root / 'raytide'} are not folders: git wrote the links as text files",
-        "git config core.symlinks true && git checkout -- platform/raytide",
-    )
+    folder = Path(__file__).parents[3] / "raytide"
+    broken = [name for name in _LINKS if not (folder / name).is_dir()]
+    otherwise = f"{', '.join(broken)} under {folder} are not folders: git wrote the links as text files"
+    mend = "git config core.symlinks true && git checkout -- platform/raytide"
+    return finding("folders", not broken, str(folder), otherwise, mend)
 
 
 def _torch() -> Finding:
@@ -98,17 +92,12 @@ def _torch_companions() -> Finding:
     """Checks that torchvision, torchaudio and torchcodec match a CPU torch: builds for CUDA break transformers on
     import.
     """
-    torch = installed_version("torch")
     have = {name: found for name in COMPANIONS if (found := installed_version(name)) is not None}
     broken = broken_torch_packages()
-    if broken:
-        versions = ", ".join(f"{name} {have[name]}" for name in broken)
-        return Finding(
-            "torch companions", "warn", f"{versions} cannot be imported beside torch {torch}", removal(broken)
-        )
-    return Finding(
-        "torch companions", "ok", ", ".join(f"{name} {found}" for name, found in have.items()) or "none, none needed"
-    )
+    versions = ", ".join(f"{name} {found}" for name, found in have.items() if not broken or name in broken)
+    otherwise = f"{versions} cannot be imported beside torch {installed_version('torch')}"
+    fine = versions or "none, none needed"
+    return finding("torch companions", not broken, fine, otherwise, removal(broken), status="warn")
 
 
 def _loopback() -> Finding:
@@ -126,55 +115,40 @@ def _shared_memory() -> Finding:
     if not shm.is_dir():
         return Finding(_SHM, "warn", "does not exist: objects go to disk", "Mount a tmpfs on /dev/shm.")
     free = shutil.disk_usage(shm).free
-    if free >= _SHM_BYTES:
-        return Finding(_SHM, "ok", f"{_gib(free)} free")
-    return Finding(
-        _SHM, "warn", f"{_gib(free)} free: objects go to disk", "docker run --shm-size=2g, or remount it larger."
-    )
+    detail, mend = f"{_gib(free)} free", "docker run --shm-size=2g, or remount it larger."
+    return finding(_SHM, free >= _SHM_BYTES, detail, f"{detail}: objects go to disk", mend, status="warn")
 
 
 def _disk() -> Finding:
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    if free >= _DISK_BYTES:
-        return Finding("disk", "ok", f"{_gib(free)} free in {folder}")
-    return Finding(
-        "disk",
-        "warn",
-        f"{_gib(free)} free in {folder}",
-        f"Free {_gib(_DISK_BYTES)}, or set TMPDIR to a larger disk.",
-    )
+    detail, mend = f"{_gib(free)} free in {folder}", f"Free {_gib(_DISK_BYTES)}, or set TMPDIR to a larger disk."
+    return finding("disk", free >= _DISK_BYTES, detail, detail, mend, status="warn")
 
 
 def _temp_path() -> Finding:
     folder = tempfile.gettempdir()
-    if len(folder) <= 30:
-        return Finding("temp path", "ok", folder)
     mend = "Set TMPDIR to a short folder: paths of unix sockets have at most 107 characters."
-    return Finding("temp path", "fail", f"{folder} is too long for Ray's sockets", mend)
+    return finding("temp path", len(folder) <= 30, folder, f"{folder} is too long for Ray's sockets", mend)
 
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= _OPEN_FILES:
-        return Finding("open files", "ok", str(soft))
-    return Finding("open files", "warn", f"limit {soft} (hard {hard})", f"ulimit -n {_OPEN_FILES}")
+    otherwise, mend = f"limit {soft} (hard {hard})", f"ulimit -n {_OPEN_FILES}"
+    return finding("open files", soft >= _OPEN_FILES, str(soft), otherwise, mend, status="warn")
 
 
 def _memory() -> Finding:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if total >= 6 << 30:
-        return Finding("memory", "ok", _gib(total))
-    return Finding(
-        "memory", "warn", _gib(total), "A head takes 0.6 GiB and each local node 0.2 GiB: keep the fleet small."
-    )
+    mend = "A head takes 0.6 GiB and each local node 0.2 GiB: keep the fleet small."
+    return finding("memory", total >= 6 << 30, _gib(total), _gib(total), mend, status="warn")
 
 
 def _user() -> Finding:
-    if os.geteuid() != 0:
-        return Finding("user", "ok", "not root: scripts run as this user (docs/security.md)")
+    fine = "not root: scripts run as this user (docs/security.md)"
+    otherwise = "root: scripts run as root too, unless cluster.yaml sets run_as"
     mend = "Set another user in metadata.raytide.run_as of cluster.yaml, and data_roots (docs/security.md)."
-    return Finding("user", "warn", "root: scripts run as root too, unless cluster.yaml sets run_as", mend)
+    return finding("user", os.geteuid() != 0, fine, otherwise, mend, status="warn")
 
 
 def _vllm() -> Finding:
@@ -185,11 +159,9 @@ def _vllm() -> Finding:
     if imports("vllm.v1.engine.async_llm"):
         return Finding("vllm", "ok", have)
     broken = broken_torch_packages()
-    if broken:
-        return Finding(
-            "vllm", "fail", f"{have} cannot be imported, because {', '.join(broken)} cannot be", removal(broken)
-        )
-    return Finding("vllm", "fail", f"{have} cannot be imported", "Reinstall it (`./dev setup --vllm`).")
+    why = f", because {', '.join(broken)} cannot be" if broken else ""
+    mend = removal(broken) if broken else "Reinstall it (`./dev setup --vllm`)."
+    return Finding("vllm", "fail", f"{have} cannot be imported{why}", mend)
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

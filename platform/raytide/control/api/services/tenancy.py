@@ -11,8 +11,6 @@ from raytide.control.views import KeyView, NewKey, UsagePage
 from raytide.core.clock import Clock
 from raytide.core.objects.api_key import (
     ApiKey,
-    AuditEntry,
-    ChainVerdict,
     KeySpec,
     KeySpending,
     KeyTableChange,
@@ -24,6 +22,7 @@ from raytide.core.objects.api_key import (
     new_secret,
 )
 from raytide.core.state import Store
+from raytide.core.state.tenancy.audit import AuditLog
 from raytide.core.state.tenancy.spending import Refusal
 from raytide.core.state.tenancy.usage import UsageFilter
 
@@ -76,27 +75,10 @@ class TenancyService:
     def usage_sums(self, which: UsageFilter, by: UsageBy) -> tuple[UsageSum, ...]:
         return self._records.usage.sums(which, by)
 
-    def audit(
-        self,
-        caller: Caller,
-        *,
-        actor: str | None,
-        action: str | None,
-        object: str | None,
-        since_s: float,
-        until_s: float | None,
-        before: int | None,
-        limit: int,
-    ) -> tuple[AuditEntry, ...]:
-        """Returns entries of the log, newest first. It needs a token for all teams, because the log is of all."""
+    def audit(self, caller: Caller) -> AuditLog:
+        """Returns the log. It needs a token for all teams, because the log is of all."""
         caller.require_all()
-        return self._records.audit.entries(
-            actor=actor, action=action, object=object, since_s=since_s, until_s=until_s, before=before, limit=limit
-        )
-
-    def verify_audit(self, caller: Caller, head: tuple[int, str] | None) -> ChainVerdict:
-        caller.require_all()
-        return self._records.audit.verify(head)
+        return self._records.audit
 
     def revision(self) -> int:
         return self._records.keys.revision()

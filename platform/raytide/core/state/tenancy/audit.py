@@ -92,13 +92,11 @@ class AuditLog:
         """Returns entries, newest first, with a number below `before`; fewer than `limit` if their details are large,
         but never none. An action may be a prefix, such as `key.`."""
         a = t.audit.c
-        query = t.audit.select().where(a.at_s >= since_s).order_by(a.seq.desc()).limit(limit)
-        if actor is not None:
-            query = query.where(a.actor == actor)
+        equal = {a.actor: actor, a.object: object}
+        query = t.audit.select().where(*(column == value for column, value in equal.items() if value is not None))
+        query = query.where(a.at_s >= since_s).order_by(a.seq.desc()).limit(limit)
         if action is not None:
             query = query.where(a.action.startswith(action, autoescape=True))
-        if object is not None:
-            query = query.where(a.object == object)
         if until_s is not None:
             query = query.where(a.at_s < until_s)
         if before is not None:
