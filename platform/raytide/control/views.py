@@ -47,6 +47,16 @@ def from_json(cls: type[T], data: object) -> T:
     return value
 
 
+class AsJson:
+    """A dataclass with a method for its JSON, for users of the SDK."""
+
+    __slots__ = ()
+
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = to_json(self)
+        return value
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """The reason why a subject waits, from the last decision."""
@@ -206,7 +216,7 @@ class RolloutStatus(ShownAsHtml):
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterStatus:
+class ClusterStatus(AsJson):
     name: str
     at_s: float
     controller_age_s: float | None
@@ -232,10 +242,6 @@ class ClusterStatus:
     prometheus: str = ""
     """The URL of the cluster's Prometheus; empty without `--monitoring`."""
     alertmanager: str = ""
-
-    def json(self) -> dict[str, Any]:
-        value: dict[str, Any] = to_json(self)
-        return value
 
     def _repr_html_(self) -> str:
         jobs = ", ".join(f"{count} {state}" for state, count in self.jobs.items()) or "none"
@@ -299,7 +305,7 @@ class UsagePage:
 
 
 @dataclass(frozen=True, slots=True)
-class CostTable:
+class CostTable(AsJson):
     by: By
     rows: tuple[CostRow, ...]
     total_micro_usd: int
@@ -315,10 +321,6 @@ class CostTable:
     def co2_kg(self, kwh: float) -> float:
         """Returns the estimated emissions of this much energy."""
         return kwh * self.grams_co2_per_kwh / 1000.0
-
-    def json(self) -> dict[str, Any]:
-        value: dict[str, Any] = to_json(self)
-        return value
 
     def _repr_html_(self) -> str:
         def used(kwh: float) -> tuple[str, ...]:
@@ -348,7 +350,7 @@ class CostLine:
 
 
 @dataclass(frozen=True, slots=True)
-class CostReport:
+class CostReport(AsJson):
     """The ledger compared with the provider's bill."""
 
     lines: tuple[CostLine, ...]
@@ -360,10 +362,6 @@ class CostReport:
     """The provider's bill for all ended nodes."""
     booked_ended_micro_usd: int
     """The booked cost of the same nodes, which equals the bill to the micro-dollar."""
-
-    def json(self) -> dict[str, Any]:
-        value: dict[str, Any] = to_json(self)
-        return value
 
     def _repr_html_(self) -> str:
         total = format_usd(self.booked_micro_usd + self.accrued_micro_usd)

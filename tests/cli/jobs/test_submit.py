@@ -231,7 +231,7 @@ def test_the_options_for_nodes_replace_the_gang_of_the_file(
 ) -> None:
     (tmp_path / "spec.yaml").write_text(json.dumps(spec))
     done = runner.invoke(app, [*command.split(), str(tmp_path / "spec.yaml"), "--cpus", "3", "--no-wait"])
-    assert done.stdout == "job-1 is queued; `raytide ps` shows it\n", done.exception
+    assert done.stdout == "job-1 is queued; `raytide logs -f job-1` follows it\n", done.exception
     (job,) = desk.specs
     assert job.kind is kind
     assert job.gang.shapes[0].resources == {"CPU": 3.0}

@@ -15,6 +15,7 @@ from raytide.cli.show import ClusterName, Json, as_json, as_list, as_table
 from raytide.control.client import ApiClient
 from raytide.control.views import to_json
 from raytide.core.errors import NotFoundError, UsageError
+from raytide.core.objects.job import JobState
 from raytide.sdk.jobs.flow_run import FlowRun, is_flow, submit_flow
 from raytide.sdk.jobs.script import pairs_of
 from raytide.workflows.sweep.spec import Value
@@ -105,22 +106,21 @@ def _flow(client: ApiClient, which: str) -> FlowRun:
 
 def _follow(found: FlowRun, *, wait: bool, json: bool) -> None:
     """Prints each stage when its state changes, until the flow ends; exits with 1 if it failed."""
-
-    def why() -> str:
-        return f"{found.id} {found.state}; `raytide flow resume {found.id}` goes on with it"
-
-    follow = partial(_print_changes, found, quiet=json) if wait else None
-    finish(found, follow, f"`raytide flow show {found.id}` shows its stages", why, json=json)
+    follow, how = partial(_print_changes, found, quiet=json), f"`raytide flow show {found.id}` shows its stages"
+    finish(found, follow, how, wait=wait, json=json)
 
 
 def _print_changes(found: FlowRun, *, quiet: bool) -> None:
     if sys.stderr.isatty() and not quiet:
         found.watch()
-        return
-    before: dict[str, str] = {}
-    for _ in found.updates():
-        for view in found.stages():
-            if view.status != before.get(view.name, "waiting") and not quiet:
-                shown = "cached" if view.is_cached else view.status
-                print(": ".join(filter(None, (f"{view.name} {shown}", view.job, view.result, view.why))), flush=True)
-            before[view.name] = view.status
+    else:
+        before: dict[str, str] = {}
+        for _ in found.updates():
+            for view in found.stages():
+                if view.status != before.get(view.name, "waiting") and not quiet:
+                    shown = "cached" if view.is_cached else view.status
+                    parts = (f"{view.name} {shown}", view.job, view.result, view.why)
+                    print(": ".join(filter(None, parts)), flush=True)
+                before[view.name] = view.status
+    if found.state is not JobState.SUCCEEDED and not quiet:
+        print(f"{found.id} {found.state}; `raytide flow resume {found.id}` goes on with it", file=sys.stderr)

@@ -114,24 +114,22 @@ def _lines_of(requirements: Path) -> list[str]:
 
 def end_with(job: Run, *, wait: bool, json: bool) -> None:
     """Ends a command that has submitted a script: follows the job if asked to, and exits with 1 if it failed."""
-    follow = partial(_follow_script, job, quiet=json) if wait else None
-    finish(job, follow, f"`raytide logs -f {job.id}` follows it", lambda: explain(job.view), json=json)
+    finish(job, partial(_follow_script, job, quiet=json), wait=wait, json=json)
 
 
-def finish(job: Run, follow: Callable[[], None] | None, how: str, why: Callable[[], str], *, json: bool) -> None:
-    """Follows a job if asked to, and exits with 1 if it failed: `how` it can be followed, and `why` it failed."""
+def finish(job: Run, follow: Callable[[], None], how: str = "", *, wait: bool, json: bool) -> None:
+    """Follows a job if asked to, and exits with 1 if it failed. `how` it can be followed later: by default, its log."""
+    how = how or f"`raytide logs -f {job.id}` follows it"
     try:
-        if follow is not None:
+        if wait:
             follow()
     except KeyboardInterrupt:
         print(f"{job.id} keeps running: {how}, `raytide stop {job.id}` ends it", file=sys.stderr)
         raise
     if json:
         as_json(job.json())
-    elif follow is None:
+    elif not wait:
         print(f"{job.id} is queued; {how}")
-    elif job.state is not JobState.SUCCEEDED:
-        print(why(), file=sys.stderr)
     if job.view.job.is_final and job.state is not JobState.SUCCEEDED:
         raise typer.Exit(1)
 
@@ -175,40 +173,23 @@ def train(
     options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
     client = Client(ApiClient.find(cluster))
     submit = client.train if context.command.name == "train" else client.data  # `data build` has the same options
-    follow(submit(spec, **options), wait, json)
+    job = submit(spec, **options)
+    finish(job, partial(_follow, job, quiet=json), wait=wait, json=json)
 
 
-def follow(run: Run, wait: bool, json: bool) -> None:
-    """Prints the state of a job until it ends. An interrupt ends the watching, not the job."""
-    try:
-        if wait:
-            _print_changes(run, quiet=json)
-    except KeyboardInterrupt:
-        print(
-            f"{run.id} keeps running: `raytide logs -f {run.id}` follows it, `raytide stop {run.id}` ends it",
-            file=sys.stderr,
-        )
-        raise
-    if json:
-        as_json(run.json())
-    elif not wait:
-        print(f"{run.id} is queued; `raytide ps` shows it")
-    elif run.state is JobState.SUCCEEDED:
-        print(f"{run.view.job.spec.kind} {run.view.job.spec.name}: {run.output()}")
-    if run.view.job.is_final and run.state is not JobState.SUCCEEDED:
-        raise typer.Exit(1)
-
-
-def _print_changes(run: Run, *, quiet: bool) -> None:
+def _follow(run: Run, *, quiet: bool) -> None:
+    """Prints the state of a job until it ends, and what it made."""
     if sys.stderr.isatty() and not quiet:
         run.watch()
-        return
-    line = ""
-    for view in run.updates():
-        latest = _progress(view)
-        if latest != line and not quiet:
-            line = latest
-            print(line, flush=True)
+    else:
+        line = ""
+        for view in run.updates():
+            latest = _progress(view)
+            if latest != line and not quiet:
+                line = latest
+                print(line, flush=True)
+    if run.state is JobState.SUCCEEDED and not quiet:
+        print(f"{run.view.job.spec.kind} {run.view.job.spec.name}: {run.output()}")
 
 
 def _progress(view: JobView) -> str:
@@ -225,12 +206,10 @@ def _short(value: float | int | str) -> str:
 
 
 def _follow_script(job: Run, *, quiet: bool) -> None:
-    """Prints the script's output to stdout, and the reasons of its waits to stderr, until the job ends."""
+    """Prints the script's output to stdout, and the reasons of its waits and of its failure to stderr."""
     waits, after = "", ""
     while True:
         view = patiently(job.id, job.refresh).view
-        if quiet and view.job.is_final:
-            return
         if not quiet:
             latest = explain(view) if view.waiting is not None and not view.job.is_final else ""
             if latest and latest != waits:
@@ -239,6 +218,8 @@ def _follow_script(job: Run, *, quiet: bool) -> None:
             for part in job.log_parts(after):
                 after = part.after
                 print(part.text, end="", flush=True)
-            if view.job.is_final:
-                return
+        if view.job.is_final:
+            break
         time.sleep(_FOLLOW_S)
+    if job.state is not JobState.SUCCEEDED and not quiet:
+        print(explain(view), file=sys.stderr)
