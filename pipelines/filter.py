@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -162,14 +162,6 @@ def judge_text(text: str, rules: TextFilter) -> FilterVerdict:
 
 def digest(record: Record | None) -> bytes:
     return hashlib.sha256(record if isinstance(record, bytes) else b"").digest()[:DIGEST_BYTES]
-
-
-def survey_of(documents: Iterable[bytes | None], rules: TextFilter) -> Survey:
-    """Returns the verdict and the digest of each document."""
-    listed = list(documents)
-    return survey_from_bytes(
-        bytes(judge(document, rules) for document in listed), b"".join(digest(document) for document in listed)
-    )
 
 
 def survey_from_bytes(verdicts: bytes, digests: bytes, reasons: tuple[str, ...] = REASONS) -> Survey:

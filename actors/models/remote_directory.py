@@ -15,8 +15,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytide.core.errors import DataError, RaytideError, WaitTimeoutError
+from raytide.core.errors import ClusterError, DataError, RaytideError, WaitTimeoutError
 from raytide.core.io.storage import open_url
+from raytide.core.io.timeout import call_with_timeout
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -61,7 +62,12 @@ class RemoteDirectory:
             fs.invalidate_cache()
             return dict(_files(fs, root, url))
 
-        files = _within(STALL_S, url, listing)
+        try:
+            files = call_with_timeout(STALL_S, "the listing of a model", listing)
+        except WaitTimeoutError:
+            raise _stalled(url, STALL_S) from None
+        except ClusterError as error:
+            raise _unreadable(url, error.__cause__ or error) from error
         if not files.keys() & {"config.json", "adapter_config.json"}:
             raise DataError(
                 f"{url} is not a model directory: it has no config.json.", hint="Check the URL; it names a folder."
@@ -210,27 +216,6 @@ def _digest(url: str, files: Mapping[str, RemoteFile]) -> str:
     listed = [[name, file.bytes, file.tag] for name, file in sorted(files.items())]
     text = json.dumps(["" if is_content else url, listed])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _within(timeout_s: float, url: str, work: Callable[[], dict[str, RemoteFile]]) -> dict[str, RemoteFile]:
-    """Returns the result of `work`, whose thread is abandoned when it takes too long."""
-    found: list[dict[str, RemoteFile]] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="listing of a model", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if found:
-        return found[0]
-    if not failed:
-        raise _stalled(url, timeout_s)
-    raise failed[0] if isinstance(failed[0], RaytideError) else _unreadable(url, failed[0])
 
 
 def _stalled(url: str, timeout_s: float) -> WaitTimeoutError:

@@ -19,7 +19,7 @@ from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.core.clock import Clock
 from raytide.core.errors import ClusterError
 from raytide.core.logs import logger
-from raytide.core.objects.node import Meter, NodeMeasurement, NodeReading, Signal, Use
+from raytide.core.objects.node import NodeMeasurement, NodeReading, Use
 
 log = logger(__name__)
 
@@ -190,8 +190,3 @@ class MeterReader:
             return read_page(page, self._clock.now_s())
         except (httpx.HTTPError, ValueError, TimeoutError):  # its last readings go stale
             return None
-
-
-def parse_page(page: str, now_s: float) -> dict[Meter, Signal]:
-    """Returns the meters on a page in Prometheus' text format."""
-    return meters_of(read_page(page, now_s))

@@ -7,7 +7,6 @@ as a whole.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from raytide.actors.models.model_config import read_json
 from raytide.actors.models.tokenizer_files import tokenizer_files
 from raytide.actors.trainer.hf.safetensors_writer import save
 from raytide.core.errors import ConfigError, ConflictError, DataError
+from raytide.core.io.atomic_file import sync
 from raytide.core.io.storage import full_disk_is_an_error
 
 Tensor = torch.Tensor
@@ -49,7 +49,7 @@ class LayerFiles:
                 staged = self.folder / f".{name}.part"
                 with full_disk_is_an_error(str(self._target)):
                     save(tensors, staged)
-                    _sync(staged)
+                    sync(staged)
                     staged.rename(self.folder / name)
             sizes = _sizes(self.folder / name)
             index |= dict.fromkeys(sizes, name)
@@ -133,11 +133,3 @@ def _sizes(file: Path) -> dict[str, int]:
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file} is damaged: {error}.", hint="Remove it, and run the recipe again.") from None
-
-
-def _sync(file: Path) -> None:
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -18,7 +18,6 @@ from raytide.pipelines.readers.base import Drop, Record
 
 TURN_START_MARK, TURN_END_MARK = "\ufdd0", "\ufdd1"
 _UNMARKED = str.maketrans(dict.fromkeys((TURN_START_MARK, TURN_END_MARK), "\ufffd"))
-REPLACEMENT = "\ufffd"
 
 
 def text_of(value: object) -> Record:

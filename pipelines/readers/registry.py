@@ -83,14 +83,6 @@ def read_parts(parts: Sequence[InputPart], options: ReadOptions) -> Iterator[tup
                     yield i, record
 
 
-def read_documents(parts: Sequence[InputPart], options: ReadOptions) -> list[list[Record]]:
-    """Returns the records of each part, in order."""
-    records: list[list[Record]] = [[] for _ in parts]
-    for part, record in read_parts(parts, options):
-        records[part].append(record)
-    return records
-
-
 def _read(part: InputPart, options: ReadOptions) -> Iterator[Record]:
     try:
         yield from READERS[part.reader].read(part, options)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,13 +219,17 @@ class Script(ApiClient):
             raise KeyboardInterrupt from None
 
 
+def _follow(run: Run) -> None:
+    submit.finish(run, partial(submit.follow, run, quiet=False), wait=True, json=False)
+
+
 def test_a_followed_job_shows_its_numbers_and_where_the_result_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raytide.sdk.jobs.job_run._POLL_S", 0.0)
     done = view(JobState.SUCCEEDED, step=2, model="/out/model")
     client = Script(view(JobState.RUNNING, step=1, restarts=0, loss=2.34567), done, done)
-    submit.follow(Run(client, view(JobState.QUEUED)), wait=True, json=False)
+    _follow(Run(client, view(JobState.QUEUED)))
     shown = capsys.readouterr().out.splitlines()
     assert shown == ["job-1 running: step 1, loss 2.346", "job-1 is succeeded.", "train tiny: /out/model"]
 
@@ -290,7 +295,7 @@ def test_all_that_are_named_are_stopped_whatever_is_wrong_with_one(monkeypatch: 
 
 def test_whoever_stops_following_is_told_that_the_job_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        submit.follow(Run(Script(), view(JobState.RUNNING)), wait=True, json=False)
+        _follow(Run(Script(), view(JobState.RUNNING)))
     said = capsys.readouterr().err
     assert "job-1 keeps running" in said
     assert "raytide stop job-1" in said

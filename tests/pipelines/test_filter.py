@@ -6,9 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.specs.data import TextFilter
-from raytide.pipelines.filter import FilterVerdict, describe, drop_duplicates, judge, survey_of
+from raytide.pipelines.filter import FilterVerdict, Survey, describe, digest, drop_duplicates, judge, survey_from_bytes
 
 RULES = TextFilter(min_chars=2, max_chars=10, max_line_chars=4)
+
+
+def survey_of(documents: list[bytes | None]) -> Survey:
+    verdicts = bytes(judge(document, TextFilter()) for document in documents)
+    return survey_from_bytes(verdicts, b"".join(digest(document) for document in documents))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +40,7 @@ def test_without_limits_everything_that_is_text_is_kept() -> None:
 
 @given(st.lists(st.sampled_from([b"a", b"b", b"c", b"", None, b"\xff"])))
 def test_of_equal_documents_only_the_first_is_kept_and_all_are_counted(documents: list[bytes | None]) -> None:
-    survey = drop_duplicates(survey_of(documents, TextFilter()))
+    survey = drop_duplicates(survey_of(documents))
     kept = [document for document, keep in zip(documents, survey.keep, strict=True) if keep]
     assert kept == [d for i, d in enumerate(documents) if d in (b"a", b"b", b"c") and d not in documents[:i]]
     assert survey.kept + sum(survey.dropped().values()) == survey.documents == len(documents)
@@ -44,12 +49,12 @@ def test_of_equal_documents_only_the_first_is_kept_and_all_are_counted(documents
 
 
 def test_a_dropped_document_does_not_make_a_later_one_a_duplicate() -> None:
-    survey = drop_duplicates(survey_of([b"\xff", b"\xff"], TextFilter()))
+    survey = drop_duplicates(survey_of([b"\xff", b"\xff"]))
     assert survey.dropped() == {"not_utf8": 2}
 
 
 def test_dropping_duplicates_leaves_its_argument_alone() -> None:
-    survey = survey_of([b"a", b"a"], TextFilter())
+    survey = survey_of([b"a", b"a"])
     drop_duplicates(survey)
     assert np.array_equal(survey.keep, [True, True])
 

@@ -16,13 +16,21 @@ from raytide.core.io.storage import write_bytes
 from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.pipelines.build import build
 from raytide.pipelines.inputs import find_inputs, group_chunks, split_parts
-from raytide.pipelines.readers.base import Drop, InputPart, ReadOptions
+from raytide.pipelines.readers.base import Drop, InputPart, ReadOptions, Record
 from raytide.pipelines.readers.conversation import record_of
 from raytide.pipelines.readers.jsonl import json_record
-from raytide.pipelines.readers.registry import read_documents
+from raytide.pipelines.readers.registry import read_parts
 from raytide.pipelines.runners.inline import InlineRunner
 
 SpecOf = Callable[..., DataSpec]
+
+
+def read_documents(parts: list[InputPart]) -> list[list[Record]]:
+    """Returns the records of each part, in order."""
+    records: list[list[Record]] = [[] for _ in parts]
+    for part, record in read_parts(parts, ReadOptions()):
+        records[part].append(record)
+    return records
 
 
 def names(spec: DataSpec) -> list[str]:
@@ -75,7 +83,7 @@ def test_documents_come_by_url_from_any_fsspec_store(spec_of: SpecOf) -> None:
     write_bytes("memory://bucket/a.txt", b"one")
     write_bytes("memory://bucket/b.txt", b"two")
     spec = spec_of("memory://bucket")
-    assert read_documents([*split_parts(find_inputs(spec), spec)], ReadOptions()) == [[b"one"], [b"two"]]
+    assert read_documents([*split_parts(find_inputs(spec), spec)]) == [[b"one"], [b"two"]]
 
 
 def test_a_changed_file_has_another_version(corpus: Path, spec_of: SpecOf) -> None:
@@ -93,7 +101,7 @@ def test_parquet_gives_a_part_for_each_row_group_and_none_for_null(
     path = write_parquet(tmp_path / "x.parquet", pa.array(["a", None, "ü"], type_))
     parts = [*split_parts(find_inputs(spec_of(path)), spec_of(path))]
     assert [part.span for part in parts] == [(0, 0), (1, 2)]
-    assert read_documents(parts, ReadOptions()) == [[b"a", Drop("no_text")], ["ü".encode()]]
+    assert read_documents(parts) == [[b"a", Drop("no_text")], ["ü".encode()]]
 
 
 def test_parquet_without_the_text_column_says_which_it_has(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -105,7 +113,7 @@ def test_parquet_without_the_text_column_says_which_it_has(tmp_path: Path, spec_
 def test_parquet_whose_column_holds_no_strings_is_refused(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", pa.array([1.5]))
     with pytest.raises(DataError, match="cannot read column 'text'"):
-        read_documents([InputPart(str(path), 1, reader="parquet", span=(0, 0))], ReadOptions())
+        read_documents([InputPart(str(path), 1, reader="parquet", span=(0, 0))])
 
 
 def test_a_file_that_is_parquet_by_name_only_is_refused(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -119,7 +127,7 @@ def test_a_file_that_vanished_since_the_build_began_is_named(tmp_path: Path) -> 
     parquet = InputPart(str(tmp_path / "gone.parquet"), 1, reader="parquet", span=(0, 0))
     for part in (InputPart(str(tmp_path / "gone.txt"), 1), parquet):
         with pytest.raises(DataError, match=r"gone.* is missing on this node"):
-            read_documents([part], ReadOptions())
+            read_documents([part])
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 60), st.integers(1, 5))

@@ -18,6 +18,7 @@ from typing import BinaryIO, Protocol
 
 from raytide.core.errors import CheckpointError, RaytideError, StorageError
 from raytide.core.io import storage
+from raytide.core.io.atomic_file import sync
 from raytide.core.io.private_paths import check_opened, safe_opener
 
 
@@ -108,7 +109,7 @@ class LocalStore:
             stream.write(body)
         os.replace(part, final)
         for folder in (final.parent, self.root):
-            _sync_dir(folder)
+            sync(folder)
 
     def remove(self, folder: str, first: str) -> None:
         if (self.root / folder).is_symlink():  # keep the target
@@ -197,11 +198,3 @@ def _open_file(path: str, flags: int) -> int:
 
 def _not_a_file(path: str) -> CheckpointError:
     return CheckpointError(f"{path} is a link or a device, not a file.", hint="Replace it with the file itself.")
-
-
-def _sync_dir(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

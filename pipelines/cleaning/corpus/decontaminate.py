@@ -15,8 +15,6 @@ from raytide.core.io.storage import read_bytes
 from raytide.core.specs.cleaning import Decontamination
 from raytide.pipelines.cleaning.corpus.hashing import hash_n_grams, hash_words
 
-BATCH_DOCUMENTS = 4096
-
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSets:

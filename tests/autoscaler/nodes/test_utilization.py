@@ -11,7 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from raytide.autoscaler.nodes import utilization
-from raytide.autoscaler.nodes.utilization import MAX_CONCURRENT, MeterReader, parse_page
+from raytide.autoscaler.nodes.node_page import meters_of, read_page
+from raytide.autoscaler.nodes.utilization import MAX_CONCURRENT, MeterReader
 from raytide.autoscaler.providers.base import Machine
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError
@@ -61,16 +62,16 @@ def machine(node_id: str, **more: str) -> Machine:
 
 
 def test_the_busiest_gpu_speaks_for_the_node_and_a_page_s_own_time_counts() -> None:
-    assert parse_page(PAGE, 5.0) == {"gpu": Signal(0.97, 5.0), "cpu": Signal(0.125, 5.0)}
-    assert parse_page('ray_node_cpu_utilization{ip="1"} 50 3000\n', 5.0) == {"cpu": Signal(0.5, 3.0)}
-    assert parse_page("", 5.0) == {}
+    assert meters_of(read_page(PAGE, 5.0)) == {"gpu": Signal(0.97, 5.0), "cpu": Signal(0.125, 5.0)}
+    assert meters_of(read_page('ray_node_cpu_utilization{ip="1"} 50 3000\n', 5.0)) == {"cpu": Signal(0.5, 3.0)}
+    assert meters_of(read_page("", 5.0)) == {}
     assert len(list(text_string_to_metric_families(PAGE))) == 3, "Prometheus itself reads the page too"
 
 
 @pytest.mark.parametrize("order", [("NaN", "0.0"), ("0.0", "NaN"), ("+Inf", "0.0")])
 def test_a_gpu_of_which_nothing_is_known_leaves_nothing_known_of_the_node_s(order: tuple[str, str]) -> None:
     page = "".join(f'ray_node_gpus_utilization{{GpuIndex="{at}"}} {value}\n' for at, value in enumerate(order))
-    assert parse_page(page + "ray_node_cpu_utilization 50\n", 5.0) == {"cpu": Signal(0.5, 5.0)}
+    assert meters_of(read_page(page + "ray_node_cpu_utilization 50\n", 5.0)) == {"cpu": Signal(0.5, 5.0)}
 
 
 def test_every_node_is_asked_where_it_speaks_whoever_is_silent() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from raytide.autoscaler.nodes.utilization import parse_page
+from raytide.autoscaler.nodes.node_page import meters_of, read_page
 from raytide.autoscaler.providers.local.files import LocalMachine, NodeFolder
 from raytide.autoscaler.providers.local.meter import GpuSettings, _Gpus, set_gpu, set_use, start_meter
 from raytide.core.objects.node import ACCELERATOR_LABEL, Signal
@@ -26,11 +26,11 @@ def test_it_says_what_it_was_told_for_each_gpu_and_is_silent_when_told_so(tmp_pa
 
     assert page().count("GpuIndex=") == 8
     assert dcgm_names(page()) == {metric.name for metric in declared_in(dcgm)}
-    assert parse_page(page(), 3.0) == {"gpu": Signal(0.0, 3.0)}
+    assert meters_of(read_page(page(), 3.0)) == {"gpu": Signal(0.0, 3.0)}
     set_use(tmp_path, "node-1", gpu=0.97)
-    assert parse_page(page(), 4.0) == {"gpu": Signal(0.97, 4.0)}
+    assert meters_of(read_page(page(), 4.0)) == {"gpu": Signal(0.97, 4.0)}
     set_use(tmp_path, "node-1", gpu=None)
-    assert parse_page(page(), 5.0) == {}
+    assert meters_of(read_page(page(), 5.0)) == {}
 
 
 def test_it_has_dcgm_s_names_labels_and_faults(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import lzma
 import tarfile
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,7 +23,7 @@ from raytide.pipelines.inputs import find_inputs, split_parts
 from raytide.pipelines.readers import jsonl
 from raytide.pipelines.readers.base import DamagedError, Drop, InputFile, InputPart, ReadOptions, Record
 from raytide.pipelines.readers.jsonl import JsonlReader
-from raytide.pipelines.readers.registry import read_documents, read_parts, reader_of
+from raytide.pipelines.readers.registry import read_parts, reader_of
 
 SpecOf = Callable[..., DataSpec]
 KEEP = ReadOptions(drops_damaged=True)
@@ -37,7 +38,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 def records_in(spec: DataSpec) -> list[Record]:
     parts = list(split_parts(find_inputs(spec), spec))
-    return [record for documents in read_documents(parts, ReadOptions.from_spec(spec)) for record in documents]
+    return [record for _, record in sorted(read_parts(parts, ReadOptions.from_spec(spec)), key=itemgetter(0))]
 
 
 def texts(records: list[Record]) -> list[str]:

@@ -174,10 +174,10 @@ def train(
     client = Client(ApiClient.find(cluster))
     submit = client.train if context.command.name == "train" else client.data  # `data build` has the same options
     job = submit(spec, **options)
-    finish(job, partial(_follow, job, quiet=json), wait=wait, json=json)
+    finish(job, partial(follow, job, quiet=json), wait=wait, json=json)
 
 
-def _follow(run: Run, *, quiet: bool) -> None:
+def follow(run: Run, *, quiet: bool) -> None:
     """Prints the state of a job until it ends, and what it made."""
     if sys.stderr.isatty() and not quiet:
         run.watch()

@@ -35,7 +35,7 @@ def write_text(path: Path, text: str, *, mode: int = 0o600, is_kept: bool = True
         _discard(staged)
         raise
     if is_kept:
-        _sync_folder(path.parent)
+        sync(path.parent)
 
 
 def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) -> bool:
@@ -47,7 +47,7 @@ def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) ->
         return False
     finally:
         _discard(staged)
-    _sync_folder(path.parent)
+    sync(path.parent)
     return True
 
 
@@ -117,9 +117,9 @@ def _write(path: Path, data: bytes, mode: int, *, is_kept: bool) -> None:
             os.fsync(fd)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes a file's name durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Makes a file's content durable, or the names in a folder."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -14,16 +14,11 @@ _SERVED = 2.0
 _PRECISION = 1e-9
 
 
-def lifetime_flops(plan: Allocation, served_tokens: float) -> float:
-    """Returns the FLOPs of training and of serving: 6 N D + 2 N D_inf."""
-    return plan.flops + _SERVED * plan.parameters * served_tokens
-
-
 def cheapest_for_loss(loss: float, served_tokens: float, law: ScalingLaw = BESIROGLU) -> Allocation:
     """Returns the model with this loss whose training and serving need the fewest FLOPs together.
 
-    Raises ValueError if the law never reaches the loss. The cost is convex in log N, so a golden-section search finds
-    its minimum.
+    Raises ValueError if the law never reaches the loss. The cost, 6 N D + 2 N D_inf, is convex in log N, so a
+    golden-section search finds its minimum.
     """
     if loss <= law.irreducible:
         raise ValueError(f"a loss of {loss} is not above the irreducible {law.irreducible} of {law.name}")

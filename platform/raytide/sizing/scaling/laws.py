@@ -68,10 +68,6 @@ class Allocation:
     def flops(self) -> float:
         return FLOPS_PER_PARAMETER * self.parameters * self.tokens
 
-    @property
-    def tokens_per_parameter(self) -> float:
-        return self.tokens / self.parameters
-
 
 HOFFMANN = ScalingLaw("Hoffmann 2022, approach 3 as printed", 1.69, 406.4, 410.7, 0.34, 0.28)
 """The printed constants are rounded, which biases the optimum towards small models (Besiroglu et al. 2024)."""
@@ -79,7 +75,6 @@ BESIROGLU = ScalingLaw(
     "Besiroglu 2024", 1.8172, 482.01, 2085.43, 0.3478, 0.3658, errors=(0.026, 125.0, 1293.0, 0.015, 0.021)
 )
 """The refit of Hoffmann's data (arXiv 2404.10102): the default."""
-LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
 
 APPROACH_1 = (
     (0.4e9, 8.0e9, 1.92e19),

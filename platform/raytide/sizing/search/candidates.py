@@ -78,10 +78,10 @@ def micro_batches(workload: TrainWorkload, sizes: Sizes) -> list[int]:
     return [size for size in _MICRO_BATCHES if size <= rows]
 
 
-def world_sizes(devices_per_node: int, most_nodes: int, least_nodes: int = 1) -> list[tuple[int, int]]:
+def world_sizes(devices_per_node: int, most_nodes: int) -> list[tuple[int, int]]:
     """Returns (nodes, devices): parts of one node, then one node, two, four and so on, and all."""
-    parts = [(1, size) for size in _powers(devices_per_node) if size < devices_per_node] if least_nodes == 1 else []
-    counts = sorted({*(n for n in _powers(most_nodes) if n >= least_nodes), most_nodes} - {0})
+    parts = [(1, size) for size in _powers(devices_per_node) if size < devices_per_node]
+    counts = sorted({*_powers(most_nodes), most_nodes} - {0})
     return parts + [(nodes, nodes * devices_per_node) for nodes in counts]
 
 

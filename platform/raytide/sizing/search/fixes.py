@@ -35,10 +35,8 @@ class Fix:
     """Changes with which a job fits, and their cost."""
 
     text: str
-    slowdown: float
-    """The time of a step relative to the spec as it is, had it fitted; below 1 for more devices."""
     cost: float
-    """Dollars of a step relative to the same."""
+    """Dollars of a step relative to the spec as it is, had it fitted."""
 
     def describe(self) -> str:
         return f"{self.text} ({self.cost - 1.0:+.0%} cost a step)"
@@ -141,7 +139,7 @@ def _fixes(
             if estimate(*changed, _favourable(device)).peak <= device.memory_gb * GB:
                 seconds = step_time(*changed, device, devices).total
                 text = "Set " + " and ".join(change.text for change in chosen)
-                found.append(Fix(text, seconds / base_s, seconds / base_s))
+                found.append(Fix(text, seconds / base_s))
         yield from found
         if found:
             break
@@ -154,7 +152,7 @@ def _fixes(
         if estimate(workload, wider, _favourable(device)).peak <= device.memory_gb * GB:
             seconds = step_time(workload, wider, device, devices).total
             cost = seconds * wider.world * _price(node_type)
-            yield Fix(f"Ask for {nodes * factor} nodes", seconds / base_s, cost / base_cost if base_cost else 1.0)
+            yield Fix(f"Ask for {nodes * factor} nodes", cost / base_cost if base_cost else 1.0)
             break
     for other in others:
         able = device_of(other)
@@ -164,7 +162,7 @@ def _fixes(
         if estimate(workload, strategy, _favourable(able)).peak <= able.memory_gb * GB:
             seconds = step_time(workload, strategy, able, devices).total
             cost = seconds * strategy.world * _price(other)
-            yield Fix(f"Run on {other.name}", seconds / base_s, cost / base_cost if base_cost else 1.0)
+            yield Fix(f"Run on {other.name}", cost / base_cost if base_cost else 1.0)
 
 
 def _larger_members(
@@ -183,7 +181,7 @@ def _larger_members(
             return
         if estimate(workload, wider, _favourable(device)).peak <= device.memory_gb * GB:
             seconds = step_time(workload, wider, device, devices * factor).total
-            yield Fix(f"Ask for {devices * factor} GPUs on each node", seconds / base_s, seconds * factor / base_s)
+            yield Fix(f"Ask for {devices * factor} GPUs on each node", seconds * factor / base_s)
             return
         factor *= 2
 
