@@ -61,7 +61,7 @@ class Monitor:
             if time.monotonic() >= due_s:
                 due_s = max(due_s + self._scrape_s, time.monotonic())
                 await self.watch_once()
-            elif self._has_news():
+            elif self._changed_at() != self._seen:
                 await asyncio.to_thread(self._act, self._now_s())
             await asyncio.sleep(min(_LOOK_S, max(0.0, due_s - time.monotonic())))
 
@@ -92,9 +92,6 @@ class Monitor:
     def _act(self, now_s: float) -> None:
         self._alerting.act(now_s)
         self._seen = self._changed_at()
-
-    def _has_news(self) -> bool:
-        return self._changed_at() != self._seen
 
     def _changed_at(self) -> float:
         try:

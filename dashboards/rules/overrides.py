@@ -22,14 +22,11 @@ def adjusted_groups(overrides: Mapping[str, AlertOverride]) -> dict[str, tuple[A
                 + (f" (did you mean {near[0]}?)." if near else "."),
                 hint="docs/monitoring.md lists the alerts.",
             )
+    off = {name for name, override in overrides.items() if override.off}
     return {
-        group: tuple(_adjusted(rule, overrides.get(rule.name)) for rule in rules if not _is_off(overrides, rule))
+        group: tuple(_adjusted(rule, overrides.get(rule.name)) for rule in rules if rule.name not in off)
         for group, rules in GROUPS.items()
     }
-
-
-def _is_off(overrides: Mapping[str, AlertOverride], rule: AlertRule) -> bool:
-    return rule.name in overrides and overrides[rule.name].off
 
 
 def _adjusted(rule: AlertRule, override: AlertOverride | None) -> AlertRule:

@@ -225,17 +225,10 @@ class Pictures:
     def node_row(self, node: Node, held: Iterable[Share], kinds: Mapping[str, str], live: Live) -> Row:
         use = live.use.get(node.id, {})
         return {
-            "id": node.id,
-            "type": node.type,
-            "zone": node.zone,
+            **_named(node, "id", "type", "zone", "price_micro_usd_h", "subject"),
+            **_named(node, "requested_at_s", "ready_at_s", "drain_deadline_s", "lost_at_s"),
             "market": str(node.market),
             "state": str(node.state),
-            "price_micro_usd_h": node.price_micro_usd_h,
-            "requested_at_s": node.requested_at_s,
-            "ready_at_s": node.ready_at_s,
-            "drain_deadline_s": node.drain_deadline_s,
-            "lost_at_s": node.lost_at_s,
-            "subject": node.subject,
             "reason": node.reason[:_MOST_TEXT],
             "use": {meter: round(signal.value, 2) for meter, signal in use.items()},
             "held": [_share(share.kind, share.subject, share.team, share.weight, kinds) for share in held],
@@ -268,6 +261,11 @@ class Pictures:
         return rows
 
 
+def _named(value: object, *names: str) -> Row:
+    """Returns these attributes, each by its name."""
+    return {name: getattr(value, name) for name in names}
+
+
 def _alert_id(alert: Row) -> str:
     return " ".join([alert["name"], *(f"{name}={value}" for name, value in sorted(alert["labels"].items()))])
 
@@ -281,13 +279,11 @@ def _spec_row(job: Job) -> Row:
     spec = job.spec
     shape = spec.gang.shapes[0]
     return {
-        "priority": spec.priority,
+        **_named(spec, "priority", "due_at_s", "budget_usd"),
         "gang": shape.describe(),
         "gpus": shape.resources.get("GPU", 0.0) * shape.members,
         "cpus": shape.resources.get("CPU", 0.0) * shape.members,
         "wanted": shape.members,
-        "due_at_s": spec.due_at_s,
-        "budget_usd": spec.budget_usd,
     }
 
 
@@ -295,11 +291,9 @@ def _team_row(view: TeamView) -> Row:
     spec = view.spec
     return {
         "team": view.name,
-        "parent": spec.parent,
-        "weight": spec.weight,
+        **_named(spec, "parent", "weight"),
+        **_named(spec.budget, "soft_usd", "hard_usd"),
         "quota": dict(spec.quota),
-        "soft_usd": spec.budget.soft_usd,
-        "hard_usd": spec.budget.hard_usd,
         "spent_micro_usd": view.spent_micro_usd,
         "used": dict(view.use.used),
         "own": dict(view.use.own),
@@ -310,14 +304,13 @@ def _team_row(view: TeamView) -> Row:
 
 def _type_row(each: NodeType) -> Row:
     return {
+        **_named(each, "price_micro_usd_h", "max_nodes"),
         "market": str(each.market),
-        "price_micro_usd_h": each.price_micro_usd_h,
         "zones": list(each.zones),
         "zone_prices": {zone: each.price_in(zone) for zone in each.zones},
         "gpus": each.resources.get("GPU", 0.0),
         "cpus": each.resources.get("CPU", 0.0),
         "accelerator": each.labels.get("ray.io/accelerator-type", ""),
-        "max_nodes": each.max_nodes,
     }
 
 
@@ -332,18 +325,13 @@ def _endpoint_row(status: EndpointStatus, load: EndpointLoad | None, cost_micro_
     return {
         "id": endpoint.name,
         "team": spec.team,
-        "user": endpoint.user,
+        **_named(endpoint, "user", "created_at_s"),
+        **_named(status, "base_url", "revision"),
+        **_named(spec.replicas, "min", "max", "slo_ttft_s", "slo_target"),
         "model": spec.version or spec.model,
         "state": str(endpoint.state),
         "reason": endpoint.reason[:_MOST_TEXT],
-        "created_at_s": endpoint.created_at_s,
-        "base_url": status.base_url,
-        "revision": status.revision,
         "is_hosted": spec.backend is not None,
-        "min": spec.replicas.min,
-        "max": spec.replicas.max,
-        "slo_ttft_s": spec.replicas.slo_ttft_s,
-        "slo_target": spec.replicas.slo_target,
         "target": endpoint.target_replicas,
         "ready": status.ready_replicas,
         "ongoing": round(status.ongoing, 1),
@@ -360,13 +348,6 @@ def _endpoint_row(status: EndpointStatus, load: EndpointLoad | None, cost_micro_
         "cost_micro_usd": cost_micro_usd,
         "counted": dict(counted),
         "replicas": [
-            {
-                "id": each.id,
-                "node": each.node,
-                "running": each.running,
-                "waiting": each.waiting,
-                "kv_use": round(each.kv_use, 3),
-            }
-            for each in replicas
+            {**_named(each, "id", "node", "running", "waiting"), "kv_use": round(each.kv_use, 3)} for each in replicas
         ],
     }

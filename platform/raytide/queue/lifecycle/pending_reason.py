@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytide.core.clock import utc
@@ -40,7 +39,7 @@ def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
     parts = [f"{lease.id} has {len(lease.usable)} of {lease.shape.at_least} members that it needs"]
     parts += [_waits_for(m, snapshot) for m in lease.members if not (m.is_usable or m.is_parked)]
     remedy = "No action needed: it continues when they are ready."
-    return PendingReason("starting", "; ".join(_unique(parts)) + ".", remedy)
+    return PendingReason("starting", "; ".join(dict.fromkeys(parts)) + ".", remedy)
 
 
 def given_away_text(lease: Lease) -> str:
@@ -79,7 +78,3 @@ def _waits_for(member: Member, snapshot: Snapshot) -> str:
     if node.state in (NodeState.REQUESTED, NodeState.LAUNCHING):
         return f"{node.id} ({node.type}) is starting since {snapshot.at_s - node.requested_at_s:.0f} s"
     return f"a placement group on {node.id} ({node.type}) is being made"
-
-
-def _unique(parts: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(parts))

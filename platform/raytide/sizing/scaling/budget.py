@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from raytide.core.errors import CapacityError
 from raytide.core.money import MICRO
 from raytide.core.objects.node import NodeType
-from raytide.sizing.devices import Accelerator, device_of
+from raytide.sizing.devices import device_of
 from raytide.sizing.scaling.inference import over_trained
 from raytide.sizing.scaling.laws import BESIROGLU, HOFFMANN, approach_1, approach_2
 from raytide.sizing.scaling.repeated_data import repeated_optimum
@@ -68,11 +68,7 @@ def flops_of_budget(usd: float, node_types: Sequence[NodeType], hours: float | N
         node_h = usd / (node_type.price_micro_usd_h / MICRO)
         if hours is not None:
             node_h = min(node_h, hours * node_type.max_nodes)
-        found.append(node_h * 3600.0 * _node_flops(node_type, device))
+        found.append(node_h * 3600.0 * node_type.resources["GPU"] * device.peak_flops("bf16") * ASSUMED_MFU)
     if not found:
         raise CapacityError("no node type has a price and GPUs that the planner knows.", hint="Give --flops instead.")
     return max(found)
-
-
-def _node_flops(node_type: NodeType, device: Accelerator) -> float:
-    return node_type.resources["GPU"] * device.peak_flops("bf16") * ASSUMED_MFU
