@@ -223,7 +223,8 @@ def down(name: Name = "local", json: Json = False) -> None:
 
     cluster = load(run_dir_of(name))
     if cluster is None and end_guard(run_dir_of(name)):
-        _show_standby_ended(name, json=json)
+        text = f"this machine waits no more to be the head of cluster {name}; the cluster goes on"
+        as_result({"name": name, "state": "standby ended", "differences": []}, text, json)
         return
     closed = cloud_head.down(cluster) if isinstance(cluster, HeadCluster) else local.down(name)
     wrong = [] if closed is None else [asdict(difference) for difference in closed.differences]
@@ -236,11 +237,6 @@ def down(name: Name = "local", json: Json = False) -> None:
         for d in closed.differences:
             amounts = f"booked {d.booked_micro_usd} micro-dollars, billed {d.bill_micro_usd}"
             print(f"warning: the books do not balance: {d.node_id}: {amounts}: {d.what}")
-
-
-def _show_standby_ended(name: str, *, json: bool) -> None:
-    text = f"this machine waits no more to be the head of cluster {name}; the cluster goes on"
-    as_result({"name": name, "state": "standby ended", "differences": []}, text, json)
 
 
 def status(

@@ -68,7 +68,12 @@ def list_keys(
 ) -> None:
     """List the keys of your team, with what they have spent."""
     head = ("KEY", "NAME", "TEAM", "USER", "STATE", "MODELS", "RPM", "TPM", "BUDGET", "THIS MONTH", "TOTAL", "RESERVED")
-    as_list(ApiClient.find(cluster).keys(limit=limit, offset=offset, ended=ended), head, _row, json)
+    as_list(
+        ApiClient.find(cluster).keys(limit=limit, offset=offset, ended=ended),
+        head,
+        lambda view: (view.key.id, *_facts(view).values()),
+        json,
+    )
 
 
 @key.command()
@@ -80,21 +85,11 @@ def show(key_id: KeyId, cluster: ClusterName = None, json: Json = False) -> None
         return
     shown = view.key
     fields = {
-        "name": shown.name,
-        "team": shown.team,
-        "user": shown.user,
-        "state": _state(shown),
-        "models": ", ".join(shown.models) or "all",
-        "requests/min": _limit(shown.requests_per_min),
-        "tokens/min": _limit(shown.tokens_per_min),
-        "budget": _budget(shown),
+        **_facts(view),
         "priority": shown.priority,
         "keeps answers": "yes" if shown.answer_cache else "no",
         "created": local_time(shown.created_at_s),
         "expires": "-" if shown.expires_at_s is None else local_time(shown.expires_at_s),
-        "this month": format_usd(view.spending.month),
-        "total": format_usd(view.spending.life),
-        "reserved": format_usd(view.spending.reserved),
     }
     as_table(("KEY", shown.id), fields.items())
 
@@ -177,21 +172,25 @@ def _show_new(made: NewKey, json: bool) -> None:
 
 
 def _row(view: KeyView) -> tuple[object, ...]:
+    return (view.key.id, *_facts(view).values())
+
+
+def _facts(view: KeyView) -> dict[str, object]:
+    """Returns what both the list and `show` say of a key."""
     shown, spending = view.key, view.spending
-    return (
-        shown.id,
-        shown.name,
-        shown.team,
-        shown.user,
-        _state(shown),
-        " ".join(shown.models) or "all",
-        _limit(shown.requests_per_min),
-        _limit(shown.tokens_per_min),
-        _budget(shown),
-        format_usd(spending.month),
-        format_usd(spending.life),
-        format_usd(spending.reserved),
-    )
+    return {
+        "name": shown.name,
+        "team": shown.team,
+        "user": shown.user,
+        "state": _state(shown),
+        "models": ", ".join(shown.models) or "all",
+        "requests/min": _limit(shown.requests_per_min),
+        "tokens/min": _limit(shown.tokens_per_min),
+        "budget": _budget(shown),
+        "this month": format_usd(spending.month),
+        "total": format_usd(spending.life),
+        "reserved": format_usd(spending.reserved),
+    }
 
 
 def _state(shown: ApiKey) -> str:

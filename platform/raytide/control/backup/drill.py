@@ -26,13 +26,13 @@ from raytide.control.backup.contents import SavedFolder, problem_of
 from raytide.control.backup.place import CONFIG, BackupPlace
 from raytide.control.backup.repository import Repository
 from raytide.control.backup.restore import Unpacked, below, find_snapshot, hold_back, unpack
-from raytide.control.backup.results import DrillResult, record_drill, record_failure
+from raytide.control.backup.results import DrillResult, failures_recorded, record_drill
 from raytide.control.backup.run import STATE, working
 from raytide.control.bootstrap.cluster_record import HeadCluster, installed_version
 from raytide.control.reconcile.decide import decide
 from raytide.control.reconcile.observation import ClusterObservation
 from raytide.control.reconcile.records import ClusterRecords, take_snapshot
-from raytide.core.errors import RaytideError, StorageError
+from raytide.core.errors import StorageError
 from raytide.core.io.atomic_file import write_json
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.state import Store
@@ -55,10 +55,8 @@ def drill(place: BackupPlace, *, is_cold: bool = False, now_s: Callable[[], floa
         if repository is None:
             raise StorageError("there is no cold repository.", hint="Set metadata.raytide.backup.cold_repository.")
         try:
-            result = _drill(place, repository, scratch, now_s())
-        except (RaytideError, OSError) as error:
-            record_failure(place, "drill", str(error), now_s())
-            raise
+            with failures_recorded(place, "drill", now_s):
+                result = _drill(place, repository, scratch, now_s())
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         if not is_cold:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,9 +84,15 @@ def record_run(place: BackupPlace, kind: str, took_s: float, snapshot: str = "")
     _update(place, {kind: LastRun(at_s=time.time(), took_s=took_s, snapshot=snapshot)})
 
 
-def record_failure(place: BackupPlace, kind: str, error: str, now_s: float) -> None:
-    before: LastRun = getattr(read_results(place.work_dir), kind)
-    _update(place, {kind: before.model_copy(update={"failed_at_s": now_s, "error": error})})
+@contextmanager
+def failures_recorded(place: BackupPlace, kind: str, now_s: Callable[[], float] = time.time) -> Iterator[None]:
+    """Records a failure of the block, for the metrics, and raises it."""
+    try:
+        yield
+    except (RaytideError, OSError) as error:
+        before: LastRun = getattr(read_results(place.work_dir), kind)
+        _update(place, {kind: before.model_copy(update={"failed_at_s": now_s(), "error": str(error)})})
+        raise
 
 
 def record_drill(place: BackupPlace, result: DrillResult) -> None:

@@ -15,12 +15,12 @@ from typing import ClassVar
 from raytide.control.backup.contents import Contents, contents_of, is_there, paths_to_save, pinned
 from raytide.control.backup.place import CONFIG, BackupPlace
 from raytide.control.backup.repository import BackupSummary
-from raytide.control.backup.results import read_results, record_backup, record_failure, work_dir_of
+from raytide.control.backup.results import failures_recorded, read_results, record_backup, work_dir_of
 from raytide.control.backup.state_copy import copy_sqlite, copy_state, is_sqlite_file
 from raytide.control.bootstrap.cluster_record import installed_version
 from raytide.core import bounds
 from raytide.core.config import Config
-from raytide.core.errors import ConflictError, RaytideError, StorageError
+from raytide.core.errors import ConflictError, StorageError
 from raytide.core.io.atomic_file import write_json
 from raytide.core.io.private_folder import lock_file, take
 from raytide.core.io.storage import full_disk_is_an_error
@@ -62,32 +62,28 @@ def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple
 
     A failure is recorded, for the metrics, and raised.
     """
-    with working(place.cluster) as handle:
-        try:
-            began_s = time.monotonic()
-            with _staging(place) as staging:
-                at_s = now_s()
-                copy_state(place.state_url, staging / STATE)
-                with pinned(contents_of(staging / STATE, place.settings.paths)) as contents:
-                    manifest = _stage(place, staging, contents, at_s)
-                    runs = (each.stored_as for each in contents.folders if each.kind == "run")
-                    summary = place.hot.backup(
-                        [staging, *_of_run_dir(place), *paths_to_save(contents)],
-                        cluster=place.cluster,
-                        list_file=place.work_dir / "paths",
-                        exclude=_excluded(place),
-                        parent=read_results(place.work_dir).backup.snapshot,
-                        may_vanish=[str(place.run_dir), *runs],
-                        pass_fds=[handle],
+    with working(place.cluster) as handle, failures_recorded(place, "backup", now_s):
+        began_s = time.monotonic()
+        with _staging(place) as staging:
+            at_s = now_s()
+            copy_state(place.state_url, staging / STATE)
+            with pinned(contents_of(staging / STATE, place.settings.paths)) as contents:
+                manifest = _stage(place, staging, contents, at_s)
+                runs = (each.stored_as for each in contents.folders if each.kind == "run")
+                summary = place.hot.backup(
+                    [staging, *_of_run_dir(place), *paths_to_save(contents)],
+                    cluster=place.cluster,
+                    list_file=place.work_dir / "paths",
+                    exclude=_excluded(place),
+                    parent=read_results(place.work_dir).backup.snapshot,
+                    may_vanish=[str(place.run_dir), *runs],
+                    pass_fds=[handle],
+                )
+                if lost := [each.path for each in contents.folders if not is_there(each)]:
+                    place.hot.remove(summary.snapshot)
+                    raise StorageError(
+                        f"{', '.join(lost)} changed while it was saved.", hint="The backup is tried again later."
                     )
-                    if lost := [each.path for each in contents.folders if not is_there(each)]:
-                        place.hot.remove(summary.snapshot)
-                        raise StorageError(
-                            f"{', '.join(lost)} changed while it was saved.", hint="The backup is tried again later."
-                        )
-        except (RaytideError, OSError) as error:
-            record_failure(place, "backup", str(error), now_s())
-            raise
         record_backup(place, manifest.at_s, summary, time.monotonic() - began_s)
         return manifest, summary
 

@@ -58,13 +58,10 @@ def start_supervisor(
     cluster: RunningCluster, children: Mapping[str, str] = CHILDREN, *, pass_fds: Sequence[int] = ()
 ) -> None:
     argv = [sys.executable, "-m", "raytide.control.supervision.supervisor", str(cluster.run_dir)]
-    more = {**(MONITORING if cluster.monitoring else {}), **(BACKUP if _is_backed_up(cluster) else {})}
+    is_backed_up = load_cluster(cluster.config_path).settings.backup is not None
+    more = {**(MONITORING if cluster.monitoring else {}), **(BACKUP if is_backed_up else {})}
     argv += [f"{what}={module}" for what, module in (*children.items(), *more.items())]
     spawn("supervisor", argv, run_dir=cluster.run_dir, environment=cluster.environment(), pass_fds=pass_fds)
-
-
-def _is_backed_up(cluster: RunningCluster) -> bool:
-    return load_cluster(cluster.config_path).settings.backup is not None
 
 
 def wait_for_api(cluster: RunningCluster, *, timeout_s: float) -> None:
