@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytide.core.errors import ClusterError, DataError, RaytideError, WaitTimeoutError
+from raytide.core.io.atomic_file import sync
 from raytide.core.io.storage import open_url
 from raytide.core.io.timeout import call_with_timeout
 
@@ -98,7 +99,8 @@ class RemoteDirectory:
             copy.is_cancelled = True
         if copy.error is not None:
             raise copy.error
-        _sync(folder)
+        for path in (*folder.rglob("*"), folder):  # so that a crash of the machine leaves no whole folder of torn files
+            sync(path)
 
 
 class _Copy:
@@ -225,13 +227,3 @@ def _stalled(url: str, timeout_s: float) -> WaitTimeoutError:
 def _unreadable(what: str, error: BaseException) -> DataError:
     text = f"{type(error).__name__}: {error}"[:300]
     return DataError(f"cannot read {what}: {text}.", hint="Check the URL, and the credentials on the nodes.")
-
-
-def _sync(folder: Path) -> None:
-    """Writes the files to the disk, so that a crash of the machine leaves no whole folder of torn files."""
-    for path in (*folder.rglob("*"), folder):
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

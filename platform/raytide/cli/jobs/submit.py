@@ -33,7 +33,7 @@ from raytide.control.client import ApiClient
 from raytide.control.views import JobView
 from raytide.core.objects.job import JobState
 from raytide.sdk.client import Client
-from raytide.sdk.jobs.job_run import Run, explain, patiently
+from raytide.sdk.jobs.job_run import Run, explain, patiently, short
 from raytide.sdk.jobs.script import pairs_of
 from raytide.sdk.options import GangOptions
 
@@ -196,13 +196,9 @@ def _progress(view: JobView) -> str:
     if view.job.is_final or view.waiting is not None or not view.job.progress:
         return explain(view)
     numbers = ", ".join(
-        f"{key} {_short(value)}" for key, value in view.job.progress.items() if value and key != "settled"
+        f"{key} {short(value)}" for key, value in view.job.progress.items() if value and key != "settled"
     )
     return f"{view.job.id} {view.job.state}: {numbers}"
-
-
-def _short(value: float | int | str) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _follow_script(job: Run, *, quiet: bool) -> None:

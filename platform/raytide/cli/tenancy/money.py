@@ -119,12 +119,9 @@ def set_budget(
         except NotFoundError:
             hint = "`raytide budget` lists the teams, `raytide ps` the jobs."
             raise NotFoundError(f"there is neither a team nor a job {name}.", hint=hint) from None
-    if json:
-        as_json(changed)
-    else:
-        span = " a month" if per == "month" or isinstance(changed, TeamSpec) else ""
-        amount = "without limit" if usd is None else f"{format_usd(micro_usd(usd))}{span}"
-        print(f"{name} may spend {amount}{' before it is limited to spot' if soft else ''}")
+    span = " a month" if per == "month" or isinstance(changed, TeamSpec) else ""
+    amount = "without limit" if usd is None else f"{format_usd(micro_usd(usd))}{span}"
+    as_result(changed, f"{name} may spend {amount}{' before it is limited to spot' if soft else ''}", json)
 
 
 @budget.command("reset")
