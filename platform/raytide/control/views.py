@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,11 +27,14 @@ from raytide.ledger.report import By, CostRow
 
 T = TypeVar("T")
 
+_adapters: dict[Any, TypeAdapter[Any]] = {}
 
-@cache
+
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     """Returns the adapter of a type, cached because building one is slow."""
-    return TypeAdapter(cls)
+    if cls not in _adapters:
+        _adapters[cls] = TypeAdapter(cls)
+    return _adapters[cls]
 
 
 def to_json(value: object) -> Any:
