@@ -3,18 +3,20 @@ price of spot, and how many that of on demand. Without clock or I/O.
 
 A replica is bought when it avoids more than it costs. It is released when its cost beyond its value would have paid for
 a new start, which costs at most twice the optimum (ski rental). The price of a late request is the dual variable of the
-SLO: it starts at a guess from the cost of a request, rises while more requests are late than the target allows, and
-falls while fewer are. The misses of the last week count besides, so that an overspent budget is earned back.
+SLO: it starts at a guess from the cost of a request, and moves to the price at which the model predicts as many late
+requests as the target allows, corrected by how many of the predicted ones were late. The misses of the last week count
+besides, so that an overspent budget is earned back.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import NonNegativeFloat
 
 from raytide.autoscaler.endpoints.queue_simulator import (
@@ -37,17 +39,17 @@ SETTLE_S = 120.0
 START_PRICE_FACTOR = 3.0
 """The initial price of a miss, in on-demand costs of a request over the square root of the allowed share of misses; the
 root keeps the price bounded for strict targets."""
-GAIN = 6.0
-"""The change of the price's logarithm on a day with twice the allowed misses, times the square root of the allowed
-share: rare misses come in bursts, with a lost zone, so a day of them says less."""
-FIRST_GAIN = 2.0
-"""The gain's increase at first, relative to it, since the initial price is a guess; it falls with the days observed."""
+KNOWN_DAYS = 0.5
+"""Days of predictions after which they count as much as the initial price."""
 BUDGET_GAIN, MOST_DEBT_DAYS = 3.0, 4.0
-"""The logarithm's rise while the last week has one day's allowed misses too many, times the same root; and the days
-beyond which it rises no further."""
+"""The rise of the price's logarithm while the last week has one day's allowed misses too many, times the square root of
+the allowed share (rare misses come in bursts, with a lost zone, so a day of them says less); and the days beyond which
+it rises no further."""
 MOST_UP, LEAST_WORTH, MOST_WORTH = math.log(3.0), 0.01, 0.9
 """Bounds, so that an unreachable target is not pursued at any price: of the logarithm, and of what avoiding all allowed
 misses is worth, in costs of serving all requests on demand. The more generous upper one holds."""
+PRICES = 24
+"""The prices, between the bounds, at which the late requests are predicted."""
 _DAY_S = 86400.0
 BUDGET_S = 7 * _DAY_S
 """The memory of the attained share."""
@@ -92,12 +94,13 @@ class SavedModel(Config):
     slo_target: float
     max_replicas: int
     paper: SavedCounts
-    price_moved: float
     day_requests: float
     week_requests: NonNegativeFloat = 0.0
     week_missed: NonNegativeFloat = 0.0
     per_day: NonNegativeFloat = 1.0
     days: NonNegativeFloat = 0.0
+    predicted: tuple[NonNegativeFloat, ...] = ()
+    expected: NonNegativeFloat = 0.0
 
 
 @dataclass(slots=True)
@@ -125,8 +128,6 @@ class SloShadowPrice:
     """The price of a late request, and the share of requests in time over about the last week."""
 
     target: float
-    moved: float = 0.0
-    """The integral part of the price's logarithm."""
     day_requests: float = 0.0
     requests: float = 0.0
     missed: float = 0.0
@@ -134,47 +135,82 @@ class SloShadowPrice:
     """Requests of a day at the larger of the day's mean rate and the usual one."""
     days: float = 0.0
     """Days observed."""
+    predicted: Floats = field(default_factory=lambda: np.zeros(PRICES))
+    """Late requests of about the last week as predicted, had each of `log_prices` been in force."""
+    expected: float = 0.0
+    """Those predicted at the prices that were in force."""
 
     @property
     def attained(self) -> float | None:
         """The share of the week's requests that were in time; None without any."""
         return 1.0 - self.missed / self.requests if self.requests > 0 else None
 
+    @property
+    def log_prices(self) -> Floats:
+        """The prices of `predicted`, as logarithms relative to the initial price."""
+        low, high = self._bounds
+        prices: Floats = np.linspace(low, high, PRICES)
+        return prices
+
     def observe(self, requests: int, missed: int, rate_rps: float, dt_s: float) -> None:
-        allowed, fade = self._allowed, math.exp(-dt_s / BUDGET_S)
+        fade = math.exp(-dt_s / BUDGET_S)
         self.requests = self.requests * fade + requests
         self.missed = self.missed * fade + missed
         self.day_requests += (rate_rps * _DAY_S - self.day_requests) * min(1.0, dt_s / _DAY_S)
         self.per_day = max(self.day_requests, rate_rps * _DAY_S, 1.0)
-        gain = GAIN * (1.0 + FIRST_GAIN / (1.0 + self.days))
         self.days += dt_s / _DAY_S
-        step = gain * math.sqrt(allowed) * (missed / allowed - requests) / self.per_day
-        self.moved = self._bounded(self.moved + step)
+
+    def predict(self, late_per_h: Floats, dt_s: float) -> None:
+        """Counts the late requests predicted for an interval at each of `log_prices`."""
+        fade, now = math.exp(-dt_s / BUDGET_S), float(np.interp(self._log_price, self.log_prices, late_per_h))
+        self.predicted = self.predicted * fade + late_per_h * dt_s / 3600.0
+        self.expected = self.expected * fade + now * dt_s / 3600.0
 
     def usd(self, request_s: float, ondemand_usd_h: float) -> float:
         """Returns the price in dollars. `request_s`: replica-seconds of one request."""
-        worth = START_PRICE_FACTOR * math.sqrt(self._allowed) * math.exp(self._log_price)
-        return worth / self._allowed * request_s * ondemand_usd_h / 3600.0
+        return self._initial_usd(request_s, ondemand_usd_h) * math.exp(self._log_price)
+
+    def usd_by_price(self, request_s: float, ondemand_usd_h: float) -> Floats:
+        """Returns `log_prices` in dollars."""
+        return self._initial_usd(request_s, ondemand_usd_h) * np.exp(self.log_prices)
 
     def restore(self, past: SavedModel) -> None:
-        self.moved, self.day_requests = past.price_moved, past.day_requests
+        self.day_requests, self.days = past.day_requests, past.days
         self.requests, self.missed, self.per_day = past.week_requests, past.week_missed, max(past.per_day, 1.0)
-        self.days = past.days
+        if len(past.predicted) == PRICES:
+            self.predicted, self.expected = np.array(past.predicted), past.expected
 
     @property
     def _allowed(self) -> float:
         return 1.0 - self.target
+
+    def _initial_usd(self, request_s: float, ondemand_usd_h: float) -> float:
+        return START_PRICE_FACTOR / math.sqrt(self._allowed) * request_s * ondemand_usd_h / 3600.0
 
     @property
     def _log_price(self) -> float:
         """The logarithm of the price relative to the initial one."""
         debt_days = (self.missed / self._allowed - self.requests) / self.per_day
         debt_days = min(max(debt_days, -MOST_DEBT_DAYS), MOST_DEBT_DAYS)
-        return self._bounded(self.moved + BUDGET_GAIN * math.sqrt(self._allowed) * debt_days)
+        low, high = self._bounds
+        return min(max(self._sufficient + BUDGET_GAIN * math.sqrt(self._allowed) * debt_days, low), high)
 
-    def _bounded(self, log_price: float) -> float:
+    @property
+    def _sufficient(self) -> float:
+        """The logarithm of the price at which the allowed share is predicted to be late, weighed with the initial price
+        by the days observed. Predictions are corrected by how many of the expected requests were late."""
+        if self.requests <= 0 or not self.predicted.any():
+            return 0.0
+        day = self._allowed * self.per_day
+        correction = (self.missed + day) / (self.expected + day)
+        share = np.maximum(correction * self.predicted / self.requests, 1e-12)
+        found = float(np.interp(-math.log(self._allowed), -np.log(share), self.log_prices))
+        return found * self.days / (self.days + KNOWN_DAYS)
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
         start = math.log(START_PRICE_FACTOR * math.sqrt(self._allowed))
-        return min(max(log_price, math.log(LEAST_WORTH) - start), max(MOST_UP, math.log(MOST_WORTH) - start))
+        return math.log(LEAST_WORTH) - start, max(MOST_UP, math.log(MOST_WORTH) - start)
 
 
 @dataclass(slots=True)
@@ -234,12 +270,13 @@ class ReplicaValueModel:
             slo_target=self.goal.slo_target,
             max_replicas=self.goal.max_replicas,
             paper=self.simulator.saved,
-            price_moved=self.price.moved,
             day_requests=self.price.day_requests,
             week_requests=self.price.requests,
             week_missed=self.price.missed,
             per_day=self.price.per_day,
             days=self.price.days,
+            predicted=tuple(self.price.predicted.tolist()),
+            expected=self.price.expected,
         )
 
     def restore(self, past: SavedModel) -> None:
@@ -282,11 +319,34 @@ class ReplicaValueModel:
         spot_usd_h = min(goal.spot_usd_h.values(), default=goal.ondemand_usd_h)
         without_losses = -np.diff(self.late_per_h) * self._late_usd
         self.burst_count = int(np.arange(1, len(total))[without_losses > spot_usd_h].max(initial=0))
+        least, curves = max(goal.min_replicas, min(math.ceil(self._work), goal.max_replicas)), []
         for nodes, usd_h, lost_share in ((self.spot, spot_usd_h, as_now), (self.ondemand, goal.ondemand_usd_h, fixed)):
-            missing = np.maximum(lost_share * hazard.lost_share, 1.0)
-            spared = -np.diff(late_with_losses(self.late_per_h, shares, missing))
-            nodes.update(spared * self._late_usd, usd_h, usd_h * goal.cold_start_s / 3600.0, stats.dt_s)
-            nodes.count = max(nodes.count, goal.min_replicas, min(math.ceil(self._work), goal.max_replicas))
+            late = late_with_losses(self.late_per_h, shares, np.maximum(lost_share * hazard.lost_share, 1.0))
+            nodes.update(-np.diff(late) * self._late_usd, usd_h, usd_h * goal.cold_start_s / 3600.0, stats.dt_s)
+            nodes.count = max(nodes.count, least)
+            curves.append((late, usd_h))
+        if self.has_served:
+            self.price.predict(self._late_by_price(curves, least, sum(held.values())), stats.dt_s)
+
+    def _late_by_price(self, curves: Sequence[tuple[Floats, float]], least: int, held: float) -> Floats:
+        """Returns the late requests per hour at each price of the grid, with as many replicas as would be worth it.
+
+        `curves`: late requests by replicas, and the price of a replica, on spot and on demand. `held`: spot replicas;
+        while they are fewer than are worth their price, spot is scarce, and on demand fills up.
+        """
+        late_usd = self.price.usd_by_price(self.simulator.request_s, self.goal.ondemand_usd_h)
+        (on_spot, spot), (on_demand, ondemand) = (
+            (late, np.maximum(_worth(-np.diff(late), late_usd, usd_h), least)) for late, usd_h in curves
+        )
+        is_scarce = held < self.spot.count
+        late: Floats = on_demand[np.maximum(np.minimum(spot, int(held)), ondemand)] if is_scarce else on_spot[spot]
+        return late
+
+
+def _worth(spared_per_h: Floats, late_usd: Floats, usd_h: float) -> NDArray[np.intp]:
+    """Returns how many replicas spare late requests worth more than their price, at each price of a late request."""
+    is_worth = spared_per_h * late_usd[:, None] > usd_h
+    return np.where(is_worth.any(axis=1), is_worth.shape[1] - is_worth[:, ::-1].argmax(axis=1), 0)
 
 
 def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:

@@ -3,13 +3,15 @@
     benchmarks/autoscaler/serving_costs.py --recording code.csv --recording chat.jsonl --spot S.json --case 0
 
 On one case of serving_targets.py. All figures are multiples of the lower bound, which buys fractions of nodes. The
-omniscient buyer (serving_floor.py) attains as much as the policy did.
+omniscient buyer (serving_floor.py) attains as much as the policy did. With --plenty the same load is also served where
+spot is never scarce and never reclaimed: there only the future load is unknown. That is compared with its own bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from serving_targets import CASES, scenario
 from raytide.core.objects.node import CapacityType
 from raytide.simulate.serving.baselines import TICK_S
 from raytide.simulate.serving.compare import Result, Scenario
+from raytide.simulate.serving.spot_zones import SpotZones
 
 
 def split(stage: Scenario, result: Result, floor: WholeNodeFloor) -> dict[str, float]:
@@ -41,6 +44,21 @@ def split(stage: Scenario, result: Result, floor: WholeNodeFloor) -> dict[str, f
     }
 
 
+def with_plenty_of_spot(stage: Scenario) -> Scenario:
+    room = tuple(2 * stage.setup.max_replicas for _ in stage.zones.names)
+    return replace(stage, zones=SpotZones(stage.zones.names, (0.0,), (room,)))
+
+
+def print_split(stage: Scenario, bound_usd: float, floor: WholeNodeFloor) -> None:
+    result = stage.run("raytide")
+    attained = result.slo_attainment
+    print("| part | x bound |\n|---|---|")
+    print(f"| all; {100 * attained:.2f} % attained | {result.cost_usd / bound_usd:.2f} |")
+    print(f"| an omniscient buyer of whole nodes | {floor.usd(attained) / bound_usd:.2f} |")
+    for name, usd in split(stage, result, floor).items():
+        print(f"| {name} | {usd / bound_usd:.2f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recording", type=Path, action="append", required=True, help="twice: code, then chat")
@@ -49,21 +67,18 @@ def main() -> None:
     parser.add_argument("--days", type=float, default=7.0)
     parser.add_argument("--case", type=int, action="append", help="index in CASES; by default the first")
     parser.add_argument("--target", type=float, action="append")
+    parser.add_argument("--plenty", action="store_true", help="also where spot is never scarce or reclaimed")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for at in args.case or [0]:
             stage = scenario(CASES[at], args.recording, args.envelope, args.spot, args.days, Path(folder))
-            bound_usd, floor = stage.lower_bound_usd(), WholeNodeFloor(stage)
-            for target in args.target or [0.99]:
-                setup = stage.setup.model_copy(update={"slo_target": target})
-                result = Scenario(setup, stage.work, stage.zones, stage.usd_h).run("raytide")
-                attained = result.slo_attainment
-                print(f"\n### case {at}, {100 * target:g} % asked, {100 * attained:.2f} % attained\n")
-                print("| part | x bound |\n|---|---|")
-                print(f"| all | {result.cost_usd / bound_usd:.2f} |")
-                print(f"| an omniscient buyer of whole nodes | {floor.usd(attained) / bound_usd:.2f} |")
-                for name, usd in split(stage, result, floor).items():
-                    print(f"| {name} | {usd / bound_usd:.2f} |", flush=True)
+            stages = {"": stage, ", plenty of spot": with_plenty_of_spot(stage)} if args.plenty else {"": stage}
+            for name, market in stages.items():
+                bound_usd, floor = market.lower_bound_usd(), WholeNodeFloor(market)
+                for target in args.target or [0.99]:
+                    print(f"\n### case {at}{name}, {100 * target:g} % asked\n")
+                    setup = market.setup.model_copy(update={"slo_target": target})
+                    print_split(replace(market, setup=setup), bound_usd, floor)
 
 
 if __name__ == "__main__":

@@ -218,16 +218,26 @@ def test_a_zone_that_rested_is_tried_with_one_node_and_with_more_once_that_was_g
     assert stock.max_launches("a", 31.0) is None
 
 
-def test_the_first_day_moves_the_price_more_than_a_later_one() -> None:
-    price, moved = SloShadowPrice(0.97), []
-    for _ in range(4):
-        for hour in range(24):
-            before = price.moved
-            price.observe(3600, 120, 1.0, 3600.0)  # a ninth too many are late
-            if hour == 12:
-                moved.append(price.moved - before)
-    assert moved[0] > 1.5 * moved[-1] > 0.0
-    assert all(np.diff(moved) < 0)
+def priced(days: int, over: float = 1.0) -> float:
+    """Returns the price, relative to the initial one, of which twice as high a price makes half as many late: at the
+    initial price twice as many as allowed. `over` times as many are predicted."""
+    price, requests = SloShadowPrice(0.99), 1_000_000
+    first = price.usd(1.0, 3.06)
+    for _ in range(24 * days):
+        late = 0.02 * requests / (price.usd(1.0, 3.06) / first)
+        price.observe(requests, round(late), requests / 3600.0, 3600.0)
+        price.predict(over * 0.02 * requests * np.exp(-price.log_prices), 3600.0)
+    return price.usd(1.0, 3.06) / first
+
+
+def test_the_price_moves_to_where_as_many_late_requests_are_predicted_as_the_target_allows() -> None:
+    assert priced(1) > 1.2
+    assert (priced(4), priced(40)) == pytest.approx((2.0, 2.0), rel=0.05)
+
+
+def test_predictions_are_corrected_by_how_many_of_them_were_late() -> None:
+    assert priced(40, over=3.0) == pytest.approx(2.0, rel=0.1)  # uncorrected it would reach the bound of 3
+    assert priced(40, over=0.3) == pytest.approx(2.0, rel=0.1)
 
 
 def test_a_missed_request_is_worth_more_while_too_many_are_missed_and_not_without_end() -> None:
@@ -236,9 +246,35 @@ def test_a_missed_request_is_worth_more_while_too_many_are_missed_and_not_withou
     for _ in range(20000):
         price.observe(100, 50, 5.0, 20.0)
     assert first < price.usd(1.0, 3.06) <= 3.01 * first
-    for _ in range(20000):
+    for _ in range(10 * 20000):
         price.observe(100, 0, 5.0, 20.0)
     assert price.usd(1.0, 3.06) < first
+
+
+def served_model(held: Mapping[str, float]) -> ReplicaValueModel:
+    """An hour with a replica, and spot nodes."""
+    memory = ReplicaValueModel.from_goal(goal("ab"))
+    for at_s in range(20, 3600, 20):
+        came = served(at_s - 20.0, float(at_s), [at_s - 20.0] * 40)
+        memory.learn(IntervalStats(float(at_s), 20.0, 40, 1, came, held, 1), ReclaimHazard())
+    return memory
+
+
+def test_fewer_requests_are_predicted_to_be_late_at_a_higher_price_and_more_without_spot() -> None:
+    plenty, none = served_model({"a": 8.0}), served_model({})
+    assert (np.diff(plenty.price.predicted) <= 1e-9).all() and plenty.price.predicted[0] > plenty.price.predicted[-1]
+    assert none.price.predicted.sum() > plenty.price.predicted.sum()
+    assert none.price.expected > 0
+
+
+def test_a_restored_model_has_the_price_of_the_stored_one() -> None:
+    known, restored = served_model({"a": 4.0}), ReplicaValueModel.from_goal(goal("ab"))
+    initial = restored.price.usd(1.0, 3.06)
+    restored.restore(SavedModel.model_validate_json(known.saved.model_dump_json()))
+    assert restored.price.usd(1.0, 3.06) == pytest.approx(known.price.usd(1.0, 3.06)) != pytest.approx(initial)
+    other = known.saved.model_copy(update={"predicted": (1.0, 2.0)})  # of another number of prices
+    restored.restore(other)
+    assert len(restored.price.predicted) == len(restored.price.log_prices)
 
 
 def test_a_week_with_too_many_late_requests_keeps_them_dear_on_a_good_day() -> None:
@@ -246,7 +282,6 @@ def test_a_week_with_too_many_late_requests_keeps_them_dear_on_a_good_day() -> N
     for price, missed in ((overspent, 3), (even, 1)):
         for _ in range(4320):  # a day
             price.observe(100, missed, 5.0, 20.0)
-    overspent.moved = even.moved = 0.0
     assert overspent.usd(1.0, 3.06) > even.usd(1.0, 3.06)
     assert overspent.attained == pytest.approx(0.97) and even.attained == pytest.approx(0.99)
     assert SloShadowPrice(0.99).attained is None

@@ -28,7 +28,6 @@ PAST = SavedModel(
     slo_target=0.9,
     max_replicas=8,
     paper=SavedCounts(late=[[1.0]], hours=[1.0], totals=[0.0]),
-    price_moved=0.5,
     day_requests=100.0,
 )
 
@@ -154,7 +153,7 @@ def test_a_file_that_says_nothing_useful_is_nothing_learned(tmp_path: Path, text
     assert LearnedState(tmp_path / "learned.json").known == Knowledge()
 
 
-@pytest.mark.parametrize("change", [{"paper": {}}, {"price_moved": None}, {"price_moved": float("nan")}, {"x": 1}, []])
+@pytest.mark.parametrize("change", [{"paper": {}}, {"expected": None}, {"expected": float("nan")}, {"x": 1}, []])
 def test_what_was_learned_in_another_shape_is_dropped_and_the_rest_is_taken(tmp_path: Path, change: Any) -> None:
     path, other = tmp_path / "learned.json", ("other", 1.0, "")
     LearnedState(path).save(Knowledge(fleets={KEY: PAST, other: PAST}), PERIOD_S)
