@@ -3,9 +3,10 @@ price of spot, and how many that of on demand. Without clock or I/O.
 
 A replica is bought when it avoids more than it costs. It is released when its cost beyond its value would have paid for
 a new start, which costs at most twice the optimum (ski rental). The price of a late request is the dual variable of the
-SLO: it starts at a guess from the cost of a request, and moves to the price at which the model predicts as many late
-requests as the target allows, corrected by how many of the predicted ones were late. The misses of the last week count
-besides, so that an overspent budget is earned back.
+SLO: it starts at a guess from the cost of a request, rises while more requests are late than the target allows, and
+falls while fewer are. It is no higher than the price at which the model predicts as many late requests as the target
+allows, corrected by how many of the predicted ones were late: without this bound, a zone that is lost on the first day
+would make them dear for a week. The misses of the last week count besides, so that an overspent budget is earned back.
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ SETTLE_S = 120.0
 START_PRICE_FACTOR = 3.0
 """The initial price of a miss, in on-demand costs of a request over the square root of the allowed share of misses; the
 root keeps the price bounded for strict targets."""
+GAIN = 6.0
+"""The change of the price's logarithm on a day with twice the allowed misses, times the square root of the allowed
+share: rare misses come in bursts, with a lost zone, so a day of them says less."""
+FIRST_GAIN = 2.0
+"""The gain's increase at first, relative to it, since the initial price is a guess; it falls with the days observed."""
 KNOWN_DAYS = 0.5
 """Days of predictions after which they count as much as the initial price."""
 BUDGET_GAIN, MOST_DEBT_DAYS = 3.0, 4.0
-"""The rise of the price's logarithm while the last week has one day's allowed misses too many, times the square root of
-the allowed share (rare misses come in bursts, with a lost zone, so a day of them says less); and the days beyond which
-it rises no further."""
+"""The logarithm's rise while the last week has one day's allowed misses too many, times the same root; and the days
+beyond which it rises no further."""
 MOST_UP, LEAST_WORTH, MOST_WORTH = math.log(3.0), 0.01, 0.9
 """Bounds, so that an unreachable target is not pursued at any price: of the logarithm, and of what avoiding all allowed
 misses is worth, in costs of serving all requests on demand. The more generous upper one holds."""
@@ -94,6 +99,7 @@ class SavedModel(Config):
     slo_target: float
     max_replicas: int
     paper: SavedCounts
+    price_moved: float
     day_requests: float
     week_requests: NonNegativeFloat = 0.0
     week_missed: NonNegativeFloat = 0.0
@@ -128,6 +134,8 @@ class SloShadowPrice:
     """The price of a late request, and the share of requests in time over about the last week."""
 
     target: float
+    moved: float = 0.0
+    """The integral part of the price's logarithm."""
     day_requests: float = 0.0
     requests: float = 0.0
     missed: float = 0.0
@@ -153,12 +161,15 @@ class SloShadowPrice:
         return prices
 
     def observe(self, requests: int, missed: int, rate_rps: float, dt_s: float) -> None:
-        fade = math.exp(-dt_s / BUDGET_S)
+        allowed, fade = self._allowed, math.exp(-dt_s / BUDGET_S)
         self.requests = self.requests * fade + requests
         self.missed = self.missed * fade + missed
         self.day_requests += (rate_rps * _DAY_S - self.day_requests) * min(1.0, dt_s / _DAY_S)
         self.per_day = max(self.day_requests, rate_rps * _DAY_S, 1.0)
+        gain = GAIN * (1.0 + FIRST_GAIN / (1.0 + self.days))
         self.days += dt_s / _DAY_S
+        step = gain * math.sqrt(allowed) * (missed / allowed - requests) / self.per_day
+        self.moved = self._bounded(self.moved + step)
 
     def predict(self, late_per_h: Floats, dt_s: float) -> None:
         """Counts the late requests predicted for an interval at each of `log_prices`."""
@@ -175,8 +186,9 @@ class SloShadowPrice:
         return self._initial_usd(request_s, ondemand_usd_h) * np.exp(self.log_prices)
 
     def restore(self, past: SavedModel) -> None:
-        self.day_requests, self.days = past.day_requests, past.days
+        self.moved, self.day_requests = past.price_moved, past.day_requests
         self.requests, self.missed, self.per_day = past.week_requests, past.week_missed, max(past.per_day, 1.0)
+        self.days = past.days
         if len(past.predicted) == PRICES:
             self.predicted, self.expected = np.array(past.predicted), past.expected
 
@@ -192,20 +204,25 @@ class SloShadowPrice:
         """The logarithm of the price relative to the initial one."""
         debt_days = (self.missed / self._allowed - self.requests) / self.per_day
         debt_days = min(max(debt_days, -MOST_DEBT_DAYS), MOST_DEBT_DAYS)
-        low, high = self._bounds
-        return min(max(self._sufficient + BUDGET_GAIN * math.sqrt(self._allowed) * debt_days, low), high)
+        log_price = min(self.moved, self._sufficient)
+        return self._bounded(log_price + BUDGET_GAIN * math.sqrt(self._allowed) * debt_days)
 
     @property
     def _sufficient(self) -> float:
         """The logarithm of the price at which the allowed share is predicted to be late, weighed with the initial price
-        by the days observed. Predictions are corrected by how many of the expected requests were late."""
+        by the days observed; infinite without a prediction. Predictions are corrected by how many of the expected
+        requests were late."""
         if self.requests <= 0 or not self.predicted.any():
-            return 0.0
+            return math.inf
         day = self._allowed * self.per_day
         correction = (self.missed + day) / (self.expected + day)
         share = np.maximum(correction * self.predicted / self.requests, 1e-12)
         found = float(np.interp(-math.log(self._allowed), -np.log(share), self.log_prices))
         return found * self.days / (self.days + KNOWN_DAYS)
+
+    def _bounded(self, log_price: float) -> float:
+        low, high = self._bounds
+        return min(max(log_price, low), high)
 
     @property
     def _bounds(self) -> tuple[float, float]:
@@ -270,6 +287,7 @@ class ReplicaValueModel:
             slo_target=self.goal.slo_target,
             max_replicas=self.goal.max_replicas,
             paper=self.simulator.saved,
+            price_moved=self.price.moved,
             day_requests=self.price.day_requests,
             week_requests=self.price.requests,
             week_missed=self.price.missed,

@@ -28,6 +28,7 @@ PAST = SavedModel(
     slo_target=0.9,
     max_replicas=8,
     paper=SavedCounts(late=[[1.0]], hours=[1.0], totals=[0.0]),
+    price_moved=0.5,
     day_requests=100.0,
 )
 
