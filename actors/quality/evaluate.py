@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -78,7 +78,8 @@ def evaluate(
         _check_endpoint(suite)
     own_dir = None if at_endpoint else model_directory(model)
     parent_dir = model_directory(suite.parent) if suite.parent else None
-    window = suite.window or _default_window([each for each in (own_dir, parent_dir) if each is not None])
+    folders = [each for each in (own_dir, parent_dir) if each is not None]
+    window = suite.window or min(_WINDOW, *(read_architecture(each).max_model_len for each in folders))
     parent = None if parent_dir is None else DirectoryScorer(parent_dir, suite.dtype, window)
     own: DirectoryScorer | EndpointScorer
     if own_dir is None:
@@ -127,10 +128,6 @@ def _corpus(
             sums.add_distributions(*divergence(parent_TV, model_TV))
         on_progress(name, sums.tokens, corpus.tokens)
     return sums.result()
-
-
-def _default_window(folders: Sequence[Path]) -> int:
-    return min(_WINDOW, *(read_architecture(folder).max_model_len for folder in folders))
 
 
 def _check_endpoint(suite: QualitySuite) -> None:

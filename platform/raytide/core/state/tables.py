@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 
 from raytide.core.bounds import storable
-from raytide.core.state.columns import Row, columns
+from raytide.core.state.migrations.columns import Row, columns
 
 metadata = MetaData(
     naming_convention={

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Column, Double, Index, Integer, String, Table
 
-from raytide.core.state.columns import columns
+from raytide.core.state.migrations.columns import columns
 from raytide.core.state.tables import SafeText, metadata
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from raytide.core.state.columns import Row, columns
+from raytide.core.state.migrations.columns import Row, columns
 
 revision = "0008"
 down_revision = "0007"

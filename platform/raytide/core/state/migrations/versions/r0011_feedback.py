@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from raytide.core.state.columns import columns
+from raytide.core.state.migrations.columns import columns
 
 revision = "0011"
 down_revision = "0010"
