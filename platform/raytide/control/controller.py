@@ -6,7 +6,6 @@ It may be killed at any point: the next controller executes what was persisted, 
 from __future__ import annotations
 
 import gc
-import math
 import signal
 import sys
 import threading
@@ -32,7 +31,7 @@ from raytide.control.reconcile.decision_inputs import DecisionInputs
 from raytide.control.reconcile.driver_silence import DriverSilence
 from raytide.control.reconcile.intents import record_intents
 from raytide.control.reconcile.learned_state import Knowledge, LearnedState
-from raytide.control.reconcile.observation import ClusterObservation, Sources, at_controller_time, observe
+from raytide.control.reconcile.observation import ClusterObservation, LastReplicas, Sources, at_controller_time, observe
 from raytide.control.reconcile.quarantine import Quarantine
 from raytide.control.reconcile.records import (
     ClusterRecords,
@@ -78,8 +77,6 @@ _REMOVE_S = 3600.0
 _DAY_S = 86_400.0
 _FORECAST_S = 10.0
 """The longest age of a start forecast, in seconds."""
-_SHOWN_S = 60.0
-"""The longest age of shown loads while Ray Serve does not answer, in seconds."""
 
 
 class Controller:
@@ -109,7 +106,7 @@ class Controller:
         self._retry_loop = RetryLoop(config.settings.tick_s)
         self._traces = JobTraces(config.settings.tracing, store)
         self._live = Live(at_s=0.0)
-        self._serve_at_s = -math.inf
+        self._last_replicas = LastReplicas()
 
     def run(self) -> None:
         self._sources.provider.watch(self._wake_up)
@@ -320,7 +317,7 @@ class Controller:
         used = attempt("teams", lambda: team_usage(snapshot), dict[str, TeamUse]())
         errors = (*observed.errors, *result.errors, *(served.errors if served else ()), *self._quarantine.errors)
         self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
-        observed = self._with_last_loads(observed, snapshot.at_s)
+        observed = self._last_replicas.shown(observed, snapshot.at_s)
         live = Live(
             at_s=snapshot.at_s,
             waiting=waiting,
@@ -347,17 +344,6 @@ class Controller:
             answer_request(self._live_path.parent, snapshot)
         except OSError as error:
             log.warning("cannot write the snapshot", extra={"error": str(error)})
-
-    def _with_last_loads(self, observed: ClusterObservation, at_s: float) -> ClusterObservation:
-        """Returns what to show: while Ray Serve does not answer, for a minute, the replicas that it last told of, which
-        serve on."""
-        if observed.serve_answers:
-            self._serve_at_s = at_s
-            return observed
-        if at_s - self._serve_at_s > _SHOWN_S:
-            return observed
-        pages = [target for target in self._live.targets if target.job == "raytide-replica"]
-        return replace(observed, loads=self._live.loads, targets=(*observed.targets, *pages))
 
     def _write(self, live: Live) -> None:
         """Writes live.json. Without disk space the API keeps showing the last one, and its age."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +27,9 @@ from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
 T = TypeVar("T")
 
 log = logger(__name__)
+
+_SHOWN_S = 60.0
+"""The longest age of replicas that are shown, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +130,25 @@ def observe(
         problems=query("provider problems", sources.provider.problems) or (),
         errors=tuple(errors),
     )
+
+
+class LastReplicas:
+    """The replicas that Ray Serve last told of: while it does not answer they serve on, and are shown for a minute."""
+
+    def __init__(self) -> None:
+        self._at_s = -math.inf
+        self._loads: Mapping[str, EndpointLoad] = {}
+        self._pages: tuple[Target, ...] = ()
+
+    def shown(self, observed: ClusterObservation, at_s: float) -> ClusterObservation:
+        """Returns the observation with the last known loads and pages where Ray Serve gave none."""
+        if observed.serve_answers:
+            self._at_s, self._loads = at_s, observed.loads
+            self._pages = tuple(target for target in observed.targets if target.job == "raytide-replica")
+            return observed
+        if at_s - self._at_s > _SHOWN_S:
+            return observed
+        return replace(observed, loads=self._loads, targets=(*observed.targets, *self._pages))
 
 
 def at_controller_time(observed: ClusterObservation, wall_ahead_s: float) -> ClusterObservation:
