@@ -36,7 +36,7 @@ ACTORS_MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"models"},
     "gang": set(),
     "trainer": {"gang", "models"},
-    "serving": {"engine", "models"},
+    "serving": {"engine", "gang", "models"},
     "quality": {"engine", "models"},
 }
 PRODUCT_FOLDERS = {"actors", "autoscaler", "dashboards", "kernels", "pipelines"}

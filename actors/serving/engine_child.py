@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import secrets
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 
 from raytide.actors.engine.backends.remote.client import RemoteEngine
 from raytide.actors.engine.model.parallel.launcher import Invitation
+from raytide.actors.gang.packages import interpreter_with
 from raytide.core.errors import EngineDeadError, EngineError, from_json
 from raytide.core.objects.endpoint import ServeSpec
 
@@ -46,10 +46,13 @@ class EngineChild:
         process ended without one.
         """
         secret = secrets.token_hex(32)
+        if spec.pip:
+            on_phase("install")
+        python = await asyncio.to_thread(interpreter_with, spec.pip)
         reading, writing = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
+                python,
                 "-m",
                 "raytide.actors.serving.engine_process",
                 str(writing),

@@ -12,8 +12,6 @@ from raytide.core.errors import ProviderError
 from raytide.core.logs import logger
 from raytide.core.objects.node import Node, NodeType
 
-__all__ = ["MixedBill", "MixedProvider"]
-
 log = logger(__name__)
 
 T = TypeVar("T")

@@ -11,8 +11,6 @@ from raytide.autoscaler.providers.base import Bill, Machine, Provider
 from raytide.core.errors import ClusterError
 from raytide.core.objects.node import Node, NodeType
 
-__all__ = ["ANSWER_S", "ProviderSource"]
-
 ANSWER_S = 20.0
 """The time that a call may take. A call that takes longer goes on, and no other begins before its end."""
 PURCHASE_S = 300.0

@@ -7,14 +7,17 @@ import signal
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 from tests.actors.trainer.gang_processes import assert_undisturbed, lines, node_of
 from tests.cluster_fixture import kill_raylet
 
 import raytide as rt
+from raytide.actors.gang.packages import content_key
 from raytide.autoscaler.providers.local.spot import give_notice, set_stockouts
 from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.bootstrap.wiring import local_provider
+from raytide.core.io.private_folder import private_folder
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
@@ -74,3 +77,24 @@ def test_four_members_become_two_by_a_dead_raylet_and_a_notice_and_four_again(
         eventually(lambda: reconcile(local_provider(live).machines(), store.books.entries()) == ())
     finally:
         store.close()
+
+
+def test_ranks_run_with_the_packages_that_a_training_names_or_it_ends_with_their_names(
+    tide: rt.Client, train_spec: Callable[..., TrainSpec], eventually: Callable[..., None]
+) -> None:
+    """`packaging` is there already, below the environment, so that nothing is fetched."""
+    spec = train_spec(steps=100_000, gang=GangSpec(shapes=(Shape(members=1, resources={"CPU": 1}),)))
+    run = tide.train(spec, pip=["packaging"])
+
+    def formed() -> list[dict[str, list[int]]]:
+        return [event for event in lines(spec, "events.jsonl") if event["event"] == "formed"]
+
+    eventually(lambda: formed() and len(lines(spec, "metrics.jsonl")) > 2)
+    kept = private_folder("environments") / f"{content_key(['packaging'])}.lock"
+    assert str(kept) in {file.path for file in psutil.Process(formed()[-1]["pids"][0]).open_files()}
+    run.stop()
+    nowhere = "tidelib @ https://127.0.0.1:9/tidelib-1.0-py3-none-any.whl"
+    failed = tide.train(spec.model_copy(update={"out": f"{spec.out}-2"}), pip=[nowhere])
+    eventually(lambda: failed.refresh().state == "failed")
+    assert f"the packages {nowhere} cannot be installed on" in failed.view.job.reason
+    eventually(lambda: run.refresh().state == "stopped")

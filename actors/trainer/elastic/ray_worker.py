@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
+from raytide.actors.gang.packages import interpreter_with
 from raytide.actors.trainer.elastic.rank_assignment import slots_of
 from raytide.core.objects.gang import Member, Shape
 from raytide.core.specs.train import TrainSpec
@@ -29,6 +31,8 @@ StartWorker = Callable[[TrainSpec, Member, Shape], RemoteWorker]
 
 
 class RayWorker:
+    """An actor. With packages of its own it starts when a task on its node has installed them, in their Python."""
+
     def __init__(self, spec: TrainSpec, member: Member, shape: Shape) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -38,6 +42,7 @@ class RayWorker:
 
         need = {name: amount / slots_of(shape) for name, amount in shape.resources.items()}
         cpus, gpus, memory = need.pop("CPU", 0.0), need.pop("GPU", 0.0), need.pop("memory", 0.0)
+        here = PlacementGroupSchedulingStrategy(placement_group_of(member), placement_group_bundle_index=0)
         actor_class: Any = ray.remote(TrainWorker)
         placed = actor_class.options(
             num_cpus=cpus,
@@ -46,17 +51,52 @@ class RayWorker:
             resources=need,
             max_restarts=0,
             max_concurrency=THREADS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group_of(member), placement_group_bundle_index=0
-            ),
+            scheduling_strategy=here,
         )
-        self._actor = placed.remote(spec, max(1, int(cpus)), member.address)
+        arguments = (spec, max(1, int(cpus)), member.address)
+        self._is_killed = False
+        self._actor: Future[Any] = Future()
+        if not spec.pip:
+            self._actor.set_result(placed.remote(*arguments))
+            return
+        installing: Any = ray.remote(interpreter_with).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
+
+        def start(installed: Future[str]) -> None:
+            try:
+                environment = {"py_executable": installed.result()}
+                self._actor.set_result(placed.options(runtime_env=environment).remote(*arguments))
+            except Exception as error:  # pip's, or that of a lost node
+                self._actor.set_exception(getattr(error, "cause", None) or error)
+            if self._is_killed:
+                self.kill()
+
+        installing.remote(spec.pip).future().add_done_callback(start)
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        answer: Future[Any] = getattr(self._actor, method).remote(*args).future()
+        answer: Future[Any] = Future()
+        if self._actor.done() and self._actor.exception() is None:
+            answer = getattr(self._actor.result(), method).remote(*args).future()
+            return answer
+
+        def ask(started: Future[Any]) -> None:
+            if (error := started.exception()) is not None:
+                answer.set_exception(error)
+            else:
+                getattr(started.result(), method).remote(*args).future().add_done_callback(partial(_pass_on, answer))
+
+        self._actor.add_done_callback(ask)
         return answer
 
     def kill(self) -> None:
         import ray
 
-        ray.kill(self._actor)
+        self._is_killed = True
+        if self._actor.done() and self._actor.exception() is None:
+            ray.kill(self._actor.result())
+
+
+def _pass_on(answer: Future[Any], result: Future[Any]) -> None:
+    if (error := result.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result.result())

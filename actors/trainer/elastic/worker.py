@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from raytide.actors.gang.packages import keep_own
 from raytide.actors.trainer.elastic.worker_status import StatusRecorder
 from raytide.actors.trainer.run_log.writer import StepLog
 from raytide.actors.trainer.types import RankAssignment, StepResult, StopRequest, WorkerExit, WorkerStatus
@@ -37,6 +38,7 @@ for."""
 
 class TrainWorker:
     def __init__(self, spec: TrainSpec, threads: int, host: str) -> None:
+        keep_own()
         self._spec, self._threads, self._host = spec, threads, host
         self._torch = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=self._prepare)
         self._store: TCPStore | None = None

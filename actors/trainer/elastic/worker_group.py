@@ -15,6 +15,8 @@ from raytide.core.objects.gang import Lease, Member, MemberState, Shape
 from raytide.core.specs.train import TrainSpec
 
 START_TIMEOUT_S = 120.0
+INSTALL_TIMEOUT_S = 1800.0
+"""The additional time of workers that install packages first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,7 @@ class WorkerHandle:
 class WorkerGroup:
     def __init__(self, spec: TrainSpec, record: RunLog, start: StartWorker) -> None:
         self._spec, self._record, self._start = spec, record, start
+        self._start_timeout_s = START_TIMEOUT_S + (INSTALL_TIMEOUT_S if spec.pip else 0.0)
         self._workers: dict[Key, WorkerHandle] = {}
         self.settled_version = ""
         """The last lease version whose leaving members have no training rank."""
@@ -87,8 +90,8 @@ class WorkerGroup:
                 continue
             elif not worker.is_ready and worker.ready.done():
                 why = f"its worker died while it started: {failure_reason(worker.ready)}"
-            elif not worker.is_ready and time.monotonic() - worker.started_s > START_TIMEOUT_S:
-                why = f"its worker did not start within {START_TIMEOUT_S:.0f} s"
+            elif not worker.is_ready and time.monotonic() - worker.started_s > self._start_timeout_s:
+                why = f"its worker did not start within {self._start_timeout_s:.0f} s"
             else:
                 continue
             self._record.event("lost", host=worker.host, why=why)

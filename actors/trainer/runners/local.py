@@ -10,6 +10,7 @@ from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.trainer import Trainer
 from raytide.actors.trainer.types import RunResult, StepResult
 from raytide.core.clock import Clock, SystemClock
+from raytide.core.errors import ConfigError
 from raytide.core.io.claim import Claim
 from raytide.core.specs.train import TrainSpec
 
@@ -19,12 +20,22 @@ def train_local(
 ) -> RunResult:
     """Run `spec` to its end, resuming from its latest checkpoint. ConflictError while another run writes to its
     `out`."""
+    refuse_packages(spec)
     claim = Claim(spec.places)
     try:
         record = RunLog(spec, clock or SystemClock(), claim=claim.token)
         return record.log_run(lambda: _train(spec, claim, record, on_step))
     finally:
         claim.release()
+
+
+def refuse_packages(spec: TrainSpec) -> None:
+    """Raises ConfigError for a spec with packages: this process runs already."""
+    if spec.pip:
+        raise ConfigError(
+            f"{spec.name}: pip is for jobs of a cluster; this process has its packages already.",
+            hint=f"Install {', '.join(spec.pip)} here, and leave pip out.",
+        )
 
 
 def _train(spec: TrainSpec, claim: Claim, record: RunLog, on_step: Callable[[StepResult], None]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, LocalStore, open_store
+from raytide.actors.trainer.runners.local import refuse_packages
 from raytide.actors.trainer.types import StepResult, scalar_metrics
 from raytide.core.clock import SystemClock
 from raytide.core.errors import CheckpointError
@@ -37,6 +38,7 @@ def train_loop_per_worker(config: Mapping[str, Any]) -> None:
     from raytide.actors.trainer.distributed import process_group
 
     spec = TrainSpec.parse(config, where="train_loop_config")
+    refuse_packages(spec)
     group = process_group.adopt(spec.layout, timeout_s=spec.collective_timeout_s)
     claim = group.run_on_all(lambda: Claim(spec.places) if group.is_first else None)
     try:

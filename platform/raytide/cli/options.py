@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,6 +29,12 @@ Shapes = Annotated[
     typer.Option(
         "--shape", help="2xGPU:8,CPU:16@KEY=VALUE in place of these options; repeat it in order of preference."
     ),
+]
+Pip = Annotated[
+    list[str] | None, typer.Option(help="A package that is needed beside raytide's, such as peft==0.17; repeatable.")
+]
+RequirementsFile = Annotated[
+    Path | None, typer.Option("--requirements", help="A file with such packages, one on each line.")
 ]
 Priority = Annotated[str, typer.Option(help="A priority class of metadata.raytide.priorities.")]
 Budget = Annotated[
@@ -117,3 +124,15 @@ def _with_zone(deadline: str | None) -> str | None:
         return deadline and datetime.fromisoformat(deadline).astimezone().isoformat()
     except ValueError:
         return deadline
+
+
+def packages(pip: Sequence[str] | None, requirements: Path | None) -> list[str]:
+    """Returns the packages of --pip, and those of a requirements file without its comments."""
+    if requirements is None:
+        return [*(pip or ())]
+    try:
+        lines = requirements.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--requirements: {requirements} cannot be read: {error}.", hint="Name a text file.") from None
+    named = (line.partition(" #")[0].strip() for line in lines)
+    return [*(pip or ()), *(line for line in named if line and not line.startswith("#"))]

@@ -104,9 +104,14 @@ class Client:
         named = {"name": data.name, **_team_of(data), **job}
         return Run(self.client, self._submit(JobKind.DATA, data.gang, data.model_dump(mode="json"), named))
 
-    def train(self, spec: TrainSpec | SpecSource, **options: Unpack[GangOptions]) -> TrainRun:
-        """Submits a training that survives lost members. Keywords for resources replace the spec's `gang`."""
+    def train(
+        self, spec: TrainSpec | SpecSource, *, pip: Sequence[str] = (), **options: Unpack[GangOptions]
+    ) -> TrainRun:
+        """Submits a training that survives lost members. Keywords for resources replace the spec's `gang`, `pip` its
+        packages."""
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
+        if pip:
+            train = TrainSpec.parse({**train.model_dump(mode="json"), "pip": list(pip)}, where="train")
         job, gang = job_and_gang(options)
         if gang is not None:
             auto = tuple(name for name in train.auto if name != "gang")

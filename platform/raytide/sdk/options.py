@@ -78,6 +78,7 @@ class ServeOptions(TypedDict, total=False):
     resources: Mapping[str, float]
     members: int
     engine: Mapping[str, object]
+    pip: Sequence[str]
     max_ongoing: int
     min_request_priority: int
     prefill: Mapping[str, object]

@@ -79,7 +79,7 @@ def test_packages_that_cannot_be_installed_end_the_script_with_pips_words(ran: R
 def test_an_environment_is_kept_while_it_is_used_and_removed_long_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def make(path: Path, requirements: object) -> None:
+    def make(path: Path, requirements: object, *, is_quiet: bool) -> None:
         path.mkdir()
         (path / "ready").touch()
 

@@ -22,9 +22,12 @@ from raytide.cli.options import (
     Labels,
     Memory,
     Nodes,
+    Pip,
     Priority,
+    RequirementsFile,
     Shapes,
     Spot,
+    packages,
     queueing,
     resources,
 )
@@ -58,8 +61,8 @@ def run(
     working_dir: Annotated[Path, typer.Option(help="The folder to upload; the script runs in it.")] = Path(),
     exclude: Annotated[list[str] | None, typer.Option(help="A pattern of files that are not uploaded.")] = None,
     env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE: an environment variable of the script.")] = None,
-    pip: Annotated[list[str] | None, typer.Option(help="A package that the script needs, such as peft==0.17.")] = None,
-    requirements: Annotated[Path | None, typer.Option(help="A file with such packages, one on each line.")] = None,
+    pip: Pip = None,
+    requirements: RequirementsFile = None,
     retries: Annotated[int, typer.Option(min=0, help="Restarts after a process failed.")] = 0,
     name: Annotated[str, typer.Option(help="The job's name; the script's by default.")] = "",
     team: Annotated[str | None, typer.Option(help="The job's team; the token's own by default.")] = None,
@@ -98,18 +101,12 @@ def run(
         working_dir=working_dir,
         exclude=exclude or (),
         env=pairs_of(env or (), "--env"),
-        pip=[*(pip or ()), *([] if requirements is None else _lines_of(requirements))],
+        pip=packages(pip, requirements),
         nproc_per_node=int(nproc_per_node) if nproc_per_node.isdecimal() else nproc_per_node,
         retries=retries,
         **options,
     )
     end_with(job, wait=wait, json=json)
-
-
-def _lines_of(requirements: Path) -> list[str]:
-    """Returns the packages of a requirements file without comments."""
-    lines = (line.partition(" #")[0].strip() for line in requirements.read_text().splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 def end_with(job: Run, *, wait: bool, json: bool) -> None:
@@ -146,9 +143,8 @@ def datasets() -> None:
     """Build datasets, and look at what they dropped."""
 
 
-@data.command("build", help="Build a token dataset from text.\n\nOptions for nodes replace the `gang` of the file.")
-def train(
-    context: typer.Context,
+@data.command()
+def build(
     spec: Spec,
     gpus: Gpus = None,
     cpus: Cpus = None,
@@ -165,15 +161,43 @@ def train(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Train a model on a gang.
+    """Build a token dataset from text.
 
     Options for nodes replace the `gang` of the file.
     """
     wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
     options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
-    client = Client(ApiClient.find(cluster))
-    submit = client.train if context.command.name == "train" else client.data  # `data build` has the same options
-    job = submit(spec, **options)
+    job = Client(ApiClient.find(cluster)).data(spec, **options)
+    finish(job, partial(follow, job, quiet=json), wait=wait, json=json)
+
+
+def train(
+    spec: Spec,
+    gpus: Gpus = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    nodes: Nodes = None,
+    spot: Spot = None,
+    labels: Labels = None,
+    shapes: Shapes = None,
+    pip: Pip = None,
+    requirements: RequirementsFile = None,
+    priority: Priority = "normal",
+    budget: Budget = None,
+    deadline: Deadline = None,
+    estimate: EstimateH = None,
+    wait: Wait = True,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Train a model on a gang.
+
+    Options for nodes replace the `gang` of the file, packages its `pip`.
+    """
+    wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
+    options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
+    named = packages(pip, requirements)
+    job = Client(ApiClient.find(cluster)).train(spec, pip=named, **options)
     finish(job, partial(follow, job, quiet=json), wait=wait, json=json)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from raytide.actors.models.quantized.gguf.packaged_models import PACKAGED_MODELS
-from raytide.cli.options import Labels, Spot, resources
+from raytide.cli.options import Labels, Pip, RequirementsFile, Spot, packages, resources
 from raytide.cli.serving.endpoints import rollout_line
 from raytide.cli.show import ClusterName, Json, as_json, as_list, as_result
 from raytide.control.client import ApiClient
@@ -51,6 +51,8 @@ def serve(
     memory: Annotated[str | None, typer.Option(help="Memory of each replica: 64GiB.")] = None,
     spot: Spot = None,
     labels: Labels = None,
+    pip: Pip = None,
+    requirements: RequirementsFile = None,
     team: Annotated[str, typer.Option(help="The endpoint's team; the token's own by default.")] = "",
     explain: Annotated[
         bool, typer.Option("--explain", help="Print which engine would run, and why; serve nothing.")
@@ -95,13 +97,16 @@ def serve(
         asked["min"], asked["max"] = parse_range(replicas, "--replicas")
     counts = {key: value for key, value in asked.items() if value is not None}
     needs = resources(gpus, cpus, memory, None, spot, labels)
-    if model is None and (name or team or counts or needs or explain):
+    named = {
+        key: value for key, value in (("name", name), ("team", team), ("pip", packages(pip, requirements))) if value
+    }
+    if model is None and (named or counts or needs or explain):
         raise UsageError("the model is missing.", hint="Name the model: `raytide serve MODEL ...`.")
     if to is not None and not rollback:
         raise UsageError("--to needs --rollback.", hint="`raytide serve NAME --rollback --to REVISION`.")
-    if weights is not None and (model is None or name or team or counts or needs or explain or delete or rollback):
+    if weights is not None and (model is None or named or counts or needs or explain or delete or rollback):
         raise UsageError("--weights takes no other options.", hint="`raytide serve NAME --weights LOCATION`.")
-    if rollback and (name or team or counts or needs or explain or delete):
+    if rollback and (named or counts or needs or explain or delete):
         raise UsageError("--rollback takes no other options.", hint="Serve the model again with the options.")
     if model is not None and delete:
         raise UsageError("a model and --delete cannot be combined.", hint="Run two commands.")
@@ -111,7 +116,7 @@ def serve(
     if why and rollout is None:
         raise UsageError("--why is for rollouts.", hint="Add --canary, --shadow or --ab.")
     if model is not None and explain:
-        _explain(_spec(model, {"name": name, "team": team}, counts, needs), json=json)
+        _explain(_spec(model, named, counts, needs), json=json)
         return
     client = ApiClient.find(cluster)
     if weights is not None and model is not None:
@@ -122,12 +127,12 @@ def serve(
     elif delete:
         client.delete_endpoint(delete)
     elif model is not None and rollout is not None:
-        started = client.start_rollout(_spec(model, {"name": name, "team": team}, counts, needs), rollout, why)
+        started = client.start_rollout(_spec(model, named, counts, needs), rollout, why)
         text = f"{rollout_line(started)}\n`raytide endpoint rollout {started.rollout.name}` shows how it goes"
         as_result(started, text, json)
         return
     elif model is not None:
-        handle = Client(client).serve(_spec(model, {"name": name, "team": team}, counts, needs))
+        handle = Client(client).serve(_spec(model, named, counts, needs))
         try:
             if wait:
                 _print_changes(handle, quiet=json)
@@ -208,14 +213,14 @@ def _explain(spec: ServeSpec, *, json: bool) -> None:
 
 
 def _spec(
-    model: str, names: Mapping[str, str], replicas: Mapping[str, float], needs: Mapping[str, object]
+    model: str, named: Mapping[str, object], replicas: Mapping[str, float], needs: Mapping[str, object]
 ) -> ServeSpec:
     """Returns the spec of a file or a model directory, with the options of the command line in place of its own."""
     if model.endswith((".yaml", ".yml")):
         fields, where = dict(load_yaml(model)), model
     else:
         fields, where = named_model(_location(model)), "serve"
-    fields |= {key: value for key, value in names.items() if value}
+    fields |= named
     own = fields.get("replicas", {})
     if replicas and isinstance(own, Mapping):  # the spec rejects anything else
         fields["replicas"] = {**own, **replicas}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config, load_yaml
-from raytide.core.errors import ConfigError
+from raytide.core.errors import ConfigError, DeniedError
 from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.money import micro_usd
 from raytide.core.objects.hardware.clouds import CloudSection, check_clouds, cloud_files, node_type_sources
@@ -250,6 +250,16 @@ class RaytideSection(Config):
     def user_of(self, team: str) -> str:
         """Returns the user that the team's scripts run as."""
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
+
+    def check_packages(self, pip: Collection[str], team: str, what: str) -> None:
+        """Raises DeniedError for packages of a training or an endpoint where `run_as` separates users' code from
+        raytide: they would be installed and run as raytide's user."""
+        if pip and self.user_of(team):
+            raise DeniedError(
+                f"{what}: the packages {', '.join(pip)} would run as raytide's user, and this cluster's run_as gives "
+                "users' code another one.",
+                hint="Install them on the nodes, or run a script: its packages are its user's.",
+            )
 
 
 class ClusterConfig(Config):

@@ -14,6 +14,7 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
+from raytide.core.io.environment import Requirements
 from raytide.core.objects.api_key import HostedBackend, TokenPrice
 from raytide.core.objects.gang import Needed
 from raytide.core.objects.hardware.resources import RESOURCE_WORDS, expand
@@ -195,6 +196,9 @@ class ServeSpec(Config):
     size is known."""
     engine: dict[str, object] = Field(default_factory=dict)
     """Options of the engine, as `raytide.LLM` takes them."""
+    pip: Requirements = ()
+    """Packages that the engine needs beside raytide's, such as `vllm==0.19`: installed once on each node, by pip as it
+    is configured there."""
     max_ongoing: int = Field(default=256, ge=1, le=100_000)
     """Further requests to a replica wait in the router."""
     min_request_priority: int = Field(default=0, ge=-100, le=0)
@@ -233,6 +237,8 @@ class ServeSpec(Config):
             raise ValueError("backend is for an endpoint without model, replicas, adapters and fallback")
         if self.backend is not None and self.weights:
             raise ValueError("backend is for an endpoint without weights")
+        if self.pip and (self.backend is not None or self.members > 1):
+            raise ValueError("pip is for replicas of one member, in whose engine the packages are")
         if self.members > 1 and self.replicas.slo_target is not None:
             raise ValueError("slo_target is for replicas of one member: leave it out, or members")
         if self.prefill is not None and self.prefill.endpoint == self.name:

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
 from raytide.core.config import Config
+from raytide.core.io.environment import Requirements
 from raytide.core.objects.gang import Shape
-
-
-def checked_requirement(text: str) -> str:
-    """Returns the requirement without spaces around it. Raises ValueError for an option of pip, a path, and a URL with
-    a password, which every log of the job would show."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    try:
-        found = Requirement(text.strip())
-    except InvalidRequirement:
-        shown = re.sub(r"//[^/@\s]*@", "//***@", text)
-        raise ValueError(f"{shown!r} is no requirement such as name==1.0") from None
-    if found.url is not None:
-        url = urlsplit(found.url)
-        if "@" in url.netloc:
-            raise ValueError(f"the URL of {found.name} has a login, which logs would show: configure pip on the nodes")
-        if url.scheme not in ("https", "git+https"):
-            raise ValueError(f"the URL of {found.name} is not https")
-    return text.strip()
 
 
 class ScriptSpec(Config):
@@ -37,7 +17,7 @@ class ScriptSpec(Config):
     package: str = ""
     """The digest of the uploaded working directory; an empty directory by default."""
     env: dict[str, str] = Field(default_factory=dict, max_length=1000)
-    pip: tuple[Annotated[str, Field(min_length=1, max_length=500)], ...] = Field(default=(), max_length=200)
+    pip: Requirements = ()
     """Packages that the script needs beside raytide's, such as `peft==0.17`: installed once on each node, by pip as it
     is configured there."""
     nproc_per_node: Annotated[int, Field(le=1024)] | Literal["gpu"] = 1
@@ -48,11 +28,6 @@ class ScriptSpec(Config):
     """Exit codes after which it is not restarted, whatever `retries` allows: it would fail in the same way."""
     grace_s: float = Field(default=30.0, ge=0, le=3600)
     """The time between SIGTERM and SIGKILL when the script must leave its nodes."""
-
-    @field_validator("pip")
-    @classmethod
-    def _requirements(cls, pip: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(checked_requirement(text) for text in pip)
 
     @field_validator("nproc_per_node")
     @classmethod

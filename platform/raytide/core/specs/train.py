@@ -14,6 +14,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import ConfigDict, Field, model_validator
 
 from raytide.core.config import Config
+from raytide.core.io.environment import Requirements
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.mixture import AugmentSpec, HeldOutSpec, MixtureSpec, Packing, StreamSpec
 from raytide.core.specs.model import ChatSpec, DistillSpec, FinetuneSpec, ModelSpec
@@ -198,6 +199,9 @@ class TrainSpec(Config):
     guard: GuardSpec = GuardSpec()
     profile: ProfileSpec | None = None
     mlflow: MlflowSpec | None = None
+    pip: Requirements = ()
+    """Packages that the ranks need beside raytide's, such as another version of transformers: installed once on each
+    node, by pip as it is configured there."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """The peak of one device at this precision, for the MFU; needed if the device is not a known GPU."""
     nccl: dict[NcclName, Annotated[str, Field(max_length=200)]] = Field(default={}, max_length=50)

@@ -110,6 +110,7 @@ class EndpointService:
         caller.require_team(spec.team)
         spec = self._models.resolved(spec, caller)
         self._accounts.check_team(spec.team)
+        self._config.settings.check_packages(spec.pip, spec.team, f"endpoint {spec.name}")
         if spec.priority is not None:
             self._accounts.check_priority(spec.priority)
         labels = resolve_accelerator(spec.labels, self._config.node_types)

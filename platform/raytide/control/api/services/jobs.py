@@ -271,7 +271,9 @@ class JobService:
         if spec.kind is not JobKind.SCRIPT:
             self._inputs.check_private(spec.config, spec.name, is_checked_later=True)
         if spec.kind is JobKind.TRAIN:
-            self._inputs.check_training(TrainSpec.parse(spec.config, where=spec.name), caller)
+            train = TrainSpec.parse(spec.config, where=spec.name)
+            self._config.settings.check_packages(train.pip, spec.team, spec.name)
+            self._inputs.check_training(train, caller)
         elif spec.kind is JobKind.DATA:
             self._inputs.check_build(DataSpec.parse(spec.config, where=spec.name))
         elif spec.kind is JobKind.SCRIPT and (package := ScriptSpec.parse(spec.config, where=spec.name).package):

@@ -18,8 +18,6 @@ from raytide.core.errors import ConfigError
 from raytide.core.objects.hardware.provider_section import CLOUDS, check_gcp, provider_section
 from raytide.core.objects.node import NodeType
 
-__all__ = ["HEAD_STAND_IN", "CloudSection", "check_clouds", "cloud_files", "node_type_sources"]
-
 HEAD_STAND_IN = "raytide-no-head"
 """Ray's bootstrap asks for the type of the head, which a further cloud does not have."""
 _SHARED = (

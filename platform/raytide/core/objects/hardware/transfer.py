@@ -14,8 +14,6 @@ from raytide.core.config import Config
 from raytide.core.money import MICRO
 from raytide.core.objects.node import NodeType
 
-__all__ = ["DataInput", "TransferPrice", "TransferSection", "region"]
-
 Place = Annotated[str, Field(min_length=1, max_length=200)]
 
 
