@@ -25,6 +25,7 @@ from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, Membe
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.specs.data import DataSpec
 from raytide.pipelines.build import Progress
+from raytide.queue.lifecycle.jobs import WITHOUT_MEMBERS
 
 SHAPE = Shape(resources={"CPU": 1.0})
 JOB = Job("job-1", JobSpec(kind=JobKind.DATA, name="d", gang=GangSpec(shapes=(SHAPE,))), "ana", JobState.ADMITTED, 0.0)
@@ -174,15 +175,19 @@ def test_a_build_works_on_the_members_that_its_lease_has_and_ends_without_any(
     with pytest.raises(SystemExit):
         members._watch(1)
     assert seen[:-1] == [["aa", "bb"], ["bb"], ["bb"]]
-    assert int(seen[-1][0]) >= 128, "it may run again"
+    assert int(seen[-1][0]) == WITHOUT_MEMBERS >= 128, "it may run again"
     assert api.answers == []
 
 
 def test_a_driver_that_lost_its_node_has_died_and_not_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    api = Api()
-    code = run(monkeypatch, tmp_path, api, ClusterError("the build's Ray tasks could not go on."))
-    assert code >= 128
-    assert api.reports == []
+    active = replace(LEASE, state=LeaseState.ACTIVE)
+    usable = replace(active, members=(replace(LEASE.members[0], state=READY),))
+    codes = []
+    for answer in (usable, active, AWAY, LEASE):
+        api = Api(answer)
+        codes.append(run(monkeypatch, tmp_path, api, ClusterError("the build's Ray tasks could not go on.")))
+        assert api.reports == []
+    assert codes == [255, WITHOUT_MEMBERS, 255, 255], "a gang without members is no failure of its driver"
 
 
 def test_what_is_wrong_with_the_job_itself_is_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

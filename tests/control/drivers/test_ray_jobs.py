@@ -10,7 +10,7 @@ from threading import Thread
 import httpx
 import pytest
 
-from raytide.control.drivers.ray_jobs import RayJobs
+from raytide.control.drivers.ray_jobs import RayJobs, _status
 from raytide.core.errors import ClusterError
 from raytide.queue.lifecycle.jobs import DriverKey
 
@@ -160,3 +160,10 @@ def test_rays_job_service_is_made_to_watch_the_drivers_of_a_former_head(tmp_path
     assert [drivers.statuses()[KEY].state for _ in range(3)] == ["running"] * 3
     assert len(submitted) == 2
     assert b'"submission_id":"raytide-job-1-0"' in submitted[1].replace(b" ", b"")
+
+
+def test_a_driver_whose_gang_had_no_member_left_died_of_that() -> None:
+    codes = {254: ("died", True), 255: ("died", False), 137: ("died", False), 3: ("failed", False)}
+    for code, expected in codes.items():
+        status = _status(KEY, {"status": "FAILED", "driver_exit_code": code, "message": "no member is usable"}, "0")
+        assert (status.state, status.without_members) == expected

@@ -76,6 +76,19 @@ def test_a_driver_that_was_lost_with_its_head_costs_no_restart() -> None:
     assert advance(again, ACTIVE, driver("died", attempt=4), 121.0)[0].state is JobState.FAILED
 
 
+def test_a_driver_that_lost_all_its_nodes_costs_no_restart_however_often() -> None:
+    """A build on one spot node loses its last member with each reclaim."""
+    running, waiting = job(state=JobState.RUNNING), replace(ACTIVE, members=(Member(0),))
+    for attempt in range(6):
+        lost = replace(driver("died", "no member is usable", attempt), without_members=True)
+        running, _ = advance(running, waiting, lost, 110.0 + attempt)
+        assert (running.state, running.restarts, running.node_losses) == (JobState.RUNNING, attempt + 1, attempt + 1)
+    assert running.reason == "no member of its gang was left"
+    again, _ = advance(running, waiting, driver("died", attempt=6), 120.0)
+    assert (again.state, again.restarts) == (JobState.RUNNING, 7), "max_restarts allows one of its own"
+    assert advance(again, waiting, driver("died", attempt=7), 121.0)[0].state is JobState.FAILED
+
+
 def test_a_driver_that_failed_is_not_started_again() -> None:
     failed, _ = advance(job(state=JobState.RUNNING), ACTIVE, driver("failed", "bad data"), 110.0)
     assert (failed.state, failed.reason) == (JobState.FAILED, "bad data")

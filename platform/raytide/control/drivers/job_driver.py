@@ -35,6 +35,7 @@ from raytide.core.ray_internals import hush_node_deaths
 from raytide.core.specs.data import DatasetVersionSpec, DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
+from raytide.queue.lifecycle.jobs import WITHOUT_MEMBERS
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -138,7 +139,7 @@ class LeasedMembers:
             if not lease.usable:
                 sys.stderr.write("no member is usable\n")
                 sys.stderr.flush()
-                os._exit(_DIED)  # nothing else interrupts a main thread that waits in Ray
+                os._exit(WITHOUT_MEMBERS)  # nothing else interrupts a main thread that waits in Ray
             self._update(lease)
             epoch = lease.epoch
 
@@ -207,6 +208,14 @@ def active_lease(client: ApiClient, job_id: str) -> Lease:
         epoch = lease.epoch
 
 
+def has_lost_members(job_id: str, client: ApiClient) -> bool:
+    """Returns True if the job's lease is active without a usable member: they were lost, or are being replaced."""
+    with suppress(RaytideError):
+        lease = client.wait_lease(job_id, newer_than=-1, timeout_s=0)
+        return lease.state is LeaseState.ACTIVE and not lease.usable
+    return False
+
+
 def main(run_dir: str, job_id: str) -> int:
     import ray
 
@@ -229,7 +238,7 @@ def main(run_dir: str, job_id: str) -> int:
         DRIVERS[job.spec.kind](job, client, Path(run_dir))
     except ClusterError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
-        return _DIED
+        return WITHOUT_MEMBERS if has_lost_members(job_id, client) else _DIED
     except RaytideError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
         with suppress(AuthError):  # the job is over, so this token is invalid

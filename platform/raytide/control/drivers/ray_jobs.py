@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from raytide.core.errors import ClusterError
-from raytide.queue.lifecycle.jobs import DriverKey, DriverStatus
+from raytide.queue.lifecycle.jobs import WITHOUT_MEMBERS, DriverKey, DriverStatus
 
 _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"
@@ -149,7 +149,8 @@ def _status(key: DriverKey, entry: dict[str, Any], head: str) -> DriverStatus:
             return DriverStatus(key, "failed", message)
         case _:
             with_head = str((entry.get("metadata") or {}).get(_HEAD, head)) != head
-            return DriverStatus(key, "died", message or "its driver was killed", with_head)
+            without_members = entry.get("driver_exit_code") == WITHOUT_MEMBERS
+            return DriverStatus(key, "died", message or "its driver was killed", with_head, without_members)
 
 
 def _last_line(message: str) -> str:

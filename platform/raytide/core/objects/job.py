@@ -117,6 +117,8 @@ class Job:
     """Driver attempts after the first."""
     head_losses: int = 0
     """The restarts whose driver was lost with its head, which `max_restarts` does not count."""
+    node_losses: int = 0
+    """The restarts whose driver had lost the nodes of all its members, which `max_restarts` does not count either."""
     heartbeat_at_s: float | None = None
     progress: Mapping[str, float | int | str] = field(default_factory=dict)
     released_by_driver: str | None = None

@@ -92,6 +92,7 @@ jobs = Table(
     Column("spell_gpus", Double, nullable=False, default=0.0),
     Column("preemptions", Integer, nullable=False, default=0),
     Column("head_losses", Integer, nullable=False, default=0),
+    Column("node_losses", Integer, nullable=False, default=0),
     Column("preempted_at_s", Double),
     Column("reserved_micro_usd", BigInteger, nullable=False, default=0),
     Column("struck_at_s", Double),

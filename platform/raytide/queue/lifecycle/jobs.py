@@ -21,6 +21,8 @@ from raytide.core.objects.job import Job, JobKind, JobState
 from raytide.queue.lifecycle import attained_service
 from raytide.queue.lifecycle.leases import acknowledge_release, release
 
+WITHOUT_MEMBERS = 254
+"""The exit code of a driver whose gang has no usable member left."""
 _WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 
 
@@ -46,6 +48,8 @@ class DriverStatus:
     message: str = ""
     with_head: bool = False
     """It was started by another head than the present one, so what ended it was the loss of that head."""
+    without_members: bool = False
+    """It ended because no member of its gang was usable any more."""
 
 
 def advance(
@@ -63,7 +67,7 @@ def advance(
     if job.unreadable and not job.is_final:
         job = _end(job, JobState.FAILED, f"its spec cannot be read any more: {job.unreadable}", now_s)
     elif not job.is_final:
-        excused = job.preemptions + job.head_losses + (lease is not None and lease.is_preempted)
+        excused = job.preemptions + job.head_losses + job.node_losses + (lease is not None and lease.is_preempted)
         job = _step(_follow_lease(job, lease, now_s), driver, now_s, silent_s, excused)
     if job.is_final and lease is not None:
         lease = release(lease, f"{job.id} {job.state}")
@@ -148,11 +152,15 @@ def _stop(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
 
 def _restart(job: Job, driver: DriverStatus, now_s: float, most: int) -> Job:
     """Restarts the driver, `most` times at most. A driver may die with preempted members, so each preemption allows one
-    more; so does each loss of the head, on which drivers run."""
+    more; so does each loss of the head, on which drivers run, and each loss of all nodes of the gang."""
     why = driver.message or "its driver died"
     if driver.with_head:
         return replace(
             job, restarts=job.restarts + 1, head_losses=job.head_losses + 1, reason="its driver was lost with its head"
+        )
+    if driver.without_members:
+        return replace(
+            job, restarts=job.restarts + 1, node_losses=job.node_losses + 1, reason="no member of its gang was left"
         )
     if job.restarts >= most:
         return _end(
