@@ -235,3 +235,20 @@ def test_the_options_for_nodes_replace_the_gang_of_the_file(
     (job,) = desk.specs
     assert job.kind is kind
     assert job.gang.shapes[0].resources == {"CPU": 3.0}
+
+
+def test_trainings_and_scripts_take_packages_in_the_same_words_and_builds_none(script: Path, desk: Desk) -> None:
+    (script.parent / "needs.txt").write_text("# pinned\npeft==0.17 # adapters\n\n")
+    (script.parent / "train.yaml").write_text("{dataset: /data, out: /out, steps: 1, pip: [einops]}")
+    words = ["--pip", "trl", "--requirements", "needs.txt", "--no-wait"]
+    for command in (["run", *words, "train.py"], ["train", "train.yaml", *words]):
+        done = runner.invoke(app, command)
+        assert done.exit_code == 0, done.output
+    assert [spec.config["pip"] for spec in desk.specs] == [["trl", "peft==0.17"]] * 2
+    assert runner.invoke(app, ["train", "train.yaml", "--no-wait"]).exit_code == 0
+    assert desk.specs[-1].config["pip"] == ["einops"]
+    assert runner.invoke(app, ["data", "build", "train.yaml", "--pip", "trl"]).exit_code == 2
+    lacking = runner.invoke(app, ["train", "train.yaml", "--requirements", "none.txt"])
+    assert isinstance(lacking.exception, UsageError)
+    refused = runner.invoke(app, ["train", "train.yaml", "--pip", "-i x"])
+    assert "no requirement such as name==1.0" in str(refused.exception)

@@ -128,6 +128,7 @@ def test_a_registered_model_is_served_by_its_name() -> None:
     spec = serve_module._spec("registry:chat@champion", {}, {}, {})
     assert (spec.name, spec.model) == ("chat", "registry:chat@champion")
     assert serve_module._spec("registry:chat:3", {"name": "web"}, {}, {}).name == "web"
+    assert serve_module._spec("registry:chat:3", {"pip": ["vllm==0.19"]}, {}, {}).pip == ("vllm==0.19",)
 
 
 class Endpoints(ApiClient):
