@@ -89,12 +89,13 @@ def test_ranks_run_with_the_packages_that_a_training_names_or_it_ends_with_their
     def formed() -> list[dict[str, list[int]]]:
         return [event for event in lines(spec, "events.jsonl") if event["event"] == "formed"]
 
-    eventually(lambda: formed() and len(lines(spec, "metrics.jsonl")) > 2)
+    eventually(lambda: run.refresh().state == "failed" or len(lines(spec, "metrics.jsonl")) > 2)
+    assert formed(), run.view.job.reason
     kept = private_folder("environments") / f"{content_key(['packaging'])}.lock"
     assert str(kept) in {file.path for file in psutil.Process(formed()[-1]["pids"][0]).open_files()}
     run.stop()
     nowhere = "tidelib @ https://127.0.0.1:9/tidelib-1.0-py3-none-any.whl"
     failed = tide.train(spec.model_copy(update={"out": f"{spec.out}-2"}), pip=[nowhere])
-    eventually(lambda: failed.refresh().state == "failed")
+    eventually(lambda: failed.refresh().view.job.is_final)
     assert f"the packages {nowhere} cannot be installed on" in failed.view.job.reason
     eventually(lambda: run.refresh().state == "stopped")

@@ -5,6 +5,7 @@ Results are futures, so the driver does not depend on Ray: tests run the same dr
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -44,7 +45,8 @@ class RayWorker:
         cpus, gpus, memory = need.pop("CPU", 0.0), need.pop("GPU", 0.0), need.pop("memory", 0.0)
         here = PlacementGroupSchedulingStrategy(placement_group_of(member), placement_group_bundle_index=0)
         actor_class: Any = ray.remote(TrainWorker)
-        placed = actor_class.options(
+        place = partial(
+            actor_class.options,
             num_cpus=cpus,
             num_gpus=gpus,
             memory=memory or None,
@@ -57,20 +59,24 @@ class RayWorker:
         self._is_killed = False
         self._actor: Future[Any] = Future()
         if not spec.pip:
-            self._actor.set_result(placed.remote(*arguments))
+            self._actor.set_result(place().remote(*arguments))
             return
         installing: Any = ray.remote(interpreter_with).options(num_cpus=0, max_retries=0, scheduling_strategy=here)
 
         def start(installed: Future[str]) -> None:
             try:
                 environment = {"py_executable": installed.result()}
-                self._actor.set_result(placed.options(runtime_env=environment).remote(*arguments))
+                self._actor.set_result(place(runtime_env=environment).remote(*arguments))
             except Exception as error:  # pip's, or that of a lost node
                 self._actor.set_exception(getattr(error, "cause", None) or error)
             if self._is_killed:
                 self.kill()
 
-        installing.remote(spec.pip).future().add_done_callback(start)
+        def begin(installed: Future[str]) -> None:
+            """Leaves Ray's own thread, which must not wait for Ray."""
+            threading.Thread(target=start, args=(installed,), name="start worker", daemon=True).start()
+
+        installing.remote(spec.pip).future().add_done_callback(begin)
 
     def call(self, method: str, *args: object) -> Future[Any]:
         answer: Future[Any] = Future()
