@@ -44,6 +44,12 @@ def answers(llm: LLM) -> list[list[CompletionOutput]]:
     return [each.outputs for each in both]
 
 
+def let_write(llm: LLM) -> None:
+    """Waits until no file is being written."""
+    assert llm._core.disk is not None
+    llm._core.disk.flush(60.0)
+
+
 def disk(llm: LLM) -> DiskCounts:
     found = llm.stats().disk
     assert found is not None
@@ -143,6 +149,7 @@ def test_no_request_fails_by_the_disk(
     plain, stored = llms
     expected = answers(plain)
     assert answers(stored) == expected
+    let_write(stored)
     folder = Path(disk(stored).path)
     if trouble == "full":
 
@@ -173,6 +180,7 @@ def test_a_request_that_is_aborted_while_it_waits_for_the_disk_leaves_nothing(
 ) -> None:
     llms.append(llm := LLM(model_dir, local_disk=str(tmp_path / "kv"), **SMALL))  # type: ignore[arg-type]
     answers(llm)
+    let_write(llm)
     core = llm._core
     core.add(GenRequest(request_id="r", prompt=PROMPTS[0], sampling=SAMPLING[0]), PROMPTS[0])
     plan = core.scheduler.plan()
