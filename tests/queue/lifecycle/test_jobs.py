@@ -89,6 +89,16 @@ def test_a_driver_that_lost_all_its_nodes_costs_no_restart_however_often() -> No
     assert advance(again, waiting, driver("died", attempt=7), 121.0)[0].state is JobState.FAILED
 
 
+def test_a_job_that_brings_its_nodes_down_does_not_do_so_for_ever() -> None:
+    running, waiting, attempt = job(state=JobState.RUNNING), replace(ACTIVE, members=(Member(0),)), 0
+    while running.state is JobState.RUNNING:
+        lost = replace(driver("died", "no member is usable", attempt), without_members=True)
+        running, _ = advance(running, waiting, lost, 110.0 + attempt)
+        attempt += 1
+        assert attempt < 1_000
+    assert (running.state, running.node_losses) == (JobState.FAILED, 100)
+
+
 def test_a_driver_that_failed_is_not_started_again() -> None:
     failed, _ = advance(job(state=JobState.RUNNING), ACTIVE, driver("failed", "bad data"), 110.0)
     assert (failed.state, failed.reason) == (JobState.FAILED, "bad data")

@@ -23,6 +23,8 @@ from raytide.queue.lifecycle.leases import acknowledge_release, release
 
 WITHOUT_MEMBERS = 254
 """The exit code of a driver whose gang has no usable member left."""
+_MOST_NODE_LOSSES = 100
+"""The losses of all nodes that use up no restart: a job that itself brings nodes down does not buy them for ever."""
 _WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 
 
@@ -158,7 +160,7 @@ def _restart(job: Job, driver: DriverStatus, now_s: float, most: int) -> Job:
         return replace(
             job, restarts=job.restarts + 1, head_losses=job.head_losses + 1, reason="its driver was lost with its head"
         )
-    if driver.without_members:
+    if driver.without_members and job.node_losses < _MOST_NODE_LOSSES:
         return replace(
             job, restarts=job.restarts + 1, node_losses=job.node_losses + 1, reason="no member of its gang was left"
         )
