@@ -295,6 +295,13 @@ def test_a_restored_model_has_the_price_of_the_stored_one() -> None:
     assert len(restored.price.predicted) == len(restored.price.log_prices)
 
 
+def test_a_model_of_a_release_without_predictions_keeps_its_price() -> None:
+    known, restored = served_model({"a": 4.0}), ReplicaValueModel.from_goal(goal("ab"))
+    fields = known.saved.model_dump(exclude={"predicted", "expected"})
+    restored.restore(SavedModel.model_validate(fields))
+    assert (restored.price.moved, restored.price.expected) == (known.price.moved, 0.0)
+
+
 def test_a_week_with_too_many_late_requests_keeps_them_dear_on_a_good_day() -> None:
     overspent, even = SloShadowPrice(0.99), SloShadowPrice(0.99)
     for price, missed in ((overspent, 3), (even, 1)):
