@@ -130,7 +130,7 @@ class EndpointModels:
         """Counts the requests of both revisions of a rollout. A challenger is not waited for: its champion answers."""
         champion, rollout = self._applications[entry.spec.name], entry.rollout
         champion.server.version = served_version(entry.spec.version, entry.revision)
-        champion.engine.patience_s = COLD_START_S
+        champion.engine.patience_s, champion.engine.has_fallback = COLD_START_S, entry.spec.fallback is not None
         champion.metrics.tally = None
         if rollout is None or entry.challenger is None:
             return

@@ -138,6 +138,23 @@ async def test_a_fallback_answers_while_no_replica_is_ready_or_all_are_full() ->
         await asyncio.gather(*asking, return_exceptions=True)
 
 
+@pytest.mark.asyncio
+async def test_a_fallback_answers_what_the_only_replica_died_with() -> None:
+    """A request does not wait for the next replica, as it does without a fallback."""
+    async with hosted_gateway() as (gateway, _):
+        slow = FakeEngine(reply="near ", tokens_per_s=0.01)
+        await gateway.deploy("chat", slow, fallback=BACKEND)
+        asking = asyncio.ensure_future(says(gateway))
+
+        async def is_asked() -> bool:
+            return (await slow.stats()).running == 1
+
+        await until(is_asked)
+        await gateway.kill("chat-0")
+        async with asyncio.timeout(30.0):
+            assert await asking == ("far f", "hosted")
+
+
 async def says(gateway: Gateway) -> tuple[str, str]:
     answer = await gateway.http.post("/v1/chat/completions", json=chat("chat"))
     assert answer.status_code == 200, answer.text

@@ -67,6 +67,8 @@ class RoutedEngine(BasicEngine):
         """Replicas that compute long prompts for these."""
         self.patience_s = COLD_START_S
         """The time for which a request waits for a replica before its first token."""
+        self.has_fallback = False
+        """Another API answers requests without an adapter, so these do not wait."""
 
     def _gives_logprobs(self) -> bool:
         return all("logprobs" in replica.info.features for replica in self._replicas.connected)
@@ -213,7 +215,8 @@ class RoutedEngine(BasicEngine):
         """Returns the replica for a request that those in `full` have refused, and its route. When all have, it waits
         for one if it `may_wait`, since its client has a part of the answer already.
         """
-        patience_s = max(self.patience_s, _RESUME_S) if may_wait else self.patience_s
+        patience_s = 0.0 if self.has_fallback and request.lora is None else self.patience_s
+        patience_s = max(self.patience_s, _RESUME_S) if may_wait else patience_s
         deadline_s = time.monotonic() + patience_s
         while True:
             ready = await self._replicas.wait_ready(patience_s, request.lora)
