@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.actors.engine.tiny import save_llama
-from tests.gateway.conftest import Gateway, running_gateway
+from tests.gateway.conftest import Gateway, running_gateway, until
 
 from raytide.actors.engine import EngineConfig, NativeEngine
 
@@ -89,6 +89,12 @@ async def test_without_a_fitting_replica_it_is_computed_at_home(model_dir: Path,
         await gateway.deploy("chat", native(model_dir), prefill=POLICY)
         if why == "other weights":
             await engine.load_weights(str(model_dir), "another")
+            replicas = gateway.models.endpoint("prefill")[1]
+
+            async def are_known() -> bool:
+                return all(each.info.weights_version == "another" for each in replicas.connected)
+
+            await until(are_known)
         await answer(gateway, 80)
         assert await computed(gateway, "chat-0") == 80
 
