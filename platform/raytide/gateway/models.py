@@ -32,11 +32,11 @@ from raytide.core.telemetry.catalogue.application import REQUESTS
 from raytide.core.telemetry.metrics import Sample
 from raytide.core.telemetry.recorder import ValueRecorder
 from raytide.gateway.answers.answer_quality import AnswerQuality
-from raytide.gateway.hosted.api import HostedApis
+from raytide.gateway.hosted.api import HostedApis, fallback_of
 from raytide.gateway.replicas.directory import Directory, EndpointEntry, Listing
 from raytide.gateway.replicas.prefill_pool import PrefillPool
 from raytide.gateway.replicas.replica_set import ReplicaSet
-from raytide.gateway.replicas.routed_engine import COLD_START_S, RoutedEngine
+from raytide.gateway.replicas.routed_engine import COLD_START_S, GIVES_WAY, RoutedEngine
 from raytide.gateway.rollouts.choice import champion_may_answer, is_for_challenger, is_for_fallback, is_overload
 from raytide.gateway.rollouts.counting import CountedMetrics, RevisionTally
 from raytide.gateway.rollouts.shadow import ShadowTraffic
@@ -130,7 +130,7 @@ class EndpointModels:
         """Counts the requests of both revisions of a rollout. A challenger is not waited for: its champion answers."""
         champion, rollout = self._applications[entry.spec.name], entry.rollout
         champion.server.version = served_version(entry.spec.version, entry.revision)
-        champion.engine.patience_s, champion.engine.has_fallback = COLD_START_S, entry.spec.fallback is not None
+        champion.engine.patience_s = COLD_START_S
         champion.metrics.tally = None
         if rollout is None or entry.challenger is None:
             return
@@ -166,16 +166,20 @@ class EndpointModels:
         found = self._serving(model)
         if found.entry.spec.backend is not None:
             return await self._hosted_answer(found, found.entry.spec.backend, model, request, body)
-        if found.entry.spec.fallback is None or model != endpoint_of_model(model):
+        fallback = fallback_of(found.entry.spec, model, request)
+        if fallback is None:
             return await self._own_answer(model, request, body, respond)
         if found.replicas.ready:
+            token = GIVES_WAY.set(True)
             try:
                 return await self._own_answer(model, request, body, respond)
             except Exception as error:
                 if not is_for_fallback(error):
                     raise
+            finally:
+                GIVES_WAY.reset(token)
         found.fell_back_s = time.monotonic()
-        return await self._hosted_answer(found, found.entry.spec.fallback, model, request, body)
+        return await self._hosted_answer(found, fallback, model, request, body)
 
     async def _hosted_answer(
         self, found: _Application, backend: HostedBackend, model: str, request: Request, body: BaseModel
@@ -252,7 +256,7 @@ class EndpointModels:
         self._check_path(model, request)
         found = self._serving(model)
         self._check_use(model, request)
-        is_hosted = found.entry.spec.backend or (found.entry.spec.fallback and model == endpoint_of_model(model))
+        is_hosted = found.entry.spec.backend or fallback_of(found.entry.spec, model, request)
         if not (found.server.is_described or is_hosted):
             try:
                 await in_request(request, body, found.replicas.wait_ready(COLD_START_S))

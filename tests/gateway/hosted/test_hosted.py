@@ -155,6 +155,36 @@ async def test_a_fallback_answers_what_the_only_replica_died_with() -> None:
             assert await asking == ("far f", "hosted")
 
 
+@pytest.mark.asyncio
+async def test_a_request_on_a_route_that_the_fallback_lacks_waits_for_a_replica() -> None:
+    async with hosted_gateway() as (gateway, hosted):
+        await gateway.deploy("chat", fallback=BACKEND)
+
+        async def message() -> str:
+            answer = await gateway.http.post("/v1/messages", json=chat("chat"))
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["content"][0]["text"])
+
+        async def waits() -> bool:
+            return gateway.models.endpoint("chat")[1].waiting == 1
+
+        first = asyncio.ensure_future(message())
+        await until(waits)
+        slow = FakeEngine(reply="near ", tokens_per_s=1.0)
+        await gateway.deploy("chat", slow, fallback=BACKEND)
+
+        async def is_asked() -> bool:
+            return (await slow.stats()).running == 1
+
+        await until(is_asked)
+        await gateway.kill("chat-0")
+        await until(waits)
+        await gateway.deploy("chat", FakeEngine(reply="near "), fallback=BACKEND)
+        async with asyncio.timeout(30.0):
+            assert await first == "near "
+        assert hosted.requests == []
+
+
 async def says(gateway: Gateway) -> tuple[str, str]:
     answer = await gateway.http.post("/v1/chat/completions", json=chat("chat"))
     assert answer.status_code == 200, answer.text

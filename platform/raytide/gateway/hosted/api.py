@@ -20,6 +20,7 @@ from raytide.actors.serving.openai_api.errors import RETRY_AFTER_S, ApiError, in
 from raytide.core.errors import EngineError, RaytideError
 from raytide.core.objects.api_key import HostedBackend
 from raytide.core.objects.cluster_config import HostedApi
+from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, ServeSpec
 from raytide.gateway.hosted.usage_reader import UsageReader
 
 HOSTED = "hosted"
@@ -75,7 +76,7 @@ class HostedApis:
         """
         if backend.base_url not in self._keys:
             raise _failed("is not among the hosted APIs of this cluster")
-        path = request.url.path.removeprefix("/v1").strip("/")
+        path = _path(request)
         if path in _TRANSLATED:
             raise invalid(f"{model} is a hosted model, which has no /{path}: use chat/completions.", param="model")
         asked = dict(await request.json())
@@ -113,6 +114,16 @@ class HostedApis:
         if found.status_code == 200:
             return found
         raise _error(found, await _read(found, _MOST_ERROR_BYTES))
+
+
+def fallback_of(spec: ServeSpec, model: str, request: Request) -> HostedBackend | None:
+    """Returns the API that answers a request which no replica answers; None for an adapter, and on a route that such
+    an API does not have."""
+    return None if ADAPTER_SEPARATOR in model or _path(request) in _TRANSLATED else spec.fallback
+
+
+def _path(request: Request) -> str:
+    return request.url.path.removeprefix("/v1").strip("/")
 
 
 def _body(backend: HostedBackend, path: str, asked: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

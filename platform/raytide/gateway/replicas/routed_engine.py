@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ T = TypeVar("T")
 
 COLD_START_S = 300.0
 """The time for which a request waits while no replica of its endpoint takes requests: it starts, or is replaced."""
+GIVES_WAY: ContextVar[bool] = ContextVar("GIVES_WAY", default=False)
+"""True in a request that another API answers if no replica does, so that it does not wait for one."""
 _RESUME_S = 30.0
 """The time for which a stream that has begun waits for a replica at least."""
 _FULL_PAUSE_S = 0.2
@@ -67,8 +70,6 @@ class RoutedEngine(BasicEngine):
         """Replicas that compute long prompts for these."""
         self.patience_s = COLD_START_S
         """The time for which a request waits for a replica before its first token."""
-        self.has_fallback = False
-        """Another API answers requests without an adapter, so these do not wait."""
 
     def _gives_logprobs(self) -> bool:
         return all("logprobs" in replica.info.features for replica in self._replicas.connected)
@@ -202,7 +203,11 @@ class RoutedEngine(BasicEngine):
 
     async def _any(self, lora: str | None = None) -> Replica:
         """Returns the replica that holds the fewest requests, of those with the adapter."""
-        return min(await self._replicas.wait_ready(self.patience_s, lora), key=lambda replica: replica.load)
+        return min(await self._replicas.wait_ready(self._patience_s(), lora), key=lambda replica: replica.load)
+
+    def _patience_s(self) -> float:
+        """Returns how long a request waits for a replica before its first token."""
+        return 0.0 if GIVES_WAY.get() else self.patience_s
 
     async def _ask(self, question: Callable[[RemoteEngine], Awaitable[T]], lora: str | None = None) -> T:
         """Returns one replica's answer; a replica that dies meanwhile is replaced by another."""
@@ -215,8 +220,7 @@ class RoutedEngine(BasicEngine):
         """Returns the replica for a request that those in `full` have refused, and its route. When all have, it waits
         for one if it `may_wait`, since its client has a part of the answer already.
         """
-        patience_s = 0.0 if self.has_fallback and request.lora is None else self.patience_s
-        patience_s = max(self.patience_s, _RESUME_S) if may_wait else patience_s
+        patience_s = max(self.patience_s, _RESUME_S) if may_wait else self._patience_s()
         deadline_s = time.monotonic() + patience_s
         while True:
             ready = await self._replicas.wait_ready(patience_s, request.lora)
