@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, StringConstraints
 
@@ -67,6 +68,25 @@ def _one_line(text: str) -> str:
     return text
 
 
+def _requirement(text: str) -> str:
+    """Returns the requirement without spaces around it. Raises ValueError for an option of pip, a path, and a URL with
+    a password, which every log of the job would show."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        found = Requirement(text.strip())
+    except InvalidRequirement:
+        shown = re.sub(r"//[^/@\s]*@", "//***@", text)
+        raise ValueError(f"{shown!r} is no requirement such as name==1.0") from None
+    if found.url is not None:
+        url = urlsplit(found.url)
+        if "@" in url.netloc:
+            raise ValueError(f"the URL of {found.name} has a login, which logs would show: configure pip on the nodes")
+        if url.scheme not in ("https", "git+https"):
+            raise ValueError(f"the URL of {found.name} is not https")
+    return text.strip()
+
+
 Name = Annotated[str, StringConstraints(min_length=1, max_length=100), AfterValidator(_one_line)]
 """One line of at most 100 characters."""
 Word = Annotated[str, StringConstraints(max_length=256), AfterValidator(_one_line)]
@@ -75,6 +95,11 @@ Location = Annotated[str, StringConstraints(max_length=4096), AfterValidator(_on
 """A path or URL."""
 Labels = Annotated[dict[Name, Word], Field(max_length=MOST_LABELS)]
 """Names, each with one line of text."""
+Requirements = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_requirement)], ...],
+    Field(max_length=200),
+]
+"""Such as `peft==0.17`: installed once on each node, by pip as it is configured there."""
 Seconds = Annotated[float, Field(ge=0, le=MOST_DELAY_S)]
 Dollars = Annotated[float, Field(gt=0, le=MOST_USD)]
 

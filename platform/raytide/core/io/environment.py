@@ -1,7 +1,6 @@
-"""Selects the environment variables that pass from the operator's shell to nodes, and from a node to users' commands,
-and checks the packages that jobs and endpoints need beside raytide's.
+"""Selects the environment variables that pass from the operator's shell to nodes, and from a node to users' commands.
 
-The variables are an allowlist, so that the operator's credentials reach only the controller.
+It is an allowlist, so that the operator's credentials reach only the controller.
 """
 
 from __future__ import annotations
@@ -9,10 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated
-from urllib.parse import urlsplit
-
-from pydantic import AfterValidator, Field
 
 from raytide.core.config import environment
 
@@ -76,29 +71,3 @@ def all_passed(configured: Iterable[str]) -> tuple[str, ...]:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def checked_requirement(text: str) -> str:
-    """Returns the requirement without spaces around it. Raises ValueError for an option of pip, a path, and a URL with
-    a password, which every log of the job would show."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    try:
-        found = Requirement(text.strip())
-    except InvalidRequirement:
-        shown = re.sub(r"//[^/@\s]*@", "//***@", text)
-        raise ValueError(f"{shown!r} is no requirement such as name==1.0") from None
-    if found.url is not None:
-        url = urlsplit(found.url)
-        if "@" in url.netloc:
-            raise ValueError(f"the URL of {found.name} has a login, which logs would show: configure pip on the nodes")
-        if url.scheme not in ("https", "git+https"):
-            raise ValueError(f"the URL of {found.name} is not https")
-    return text.strip()
-
-
-Requirements = Annotated[
-    tuple[Annotated[str, Field(min_length=1, max_length=500), AfterValidator(checked_requirement)], ...],
-    Field(max_length=200),
-]
-"""Such as `peft==0.17`: installed once on each node, by pip as it is configured there."""

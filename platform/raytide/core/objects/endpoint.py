@@ -14,7 +14,6 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
-from raytide.core.io.environment import Requirements
 from raytide.core.objects.api_key import HostedBackend, TokenPrice
 from raytide.core.objects.gang import Needed
 from raytide.core.objects.hardware.resources import RESOURCE_WORDS, expand
@@ -196,7 +195,7 @@ class ServeSpec(Config):
     size is known."""
     engine: dict[str, object] = Field(default_factory=dict)
     """Options of the engine, as `raytide.LLM` takes them."""
-    pip: Requirements = ()
+    pip: bounds.Requirements = ()
     """Packages that the engine needs beside raytide's, such as `vllm==0.19`: installed once on each node, by pip as it
     is configured there."""
     max_ongoing: int = Field(default=256, ge=1, le=100_000)

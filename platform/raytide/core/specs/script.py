@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from raytide.core import bounds
 from raytide.core.config import Config
-from raytide.core.io.environment import Requirements
 from raytide.core.objects.gang import Shape
 
 
@@ -17,7 +17,7 @@ class ScriptSpec(Config):
     package: str = ""
     """The digest of the uploaded working directory; an empty directory by default."""
     env: dict[str, str] = Field(default_factory=dict, max_length=1000)
-    pip: Requirements = ()
+    pip: bounds.Requirements = ()
     """Packages that the script needs beside raytide's, such as `peft==0.17`: installed once on each node, by pip as it
     is configured there."""
     nproc_per_node: Annotated[int, Field(le=1024)] | Literal["gpu"] = 1

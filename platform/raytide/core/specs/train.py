@@ -13,8 +13,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import ConfigDict, Field, model_validator
 
+from raytide.core import bounds
 from raytide.core.config import Config
-from raytide.core.io.environment import Requirements
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.mixture import AugmentSpec, HeldOutSpec, MixtureSpec, Packing, StreamSpec
 from raytide.core.specs.model import ChatSpec, DistillSpec, FinetuneSpec, ModelSpec
@@ -199,7 +199,7 @@ class TrainSpec(Config):
     guard: GuardSpec = GuardSpec()
     profile: ProfileSpec | None = None
     mlflow: MlflowSpec | None = None
-    pip: Requirements = ()
+    pip: bounds.Requirements = ()
     """Packages that the ranks need beside raytide's, such as another version of transformers: installed once on each
     node, by pip as it is configured there."""
     peak_tflops: float | None = Field(default=None, gt=0)
