@@ -294,7 +294,7 @@ def test_the_example_of_the_api_page_runs(live: LocalCluster, tide: rt.Client, t
     (tmp_path / "example.py").write_text(example)
     environment = {name: value for name, value in live.environment().items() if not name.startswith("RAY_")}
     command = [sys.executable, "example.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "9 [1, 4] 16" in done.stdout
     runs = {run.view.job.spec.name: run for run in tide.jobs()}
