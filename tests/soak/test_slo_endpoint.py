@@ -69,7 +69,7 @@ def test_lost_spot_is_replaced_on_demand_and_takes_over_again_when_it_is_back(
         assert any("2 replicas are worth the spot price, 2 the on-demand price" in reason for reason in scales)
         drains = [a for a in said if a["action"] == "drain" and a["kind"] == "notice"]
         assert len({a["node_id"] for a in drains}) == 1, drains  # a drain is said again until Ray knows of it
-        assert any(str(a["reason"]).startswith("endpoint slo has 2 replicas without it; saves") for a in drains)
+        assert all(str(a["reason"]).startswith("endpoint slo has 2 replicas without it; saves") for a in drains)
         for line in scales:
             say(line)
 
