@@ -137,8 +137,11 @@ def test_a_replica_whose_engine_died_gets_no_more_requests_and_is_replaced(
     found = list(mortal.logs(grep="ends itself"))
     assert found, "the last words of a replica that is gone"
     assert found[0].partition(" ")[0] not in {start.id for start in mortal.refresh().status.startups}
-    printed = raytide_cli("logs", "mortal", "--grep", "ends itself", "--tail", "1000")
-    assert printed.stdout.splitlines() == found
+
+    def printed() -> list[str]:
+        return raytide_cli("logs", "mortal", "--grep", "ends itself", "--tail", "1000").stdout.splitlines()
+
+    eventually(lambda: printed() == found, within_s=60.0)
 
 
 def test_an_endpoint_without_requests_has_no_replica_and_the_next_request_starts_one(

@@ -14,6 +14,7 @@ from raytide.control.client import ApiClient
 from raytide.control.views import EndpointLogPart, EndpointStatus, RolloutStatus, from_json, to_json
 from raytide.core.errors import ConflictError, DataError, EngineError, NotFoundError, UsageError, WaitTimeoutError
 from raytide.core.io.html import framed, table
+from raytide.core.logs import logger
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import EndpointState
 from raytide.core.objects.endpoint_load import LOADING
@@ -31,6 +32,9 @@ _POLL_S = 0.3
 _WATCH_S = 1.0
 _MOST_SHOWN = 600
 _FEEDBACK_S = 30.0
+_ASK_AGAIN = 2
+"""How often logs ask again for the output of replicas whose node does not answer: it may be busy, or gone."""
+_LOG = logger(__name__)
 
 
 class EndpointHandle:
@@ -134,21 +138,29 @@ class EndpointHandle:
         """Yields the lines that its replicas print, each after the replica's name, those of ended replicas included.
 
         `tail`: only so many last lines of each replica's output. `grep`: a regular expression that a line must contain.
-        `follow` goes on until it is interrupted. Raises UsageError for a malformed expression.
+        `follow` goes on until it is interrupted. The output of a replica whose node does not answer is asked for again,
+        and then warned of on stderr. Raises UsageError for a malformed expression.
         """
         try:
             wanted = re.compile(grep)
         except re.error as error:
             raise UsageError(f"{grep!r} is not a regular expression: {error}.") from None
-        query: dict[str, object] = {} if tail is None else {"tail": tail}
+        last: dict[str, object] = {} if tail is None else {"tail": tail}
+        query, asked_again = last, 0
         while True:
             found = from_json(EndpointLogPart, self._client.call("GET", f"/v1/endpoints/{self.name}/logs", None, query))
             yield from (f"{line.replica} {line.text}" for line in found.lines if wanted.search(line.text))
             query = {"after": found.after}
-            if not found.has_more:
-                if not follow:
+            if found.has_more:
+                continue
+            if not follow:
+                if not found.missing:
                     return
-                time.sleep(_WATCH_S)
+                if asked_again == _ASK_AGAIN:
+                    _LOG.warning(f"The output of {', '.join(found.missing)} is missing: the node does not answer.")
+                    return
+                query, asked_again = {**query, **last}, asked_again + 1
+            time.sleep(_WATCH_S)
 
     def report(self, **signals: float) -> None:
         """Reports values of `replicas.scale_on`, such as `report(queue=120)`; each counts for five minutes.
