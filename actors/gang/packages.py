@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import site
 import socket
@@ -24,16 +25,28 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from raytide.actors.gang.process_shim import NOT_STARTED
-from raytide.core.errors import ConfigError, StorageError
+from raytide.core.errors import ClusterError, ConfigError, RaytideError, StorageError
 from raytide.core.io.private_folder import private_folder
 
 INSTALL_FAILED = 120
-"""The exit code of a command whose packages could not be installed."""
+"""The exit code of a command whose packages cannot be installed: another attempt would fail likewise."""
+INSTALL_INTERRUPTED = 121
+"""The exit code of a command whose packages could not be installed for a reason that may pass."""
+_CANNOT = "cannot be installed"
+_MAY_PASS = re.compile(
+    r"connection error|connection broken by|timed? ?out|max retries exceeded|\b(429|5\d\d) (Server|Client) Error"
+    r"|HTTP error (429|5\d\d)|No space left on device",
+    re.IGNORECASE,
+)
+"""In pip's log: a failure of the network, of the index or of a full disk, which pip itself reports as a package that
+does not exist."""
 _READY = "ready"
+_LOG = "pip.log"
 _IN_USE: dict[Path, int] = {}
 """The descriptors that keep environments from being removed while this process lives."""
 _KEPT_S = 30 * 86_400.0
 """The time that an environment is kept after its last use."""
+_WHY_CHARS = 500
 
 
 def with_packages(requirements: Sequence[str], command: Sequence[str]) -> tuple[str, ...]:
@@ -44,25 +57,17 @@ def with_packages(requirements: Sequence[str], command: Sequence[str]) -> tuple[
 
 def interpreter_with(requirements: Sequence[str]) -> str:
     """Returns the Python that has these packages, made on this node if it is not there, and kept until this process
-    ends. Raises ConfigError with pip's last lines if they cannot be installed."""
+    ends. Raises what `environment_of` raises."""
     if not requirements:
         return sys.executable
-    named = ", ".join(requirements)
-    try:
-        path, handle = environment_of(requirements, private_folder("environments"), is_quiet=True)
-    except subprocess.CalledProcessError as error:
-        said = [line.strip() for line in (error.output or "").splitlines() if line.strip()]
-        why = next((line for line in reversed(said) if line.startswith("ERROR")), "") or " ".join(said[-2:]) or error
-        raise ConfigError(
-            f"the packages {named} cannot be installed on {socket.gethostname()}: {why}",
-            hint="Correct `pip` in the spec, or pip's configuration on the nodes.",
-        ) from error
-    except OSError as error:
-        raise StorageError(
-            f"the packages {named} cannot be installed: {error}.", hint="Free space in TMPDIR."
-        ) from error
+    path, handle = environment_of(requirements, private_folder("environments"), is_quiet=True)
     _IN_USE[path] = handle
     return str(path / "bin" / "python")
+
+
+def is_final(requirements: Sequence[str], code: int, tail: str) -> bool:
+    """Returns whether a command ended because its packages can never be installed. `tail`: its last output."""
+    return bool(requirements) and code == INSTALL_FAILED and _CANNOT in tail
 
 
 def keep_own() -> None:
@@ -81,7 +86,9 @@ def content_key(requirements: Sequence[str]) -> str:
 
 
 def environment_of(requirements: Sequence[str], folder: Path, *, is_quiet: bool = False) -> tuple[Path, int]:
-    """Returns the environment below `folder`, made if it is not there, and a descriptor that keeps it in use."""
+    """Returns the environment below `folder`, made if it is not there, and a descriptor that keeps it in use. Raises
+    ConfigError with pip's reason if the packages cannot be installed, ClusterError if the index could not be reached,
+    and StorageError if the folder cannot be written."""
     path = folder / content_key(requirements)
     handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -89,7 +96,12 @@ def environment_of(requirements: Sequence[str], folder: Path, *, is_quiet: bool 
         if not (path / _READY).exists():
             fcntl.flock(handle, fcntl.LOCK_EX)  # others on this node wait here
             if not (path / _READY).exists():
-                _make(path, requirements, is_quiet=is_quiet)
+                try:
+                    _make(path, requirements, is_quiet=is_quiet)
+                except (subprocess.CalledProcessError, OSError) as error:  # of `venv`
+                    raise StorageError(
+                        f"the packages {', '.join(requirements)} {_CANNOT}: {error}.", hint="Free space in TMPDIR."
+                    ) from error
             fcntl.flock(handle, fcntl.LOCK_SH)
         os.utime(path / _READY)
     except BaseException:
@@ -115,8 +127,7 @@ def remove_old(folder: Path, now_s: float) -> None:
 
 
 def _make(path: Path, requirements: Sequence[str], *, is_quiet: bool) -> None:
-    """Makes the environment in its place, since its scripts name it. Raises CalledProcessError with pip's exit code,
-    and if it is quiet with pip's output."""
+    """Makes the environment in its place, since its scripts name it."""
     shutil.rmtree(path, ignore_errors=True)  # of an installation that was cut
     if not is_quiet:
         sys.stdout.write(f"raytide: installing {', '.join(requirements)}\n")
@@ -127,15 +138,31 @@ def _make(path: Path, requirements: Sequence[str], *, is_quiet: bool) -> None:
     (own / "_raytide.pth").write_text(below)
     pip = [sys.executable, "-m", "pip", "--python", str(path / "bin" / "python"), "install", "--no-input", "--quiet"]
     options = ["--disable-pip-version-check", "--progress-bar=off", "--no-warn-conflicts"]
-    subprocess.run(
-        [*pip, *options, "--", *requirements],
-        check=True,
+    log = path / _LOG  # has what pip does not print: why it could not fetch a page of the index
+    done = subprocess.run(
+        [*pip, *options, "--log", str(log), "--", *requirements],
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if is_quiet else None,
         stderr=subprocess.STDOUT if is_quiet else None,
     )
+    logged = log.read_text(errors="replace") if log.exists() and done.returncode else ""
+    log.unlink(missing_ok=True)
+    if done.returncode:
+        raise _install_error(requirements, f"{done.stdout or ''}\n{logged}", done.returncode)
     (path / _READY).touch()
+
+
+def _install_error(requirements: Sequence[str], output: str, code: int) -> RaytideError:
+    """Returns the error of pip's output and log, by which it is tried again (ClusterError) or not (ConfigError)."""
+    lines = [re.sub(r"^\S+T\S+,\d+ ", "", line).strip() for line in output.splitlines()]
+    failed = next((line for line in reversed(lines) if _MAY_PASS.search(line)), "")
+    last = next((line for line in reversed(lines) if line.startswith("ERROR")), "")
+    why = failed or last or " ".join([line for line in lines if line][-2:]) or f"pip ended with exit code {code}"
+    text = f"the packages {', '.join(requirements)} {_CANNOT} on {socket.gethostname()}: {why[:_WHY_CHARS]}"
+    if failed:
+        return ClusterError(text, hint="It may pass: see that the nodes reach the package index and have free space.")
+    return ConfigError(text, hint="Correct `pip` in the spec, or pip's configuration on the nodes.")
 
 
 def _version(package: str) -> str:
@@ -151,9 +178,9 @@ def main(requirements: str, command: Sequence[str]) -> int:
     wanted: list[str] = json.loads(requirements)
     try:
         path, handle = environment_of(wanted, folder)
-    except (subprocess.CalledProcessError, OSError) as error:
-        sys.stdout.write(f"raytide: the packages {', '.join(wanted)} cannot be installed: {error}\n")
-        return INSTALL_FAILED
+    except RaytideError as error:
+        sys.stdout.write(f"raytide: {error}\n")
+        return INSTALL_FAILED if isinstance(error, ConfigError) else INSTALL_INTERRUPTED
     remove_old(folder, time.time())
     os.set_inheritable(handle, True)
     os.environ["VIRTUAL_ENV"] = str(path)

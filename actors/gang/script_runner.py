@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from raytide.actors.gang import packages
 from raytide.actors.gang.lease_watch import LeaseWatch, ProgressReporter, ready_members, settled_members
 from raytide.actors.gang.member_actor import RayMemberActor, StartActor
 from raytide.actors.gang.member_processes import NO_RIGHTS, Rights
@@ -144,7 +145,10 @@ class _Runner:
             self._say(f"raytide: {result.reason}; it is started again")
             return
         self._failures += 1
-        is_final = result.exit is not None and result.exit.code in self._spec.final_exit_codes
+        is_final = result.exit is not None and (
+            result.exit.code in self._spec.final_exit_codes
+            or packages.is_final(self._spec.pip, result.exit.code, result.exit.tail)
+        )
         if is_final or self._failures > self._spec.retries:
             tried = f" It was started {self._failures} times." if self._failures > 1 else ""
             text = f"{result.reason}.{tried}\n`raytide logs {self._job_id}` has all of its output"

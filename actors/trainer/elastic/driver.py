@@ -138,7 +138,9 @@ class _Driver:
                 lost = self.worker_group.reconcile(lease)
                 self.worker_group.settle(lease, ())
                 self.restart_policy.record_lost(worker.incarnation for worker in lost)
-                for worker, why in self.worker_group.check():
+                for worker, why, error in self.worker_group.check():
+                    if error is not None and (self.generation == 0 or self.worker_group.ready == 0):
+                        raise error
                     self.restart_policy.record_failure(f"{worker.host}: {why}", [worker.incarnation])
                 self.restart_policy.raise_if_exhausted()
                 workers = self.worker_group.assign(lease.shape, self.workers)

@@ -11,6 +11,7 @@ from typing import Any
 from raytide.actors.trainer.elastic.rank_assignment import Key, assign_ranks, most_ranks, slots_of, usable
 from raytide.actors.trainer.elastic.ray_worker import RemoteWorker, StartWorker
 from raytide.actors.trainer.run_log.writer import RunLog
+from raytide.core.errors import UsageError
 from raytide.core.objects.gang import Lease, Member, MemberState, Shape
 from raytide.core.specs.train import TrainSpec
 
@@ -78,8 +79,9 @@ class WorkerGroup:
         if not any(worker.member.state is MemberState.LEAVING for worker in workers):
             self.settled_version = lease.version
 
-    def check(self) -> list[tuple[WorkerHandle, str]]:
-        """Update which workers are ready and which died. Returns those that never became ready, with the reason."""
+    def check(self) -> list[tuple[WorkerHandle, str, UsageError | None]]:
+        """Update which workers are ready and which died. Returns those that never became ready, with the reason, and
+        with the error if every other start would end with it too."""
         failed = []
         for worker in list(self._workers.values()):
             if worker.exited.done():
@@ -97,7 +99,9 @@ class WorkerGroup:
             self._record.event("lost", host=worker.host, why=why)
             self.kill(worker)
             if not worker.is_ready:
-                failed.append((worker, why))
+                broken = worker.exited if worker.exited.done() else worker.ready
+                error = broken.exception() if broken.done() else None
+                failed.append((worker, why, error if isinstance(error, UsageError) else None))
         return failed
 
     def assign(self, shape: Shape, current: Collection[WorkerHandle] = ()) -> list[WorkerHandle]:

@@ -3,10 +3,13 @@ work."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -17,7 +20,7 @@ from raytide.actors.gang import packages
 from raytide.actors.gang.packages import interpreter_with, keep_own
 from raytide.actors.serving.engine_child import EngineChild
 from raytide.actors.trainer.runners.local import train_local
-from raytide.core.errors import ConfigError, DeniedError
+from raytide.core.errors import ClusterError, ConfigError, DeniedError, RaytideError
 from raytide.core.objects.cluster_config import RaytideSection
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.specs.train import TrainSpec
@@ -79,6 +82,58 @@ def test_what_cannot_be_installed_is_named_with_pips_error(wheels: None) -> None
             ConfigError, match=r"the packages tidelib==3.0 cannot be installed on .*: ERROR: No matching"
         ):
             interpreter_with(["tidelib==3.0"])
+
+
+@pytest.fixture
+def index() -> Iterator[Callable[[int], str]]:
+    """`index(status)`: the URL of a package index that answers each request with that status."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def begin(status: int) -> str:
+        class Answers(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Answers))
+        Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/simple"
+
+    yield begin
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "why"),
+    [
+        (404, ConfigError, "ERROR: No matching distribution found for tidelib==3.0"),
+        (502, ClusterError, "502 Server Error"),
+        (503, ClusterError, "503"),
+        (429, ClusterError, "429 Client Error"),
+        (None, ClusterError, "Connection refused"),
+    ],
+)
+def test_an_index_that_fails_is_told_from_a_package_that_it_lacks(
+    wheels: None,
+    index: Callable[[int], str],
+    monkeypatch: pytest.MonkeyPatch,
+    status: int | None,
+    error: type[RaytideError],
+    why: str,
+) -> None:
+    """pip prints the same error for both."""
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("PIP_INDEX_URL", index(status) if status else "http://127.0.0.1:9/simple")
+    with pytest.raises(error, match=f"the packages tidelib==3.0 cannot be installed on .*{why}"):
+        interpreter_with(["tidelib==3.0"])
 
 
 @pytest.mark.parametrize("packages_", [["-r x"], ["tidelib @ https://ana:hush@host/t.whl"]])

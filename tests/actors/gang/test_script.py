@@ -250,6 +250,15 @@ def test_a_script_is_tried_again_as_often_as_it_says(start: Start) -> None:
     assert "It was started 2 times" in str(short.result.exception(60))
 
 
+def test_packages_that_can_never_be_installed_leave_no_retry(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    run = start("print('ran')", ONE, retries=3, pip=("tidelib==3.0",))
+    assert "No matching distribution found for tidelib==3.0" in str(run.result.exception(60))
+    assert (len(run.hosts), run.platform.progress["exit_code"]) == (1, 120)
+    own = start("raise SystemExit(120)", ONE, retries=1)
+    assert "It was started 2 times" in str(own.result.exception(60))
+
+
 WAIT = """
 import os, pathlib, time
 print("at", os.environ["WORLD_SIZE"])

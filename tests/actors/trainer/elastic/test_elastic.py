@@ -6,15 +6,17 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from tests.actors.trainer.gang_processes import Run, assert_undisturbed
+from tests.actors.trainer.gang_processes import FakeLeases, Run, assert_undisturbed
 from tests.actors.trainer.kills import kill_at_random
 from tests.actors.trainer.pranks import DiesInStep, HasRoomFor, SleepsInStep, StuckInRead
 
-from raytide.core.errors import CheckpointError, LeaseLostError, TrainError
-from raytide.core.objects.gang import Shape
+from raytide.actors.trainer.elastic.driver import run_train
+from raytide.core.errors import CheckpointError, ClusterError, ConfigError, LeaseLostError, TrainError
+from raytide.core.objects.gang import Member, Shape
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
@@ -146,6 +148,39 @@ def test_what_is_wrong_with_the_run_itself_ends_it_with_that_error(start: Start)
     assert start(1, 1, steps=5).result().steps == 5
     with pytest.raises(CheckpointError, match="different model, seed or batch"):
         start(1, 1, steps=6, seed=5).result()
+
+
+class FailsToStart:
+    """A worker whose packages are not installed, for a reason of each start."""
+
+    def __init__(self, errors: list[Exception]) -> None:
+        self.left = errors
+
+    def __call__(self, spec: TrainSpec, member: Member, shape: Shape) -> FailsToStart:
+        self.error = self.left.pop(0)
+        return self
+
+    def call(self, method: str, *args: object) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_exception(self.error)
+        return answer
+
+    def kill(self) -> None:
+        pass
+
+
+def test_packages_that_do_not_exist_end_the_run_at_their_first_failure_and_an_unreachable_index_does_not(
+    spec: TrainSpec,
+) -> None:
+    leases = FakeLeases(Shape(members=1, resources={"CPU": 1.0}))
+    leases.give(0)
+    never = FailsToStart([ClusterError("the index: 503"), ConfigError("no such package"), ConfigError("again")])
+    with pytest.raises(ConfigError, match="no such package"):
+        run_train(spec, leases, "job-1", start=never)
+    assert len(never.left) == 1
+    unreachable = FailsToStart([ClusterError("the index: 503")] * 9)
+    with pytest.raises(TrainError, match=r"failed 6 times .*the index: 503"):
+        run_train(spec, leases, "job-1", start=unreachable)
 
 
 def test_a_lost_lease_ends_the_driver(start: Start) -> None:
