@@ -8,8 +8,7 @@ import pytest
 
 from raytide.control.client import ApiClient
 from raytide.control.views import EndpointLogPart, EndpointStatus, LogLine, to_json
-from raytide.core.objects.endpoint import Endpoint, EndpointState
-from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.sdk.serving import endpoint as module
 from raytide.sdk.serving.endpoint import EndpointHandle
 
