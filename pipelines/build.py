@@ -301,7 +301,7 @@ class _Build:
         for chunk, lengths in zip(self.chunks, self.passes.lengths, strict=True):
             assert lengths is not None
             chunks.append(ChunkTokens(self.passes.tokens_name(chunk, plan), lengths, self.passes.kept(chunk)))
-        stage = ShardStage(self.store, self.spec.out, self.spec.format, plan.dtype)
+        stage = ShardStage(self.store, self.spec.out, self.spec.format)
         return tuple(self._written(stage, stage.write, plan_shards(chunks, self.spec.shard_tokens, self.spec.format)))
 
     def _write_texts(self) -> tuple[TextFile, ...]:

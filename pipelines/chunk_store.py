@@ -111,15 +111,18 @@ def has_versions(parts: Iterable[InputPart]) -> bool:
 
 def pack_blob(arrays: Mapping[str, np.ndarray], about: Mapping[str, object]) -> bytes:
     """Returns arrays and a JSON object as bytes, with a checksum."""
-    bodies = [np.ascontiguousarray(array) for array in arrays.values()]
     columns = [[name, array.dtype.str, array.nbytes] for name, array in arrays.items()]
     head = json.dumps({"arrays": columns, "about": about}).encode()
-    parts: list[bytes | memoryview] = [len(head).to_bytes(8, "little"), head]
-    parts += [body.reshape(-1).view(np.uint8).data for body in bodies]
+    parts: list[bytes | memoryview] = [len(head).to_bytes(8, "little"), head, *map(bytes_of, arrays.values())]
     checksum = hashlib.sha256()
     for part in parts:
         checksum.update(part)
     return b"".join([checksum.digest()[:16], *parts])
+
+
+def bytes_of(array: np.ndarray) -> memoryview:
+    """Returns the bytes of an array, without a copy of a contiguous one."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def unpack_blob(blob: bytes, name: str) -> tuple[dict[str, np.ndarray], dict[str, object]]:

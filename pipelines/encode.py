@@ -20,8 +20,8 @@ from raytide.pipelines.tokenizer.bpe import TURN_END, TURN_START, train_bpe
 from raytide.pipelines.tokenizer.engine import EngineSpec, agree, encode_marked, sample_of, turn_ids
 from raytide.pipelines.writers.texts import texts_blob
 
-BATCH_CHARS = 1 << 22
-"""Text encoded in one call, in characters, which bounds a worker's memory."""
+BATCH_CHARS = 1 << 18
+"""Text encoded in one call, in characters: few enough that its ids stay in the processor's cache."""
 SMALL = frozenset({"survey", "lengths"})
 """The results that the driver keeps in memory."""
 

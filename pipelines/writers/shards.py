@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raytide.core.io.storage import join, open_url, sha256, write_bytes
-from raytide.core.io.token_dataset import END_BYTES, MANIFEST, DocumentIndex, Shard, ShardFormat, TokenDtype
-from raytide.pipelines.chunk_store import ChunkStore, unpack_blob
+from raytide.core.io.storage import join, open_url, sha256, write_bytes, write_parts
+from raytide.core.io.token_dataset import END_BYTES, MANIFEST, DocumentIndex, Shard, ShardFormat
+from raytide.pipelines.chunk_store import ChunkStore, bytes_of, unpack_blob
 from raytide.pipelines.cleaning.report import REPORT, SIGNATURES
 from raytide.pipelines.writers.texts import SAMPLES, TEXT_NAME, TEXTS
 
@@ -76,35 +76,34 @@ class ShardStage:
     store: ChunkStore
     out: str
     form: ShardFormat
-    dtype: TokenDtype
 
     def __call__(self, plan: ShardPlan) -> Shard | None:
         """Returns the written shard; None in a process that does not see `out`: the driver writes it then."""
         return self.write(plan) if self.store.is_visible() else None
 
     def write(self, plan: ShardPlan) -> Shard:
-        tokens = np.empty(plan.end - plan.start, np.dtype(self.dtype).newbyteorder("<"))
-        done, skipped = 0, plan.skipped
+        pieces: list[Tokens] = []
+        missing, skipped = plan.end - plan.start, plan.skipped
         for chunk in plan.chunks:
-            taken = self._kept(chunk)[skipped : skipped + len(tokens) - done]
-            tokens[done : done + len(taken)] = taken
-            done, skipped = done + len(taken), 0
-        return write_shard(self.out, plan, tokens, self.form)
+            pieces.append(self._kept(chunk)[skipped : skipped + missing])
+            missing, skipped = missing - len(pieces[-1]), 0
+        return write_shard(self.out, plan, pieces, self.form)
 
     def _kept(self, chunk: ChunkTokens) -> Tokens:
         arrays, _ = unpack_blob(self.store.get(chunk.tokens), chunk.tokens)
         return arrays["tokens"] if chunk.keep.all() else arrays["tokens"][np.repeat(chunk.keep, chunk.lengths)]
 
 
-def write_shard(out: str, plan: ShardPlan, tokens: Tokens, form: ShardFormat) -> Shard:
-    """Writes a shard and its index, each atomically."""
+def write_shard(out: str, plan: ShardPlan, pieces: Sequence[Tokens], form: ShardFormat) -> Shard:
+    """Writes a shard, of the tokens of its chunks, and its index, each atomically."""
     name = f"{SHARDS}/{plan.number:05d}"
-    data = tokens.tobytes() if form == "bin" else _parquet(tokens, plan)
+    data = [bytes_of(piece) for piece in pieces] if form == "bin" else [_parquet(np.concatenate(pieces), plan)]
     index = plan.ends.astype("<u8").tobytes()
-    write_bytes(join(out, f"{name}.{form}"), data)
+    write_parts(join(out, f"{name}.{form}"), data)
     write_bytes(join(out, f"{name}.idx"), index)
     documents = DocumentIndex(file=f"{name}.idx", documents=len(index) // END_BYTES, sha256=sha256(index))
-    return Shard(file=f"{name}.{form}", tokens=len(tokens), sha256=sha256(data), index=documents)
+    tokens = sum(map(len, pieces))
+    return Shard(file=f"{name}.{form}", tokens=tokens, sha256=sha256(*data), index=documents)
 
 
 def _parquet(tokens: Tokens, plan: ShardPlan) -> bytes:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.local import LocalFileOpener
 from tests.disk_fixture import Disk
 from transformers import AutoTokenizer
 
@@ -208,19 +208,19 @@ def test_what_a_killed_build_left_is_no_dataset_and_is_built_over(corpus: Path, 
 def test_a_full_disk_is_a_storage_error_that_leaves_nothing_to_be_read(
     corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, real = spec_of(corpus), LocalFileSystem.pipe_file
+    spec, real = spec_of(corpus), LocalFileOpener.write
 
-    def fill_up(fs: LocalFileSystem, path: str, value: bytes, **kwargs: Any) -> None:
-        if "00001.bin" in path:
-            real(fs, path, value[:10], **kwargs)
-            raise OSError(errno.ENOSPC, "No space left on device", path)
-        real(fs, path, value, **kwargs)
+    def fill_up(file: LocalFileOpener, data: bytes) -> int:
+        if "00001.bin" in file.path:
+            real(file, data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device", file.path)
+        return int(real(file, data))
 
-    monkeypatch.setattr(LocalFileSystem, "pipe_file", fill_up)
+    monkeypatch.setattr(LocalFileOpener, "write", fill_up)
     with pytest.raises(StorageError, match=r"no space left while writing .*00001\.bin"):
         build(spec)
     assert files_in(spec.out) == {}
-    monkeypatch.setattr(LocalFileSystem, "pipe_file", real)
+    monkeypatch.setattr(LocalFileOpener, "write", real)
     assert build(spec) == verify(spec.out)
 
 

@@ -33,7 +33,7 @@ def write(
         lengths = np.array([len(ids) for ids in some], np.int64)
         mask = np.array(keep[start : start + pieces] if keep else [True] * len(some), np.bool_)
         chunks.append(ChunkTokens(name, lengths, mask))
-    stage = ShardStage(store, out, form, dtype)
+    stage = ShardStage(store, out, form)
     plans = list(plan_shards(chunks, shard_tokens, form))
     shards = [stage(plan) for plan in reversed(plans)]
     return tuple(shard for shard in reversed(shards) if shard is not None)
@@ -127,16 +127,13 @@ def test_a_chunk_that_was_altered_is_found(tmp_path: Path) -> None:
     for torn in (b"", whole[:10], whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
         chunk.write_bytes(torn)
         with pytest.raises(AlteredError, match="tokens-0 was altered"):
-            ShardStage(store, str(tmp_path), "bin", "uint16")(plans[0])
+            ShardStage(store, str(tmp_path), "bin")(plans[0])
 
 
 def test_a_worker_that_sees_another_folder_of_the_same_name_writes_nothing(tmp_path: Path) -> None:
     write(str(tmp_path), [[1, 2]], 1, 10)
     plans = list(plan_shards([ChunkTokens("tokens-0", np.array([2]), np.array([True]))], 10, "bin"))
-    assert (
-        ShardStage(ChunkStore(str(tmp_path / ".partial"), "of another build"), "nowhere", "bin", "uint16")(plans[0])
-        is None
-    )
+    assert ShardStage(ChunkStore(str(tmp_path / ".partial"), "of another build"), "nowhere", "bin")(plans[0]) is None
 
 
 def test_clear_removes_a_dataset_and_leaves_what_is_not_its_own(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import errno
 import hashlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -50,18 +50,26 @@ def read_bytes(url: str) -> bytes:
 def write_bytes(url: str, data: bytes, *, is_durable: bool = True) -> None:
     """Writes the file atomically: to a temporary name, which is then moved. A file that need not be durable may be
     empty or torn after a power failure."""
+    write_parts(url, [data], is_durable=is_durable)
+
+
+def write_parts(url: str, parts: Sequence[bytes | memoryview], *, is_durable: bool = True) -> None:
+    """Writes a file of these parts, as `write_bytes` does; a local one without a copy of the whole in memory."""
     fs, path = open_url(url)
     parent = fs._parent(path)
     part = f"{path}.{uuid.uuid4().hex}.part"
     with full_disk_is_an_error(url):
         fs.makedirs(parent, exist_ok=True)
         try:
-            fs.pipe_file(part, data)
             if is_local(url):
+                with fs.open(part, "wb") as file:
+                    for each in parts:
+                        file.write(each)
                 if is_durable:
                     _sync(part)
                 os.replace(part, path)
             else:
+                fs.pipe_file(part, b"".join(parts))
                 fs.mv(part, path)
         except BaseException:
             if fs.exists(part):
@@ -123,8 +131,12 @@ def is_local(url: str) -> bool:
     return "://" not in url or url.startswith("file://")
 
 
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def sha256(*parts: bytes | memoryview) -> str:
+    """Returns the hash of these parts, one after the other."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
 
 
 @contextmanager
