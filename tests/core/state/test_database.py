@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from raytide.core.errors import StorageError
 from raytide.core.state.database import Database
+from raytide.core.state.store import Store
 
 
 def test_threads_of_a_process_write_to_sqlite_one_after_the_other(tmp_path: Path) -> None:
@@ -33,3 +35,17 @@ def test_threads_of_a_process_write_to_sqlite_one_after_the_other(tmp_path: Path
         _ = 1 / 0
     write()  # the turn of a failed write has ended
     database.engine.dispose()
+
+
+@pytest.mark.parametrize("damage", [b"no database " * 1000, None])
+def test_a_damaged_state_is_left_as_it_is_and_the_error_names_the_restore(tmp_path: Path, damage: bytes | None) -> None:
+    file = tmp_path / "state.db"
+    Store.open(f"sqlite:///{file}").close()
+    for journal in tmp_path.glob("state.db-*"):
+        journal.unlink()
+    whole = file.read_bytes()
+    damaged = damage or whole[:100] + b"\xff" * (len(whole) - 100)
+    file.write_bytes(damaged)
+    with pytest.raises(StorageError, match=r"is damaged: .* `raytide backup restore`"):
+        Store.open(f"sqlite:///{file}")
+    assert file.read_bytes() == damaged

@@ -87,12 +87,32 @@ def test_processes_that_start_at_once_all_open_the_database(tmp_path: Path) -> N
         assert len(list(threads.map(lambda _: SharedResponses(tmp_path), range(8)))) == 8
 
 
-async def test_a_damaged_database_is_a_storage_error(tmp_path: Path) -> None:
-    responses = SharedResponses(tmp_path)
+NO_DATABASE = b"no database " * 1000
+
+
+async def test_a_damaged_database_fails_the_call_that_finds_it_and_a_new_one_is_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    responses, other = SharedResponses(tmp_path), SharedResponses(tmp_path)
     for name in ("responses.db", "responses.db-wal", "responses.db-shm"):
-        (tmp_path / name).write_bytes(b"no database " * 1000)
-    with pytest.raises(StorageError, match=r"responses\.db"):
+        (tmp_path / name).write_bytes(NO_DATABASE)
+    with pytest.raises(StorageError, match=r"responses\.db is damaged"):
         await responses.add(WEB, response("a"))
+    await responses.add(WEB, response("b"))
+    assert await kept(other, "ab") == "b"
+    kept_files = [path for path in tmp_path.glob("responses.db.damaged-*") if path.read_bytes() == NO_DATABASE]
+    assert len(kept_files) == 1, "SQLite itself has emptied the journals"
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.__dict__["set_aside"] in map(str, kept_files)
+
+
+def test_processes_that_start_at_once_set_a_damaged_database_aside_once(tmp_path: Path) -> None:
+    (tmp_path / "responses.db").write_bytes(NO_DATABASE)
+    with ThreadPoolExecutor(8) as threads:
+        started = list(threads.map(lambda _: SharedResponses(tmp_path), range(8)))
+    with started[0]._database.read() as connection:
+        assert connection.execute("SELECT count(*) FROM responses").fetchone()[0] == 0
+    assert [path.read_bytes() for path in tmp_path.glob("responses.db.damaged-*")] == [NO_DATABASE]
 
 
 async def test_keys_of_a_team_share_responses_of_models_that_they_may_use(

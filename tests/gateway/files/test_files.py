@@ -294,3 +294,23 @@ def test_a_full_disk_refuses_an_upload_and_keeps_the_rest(disk: Disk) -> None:
     keeps_room = FileStore(FileDatabase(disk.path / "files"), FileLimits(free_bytes=64 << 20))
     with pytest.raises(StorageError, match="no more room"), keeps_room.partial() as part:
         part.write(b"x")
+
+
+def test_files_of_a_damaged_database_are_unknown_and_their_contents_kept_beside_it(
+    url: str, store: FileStore, tmp_path: Path
+) -> None:
+    client = client_of(url)
+    lost = client.files.create(file=("a.jsonl", b"{}"), purpose="batch")
+    database = store.database._path
+    database.write_bytes(b"no database " * 1000)
+    again = FileStore(FileDatabase(tmp_path / "files"), LIMITS)
+    with pytest.raises(NotFoundError, match=f"No such File object: {lost.id}"):
+        client.files.retrieve(lost.id)
+    assert client.files.create(file=("b.jsonl", b"{}"), purpose="batch").id in {each.id for each in client.files.list()}
+    os.utime(again.content_path(lost.id), (0, 0))
+    again.sweep()
+    assert again.content_path(lost.id).exists()
+    for path in again.database.set_aside():
+        path.unlink()
+    again.sweep()
+    assert not again.content_path(lost.id).exists()

@@ -209,6 +209,12 @@ def _begin(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
 
+_RESTORE = (
+    "Stop the cluster, move its run folder away, and restore it with `raytide backup restore` "
+    "(docs/runbooks/lost-head.md). Nothing replaces a damaged state by itself."
+)
+
+
 @contextmanager
 def _clear_errors(engine: sa.Engine | None) -> Iterator[None]:
     where = engine.url.render_as_string() if engine else "the state's folder"
@@ -220,6 +226,8 @@ def _clear_errors(engine: sa.Engine | None) -> Iterator[None]:
         ) from error
     except (DBAPIError, sqlite3.Error, OSError) as error:
         what = error.orig if isinstance(error, DBAPIError) else error
+        if getattr(what, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            raise StorageError(f"the state at {where} is damaged: {what}.", hint=_RESTORE) from error
         raise StorageError(
             f"the state at {where} cannot be read or written: {what}.",
             hint="Free space there, check its permissions, or start its server; no partial write was kept.",

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sqlite3
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from raytide.core.errors import OverloadedError, StorageError
+from raytide.core.logs import logger
 
 __all__ = ["FileDatabase"]
 
+log = logger(__name__)
+
 _BUSY_S = 10.0
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -44,22 +51,31 @@ class FileDatabase:
 
     It has a rollback journal, not a write-ahead log, whose readers would need room on the disk. One that `has_log` is
     faster, and may lose the last transactions when the power fails.
+
+    A file that SQLite finds damaged is renamed, and a new one begun: only the call that found it fails. What the file
+    held is unknown from then on.
     """
 
     def __init__(self, folder: Path, name: str = "files.db", schema: str = _SCHEMA, *, has_log: bool = False) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
         self.folder = folder
-        self._path, self._has_log = folder / name, has_log
-        with self._errors(), self._opened() as connection:
-            if has_log:
-                connection.execute("PRAGMA journal_mode = WAL")
-            connection.executescript(schema)
+        self._path, self._schema, self._has_log = folder / name, schema, has_log
+        try:
+            with self._opened() as connection:
+                self._create(connection)
+        except StorageError as error:
+            if not _is_damage(error.__cause__):
+                raise
+
+    def set_aside(self) -> list[Path]:
+        """Returns the damaged files that are still there."""
+        return sorted(self.folder.glob(f"{self._path.name}.damaged-*"))
 
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """Opens a transaction that no other writer can interleave with; it is durable once the block has ended."""
-        with self._errors(), self._opened() as connection:
+        with self._opened() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection
@@ -72,25 +88,67 @@ class FileDatabase:
     @contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
         """Opens a consistent view."""
-        with self._errors(), self._opened() as connection:
+        with self._opened() as connection:
             connection.execute("BEGIN")
             yield connection
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
+        """Raises StorageError for a full disk or a damaged file, and OverloadedError for one that stays locked."""
+        name, inode = self._path.name, 0
+        try:
+            with self._lock(fcntl.LOCK_SH):
+                inode = self._path.stat().st_ino if self._path.exists() else 0
+                with self._connected() as connection:
+                    yield connection
+        except sqlite3.DatabaseError as error:
+            if _is_damage(error):
+                self._replace(inode, error)
+                hint = "Retry: a new one has begun, and what was in the damaged one is not known to it."
+                raise StorageError(f"{name} is damaged: {error}.", hint=hint) from error
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                raise OverloadedError(f"{name} is locked by other requests.", hint="Retry later.") from error
+            hint = "Free space on the head."
+            raise StorageError(f"{name} cannot be read or written: {error}.", hint=hint) from error
+
+    @contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)) as connection:
             connection.row_factory = sqlite3.Row
             connection.execute(f"PRAGMA synchronous = {'NORMAL' if self._has_log else 'FULL'}")
             yield connection
 
+    def _create(self, connection: sqlite3.Connection) -> None:
+        if self._has_log:
+            connection.execute("PRAGMA journal_mode = WAL")
+        connection.executescript(self._schema)
+
+    def _replace(self, inode: int, error: sqlite3.DatabaseError) -> None:
+        """Renames the file and its journals while nobody has it open, unless another process did, and begins anew."""
+        with self._lock(fcntl.LOCK_EX):
+            if not self._path.exists() or self._path.stat().st_ino != inode:
+                return
+            kept = self._path.with_name(f"{self._path.name}.damaged-{time.strftime('%Y%m%dT%H%M%S')}-{inode}")
+            for end in ("-wal", "-shm", "-journal", ""):
+                with suppress(FileNotFoundError):
+                    os.replace(f"{self._path}{end}", f"{kept}{end}")
+            log.error(
+                "a damaged database is set aside, and a new one begun",
+                extra={"path": str(self._path), "set_aside": str(kept), "error": str(error)},
+            )
+            with self._connected() as connection:
+                self._create(connection)
+
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raises StorageError for a full disk or a damaged file, and OverloadedError for one that stays locked."""
+    def _lock(self, kind: int) -> Iterator[None]:
+        """Keeps the file in its place, or with LOCK_EX all others out of it."""
+        handle = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
+            fcntl.flock(handle, kind)
             yield
-        except sqlite3.DatabaseError as error:
-            name = self._path.name
-            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
-                raise OverloadedError(f"{name} is locked by other requests.", hint="Retry later.") from error
-            hint = "Free space on the head, or move a damaged file away."
-            raise StorageError(f"{name} cannot be read or written: {error}.", hint=hint) from error
+        finally:
+            os.close(handle)
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGED

@@ -236,6 +236,8 @@ class FileStore:
         old = [path for path in self.folder.iterdir() if _CONTENT.fullmatch(path.name) and _is_old(path)]
         with self.database.read() as connection:
             known = {row["id"] for row in connection.execute("SELECT id FROM files")}
+        if self.database.set_aside():
+            return  # it may know them
         for path in old:
             if path.name not in known:
                 path.unlink(missing_ok=True)
