@@ -31,9 +31,12 @@ class MixedProvider:
     """Providers, and the name of each node type's, so that a failure of one does not stop the others: while one does
     not answer, its machines are those of its last answer, or as recorded, and only calls for its own nodes fail."""
 
-    def __init__(self, sources: Iterable[ProviderSource], node_types: Mapping[str, str]) -> None:
+    def __init__(
+        self, sources: Iterable[ProviderSource], node_types: Mapping[str, str], *, began_s: float = 0.0
+    ) -> None:
+        """`began_s`: nodes requested before that may have been bought by an earlier process."""
         self._sources = {source.name: source for source in sources}
-        self._node_types = dict(node_types)
+        self._node_types, self._began_s = dict(node_types), began_s
         self._silent: dict[str, str] = {}
         """Errors of the providers that did not list their machines the last time."""
         self._failures: dict[str, str] = {}
@@ -46,7 +49,8 @@ class MixedProvider:
         unless it may have sold this node already."""
         source = self._sources[self._node_types[node_type.name]]
         silence = self._silent.get(source.name)
-        if silence is not None and source.has_answered and node.id not in self._in_doubt:
+        is_new = source.has_answered or node.requested_at_s >= self._began_s
+        if silence is not None and is_new and node.id not in self._in_doubt:
             raise ProviderError(f"provider {source.name}: {silence}", hint="Its pools are tried again later.")
         self._in_doubt.add(node.id)
         try:

@@ -57,8 +57,8 @@ def mixed(cloud: SlowCloud) -> MixedProvider:
     return made
 
 
-def node(node_id: str) -> Node:
-    return Node(node_id, "cpu", "local", CapacityType.ON_DEMAND, 1, NodeState.REQUESTED, 0.0)
+def node(node_id: str, requested_at_s: float = 0.0) -> Node:
+    return Node(node_id, "cpu", "local", CapacityType.ON_DEMAND, 1, NodeState.REQUESTED, requested_at_s)
 
 
 def listed(provider: MixedProvider) -> list[str]:
@@ -120,6 +120,24 @@ def test_a_node_that_may_have_been_bought_is_not_refused_while_its_provider_is_s
     assert not isinstance(doubt.value, ProviderError)
     with pytest.raises(ProviderError):
         mixed.launch(node("n2"), TYPE)
+
+
+def test_a_provider_that_is_silent_from_the_start_is_refused_new_nodes_and_asked_for_earlier_ones() -> None:
+    tries: list[int] = []
+
+    def connect() -> FakeProvider:
+        tries.append(1)
+        raise ConnectionError("no route")
+
+    source = ProviderSource("cloud", connect, FakeProvider(VirtualClock(100.0)))
+    mixed = MixedProvider([source], {"cpu": "cloud"}, began_s=100.0)
+    assert listed(mixed) == []
+    with pytest.raises(ProviderError, match="provider cloud: no route"):
+        mixed.launch(node("new", 100.0), TYPE)
+    assert (mixed.problems(), len(tries)) == (("provider cloud: no route",), 1)
+    with pytest.raises(ConnectionError):  # the process before this one may have bought it
+        mixed.launch(node("earlier", 99.0), TYPE)
+    assert len(tries) == 2
 
 
 def test_a_launcher_that_exits_is_an_error_and_the_next_call_connects_again() -> None:

@@ -105,7 +105,7 @@ def provider(cluster: RunningCluster, *, only_ends: bool = False, clock: Clock |
         mine = [each for each in config.node_types if names[each.name] == name]
         connect = partial(_further, cluster, name, mine, cloud_file, clock, only_ends=only_ends)
         sources.append(ProviderSource(name, connect, Purchases(cluster.run_dir / CLOUDS_FOLDER / name / PURCHASES)))
-    return MixedProvider(sources, names)
+    return MixedProvider(sources, names, began_s=clock.now_s())
 
 
 def _same(made: Provider) -> Provider:
