@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from raytide.core.errors import ConfigError, DataError
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.job import JobKind, JobSpec
+from raytide.core.objects.job import JobSpec
 from raytide.core.objects.node import NodeType
 from raytide.core.specs.train import TrainSpec
 from raytide.sizing.calibration import Corrections
@@ -20,21 +20,19 @@ ReadConfig = Callable[[TrainSpec], Mapping[str, object] | None]
 
 def plan_training(
     job: JobSpec,
+    spec: TrainSpec,
     node_types: Sequence[NodeType],
     read_config: ReadConfig,
     learned: Callable[[], Corrections] = Corrections,
-) -> JobSpec:
-    """Returns the job with the automatic fields of its training filled in; other jobs as they are. `learned` corrects
-    the planner by what runs measured.
+) -> tuple[JobSpec, TrainSpec]:
+    """Returns a training job and its spec with the automatic fields filled in. `learned` corrects the planner by what
+    runs measured.
 
     Raises CapacityError for a training that cannot fit its GPUs, with the cheapest fix, and ConfigError for `auto` with
     a model that cannot be read here. Without `auto` such a training is not checked; its driver reports what is wrong.
     """
-    if job.kind is not JobKind.TRAIN:
-        return job
-    spec = TrainSpec.parse(job.config, where=job.name)
     if not spec.auto and not any(shape.resources.get("GPU") for shape in job.gang.shapes):
-        return job
+        return job, spec
     model = model_of(spec, read_config)
     if model is None:
         if spec.auto:
@@ -42,17 +40,17 @@ def plan_training(
                 f"{job.name} leaves {' and '.join(spec.auto)} to the planner, which cannot read its model's config.",
                 hint="Give model.config or the dataset as files that the API can read, or set these fields.",
             )
-        return job
+        return job, spec
     if not spec.auto:
         check_training(spec, model, _without_spares(job.gang.shapes, spec.spares), node_types)
-        return job
+        return job, spec
     if "gang" in spec.auto:
         filled = fill_in(spec, model, node_types, learned())
-        return job.model_copy(update={"config": filled.model_dump(mode="json"), "gang": filled.asks})
+        return job.model_copy(update={"config": filled.model_dump(mode="json"), "gang": filled.asks}), filled
     whole = job.gang.model_copy(update={"shapes": tuple(_without_spares(job.gang.shapes, spec.spares))})
     filled = fill_in(spec.model_copy(update={"gang": whole}), model, node_types, learned())
-    config = filled.model_copy(update={"gang": spec.gang}).model_dump(mode="json")
-    return job.model_copy(update={"config": config})
+    filled = filled.model_copy(update={"gang": spec.gang})
+    return job.model_copy(update={"config": filled.model_dump(mode="json")}), filled
 
 
 def _without_spares(shapes: Sequence[Shape], spares: int) -> list[Shape]:

@@ -16,6 +16,7 @@ from raytide.core.clock import VirtualClock
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.hardware.transfer import DataInput, TransferSection
 from raytide.core.specs.data import DatasetVersionSpec
+from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
 
 CLUSTER = Path(__file__).parents[4] / "cluster.yaml"
@@ -89,6 +90,19 @@ def test_a_dataset_on_disk_is_measured_and_a_model_is_read_whole(make: Make, tmp
     (model / "model.safetensors").write_bytes(b"\0" * 3_000)
     found = training(make(), OPERATOR, dataset=str(data), init_from=str(model))
     assert {each.url: each.gb for each in found} == {str(data): 0.002, str(model): 3e-6}
+
+
+def test_the_spec_is_parsed_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[object] = []
+    parse = TrainSpec.parse
+
+    def counting(values: Any, *, where: str) -> TrainSpec:
+        parsed.append(values)
+        return parse(values, where=where)
+
+    monkeypatch.setattr(TrainSpec, "parse", counting)
+    training(make())
+    assert len(parsed) == 1
 
 
 def test_what_the_spec_names_itself_is_kept(make: Make, store: Store) -> None:

@@ -80,15 +80,18 @@ class JobService:
         spec = spec.model_copy(update={"gang": gang})
         gang = select_gpu_memory(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         spec = spec.model_copy(update={"gang": gang})
-        spec = plan_training(
-            spec,
-            self._config.node_types,
-            lambda train: self._inputs.training_config(train, caller),
-            self.learned.current,
-        )
-        spec = spec.model_copy(update={"gang": self._with_inputs(spec, caller)})
+        train = TrainSpec.parse(spec.config, where=spec.name) if spec.kind is JobKind.TRAIN else None
+        if train is not None:
+            spec, train = plan_training(
+                spec,
+                train,
+                self._config.node_types,
+                lambda train: self._inputs.training_config(train, caller),
+                self.learned.current,
+            )
+            spec = spec.model_copy(update={"gang": self._with_inputs(spec, train, caller)})
         check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
-        self._check_config(spec, caller)
+        self._check_config(spec, train, caller)
         spec = resolve_deadline(spec, self._config.node_types, now_s)
         self._rate.take(spec)
         most = self._config.settings.max_live_jobs
@@ -106,12 +109,11 @@ class JobService:
         ]
         return gang.model_copy(update={"shapes": tuple(shapes)})
 
-    def _with_inputs(self, spec: JobSpec, caller: Caller) -> GangSpec:
+    def _with_inputs(self, spec: JobSpec, train: TrainSpec, caller: Caller) -> GangSpec:
         """Returns the gang with what each member of a training reads: its slice of the datasets, and the model."""
         named = any(shape.inputs for shape in spec.gang.shapes)
-        if self._config.settings.transfer is None or named or spec.kind is not JobKind.TRAIN:
+        if self._config.settings.transfer is None or named:
             return spec.gang
-        train = TrainSpec.parse(spec.config, where=spec.name)
         sizes = self._inputs.training_inputs(train, caller)
         for url in set(train.datasets) - sizes.keys():
             if size := self._store.datasets.bytes_at(url, spec.team):
@@ -266,12 +268,11 @@ class JobService:
         caller.require_team(job.spec.team)
         return job
 
-    def _check_config(self, spec: JobSpec, caller: Caller) -> None:
+    def _check_config(self, spec: JobSpec, train: TrainSpec | None, caller: Caller) -> None:
         """Rejects a job with an invalid configuration or a missing dataset before it is queued."""
         if spec.kind is not JobKind.SCRIPT:
             self._inputs.check_private(spec.config, spec.name, is_checked_later=True)
-        if spec.kind is JobKind.TRAIN:
-            train = TrainSpec.parse(spec.config, where=spec.name)
+        if train is not None:
             self._config.settings.check_packages(train.pip, spec.team, spec.name)
             self._inputs.check_training(train, caller)
         elif spec.kind is JobKind.DATA:
