@@ -100,7 +100,7 @@ async def test_a_damaged_database_fails_the_call_that_finds_it_and_a_new_one_is_
         await responses.add(WEB, response("a"))
     await responses.add(WEB, response("b"))
     assert await kept(other, "ab") == "b"
-    kept_files = [path for path in tmp_path.glob("responses.db.damaged-*") if path.read_bytes() == NO_DATABASE]
+    kept_files = [path for path in responses._database.set_aside() if path.read_bytes() == NO_DATABASE]
     assert len(kept_files) == 1, "SQLite itself has emptied the journals"
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.__dict__["set_aside"] in map(str, kept_files)
