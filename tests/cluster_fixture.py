@@ -84,6 +84,23 @@ def replica_pids(of: LocalCluster) -> list[int]:
     return found
 
 
+def settled_replica_pids(of: LocalCluster, count: int, eventually: Callable[..., None]) -> list[int]:
+    """The processes of this cluster's replicas, once there are so many: a deleted endpoint's end a moment after it."""
+    found: list[int] = []
+
+    def are_there() -> bool:
+        found[:] = replica_pids(of)
+        return len(found) == count
+
+    eventually(are_there)
+    return found
+
+
+def through_both_gateways(holds: Callable[[], bool]) -> bool:
+    """Whether it holds each time, where each time takes a connection of its own, to one of the two processes."""
+    return all(holds() for _ in range(16))
+
+
 @pytest.fixture(scope="session")
 def hosted_socket() -> Iterator[socket.socket]:
     """The address of the hosted API. Nobody listens there but for the tests that do."""
@@ -144,7 +161,7 @@ def tide(live: LocalCluster) -> Iterator[rt.Client]:
 def raytide_cli(live: LocalCluster) -> Callable[..., subprocess.CompletedProcess[str]]:
     """The command line in a process of its own."""
 
-    def run(*args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    def run(*args: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "raytide.cli", *args]
         environment = {**os.environ, "RAYTIDE_CLUSTER_NAME": NAME, "PYTHONPATH": live.environment()["PYTHONPATH"]}
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)

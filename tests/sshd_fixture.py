@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -132,7 +133,8 @@ def _wait_for(address: str, sshd: subprocess.Popen[bytes], log: Path) -> None:
     while True:
         assert sshd.poll() is None, log.read_text()
         try:
-            socket.create_connection((address, PORT), timeout=5).close()
+            socket.create_connection((address, PORT), timeout=60).close()
         except ConnectionRefusedError:
+            time.sleep(0.02)
             continue
         return

@@ -33,7 +33,7 @@ HOWTOS = ROOT / "docs" / "howto"
 FOLDER = "/tmp/tide"
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(rf"`{FOLDER}/([\w.-]+\.(?:yaml|py))`")
-TIMEOUT_S = 150.0
+TIMEOUT_S = 400.0
 
 HowTo = Callable[[str], str]
 

@@ -205,7 +205,7 @@ class TestSupervisor:
         disk.free()
         self.when(lambda: self.recorded(run_dir, second))
         supervisor.send(signal.SIGTERM)
-        assert supervisor.wait(20.0)
+        assert supervisor.wait(120.0)
         assert not second.alive
 
     def test_the_next_one_adopts_a_child_that_was_never_recorded(self, run_dir: Path, disk: Disk) -> None:
@@ -216,12 +216,12 @@ class TestSupervisor:
         first.send(signal.SIGKILL)
         second = self.when(lambda: self.child(run_dir, other_than=first))
         supervisor.send(signal.SIGKILL)
-        assert supervisor.wait(20.0)
+        assert supervisor.wait(120.0)
         disk.free()
         after = self.start(run_dir)
         self.when(lambda: self.recorded(run_dir, second))
         after.send(signal.SIGTERM)
-        assert after.wait(20.0)
+        assert after.wait(120.0)
         assert not second.alive
 
     def test_a_process_that_cannot_be_recorded_by_its_starter_is_ended_again(self, run_dir: Path, disk: Disk) -> None:

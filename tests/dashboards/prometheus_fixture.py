@@ -46,7 +46,7 @@ class Prometheus:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._client = httpx.Client(base_url=f"{url}/api/v1/", timeout=20.0)
+        self._client = httpx.Client(base_url=f"{url}/api/v1/", timeout=60.0)
 
     def __enter__(self) -> Prometheus:
         return self
@@ -83,7 +83,7 @@ def running_prometheus(folder: Path, config: str, *options: str) -> Iterator[Pro
             stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while not is_ready(f"http://{address}"):
             assert process.poll() is None and time.monotonic() < deadline, (folder / "prometheus.log").read_text()
             time.sleep(0.05)
@@ -96,7 +96,7 @@ def running_prometheus(folder: Path, config: str, *options: str) -> Iterator[Pro
 
 def is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/-/ready", timeout=2.0).is_success
+        return httpx.get(f"{url}/-/ready", timeout=30.0).is_success
     except httpx.HTTPError:
         return False
 

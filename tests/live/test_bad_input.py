@@ -14,6 +14,7 @@ import yaml
 import raytide as rt
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import LocalCluster
+from raytide.control.bootstrap.loopback import claim
 from raytide.core.errors import ConflictError
 from raytide.core.specs.train import TrainSpec
 
@@ -97,10 +98,11 @@ def test_a_second_up_of_the_same_name_is_refused_with_what_to_do(raytide_cli: Cl
 
 
 def test_a_port_in_use_is_named_and_leaves_nothing(live: LocalCluster, tmp_path: Path) -> None:
-    taken = 77
+    taken, claimed = claim({k: [(f"127.0.{k}.1", 8265)] for k in range(240, 250)})
     with socket.socket() as holder:
         holder.bind((f"127.0.{taken}.1", 8265))
         holder.listen()
+        claimed.close()
         with pytest.raises(ConflictError, match="8265"):
             local.up(name="busy", k=taken)
     assert local.down("busy") is None

@@ -28,12 +28,13 @@ def test_a_job_goes_on_where_its_process_was_killed(
     engine = {"kind": "fake", "tokens_per_s": 40.0, "max_running": 32}
     run = tide.batch(source, out, model=str(tmp_path), engine=engine, cpus=1)
     progress = tmp_path / "out.jsonl.progress" / "rows.jsonl"
-    eventually(lambda: progress.exists() and progress.read_bytes().count(b"\n") > ROWS // 2, every_s=0.01)
-    for process in psutil.process_iter():
-        with_module = _arguments(process)
-        if with_module[1:3] == MODULE and str(out) in with_module:
-            process.kill()
-            process.wait(20)
+    eventually(lambda: progress.exists() and progress.read_bytes().count(b"\n") > 1)
+    running = [process for process in psutil.process_iter() if _is_of(process, out)]  # long before half
+    eventually(lambda: progress.read_bytes().count(b"\n") > ROWS // 2, every_s=0.01)
+    for process in running:
+        process.kill()
+    for process in running:
+        process.wait(60)
     recorded = [json.loads(line)["line"] for line in progress.read_bytes().rpartition(b"\n")[0].splitlines()[1:]]
     assert ROWS // 2 <= len(recorded) < ROWS
     run.wait(timeout_s=360.0)
@@ -46,8 +47,9 @@ def test_a_job_goes_on_where_its_process_was_killed(
     assert (spec.priority, spec.is_preemptible) == ("low", True)
 
 
-def _arguments(process: psutil.Process) -> list[str]:
+def _is_of(process: psutil.Process, out: Path) -> bool:
     try:
-        return process.cmdline()
+        arguments = process.cmdline()
     except psutil.Error:
-        return []
+        return False
+    return arguments[1:3] == MODULE and str(out) in arguments

@@ -43,7 +43,7 @@ def test_a_process_of_the_users_enters_ray_with_what_the_status_says(live: Local
         " import ray; ray.init(log_to_driver=False); print('nodes', len(ray.nodes()) > 0)"
     )
     environment = {name: value for name, value in live.environment().items() if not name.startswith("RAY_")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=240)
     assert "nodes True" in done.stdout, done.stderr[-2000:]
 
 
@@ -56,13 +56,13 @@ def evaluate(checkpoint):
     return checkpoint, ray.util.get_current_placement_group() is not None
 
 print("evaluated", *evaluate("step 7"))
-print("mapped", *[future.result(timeout=60)[0] for future in evaluate.map(["one", "two"])])
+print("mapped", *[future.result(timeout=240)[0] for future in evaluate.map(["one", "two"])])
 """
 
 
 def test_a_task_of_a_process_outside_of_ray_runs_on_a_leased_node(live: LocalCluster) -> None:
     environment = {name: value for name, value in live.environment().items() if not name.startswith("RAY_")}
-    done = subprocess.run([sys.executable, "-c", TASK], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", TASK], capture_output=True, text=True, env=environment, timeout=480)
     assert "evaluated step 7 True" in done.stdout, done.stderr[-2000:]
     assert "mapped one two" in done.stdout
 
@@ -84,18 +84,21 @@ def test_a_killed_driver_under_ray_job_submit_frees_its_lease_within_ten_seconds
 ) -> None:
     (tmp_path / "hold.py").write_text(HOLD)
     headers, address = live.ray_headers, f"{live.dashboard_url}/api/jobs/"
-    submitted = httpx.post(address, headers=headers, json={"entrypoint": f"exec python {tmp_path}/hold.py"}).json()
+    body = {"entrypoint": f"exec python {tmp_path}/hold.py"}
+    submitted = httpx.post(address, headers=headers, json=body, timeout=60.0).json()
 
     def said() -> list[str]:
-        logs = httpx.get(f"{address}{submitted['submission_id']}/logs", headers=headers).json()["logs"] or ""
+        url = f"{address}{submitted['submission_id']}/logs"
+        logs = httpx.get(url, headers=headers, timeout=60.0).json()["logs"] or ""
         return next((line.split() for line in logs.splitlines() if line.startswith("holds")), [])
 
     eventually(said)
     (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "held")
-    os.kill(int(said()[1]), signal.SIGKILL)
-    killed_s = time.monotonic()
+    pid = int(said()[1])
+    os.kill(pid, signal.SIGKILL)
+    killed_s = time.time()
     eventually(lambda: run.refresh().view.job.is_final)
-    assert time.monotonic() - killed_s < 10.0  # what is promised to whoever waits for its nodes
+    assert run.view.job.ended_at_s - killed_s < 10.0  # what is promised to whoever waits for its nodes
     assert "dead, or cut off" in run.view.job.reason
     with pytest.raises(LeaseLostError):
         tide.client.lease(run.id)
@@ -125,7 +128,7 @@ def test_a_token_of_one_team_does_nothing_with_anothers_job(
 def test_a_run_is_followed_stopped_and_resumed_without_losing_a_step(
     tide: rt.Client, train_spec: Callable[..., TrainSpec], raytide_cli: Cli, eventually: Callable[..., None]
 ) -> None:
-    spec = train_spec(steps=400, checkpoint_every=5)
+    spec = train_spec(steps=100_000, checkpoint_every=5)  # it does not end before it is stopped
     run = tide.train(spec)
     eventually(lambda: int(run.refresh().progress.get("step", 0)) >= 6)
     assert "lease-" in run._repr_html_() or run.id in run._repr_html_()

@@ -50,6 +50,11 @@ def submit_until_refused(client: ApiClient) -> list[str]:
     return accepted
 
 
+def troubles(of: LocalCluster) -> list[str]:
+    found: list[str] = httpx.get(f"{of.api_url}/health", timeout=60.0).json()["troubles"]
+    return found
+
+
 @pytest.mark.cluster
 def test_a_cluster_outlives_a_full_disk(there: LocalCluster, disk: Disk, eventually: Callable[..., None]) -> None:
     client = ApiClient.from_run_dir(there.run_dir)
@@ -72,8 +77,8 @@ def test_a_cluster_outlives_a_full_disk(there: LocalCluster, disk: Disk, eventua
         before = {what: there.process(what) for what in ("head", "supervisor", "controller", "api")}
         disk.fill()
         accepted = submit_until_refused(client)
-        assert "disk" in httpx.get(f"{there.api_url}/health").json()["troubles"]
-        assert any("free space there" in error for error in client.status().errors)
+        eventually(lambda: "disk" in troubles(there))
+        eventually(lambda: any("free space there" in error for error in client.status().errors))
         over.wait(2 * HEARTBEAT_S)  # longer than anybody may be silent
         assert {what: there.process(what) for what in before} == before
         assert all(process is not None and process.alive for process in before.values())
@@ -82,14 +87,14 @@ def test_a_cluster_outlives_a_full_disk(there: LocalCluster, disk: Disk, eventua
 
         def answers() -> bool:
             with suppress(httpx.HTTPError):
-                return httpx.get(f"{there.api_url}/health").is_success
+                return httpx.get(f"{there.api_url}/health", timeout=60.0).is_success
             return False
 
         eventually(answers)
         with pytest.raises(StorageError, match="Free space"):
             client.submit(spec("refused"))
         disk.free()
-        eventually(lambda: not httpx.get(f"{there.api_url}/health").json()["troubles"])
+        eventually(lambda: not troubles(there))
         assert client.submit(spec("after")).job.id not in accepted
         names = [view.job.spec.name for view in client.jobs(limit=1000)]
         assert (names.count("accepted"), names.count("refused"), names.count("after")) == (len(accepted), 0, 1)

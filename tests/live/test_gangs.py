@@ -40,12 +40,12 @@ def test_a_driver_under_ray_job_submit_gets_its_gang_through_the_queue(live: Loc
         text=True,
     )
     session, unpacked = live.ray_temp_dir / "session_latest", set[Path]()
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 360
     while driver.poll() is None:  # a node's folder goes when the node ends
         unpacked |= set(session.glob("runtime_resources*/working_dir_files/_ray_pkg_*"))
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    said, _ = driver.communicate(timeout=30)
+    said, _ = driver.communicate(timeout=60)
     assert driver.returncode == 0, said
     assert "1 squared is 1, computed on node-" in said
     run = next(run for run in tide.jobs() if run.view.job.spec.name == "squares")
@@ -64,11 +64,14 @@ def test_a_notice_lets_a_member_leave_and_raytide_ends_the_node_at_its_deadline(
     eventually(lambda: tide.client.lease(job).state is LeaseState.ACTIVE)
     (member,) = tide.client.lease(job).members
 
-    deadline_s = time.time() + 6.0
+    deadline_s = time.time() + 10.0
     give_notice(live.run_dir, member.node_id, deadline_s)
 
-    eventually(lambda: tide.client.lease(job).members[0].leaves_at_s == deadline_s, within_s=5.0)
-    assert tide.client.lease(job).members[0].state is MemberState.LEAVING
+    def is_leaving() -> bool:
+        now = tide.client.lease(job).members[0]
+        return (now.state, now.leaves_at_s) == (MemberState.LEAVING, deadline_s)
+
+    eventually(is_leaving, every_s=0.05)
     eventually(lambda: tide.client.lease(job).members[0].incarnation > member.incarnation)
     assert time.time() >= deadline_s
     assert member.node_id not in {node.id for node in tide.status().nodes if node.state is NodeState.READY}
@@ -79,12 +82,15 @@ def test_a_notice_lets_a_member_leave_and_raytide_ends_the_node_at_its_deadline(
 def test_a_gang_that_waits_says_for_what(tide: rt.Client, eventually: Callable[..., None]) -> None:
     """Four of two CPUs are all that the fleet has; a second gang of them waits, and says behind what."""
     shape = Shape(members=4, resources={"CPU": 2}, labels={"ray.io/market-type": "on-demand"})
-    spec = JobSpec(kind=JobKind.GANG, name="big", gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=60)
+    spec = gang("big", shape)
     first, second = (tide.client.submit(spec).job.id for _ in range(2))
     eventually(lambda: tide.job(second).view.waiting is not None and tide.job(first).state is not JobState.QUEUED)
-    eventually(lambda: "number 1 in the queue" in tide.job(second).why())
-    why = tide.job(second).why()
-    assert "4 x" in why or first in why
+
+    def says_behind_what() -> bool:
+        why = tide.job(second).why()
+        return "number 1 in the queue" in why and ("4 x" in why or first in why)
+
+    eventually(says_behind_what)
     for job in (second, first):
         tide.client.stop(job)
     eventually(lambda: tide.job(first).view.job.is_final and tide.job(second).view.job.is_final)
@@ -121,8 +127,12 @@ def test_idle_nodes_go_away_by_themselves_and_every_other_was_drained_or_taken(
     live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     eventually(lambda: not tide.status().nodes, within_s=120.0)
-    report = tide.cost()
-    assert report.billed_micro_usd == report.booked_ended_micro_usd > 0
+
+    def is_booked() -> bool:
+        report = tide.cost()
+        return report.billed_micro_usd == report.booked_ended_micro_usd > 0
+
+    eventually(is_booked)
     store = Store.open(live.state_url)
     try:
         ends = {node.id: node.reason for node in store.nodes(limit=10_000) if node.ready_at_s is not None}
@@ -136,7 +146,7 @@ def test_idle_nodes_go_away_by_themselves_and_every_other_was_drained_or_taken(
 def test_an_exhausted_pool_is_left_for_the_next_one_by_the_next_decisions(
     live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
-    assert not tide.status().nodes, "the test above has waited for that"
+    eventually(lambda: not tide.status().nodes)  # the test above has waited for that
     set_stockouts(live.run_dir, [("cpu1.spot", "*")])
     try:
         job = tide.client.submit(gang("fallback", Shape(members=2, resources={"CPU": 1}))).job.id
@@ -189,7 +199,8 @@ def other(both: list[str], one: str) -> str:
 
 
 def gang(name: str, shape: Shape) -> JobSpec:
-    return JobSpec(kind=JobKind.GANG, name=name, gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=60)
+    """Nobody asks for its lease but now and then these tests, which stop it."""
+    return JobSpec(kind=JobKind.GANG, name=name, gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=600)
 
 
 def launches_for(lease_id: str, tide: rt.Client) -> list[tuple[int, dict[str, Any]]]:

@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 import yaml
-from tests.cluster_fixture import replica_pids
+from tests.cluster_fixture import settled_replica_pids
 from tests.dashboards.alerts.test_notify import smtp
 
 import raytide as rt
@@ -128,7 +128,7 @@ def test_a_hung_replica_is_restarted(
     eventually: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (replica,) = replica_pids(live)
+    (replica,) = settled_replica_pids(live, 1, eventually)
     (engine,) = (p for p in psutil.Process(replica).children(recursive=True) if "engine_process" in str(p.cmdline()))
     with monitoring(
         live,
@@ -158,7 +158,7 @@ def test_a_hung_replica_is_restarted(
 
 def answers(handle: rt.EndpointHandle) -> bool:
     try:
-        handle.openai(timeout=5.0, max_retries=0).completions.create(model="hangs", prompt="a", max_tokens=2)
+        handle.openai(timeout=30.0, max_retries=0).completions.create(model="hangs", prompt="a", max_tokens=2)
     except openai.OpenAIError:
         return False
     return True

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cluster_fixture import replica_pids
+from tests.cluster_fixture import replica_pids, settled_replica_pids
 
 import raytide as rt
 from raytide.autoscaler.explain import lines
@@ -50,20 +50,24 @@ def test_full_caches_buy_a_node_and_neither_a_silent_replica_nor_a_busy_or_silen
         return endpoint.refresh().status.endpoint.target_replicas
 
     def is_heard() -> bool:
-        load = json.loads((live.run_dir / "live.json").read_text())["loads"]["fills"]
+        load = json.loads((live.run_dir / "live.json").read_text())["loads"].get("fills")
+        if load is None:
+            return False
         fresh = [replica for replica in load["replicas"] if replica["at_s"] > load["at_s"] - FRESH_S]
         return len(fresh) == load["ready"] == 2
 
-    (first,), (early,) = nodes(), replica_pids(live)
+    eventually(lambda: len(nodes()) == 1)  # those of earlier tests have left
+    (first,), (early,) = nodes(), settled_replica_pids(live, 1, eventually)
     with ExitStack() as two_requests:
         for _ in range(2):
             two_requests.enter_context(forever(endpoint))
         eventually(lambda: target() == 2)
-        assert explained("scale", "fills to 2 replicas", "KV caches are full")
+        eventually(lambda: explained("scale", "fills to 2 replicas", "KV caches are full"))
         assert endpoint.refresh().status.ongoing <= 2
         eventually(lambda: endpoint.refresh().status.ready_replicas == 2)
+        eventually(lambda: len(nodes() - {first}) == 1 and len(set(replica_pids(live)) - {early}) == 1)
         (second,), (late,) = nodes() - {first}, set(replica_pids(live)) - {early}
-        assert explained("launch", second, "endpoint fills lacks 1 x")
+        eventually(lambda: explained("launch", second, "endpoint fills lacks 1 x"))
         eventually(is_heard)
         with stopped(late):
             eventually(lambda: not is_heard())
@@ -84,7 +88,7 @@ def test_full_caches_buy_a_node_and_neither_a_silent_replica_nor_a_busy_or_silen
 
 def forever(endpoint: rt.EndpointHandle) -> Any:
     """One answer that goes on until it is closed."""
-    stream = endpoint.openai(max_retries=0, timeout=60.0).completions.create(
+    stream = endpoint.openai(max_retries=0, timeout=180.0).completions.create(
         model="fills", prompt="x", max_tokens=50_000, stream=True, extra_body={"ignore_eos": True}
     )
     next(iter(stream))

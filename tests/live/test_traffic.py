@@ -11,14 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from tests.cluster_fixture import HOSTED_KEY, hosted_url, replica_pids
+from tests.cluster_fixture import HOSTED_KEY, hosted_url, replica_pids, through_both_gateways
 
 import raytide as rt
 from raytide.actors.engine.backends.fake import FakeEngine
@@ -49,19 +49,18 @@ class User:
         """The usage of each whole answer, by the id of its row."""
         self.broken = 0
         """The requests whose connection broke."""
-        known = 0
-        deadline = time.monotonic() + 30.0
-        while known < 10:  # both gateway processes learn of a new key
+        deadline = time.monotonic() + 180.0
+        while not through_both_gateways(lambda: is_listed(self._url, self.headers)):
             assert time.monotonic() < deadline
-            known = known + 1 if is_listed(self._url, self.headers) else 0
+            time.sleep(0.2)
 
     def ask(self, model: str, prompt: str, **more: object) -> httpx.Response:
         """Sends a request through a connection of its own, so through any of the gateway's processes."""
         body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, **more}
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + 360.0
         while True:
             try:
-                answer = httpx.post(f"{self._url}/completions", json=body, headers=self.headers, timeout=60.0)
+                answer = httpx.post(f"{self._url}/completions", json=body, headers=self.headers, timeout=180.0)
                 break
             except httpx.TransportError:
                 assert time.monotonic() < deadline
@@ -77,9 +76,18 @@ class User:
 
     def check_bill(self, eventually: Callable[..., None], price: Callable[[UsageRow], TokenPrice]) -> None:
         """Each answer has one row with its tokens; only broken requests may have further ones; the sum is the key's."""
-        eventually(lambda: self.usages.keys() <= {row.id for row in self.rows()}, within_s=30.0)
-        eventually(lambda: self._spent() == sum(row.cost_micro_usd for row in self.rows()), within_s=30.0)
-        rows = self.rows()
+        rows: list[UsageRow] = []
+
+        def are_settled() -> bool:
+            """Whether all that was asked is booked: a gateway that was killed reports in its next life."""
+            nonlocal rows
+            rows, spent = self.rows(), self._spent()
+            groups = self._tide.client.usage_sums("key", key=self.key.id)
+            sums = [(group.requests, group.cost_micro_usd) for group in groups]
+            billed = sum(row.cost_micro_usd for row in rows)
+            return self.usages.keys() <= {row.id for row in rows} and spent == billed and sums == [(len(rows), billed)]
+
+        eventually(are_settled, within_s=60.0)
         by_id = {row.id: row for row in rows}
         assert len(by_id) == len(rows), "a request has two rows"
         for id, usage in self.usages.items():
@@ -89,11 +97,7 @@ class User:
         pico = sum(
             price(row).cost_pico_usd(row.prompt_tokens, row.cached_tokens, row.completion_tokens) for row in rows
         )
-        billed = sum(row.cost_micro_usd for row in rows)
-        assert billed == (pico + 500_000) // 1_000_000
-        assert self._spent() == billed
-        (group,) = self._tide.client.usage_sums("key", key=self.key.id)
-        assert (group.requests, group.cost_micro_usd) == (len(rows), billed)
+        assert sum(row.cost_micro_usd for row in rows) == (pico + 500_000) // 1_000_000
 
     def _spent(self) -> int:
         return self._tide.client.key(self.key.id).spending.life
@@ -102,7 +106,7 @@ class User:
 def is_listed(base_url: str, headers: dict[str, str] | None = None) -> bool:
     """Returns whether the gateway answers, knows the endpoint of this address and the key of these headers."""
     try:
-        return httpx.get(f"{base_url}/models", headers=headers).is_success
+        return httpx.get(f"{base_url}/models", headers=headers, timeout=60.0).is_success
     except httpx.TransportError:
         return False
 
@@ -199,11 +203,11 @@ def test_users_stay_with_their_side_of_a_split_and_their_own_metric_decides(
 
     words: dict[str, float] = {}
 
-    eventually(lambda: seen() == expected, within_s=30.0)
+    eventually(lambda: seen() == expected, within_s=60.0)
     assert [seen() for _ in range(2)] == [expected] * 2, "through connections to both gateway processes"
     kill(live, "gateway-0")
     kill(live, "gateway-1")
-    eventually(lambda: seen() == expected, within_s=30.0)
+    eventually(lambda: seen() == expected, within_s=60.0)
     assert seen() == expected, "new processes, the same users"
     unnamed = {user.ask("split", f"question {n}").headers["x-raytide-revision"] for n in range(10)}
     assert len(unnamed) == 1, "requests of one key that name no user stay together"
@@ -211,7 +215,7 @@ def test_users_stay_with_their_side_of_a_split_and_their_own_metric_decides(
     secret = user.headers["authorization"].removeprefix("Bearer ")
     for id, value in words.items():
         handle.feedback(id, words=value, api_key=secret)
-    eventually(lambda: "the challenger's words is better" in _reason(handle), within_s=30.0)
+    eventually(lambda: "the challenger's words is better" in _reason(handle), within_s=60.0)
     handle.stop_rollout("seen enough")
 
 
@@ -240,7 +244,7 @@ def hosted_server(bound: socket.socket) -> Iterator[Counter[str]]:
         yield asked
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
 
 
 def test_a_hosted_api_answers_while_no_replica_does_at_its_own_price(
@@ -252,18 +256,23 @@ def test_a_hosted_api_answers_while_no_replica_does_at_its_own_price(
 ) -> None:
     fallback = {"base_url": hosted_url(hosted_socket), "model": "big", "price": HOSTED_PRICE, "max_tokens": 50}
     with hosted_server(hosted_socket) as asked:
+        user = User(tide, f"{live.serve_url}/v1", "near")  # before: its first request is to find no replica
         handle = served("near", replicas=(0, 1), fallback=fallback)
-        eventually(lambda: is_listed(handle.base_url), within_s=60.0, every_s=0.05)
-        user = User(tide, handle.base_url, "near")
+        eventually(lambda: through_both_gateways(lambda: is_listed(handle.base_url, user.headers)), every_s=0.05)
         first = user.ask("near", "hi")
         assert (text_of(first), first.headers["x-raytide-replica"]) == ("far far ", "hosted")
         eventually(lambda: text_of(user.ask("near", "hi")) == "near nea", within_s=90.0)
         before = asked.total()
         assert text_of(user.ask("near", "hi")) == "near nea"
         assert asked.total() == before, "a replica that answers costs nothing elsewhere"
-        for pid in replica_pids(live):
-            os.kill(pid, signal.SIGKILL)
-        eventually(lambda: text_of(user.ask("near", "hi")) == "far far ", within_s=30.0)
+
+        def falls_back() -> bool:
+            for pid in replica_pids(live):  # the next one may be there before anybody asks
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return text_of(user.ask("near", "hi")) == "far far "
+
+        eventually(falls_back, within_s=60.0)
         eventually(lambda: text_of(user.ask("near", "hi")) == "near nea", within_s=90.0)
         user.check_bill(eventually, lambda row: HOSTED_PRICE if row.version == "hosted:big" else PRICE)
         assert asked == {f"Bearer {HOSTED_KEY['EXAMPLE_HOSTED_KEY']}": asked.total()}
@@ -308,7 +317,7 @@ def test_nothing_is_billed_twice_while_replicas_and_a_gateway_are_killed(
             eventually(lambda: len(user.usages) >= done + 2 * streams, within_s=60.0)
         finally:
             is_over.set()
-        asked = sum(future.result(timeout=90.0) for future in asking)
+        asked = sum(future.result(timeout=360.0) for future in asking)
     assert asked == len(user.usages)
     assert user.broken > 0, "no connection of the killed gateway was seen to break"
     user.check_bill(eventually, lambda _: PRICE)
@@ -332,7 +341,7 @@ def test_two_models_share_a_gpu_each_by_its_name(
         (engine,) = (each for each in psutil.Process(pid).children() if "engine_process" in " ".join(each.cmdline()))
         gpus.add(engine.environ()["CUDA_VISIBLE_DEVICES"])
     assert len(gpus) == 1, "one GPU for both"
-    metrics = httpx.get(f"{address.removesuffix('/v1')}/metrics", headers=user.headers).text
+    metrics = httpx.get(f"{address.removesuffix('/v1')}/metrics", headers=user.headers, timeout=60.0).text
     for name in ("left", "right"):
         assert f'endpoint="{name}"' in metrics
     user.check_bill(eventually, lambda _: PRICE)

@@ -77,7 +77,7 @@ def test_reports_are_rare_and_one_that_fails_disturbs_nobody(url: str, monkeypat
         raise ClusterError("the API is away")
 
     model(url, LatencyReporter(fail)).completions.create(model="m", prompt="x")
-    until_s = time.monotonic() + 10.0
+    until_s = time.monotonic() + 60.0
     while not sent and time.monotonic() < until_s:
         time.sleep(0.01)
     assert len(sent) == 1

@@ -45,7 +45,7 @@ def running(url: str) -> tuple[float, float]:
 
 
 def wait_until(url: str, expected: tuple[float, float]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while running(url) != expected:
         assert time.monotonic() < deadline, f"still {running(url)}, not {expected}"
         time.sleep(0.01)

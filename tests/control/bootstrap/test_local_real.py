@@ -126,7 +126,7 @@ def test_a_node_whose_raylet_dies_ends_with_its_agents_and_workers(
     provider.watch(ended.set)
     (raylet,) = [process for process in marked(NODE_MARK, mark) if command(process.pid).endswith("/raylet")]
     os.kill(raylet.pid, 9)
-    assert ended.wait(20.0)
+    assert ended.wait(120.0)
     until(lambda: marked(NODE_MARK, mark) == [])
     machine = next(machine for machine in provider.machines() if machine.node_id == "n3")
     assert machine.ended_at_s is not None
@@ -139,7 +139,7 @@ def test_tasks_on_a_node_run_without_niceness(ray_cluster: LocalCluster, provide
     code = "import os, ray; ray.init(); print('niceness', ray.get(ray.remote(lambda: os.nice(0)).remote()))"
     environment = {**ray_cluster.environment(), **ray_cluster.ray_access}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=240, check=False
     )
     assert "niceness 0" in done.stdout, done.stderr[-2000:]
 
@@ -163,8 +163,9 @@ def test_nobody_enters_ray_over_http_without_the_token(ray_cluster: LocalCluster
     body = {"entrypoint": "true"}
     for base in (ray_cluster.dashboard_url, f"http://{ray_cluster.agent_address}"):
         jobs = "/api/jobs/" if base == ray_cluster.dashboard_url else "/api/job_agent/jobs/"
-        assert httpx.post(base + jobs, json=body, headers=headers).status_code in (401, 403), base
-    assert httpx.get(f"{ray_cluster.dashboard_url}/api/v0/nodes", headers=headers).status_code in (401, 403)
+        assert httpx.post(base + jobs, json=body, headers=headers, timeout=60.0).status_code in (401, 403), base
+    nodes = f"{ray_cluster.dashboard_url}/api/v0/nodes"
+    assert httpx.get(nodes, headers=headers, timeout=60.0).status_code in (401, 403)
 
 
 def test_no_driver_and_no_reader_enters_rays_gcs_without_the_token(ray_cluster: LocalCluster) -> None:
@@ -179,7 +180,7 @@ def test_no_driver_and_no_reader_enters_rays_gcs_without_the_token(ray_cluster: 
             strangers.append(subprocess.Popen(run, stderr=subprocess.PIPE, text=True, env=environment))
     try:
         for stranger in strangers:
-            _, said = stranger.communicate(timeout=120)
+            _, said = stranger.communicate(timeout=240)
             assert stranger.returncode != 0
             assert "oken" in said, said[-2000:]
     finally:
@@ -191,7 +192,7 @@ def test_no_driver_and_no_reader_enters_rays_gcs_without_the_token(ray_cluster: 
 def test_rays_own_command_enters_with_what_status_prints(ray_cluster: LocalCluster) -> None:
     ray = [sys.executable, "-m", "ray.scripts.scripts", "status"]
     environment = {**os.environ, **ray_cluster.ray_access}
-    done = subprocess.run(ray, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(ray, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "Autoscaler status" in done.stdout
 

@@ -162,7 +162,7 @@ def test_up_brings_a_head_that_buys_sets_up_drains_on_notice_and_ends_its_nodes(
     tokens = [tmp_path / f"127.0.{number}" / ".ray" / "auth_token" for number in (f"{k}.1", f"{k}.2", f"{far}.1")]
     assert tokens[0].read_text() == tokens[1].read_text() == tokens[2].read_text() != ""
     assert [token.stat().st_mode & 0o777 for token in tokens] == [0o600, 0o600, 0o600]
-    with httpx.Client(base_url=client.status().ray, trust_env=False) as dashboard:
+    with httpx.Client(base_url=client.status().ray, trust_env=False, timeout=60.0) as dashboard:
         assert dashboard.get("/api/jobs/").status_code == 401
         assert dashboard.get("/api/jobs/", headers={"Authorization": f"Bearer {tokens[1].read_text()}"}).is_success
 

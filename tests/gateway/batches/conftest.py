@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ class ServedEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10)
+        self.port = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(60)
 
     async def _start(self) -> int:
         async def no_problem() -> None:
@@ -60,9 +61,9 @@ class ServedEngine:
             await self._server.close()
             await self.engine.shutdown()
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self._loop.close()
 
 
@@ -80,7 +81,7 @@ class GatewayProcess:
             base_url=f"http://127.0.0.1:{port}/v1",
             api_key="none",
             max_retries=0,
-            timeout=30,
+            timeout=120,
             _strict_response_validation=True,
         )
         self._port = port
@@ -94,25 +95,28 @@ class GatewayProcess:
         until("the gateway", is_open)
 
     def has_open(self, file: Path) -> bool:
-        places = Path(f"/proc/{self.process.pid}/fd").iterdir()
-        return any(os.readlink(place) == str(file) for place in places if place.is_symlink())
+        for place in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                if os.readlink(place) == str(file):
+                    return True
+        return False
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def close(self) -> None:
         self.client.close()
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(15)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
                 raise
 
 
-def until(what: str, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def until(what: str, holds: Callable[[], bool], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"

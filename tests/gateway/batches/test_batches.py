@@ -97,11 +97,18 @@ def test_a_batch_survives_the_process_that_works_on_it(
 ) -> None:
     """Both processes want it; the one that has it is killed at half; no recorded row runs again."""
     started = [gateways(), gateways()]
-    batch = submit(started[0].client, [row(place) for place in range(1000)])
+    batch = submit(started[0].client, [row(place, max_tokens=8) for place in range(1000)])
     progress = tmp_path / "files" / f"{batch.id}.progress"
-    until("half of the rows", lambda: progress.exists() and progress.read_bytes().count(b"\n") > 500)
-    (owner,) = (each for each in started if each.has_open(progress))
+    owners: list[GatewayProcess] = []
+
+    def has_an_owner() -> bool:
+        owners[:] = [each for each in started if each.has_open(progress)]
+        return len(owners) == 1
+
+    until("one of them to work on it", has_an_owner)
+    (owner,) = owners
     (other,) = (each for each in started if each is not owner)
+    until("half of the rows", lambda: progress.read_bytes().count(b"\n") > 500)
     owner.kill()
     whole = progress.read_bytes().rpartition(b"\n")[0].splitlines()[1:]
     recorded = {json.loads(line)["line"]["custom_id"] for line in whole}

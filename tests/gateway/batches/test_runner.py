@@ -67,7 +67,7 @@ class Gateway:
         runner = BatchRunner(self.batches, self.app, self.scope_of, lambda model: False, poll_s=0.01, now_s=self.now)
         task = asyncio.create_task(runner.run())
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 yield
         finally:
             task.cancel()

@@ -41,11 +41,11 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         time.sleep(0.01)
     yield running.servers[0].sockets[0].getsockname()[1]
     running.should_exit = True
-    thread.join(30.0)
+    thread.join(60.0)
 
 
 def connected(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=20.0)
+    return socket.create_connection(("127.0.0.1", port), timeout=60.0)
 
 
 @pytest.mark.parametrize("what", ENDLESS)
@@ -75,7 +75,8 @@ def test_a_head_that_does_not_come_is_not_waited_for(port: int, first: bytes) ->
             pass
 
 
-def test_a_long_body_and_several_requests_on_a_connection_pass(port: int) -> None:
+def test_a_long_body_and_several_requests_on_a_connection_pass(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 60.0)
     body = b'{"model": "fake", "prompt": "x", "max_tokens": 2, "user": "' + b"u" * 200_000 + b'"}'
     with connected(port) as kept:
         for _ in range(3):
@@ -88,8 +89,9 @@ def test_a_long_body_and_several_requests_on_a_connection_pass(port: int) -> Non
             assert answer.read(), "whole, so that the next one begins where it ends"
 
 
-def test_http_1_0_gets_a_stream_that_ends_with_its_connection(port: int) -> None:
+def test_http_1_0_gets_a_stream_that_ends_with_its_connection(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows no chunks; nginx speaks it with what is behind it."""
+    monkeypatch.setattr(protocol, "HEAD_S", 60.0)
     body = b'{"model": "fake", "prompt": "x", "max_tokens": 3, "stream": true}'
     head = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Content-Length: %d\r\n\r\n" % len(body)
     with connected(port) as old:

@@ -64,7 +64,7 @@ class Exporter:
 
     def page(self) -> str:
         _, port = self.first_line.split()
-        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10.0).raise_for_status().text
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60.0).raise_for_status().text
 
     def values(self, metric: str) -> dict[str, float]:
         """Returns the values by GPU or package."""
@@ -111,7 +111,7 @@ def test_an_error_that_the_driver_reports_and_rising_counts_are_shown(start: typ
     exporter = start(tmp_path)
     assert exporter.values("DCGM_FI_DEV_XID_ERRORS") == {"0": 0.0, "1": 0.0}
     write_gpu(tmp_path, 1, {**HEALTHY, "xid": 79, "ecc": 3, "remapped": 2})
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 120.0
     while exporter.values("DCGM_FI_DEV_XID_ERRORS") != {"0": 0.0, "1": 79.0}:
         assert time.monotonic() < deadline, "the XID error is not shown"
         time.sleep(0.05)
@@ -217,7 +217,7 @@ def test_a_driver_that_hangs_or_fails_does_not_hold_up_the_node(monkeypatch: pyt
 
     def broken(*_: str) -> int:
         began.set()
-        hang.wait(5.0)
+        hang.wait(300.0)
         ended.set()
         return 0
 
@@ -225,7 +225,7 @@ def test_a_driver_that_hangs_or_fails_does_not_hold_up_the_node(monkeypatch: pyt
     purchase = LocalMachine("node-1", "gpu", "a", 0, 0.0, 1, "127.0.0.1", {}, {}, "127.0.0.1:9", "")
     try:
         assert node.start_meter(NodeFolder(Path("none")), purchase) == ""
-        assert began.wait(10.0)
+        assert began.wait(120.0)
         assert not ended.is_set(), "the node waited for it"
     finally:
         hang.set()
