@@ -89,7 +89,8 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        """Returns the number of a prompt's first tokens that would come from the prefix cache now; 0 when unknown."""
+        """Returns the number of a prompt's first tokens that would come from the prefix cache now, in memory or on a
+        disk that is read faster than they are computed; 0 when unknown."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:

@@ -139,6 +139,17 @@ class DiskTier:
         """Returns the key of the read that brings a block."""
         return self._reading.get(block_hash)
 
+    def num_readable(self, hashes: Items[bytes]) -> int:
+        """Returns how many first blocks of these a prompt would get from the disk now: those on their way, and those
+        that `read` would bring. It touches no file."""
+        found = list[bytes]()
+        for block_hash in hashes if self.is_on else ():
+            if block_hash not in self._folder and block_hash not in self._reading:
+                break
+            found.append(block_hash)
+        missing = sum(block_hash not in self._reading for block_hash in found)
+        return len(found) if self._is_cheaper(missing, self._queued()) else len(found) - missing
+
     def read(self, hashes: Items[bytes]) -> bytes | None:
         """Reads the first blocks of these that are on the disk, if that is cheaper than computing them. Returns the key
         of the read, or None.
@@ -148,7 +159,7 @@ class DiskTier:
             if block_hash not in self._folder or block_hash in self._reading:
                 break
             found.append(block_hash)
-        queued = sum(len(read.hashes) for read in self._reads.values() if not read.is_over)
+        queued = self._queued()
         if not found or not self._is_worth(len(found), queued):
             return None
         self._count += 1
@@ -207,9 +218,17 @@ class DiskTier:
         self._reader.end()
         self._folder.release()
 
-    def _is_worth(self, num_blocks: int, queued: int) -> bool:
+    def _queued(self) -> int:
+        """Returns the number of blocks that are being read."""
+        return sum(len(read.hashes) for read in self._reads.values() if not read.is_over)
+
+    def _is_cheaper(self, num_blocks: int, queued: int) -> bool:
         """Returns whether reading blocks behind `queued` others takes less time than computing them."""
-        if self._expected_s(num_blocks + queued) < num_blocks * self._block_tokens * self._token_s:
+        return self._expected_s(num_blocks + queued) < num_blocks * self._block_tokens * self._token_s
+
+    def _is_worth(self, num_blocks: int, queued: int) -> bool:
+        """Returns `_is_cheaper`, and after a refusal trusts the disk a little more."""
+        if self._is_cheaper(num_blocks, queued):
             return True
         self._byte_s += _RECOVERY * (self._best_byte_s - self._byte_s)
         return False

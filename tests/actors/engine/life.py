@@ -88,6 +88,9 @@ class FakeDisk:
     def on_its_way(self, block_hash: bytes) -> bytes | None:
         return next((read.key for read in self.reads if block_hash in read.hashes), None)
 
+    def num_readable(self, hashes: Iterable[bytes]) -> int:
+        return sum(1 for _ in takewhile(self.stored.__contains__, hashes))
+
     def read(self, hashes: Iterable[bytes]) -> bytes | None:
         found = list(takewhile(self.stored.__contains__, hashes))
         if not found:

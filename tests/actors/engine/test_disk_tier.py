@@ -11,6 +11,7 @@ import pytest
 from tests.actors.engine.tiny import save_adapter, save_llama
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
+from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.kv_cache.block_folder import BlockFolder
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.types import CompletionOutput, DiskCounts
@@ -79,6 +80,19 @@ def test_tokens_and_logits_are_those_without_a_disk_to_the_bit(
     counts, stats = disk(again), again.stats()
     assert counts.hit_tokens > 100 and stats.cached_tokens > plain.stats().cached_tokens
     assert (stats.failed, counts.damaged_blocks, counts.is_on) == (0, 0, True)
+
+
+def test_a_prefix_on_the_disk_counts_as_cached(model_dir: Path, tmp_path: Path, llms: list[LLM]) -> None:
+    common = SMALL | {"local_disk": str(tmp_path / "kv")}
+    llms.append(first := LLM(model_dir, **common))  # type: ignore[arg-type]
+    first.generate([PROMPTS[0]], SAMPLING[0])
+    in_memory = operations.cached_prefix(first._core, PROMPTS[0], None, "")
+    assert in_memory == (len(PROMPTS[0]) - 1) // 4 * 4
+    first.close()
+    llms.append(again := LLM(model_dir, **common))  # type: ignore[arg-type]
+    assert operations.cached_prefix(again._core, PROMPTS[0], None, "") == in_memory
+    again.generate([PROMPTS[0]], SAMPLING[0])
+    assert again.stats().cached_tokens == in_memory
 
 
 def test_many_at_once_share_what_is_read(model_dir: Path, tmp_path: Path, llms: list[LLM]) -> None:

@@ -115,9 +115,12 @@ def unload_lora(core: EngineCore, name: str) -> None:
 
 
 def cached_prefix(core: EngineCore, tokens: Items[int], lora: str | None, cache_salt: str) -> int:
-    """Returns how many of a prompt's first tokens are in the prefix cache. The last token is always computed."""
+    """Returns how many of a prompt's first tokens would not be computed: those in the prefix cache, and behind them
+    those on the disk, where reading them is cheaper. The last token is always computed."""
     size, parent, hashes = core.pool.block_size, core.salt(lora, cache_salt), list[bytes]()
     for start in range(0, (len(tokens) - 1) // size * size, size):
         parent = chain_hash(parent, tokens[start : start + size])
         hashes.append(parent)
-    return len(core.pool.match(hashes)) * size
+    in_memory, disk = len(core.pool.match(hashes)), core.pool.disk
+    on_disk = 0 if disk is None else disk.num_readable(hashes[in_memory:])
+    return (in_memory + on_disk) * size

@@ -75,6 +75,39 @@ def test_reading_is_chosen_where_it_was_measured_to_be_cheaper(tmp_path: Path) -
     assert disk.read(KEYS[:4]) is None, "decodes say nothing about prompts"
 
 
+def test_what_a_prompt_would_get_is_known_without_a_look_at_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, held = tier(tmp_path, byte_s=0.6 * TOKENS / FILE), threading.Event()
+    write(disk, KEYS[:5])
+    reads: list[bytes] = []
+    plain = BlockFolder.read
+
+    def slowly(self: BlockFolder, key: bytes) -> Bytes | None:
+        reads.append(key)
+        held.wait(10)
+        return plain(self, key)
+
+    monkeypatch.setattr(BlockFolder, "read", slowly)
+    assert disk.num_readable([*KEYS[:3], KEYS[6], KEYS[3]]) == 3
+    assert disk.num_readable(KEYS[6:]) == 0
+    assert not reads
+    assert disk.read(KEYS[:3]) is not None
+    assert disk.num_readable(KEYS[:4]) == 3, "the fourth would wait for three others"
+    held.set()
+    ended(disk)
+    assert disk.num_readable(KEYS[:4]) == 4
+    slow = tier(tmp_path / "slow", byte_s=0.6 * TOKENS / FILE)
+    write(slow, KEYS[:4])
+    for _ in range(30):
+        slow.after_step(StepPlan([ScheduledChunk(sequence("p", [1] * 100, 1), 0, 100)]), 0.0)
+    before = slow._byte_s
+    assert slow.num_readable(KEYS[:4]) == 0, "computing them is cheaper"
+    assert slow._byte_s == before, "a question is no refusal, after which the disk is trusted more"
+    disk.close()
+    assert disk.num_readable(KEYS[:4]) == 0
+
+
 def test_a_queue_of_reads_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, held = tier(tmp_path, byte_s=0.6 * TOKENS / FILE), threading.Event()
     write(disk, KEYS[:4])
