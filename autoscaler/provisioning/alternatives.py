@@ -52,9 +52,12 @@ def _dearer(offerings: Offerings, offering: Offering, extra_micro_usd_h: int, sh
 
 def data_words(offerings: Offerings, offering: Offering, shape: Shape) -> str:
     """Returns what getting a member's data there costs, in words; empty if nothing is paid."""
+    cost, paid = data_transfer(offerings, offering, shape)
+    return f"{cost}/h a member of them for data: {paid}" if paid else ""
+
+
+def data_transfer(offerings: Offerings, offering: Offering, shape: Shape) -> tuple[str, str]:
+    """Returns what a member's data add to an hour there, and the transfers that are paid for; both may be empty."""
     transfer = offerings.table.transfer
     paid = transfer.describe(shape.inputs, offering.node_type, offering.zone) if transfer is not None else ""
-    if not paid:
-        return ""
-    cost = round(float(offerings.table.data_cost((shape,))[offering.row]))
-    return f"{format_usd(cost)}/h a member of them for data: {paid}"
+    return (format_usd(round(float(offerings.table.data_cost((shape,))[offering.row]))), paid) if paid else ("", "")

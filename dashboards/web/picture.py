@@ -215,6 +215,7 @@ class Pictures:
             "remedy": waiting.remedy[:_MOST_TEXT] if waiting else "",
             "wait_s": None if waiting is None or waiting.wait_s is None else round(waiting.wait_s),
             "stance": stance.reason if stance else "",
+            "data": "" if job.state in FINAL_STATES else live.data.get(job.id, "")[:_MOST_TEXT],
             "ready": sum(member.is_usable for member in members),
             "members": len(members),
             "on": sorted({member.node_id for member in members if member.node_id}),

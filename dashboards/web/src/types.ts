@@ -46,6 +46,8 @@ export interface Job {
   remedy: string;
   wait_s: number | null;
   stance: string;
+  /** What getting its data to its nodes adds to its price; empty if nothing is paid. */
+  data: string;
   cost_micro_usd: number;
   price_micro_usd_h: number;
 }

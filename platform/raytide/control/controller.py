@@ -26,7 +26,7 @@ from raytide.control.accounting.lost_work import book_losses, settled_losses
 from raytide.control.accounting.restored_records import step_hold
 from raytide.control.accounting.team_usage import team_usage, with_team_usage
 from raytide.control.reconcile.apply import ApplyResult, apply, log_plan
-from raytide.control.reconcile.decide import decide_constrained, waiting_reasons
+from raytide.control.reconcile.decide import data_costs, decide_constrained, waiting_reasons
 from raytide.control.reconcile.decision_inputs import DecisionInputs
 from raytide.control.reconcile.driver_silence import DriverSilence
 from raytide.control.reconcile.intents import record_intents
@@ -314,6 +314,7 @@ class Controller:
         attempt = self._quarantine.attempt
         starts = attempt("forecast", lambda: dict(self._forecast_starts(snapshot, plan)), dict[str, float]())
         waiting = attempt("reasons", lambda: waiting_reasons(snapshot, plan, starts), dict[str, Waiting]())
+        data = attempt("data costs", lambda: data_costs(snapshot), dict[str, str]())
         used = attempt("teams", lambda: team_usage(snapshot), dict[str, TeamUse]())
         errors = (*observed.errors, *result.errors, *(served.errors if served else ()), *self._quarantine.errors)
         self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
@@ -328,6 +329,7 @@ class Controller:
             ),
             teams=used,
             stances=snapshot.stances,
+            data=data,
             loads=observed.loads,
             use=observed.use,
             targets=observed.targets,

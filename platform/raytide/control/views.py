@@ -94,6 +94,8 @@ class Live:
     teams: Mapping[str, TeamUse] = field(default_factory=dict)
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
     """Market constraints by id of the deadline job."""
+    data: Mapping[str, str] = field(default_factory=dict)
+    """What getting its data to its nodes adds to a job's price, by id of the job; only of jobs that pay for that."""
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
     """Loads by endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
@@ -135,6 +137,8 @@ class JobView(ShownAsHtml):
     """The markets of a deadline job; None for other jobs."""
     month_micro_usd: int | None = None
     """The cost booked this month (UTC), for jobs with a monthly budget."""
+    data: str = ""
+    """What getting its data to its nodes adds to its price (`metadata.raytide.transfer`); empty if nothing is paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +272,8 @@ class WhyView(ShownAsHtml):
     """The forecast time until it starts, in seconds, if nothing else arrives; None if unknown."""
     stance: MarketConstraint | None = None
     """The markets that a deadline job may use, and why; None for other jobs."""
+    data: str = ""
+    """What getting its data to its nodes adds to its price; empty if nothing is paid."""
 
 
 @dataclass(frozen=True, slots=True)

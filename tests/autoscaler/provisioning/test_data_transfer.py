@@ -6,11 +6,14 @@ import pytest
 from tests.autoscaler.world import Cluster
 
 from raytide.autoscaler.explain import lines
+from raytide.control.reconcile.decide import data_costs
+from raytide.control.views import JobView
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.hardware.transfer import DataInput, TransferSection
 from raytide.core.objects.node import NodeType
 from raytide.core.objects.plan import Launch
+from raytide.sdk.jobs.job_run import explain
 
 NEAR = NodeType(
     name="near",
@@ -82,6 +85,21 @@ def test_the_decision_names_the_data_and_their_price_on_both_sides() -> None:
     plan = {"at_s": 0.0, "actions": [{"action": "launch", "node_id": "n", "node_type": "near", "zone": "z"}]}
     plan["actions"][0] |= {"subject": "l", "reason": launch.reason, "rejected": [vars_of(rejected)]}  # type: ignore[index]
     assert any("for data: 300 GB" in line for line in lines([plan]))
+
+
+def test_a_job_says_what_its_data_cost_while_it_waits_and_on_its_nodes() -> None:
+    cluster = WithData()
+    cluster.submit(Shape(members=1, resources={"GPU": 2}))
+    paying, near = cluster.submit(shape(100)), cluster.submit(shape(300))
+    cluster.tick()
+    words = "$0.50/h a member on far in us-west-2a: 100 GB of s3://data/corpus from us-east-1 at $0.02 a GB"
+    assert data_costs(cluster.seen) == {paying: words}
+    cluster.settle(30)
+    assert data_costs(cluster.seen) == {paying: words}
+    view = JobView(cluster.book.jobs[paying], None, 0, 0, data=words)
+    assert explain(view).endswith(f" For its data the planner counts {words}.")
+    assert near not in data_costs(cluster.seen), "it runs where its data are"
+    assert data_costs(WithData(None).seen) == {}
 
 
 def vars_of(rejected: object) -> dict[str, object]:

@@ -38,8 +38,8 @@ const COLUMNS: Column<Job>[] = [
         <span class="clip" title={j.waiting}>
           {j.constraint && <span class="chip">{j.constraint}</span>} {j.waiting || "not looked at yet"}
         </span>
-        <span class="sub-line" title={j.remedy}>
-          {j.remedy || j.stance}
+        <span class="sub-line" title={[j.remedy, j.data && `Data: ${j.data}`].filter(Boolean).join(" ")}>
+          {j.remedy || j.stance} {j.data && `Data: ${j.data}`}
         </span>
       </>
     ),

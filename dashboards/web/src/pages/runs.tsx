@@ -43,7 +43,7 @@ function asRow({ job, cost_micro_usd, price_micro_usd_h, position }: JobView): J
     ...job,
     ...{ name: job.spec.name, kind: job.spec.kind, team: job.spec.team, priority: job.spec.priority, use: job.spec.kind === "train" ? "training" : "batch" },
     ...{ gang: "", wanted: shape.members, gpus: (shape.resources.GPU ?? 0) * shape.members, cpus: (shape.resources.CPU ?? 0) * shape.members },
-    ...{ ready: 0, members: 0, on: [], due_at_s: null, position, constraint: "", waiting: "", remedy: "", wait_s: null, stance: "", cost_micro_usd, price_micro_usd_h },
+    ...{ ready: 0, members: 0, on: [], due_at_s: null, position, constraint: "", waiting: "", remedy: "", wait_s: null, stance: "", data: "", cost_micro_usd, price_micro_usd_h },
   };
 }
 

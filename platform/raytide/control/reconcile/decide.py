@@ -14,13 +14,15 @@ from raytide.autoscaler.disruption import consolidation
 from raytide.autoscaler.disruption.cost_limit import enforce_cost_limit, without
 from raytide.autoscaler.endpoints.targets import set_targets
 from raytide.autoscaler.planner import plan
+from raytide.autoscaler.provisioning.alternatives import data_transfer
 from raytide.control.views import Waiting
-from raytide.core.objects.gang import LeaseState
+from raytide.core.objects.gang import Lease, LeaseState, Shape
 from raytide.core.objects.plan import UNMANAGED, Action, Admit, Grow, Plan, Preempt, Shrink, Wait
 from raytide.core.objects.snapshot import Snapshot
 from raytide.queue.admission.scheduler import schedule, within_member_cap
 from raytide.queue.lifecycle.leases import apply_action
 from raytide.queue.lifecycle.pending_reason import why_forming
+from raytide.scheduling.offerings import Offering, Offerings
 from raytide.scheduling.reservations import with_reservations
 from raytide.scheduling.state import SchedulingState
 
@@ -73,3 +75,37 @@ def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float])
             if job.id not in waiting or found.wait_s is not None:
                 waiting[job.id] = Waiting(found.constraint, found.reason, found.remedy, found.wait_s)
     return waiting
+
+
+def data_costs(snapshot: Snapshot) -> dict[str, str]:
+    """Returns what getting its data to its nodes adds to each job's price, in words, for those that pay for that: on
+    the nodes that it has, else on the cheapest that could be bought for it."""
+    if snapshot.transfer is None:
+        return {}
+    offerings = Offerings.from_snapshot(snapshot)
+    pools = {(each.node_type.name, each.zone): each for each in offerings.offerings}
+    pool_of = {view.node.id: pools.get((view.node.type, view.node.zone)) for view in snapshot.nodes}
+    leases = {lease.job_id: lease for lease in snapshot.leases}
+    found = {}
+    for job in snapshot.jobs:
+        lease = leases.get(job.id)
+        shape = job.spec.gang.shapes[0] if lease is None else lease.shape
+        if not shape.inputs:
+            continue
+        costs = {each.name: data_transfer(offerings, each, shape) for each in _pools(offerings, shape, lease, pool_of)}
+        found[job.id] = "; ".join(
+            f"{cost}/h a member on {name}: {paid}" for name, (cost, paid) in costs.items() if paid
+        )
+    return {job_id: words for job_id, words in found.items() if words}
+
+
+def _pools(
+    offerings: Offerings, shape: Shape, lease: Lease | None, pool_of: Mapping[str, Offering | None]
+) -> list[Offering]:
+    """Returns the offerings of a lease's nodes; the cheapest for the shape if it has none."""
+    if lease is not None and (own := [pool for m in lease.members if (pool := pool_of.get(m.node_id)) is not None]):
+        return own
+    data = offerings.table.data_cost((shape,))
+    fits = offerings.offerings_for(shape)
+    costs = [(each.cost_micro_usd_h / min(fit, shape.members) + data[each.row], each.name) for each, fit in fits]
+    return [fits[costs.index(min(costs))][0]] if costs else []

@@ -202,18 +202,20 @@ def patiently(job_id: str, ask: Callable[[], T], *, goes_on: bool = True) -> T:
 
 
 def explain(view: JobView) -> str:
-    """Returns one line of text: the state, its reason, what the job waits for, what would help, and its deadline."""
+    """Returns one line of text: the state, its reason, what the job waits for, what would help, its deadline,
+    and what getting its data to its nodes costs."""
     job, waiting = view.job, view.waiting
     parts = [f"{job.id} is {job.state}"]
     if view.position is not None:
         parts.append(f"number {view.position} in the queue")
     text = ", ".join(parts) + "."
+    data = "" if not view.data else f"For its data the planner counts {view.data}."
     due = "" if view.stance is None else f"Deadline: {view.stance.reason}."
     if waiting is not None and not job.is_final:
         soon = (
             "" if waiting.wait_s is None else f"It starts in {ago(waiting.wait_s)} or so, if nothing else is submitted."
         )
         due = "" if waiting.constraint == "deadline" else due
-        return printable(" ".join(part for part in (text, waiting.reason, waiting.remedy, soon, due) if part))
-    reason = f"{job.reason}." if due and job.reason else job.reason
-    return printable(" ".join(part for part in (text, reason, due) if part))
+        return printable(" ".join(part for part in (text, waiting.reason, waiting.remedy, soon, due, data) if part))
+    reason = f"{job.reason}." if (due or data) and job.reason else job.reason
+    return printable(" ".join(part for part in (text, reason, due, data) if part))

@@ -164,9 +164,9 @@ class JobService:
         if waits is None or job.is_final:
             given = "" if view.lease is None else given_away_text(view.lease)
             reason = f"{job.reason}; {given}" if given else job.reason
-            return WhyView(job.id, job.state, view.position, "", reason, "", None, view.stance)
+            return WhyView(job.id, job.state, view.position, "", reason, "", None, view.stance, view.data)
         details = (waits.constraint, waits.reason, waits.remedy, waits.wait_s)
-        return WhyView(job.id, job.state, view.position, *details, view.stance)
+        return WhyView(job.id, job.state, view.position, *details, view.stance, view.data)
 
     def set_budget(self, job_id: str, caller: Caller, usd: float | None, *, soft: bool, per: BudgetPer) -> JobView:
         """Sets the job's budget; None removes it."""
@@ -258,6 +258,7 @@ class JobService:
                     lease=lease,
                     waiting=waiting,
                     stance=None if job.is_final else live.stances.get(job.id),
+                    data="" if job.is_final else live.data.get(job.id, ""),
                     month_micro_usd=in_month.get(job.id, 0) if job.spec.budget_per == "month" else None,
                 )
             )
