@@ -538,7 +538,7 @@ class TestEndpoints:
                 loop.tick()
                 served = loop.controller._serve_sync._pass
                 if served is not None:
-                    served.result(timeout=10)  # the pass has a thread of its own
+                    served.result(timeout=120)  # the pass has a thread of its own
             raise AssertionError(f"never settled at {count}")
 
         eventually(1)

@@ -60,7 +60,7 @@ class Rollouts:
         self.loop.tick()
         served = self.loop.controller._serve_sync._pass
         if served is not None:
-            served.result(timeout=10)
+            served.result(timeout=120)
         if (route := self.route()) is not None:
             assert route.application in self.loop.world.serving, "gateways always have somewhere to send requests"
 

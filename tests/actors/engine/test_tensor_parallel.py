@@ -44,7 +44,7 @@ def is_member(process: psutil.Process) -> bool:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    _, alive = psutil.wait_procs(members(), timeout=10)
+    _, alive = psutil.wait_procs(members(), timeout=120)
     assert not alive
 
 

@@ -55,7 +55,7 @@ def passes(serving: ServeSync, count: int, *endpoints: Endpoint) -> ServeObserva
     for _ in range(count):
         serving.sync(endpoints or [ENDPOINT])
         assert serving._pass is not None
-        serving._pass.result(timeout=10)
+        serving._pass.result(timeout=120)
     serving.sync(endpoints or [ENDPOINT])
     assert serving.served is not None
     return serving.served
@@ -93,7 +93,7 @@ def test_a_pass_looks_at_serve_once_however_many_endpoints_there_are(serve: Serv
     serving = ServeSync(serve)  # type: ignore[arg-type]
     passes(serving, 2, *many, leaving)
     assert serving._pass is not None
-    serving._pass.result(timeout=10)
+    serving._pass.result(timeout=120)
     assert serve.looks == 3
     assert len(serve.deployed) == 20
 

@@ -149,7 +149,7 @@ def test_a_run_that_is_killed_again_and_again_in_its_saves_ends_like_one_that_is
     for kill in range(checkpoint_ranks.KILLS):
         process = context.Process(target=checkpoint_ranks.train_until_killed, args=(spec, draw.randrange(3_000_000)))
         process.start()
-        process.join(60.0)
+        process.join(240.0)
         found = latest(store)
         exits.add(process.exitcode)
         assert not [bad for bad in found.rejected if "is unfinished" not in str(bad)], f"seed {seed}, kill {kill}"

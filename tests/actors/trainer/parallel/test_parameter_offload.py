@@ -86,7 +86,7 @@ def test_a_model_of_twice_the_memory_trains_from_the_disk(spec: TrainSpec, tmp_p
         small = with_(each, "small", model={**large.model_dump(), "dim": 64, "layers": 2})
         process = context.Process(target=train_in, args=(small, each, spare, str(tmp_path / name)))
         process.start()
-        process.join(120.0)
+        process.join(300.0)
         ended[name] = process.exitcode
     assert ended["device"] != 0, "the limit is real"
     assert (ended["unlimited"], ended["disk"]) == (0, 0)

@@ -85,7 +85,7 @@ def test_a_run_in_a_bucket_that_is_killed_has_all_its_steps_in_the_end(spec: Tra
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=train_until_killed, args=(there, Environment.of_aws(), 5))
     process.start()
-    process.join(60.0)
+    process.join(240.0)
     assert process.exitcode == -signal.SIGKILL
     assert [line["step"] for line in history.read(there.out).steps] == [1, 2, 3, 4], "up to the last checkpoint"
     train_local(there)
