@@ -115,13 +115,15 @@ def hosted_url(bound: socket.socket) -> str:
 
 
 def _config(folder: Path, hosted: str) -> Path:
-    """Writes the default cluster, which may also ask a hosted API."""
+    """Writes the default cluster, which may also ask a hosted API and keeps nodes until the next test wants them."""
     from raytide.control.bootstrap.local import DEFAULT_CONFIG
 
     api = f"{{base_url: {hosted!r}, api_key_env: {next(iter(HOSTED_KEY))}}}"
     text = Path(DEFAULT_CONFIG).read_text()
     assert "  raytide:\n" in text
+    assert text.count("idle_timeout_s: 10\n") == 2
     changed = text.replace("  raytide:\n", f"  raytide:\n    gateway: {{hosted: [{api}]}}\n")
+    changed = changed.replace("idle_timeout_s: 10\n", "idle_timeout_s: 30\n")
     (folder / "cluster.yaml").write_text(changed)
     return folder / "cluster.yaml"
 

@@ -40,7 +40,7 @@ def driver(live: LocalCluster, *command: str) -> Iterator[subprocess.Popen[str]]
     """A driver of the user's on the head."""
     process = subprocess.Popen(
         [sys.executable, *command],
-        env={**os.environ, **live.environment(), **live.ray_access},
+        env={**os.environ, **live.environment(), **live.ray_access, "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -28,6 +28,7 @@ from raytide.dashboards.web import stream
 EXAMPLES = 60
 MOST_GROWTH_BYTES = 50 * 2**20
 TOKENS = {"secret": ("ana", "default"), "other": ("bob", "research"), "root": ("root", "*")}
+CHANGES_NOTHING = ("GET", "HEAD", "OPTIONS", "TRACE", "BREW")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "BREW")
 TRAIN = {"kind": "train", "config": {"dataset": "/none", "out": "/none", "steps": 1}}
 DATA = {"kind": "data", "config": {"inputs": ["/none"], "out": "/none"}}
@@ -177,6 +178,8 @@ def send(client: TestClient, route: Route, request: dict[str, object]) -> None:
     assert answer.status_code < 500, f"{where}: {answer.status_code} {answer.text[:300]}"
     if answer.status_code >= 400 and method != "HEAD":
         assert answer.json()["error"]["message"], where
+    if method in CHANGES_NOTHING:
+        return
     headers = {"Authorization": request["headers"]["Authorization"]}  # type: ignore[index]
     assert client.get("/v1/jobs", params={"limit": 1000}, headers=headers).status_code in (200, 401, 403), where
 
