@@ -39,7 +39,7 @@ class BreaksAfterTwo(FakeEngine):
 
 def running(url: str) -> tuple[float, float]:
     """Requests running and waiting, by the replica's own metrics."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if not line.startswith("#")}
     return values["raytide_requests_running"], values["raytide_requests_waiting"]
 
@@ -78,7 +78,7 @@ def test_a_client_that_leaves_a_stream_frees_its_place(serve: Serve, client_of: 
     assert running(url) == (1, 0)  # both choices are one request of the engine
     stream.close()
     wait_until(url, (0, 0))
-    assert 'outcome="aborted"' in httpx.get(f"{url}/metrics").text
+    assert 'outcome="aborted"' in httpx.get(f"{url}/metrics", timeout=60).text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -126,7 +126,7 @@ def test_metrics_count_every_outcome_and_time_every_token(serve: Serve, client_o
     for prompt, extra in (("boom", {}), ("hello", {"temperature": 9})):
         with pytest.raises(openai.APIStatusError):
             client.completions.create(model="fake", prompt=prompt, **extra)  # type: ignore[arg-type]
-    text = httpx.get(f"{url}/metrics").text
+    text = httpx.get(f"{url}/metrics", timeout=60).text
     for outcome, code in (("ok", ""), ("error", "engine"), ("invalid", "")):
         labels = f'api="completions",code="{code}",endpoint="fake",outcome="{outcome}",revision=""'
         assert f"raytide_requests_total{{{labels}}} 1.0" in text
@@ -140,14 +140,14 @@ def test_metrics_count_every_outcome_and_time_every_token(serve: Serve, client_o
 def test_a_dead_engine_is_unhealthy_and_refuses_what_comes(serve: Serve) -> None:
     url = serve(FakeEngine(die_on="poison"))
     ask = {"model": "fake", "prompt": "poison"}
-    killer = httpx.post(f"{url}/v1/completions", json=ask)
+    killer = httpx.post(f"{url}/v1/completions", json=ask, timeout=60)
     assert (killer.status_code, killer.json()["error"]["code"]) == (503, "engine_dead")
     for route, body in (("completions", ask | {"prompt": "hello"}), ("embeddings", {"model": "fake", "input": "x"})):
-        late = httpx.post(f"{url}/v1/{route}", json=body)
+        late = httpx.post(f"{url}/v1/{route}", json=body, timeout=60)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_dead")
-    health = httpx.get(f"{url}/health")
+    health = httpx.get(f"{url}/health", timeout=60)
     assert (health.status_code, "died" in health.json()["status"]) == (503, True)
-    assert httpx.get(f"{url}/metrics").status_code == 503
+    assert httpx.get(f"{url}/metrics", timeout=60).status_code == 503
 
 
 def test_a_task_that_ends_without_a_word_does_not_leave_its_client_waiting(serve: Serve) -> None:

@@ -53,12 +53,12 @@ def test_it_answers_until_its_process_dies_and_says_so_then(
     assert whole.usage.completion_tokens == 12
     stream = client.chat.completions.create(**ask, stream=True)  # type: ignore[call-overload]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
     core.kill()
     psutil.wait_procs([core])
     with pytest.raises(APIStatusError, match="died"):
         client.chat.completions.create(**ask)  # type: ignore[call-overload]
-    health = httpx.get(f"{url}/health")
+    health = httpx.get(f"{url}/health", timeout=60)
     assert health.status_code == 503, "a dead engine is no error of the request"
     assert "died" in health.text
 
