@@ -21,7 +21,7 @@ from raytide.actors.trainer.distributed import local_shards
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.hf.export import export
 from raytide.actors.trainer.hf.model_source import open_data, resolve_model
-from raytide.actors.trainer.model import activation_offload, apply
+from raytide.actors.trainer.model import activation_offload, apply, fake_quantize
 from raytide.actors.trainer.model.precision import GradScaler
 from raytide.actors.trainer.optim import anomaly_guard, registry
 from raytide.actors.trainer.optim.anomaly_guard import AnomalyGuard, GuardVerdict
@@ -304,6 +304,7 @@ class Trainer:
                 hint="Raise seq_len, or global_batch.",
             )
         self.profiler.begin(step + 1, int(profiled))
+        fake_quantize.activate(self.model_parts, spec.qat, step)
         local = self.compute.accumulate(batch.micros, self.loss_scale.value / tokens)
         self.timer.lap("forward_backward")
         self._reduce()

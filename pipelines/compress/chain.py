@@ -12,6 +12,7 @@ from raytide.core.errors import ConflictError
 from raytide.core.io.claim import Claim
 from raytide.pipelines.compress.card import CompressionCard, StepCard, read_card, weight_bytes, write_card
 from raytide.pipelines.compress.layer_files import digest_in, remove_others
+from raytide.pipelines.compress.quantize.trained_scheme import with_trained_scheme
 from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep
 from raytide.pipelines.compress.step_task import OnProgress, StepTask, teacher_of
 
@@ -34,7 +35,8 @@ def compress(recipe: CompressRecipe, on_progress: OnProgress = lambda what, done
 
 def _compress(recipe: CompressRecipe, parent: Path, out: Path, on_progress: OnProgress) -> CompressionCard:
     source, cards = parent, list[StepCard]()
-    for number, step in enumerate(recipe.steps, start=1):
+    for number, asked in enumerate(recipe.steps, start=1):
+        step = with_trained_scheme(asked, source)
         is_last = number == len(recipe.steps)
         target = out / "model" if is_last else out / "steps" / f"{number:02d}-{step.kind}"
         digest = _digest(recipe, step, source)

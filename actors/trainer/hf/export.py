@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from raytide.actors.models.quantized.targets import QAT_RECORD
 from raytide.actors.models.tokenizer_files import tokenizer_files
 from raytide.actors.trainer.checkpoint.async_save import Commit
 from raytide.actors.trainer.data.token_dataset import TokenDataset
@@ -28,13 +29,13 @@ from raytide.actors.trainer.hf.peft_adapter import adapter_config, file_adapters
 from raytide.actors.trainer.hf.safetensors_writer import ShardedSafetensorsWriter, save
 from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, FileTensor, file_tensors, to_hf_tensor
 from raytide.actors.trainer.model.lora import LORA_A, LORA_B, adapted, merged
+from raytide.actors.trainer.model.precision import export_dtype
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.io.private_paths import safe_opener
 from raytide.core.io.storage import join
 from raytide.core.specs.model import LoraSpec
 from raytide.core.specs.train import TrainSpec
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 _GB = 1e9
 
 
@@ -63,7 +64,7 @@ def _export_model(
     group: ProcessGroup,
     commit: Commit,
 ) -> str:
-    tensors, dtype = file_tensors(origin.arch, FamilyFormat.on_the_hub(origin.arch)), _dtype(spec)
+    tensors, dtype = file_tensors(origin.arch, FamilyFormat.on_the_hub(origin.arch)), export_dtype(spec)
     files = ShardedSafetensorsWriter(tensors, dtype, spec.export_shard_gb * _GB)
     target = join(spec.out, "model")
     directory = AtomicDirectory(target) if group.is_first else None
@@ -91,7 +92,7 @@ def _export_adapter(
         if group.is_first:
             here = {name: each for name, each in full.items() if each is not None}
             for kind, tensor in zip("AB", adapter.pair(here.__getitem__), strict=True):
-                weights[f"base_model.model.{adapter.module}.lora_{kind}.weight"] = tensor.to(_dtype(spec))
+                weights[f"base_model.model.{adapter.module}.lora_{kind}.weight"] = tensor.to(export_dtype(spec))
     target = join(spec.out, "adapter")
     directory = AtomicDirectory(target) if group.is_first else None
     if directory is not None:
@@ -136,9 +137,11 @@ def _full_parameter(parameters: FullParameters, name: str, path: str, lora: Lora
 def _copy_tokenizer_files(
     folder: Path, origin: ModelSource, data: TokenDataset, spec: TrainSpec, dtype: torch.dtype
 ) -> None:
-    """Copy config, tokenizer and chat template, preferring those of the initial model."""
+    """Copy config, tokenizer and chat template, preferring those of the initial model; and the scheme of QAT."""
     key = "dtype" if "dtype" in origin.config else "torch_dtype"
     _json(folder / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
+    if spec.qat is not None:
+        _json(folder / QAT_RECORD, spec.qat.model_dump(mode="json"))
     own = {} if origin.folder is None else tokenizer_files(origin.folder)
     files = {**own, **data.files} if spec.other_tokenizer else {**data.files, **own}
     for name, source in {**files, **data.template}.items():
@@ -156,10 +159,6 @@ def _publish(directory: AtomicDirectory | None, target: str, group: ProcessGroup
     if failed is not None:
         raise failed
     return target
-
-
-def _dtype(spec: TrainSpec) -> torch.dtype:
-    return _DTYPES[spec.export_dtype or spec.precision]
 
 
 def _json(path: Path, body: Mapping[str, object]) -> None:

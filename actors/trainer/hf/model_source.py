@@ -141,6 +141,8 @@ def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
         body["distill"] = spec.distill.model_dump(exclude={"teacher", "cache"}) | {
             "teacher": content_digest(model_folder(spec.distill.teacher))
         }
+    if spec.qat is not None:
+        body["qat"] = spec.qat.model_dump()
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

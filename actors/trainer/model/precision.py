@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from raytide.core.errors import TrainError
-from raytide.core.specs.train import Precision
+from raytide.core.specs.train import Precision, TrainSpec
 
 FIRST, SMALLEST, LARGEST = 2.0**16, 1.0, 2.0**24
 GROW_AFTER = 2000
 """Successful steps in a row before the scale doubles."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 
 
 def policy(precision: Precision) -> MixedPrecisionPolicy:
@@ -24,6 +25,11 @@ def policy(precision: Precision) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy()
     compute = torch.float16 if precision == "fp16" else torch.bfloat16
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+
+
+def export_dtype(spec: TrainSpec) -> torch.dtype:
+    """Returns the dtype of exported weights."""
+    return _DTYPES[spec.export_dtype or spec.precision]
 
 
 class GradScaler:

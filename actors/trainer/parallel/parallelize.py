@@ -9,8 +9,10 @@ from torch.distributed.fsdp import fully_shard
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.hf.init_weights import load_or_initialise
 from raytide.actors.trainer.hf.model_source import ModelSource
+from raytide.actors.trainer.hf.qat_targets import qat_targets
 from raytide.actors.trainer.model import apply, precision
 from raytide.actors.trainer.model.activation_offload import ActivationPool
+from raytide.actors.trainer.model.fake_quantize import prepare
 from raytide.actors.trainer.model.lora import adapt
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.parallel import context_parallel, parameter_offload, tensor_parallel
@@ -29,6 +31,8 @@ def build_model_parts(
         with torch.device("meta"):
             part = Transformer(origin.arch, spec.seq_len, spec.layout.stage_layers(stage, origin.arch.num_layers))
             adapt(part, spec.finetune)
+            if spec.qat is not None:
+                prepare(part, spec.qat, qat_targets(origin.arch, spec.qat), precision.export_dtype(spec))
         if group.sizes.tensor > 1:
             tensor_parallel.divide(part, group.mesh["tensor"], spec.seq_len)
         context_parallel.divide(part, group, spec.seq_len)

@@ -13,6 +13,7 @@ import torch
 
 from raytide.actors.models.families import architecture_of
 from raytide.actors.models.loader import Weights
+from raytide.actors.models.quantized.targets import check_groups, quantized_linears
 from raytide.actors.models.tokenizer_files import tokenizer_files
 from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, HfWeights
 from raytide.core.config import environment
@@ -20,7 +21,6 @@ from raytide.core.errors import ConfigError, DataError, ScriptError
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.pipelines.compress.calibration import calibration_windows
 from raytide.pipelines.compress.layer_files import plain_config, publish, write_record
-from raytide.pipelines.compress.quantize.rtn import check_groups, quantized_linears
 from raytide.pipelines.compress.recipe import BITS, CalibratedStep
 from raytide.pipelines.compress.step_task import StepTask
 

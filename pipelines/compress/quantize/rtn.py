@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -11,12 +10,13 @@ import torch
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.families import architecture_of
 from raytide.actors.models.loader import Weights
-from raytide.actors.models.naming import NAMES, projections
+from raytide.actors.models.naming import NAMES
+from raytide.actors.models.quantized.codes import RoundedWeight, packed, round_fp8, round_integers
+from raytide.actors.models.quantized.targets import check_groups, quantized_linears
 from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, HfWeights
-from raytide.core.errors import ConfigError, DataError
+from raytide.core.errors import DataError
 from raytide.kernels.device import DTYPES
 from raytide.pipelines.compress.layer_files import LayerFiles, by_layer, plain_config
-from raytide.pipelines.compress.quantize.codes import RoundedWeight, packed, round_fp8, round_integers
 from raytide.pipelines.compress.recipe import BITS, RtnStep
 
 Tensor = torch.Tensor
@@ -27,8 +27,6 @@ def run_rtn(step: RtnStep, source: Path, files: LayerFiles, on_layer: Callable[[
     that are not finite; ConfigError for a group that does not divide a layer."""
     config = plain_config(source)
     arch = architecture_of(config, str(source / "config.json"))
-    if NAMES[arch.names].transposed:
-        raise ConfigError(f"{source}: GPT-2's transposed layers have no quantised format.", hint="Use another family.")
     HfWeights(source, arch)  # raises for tensors that are missing, stray or of another shape
     weights = Weights(source, torch.float32, torch.device("cpu"))
     root = FamilyFormat.from_names(arch, weights.names).root
@@ -53,18 +51,6 @@ def run_rtn(step: RtnStep, source: Path, files: LayerFiles, on_layer: Callable[[
     files.write(len(groups), layer, on_layer=on_layer)
     skipped = sorted(quantized_linears(arch, root, ()) - linears)
     files.finish({**config, "quantization_config": quantization_config(step, arch, skipped)}, source, {"step": "rtn"})
-
-
-def quantized_linears(arch: Architecture, root: str, skip: tuple[str, ...]) -> set[str]:
-    """Returns the modules that are quantised: the layers' projections. Head, embeddings, routers and experts stay."""
-    names = NAMES[arch.names]
-    return {
-        module
-        for index in range(arch.num_layers)
-        for projection in projections(arch, index).values()
-        for module in (root + names.layer.format(index) + path for path in projection.paths)
-        if not any(fnmatch(module, pattern) for pattern in skip)
-    }
 
 
 def quantization_config(step: RtnStep, arch: Architecture, skipped: list[str]) -> dict[str, object]:
@@ -102,10 +88,10 @@ def quantization_config(step: RtnStep, arch: Architecture, skipped: list[str]) -
 
 
 def _tensors_of(module: str, weight_NK: Tensor, step: RtnStep, dtype: torch.dtype) -> dict[str, Tensor]:
-    try:
-        rounded = _round(weight_NK, step, dtype)
-    except DataError as error:
-        raise DataError(f"{module}: {error.message}", hint=error.hint) from None
+    rounded = _round(weight_NK, step, dtype)
+    if not rounded.scale_NG.isfinite().all():
+        name = str(dtype).removeprefix("torch.")
+        raise DataError(f"{module}: a scale is not finite in {name}.", hint="Use bfloat16 weights.")
     found = {f"{module}.weight_scale": rounded.scale_NG}
     if step.scheme in ("w8a8", "fp8"):
         return {**found, f"{module}.weight": rounded.codes_NK}
@@ -131,19 +117,3 @@ def _kept(weights: Weights, arch: Architecture) -> list[str]:
         for name in weights.names
         if not (arch.tied_embeddings and name == head) and not name.endswith(".rotary_emb.inv_freq")
     ]
-
-
-def check_groups(group: int | None, shape: Callable[[str], tuple[int, ...]], linears: set[str]) -> None:
-    """Raises ConfigError if nothing is left to quantise, or if the group does not divide a layer's inputs."""
-    if not linears:
-        raise ConfigError("skip leaves no layer to quantise.", hint="Skip fewer layers.")
-    if group is None:
-        return
-    for module in sorted(linears):
-        inputs = shape(f"{module}.weight")[1]
-        if inputs % group:
-            fitting = [each for each in (16, 32, 64, 128, 256) if inputs % each == 0]
-            raise ConfigError(
-                f"a group of {group} does not divide the {inputs} inputs of {module}.",
-                hint=f"Choose {', '.join(map(str, fitting)) or 'no group'}, or skip the layer.",
-            )

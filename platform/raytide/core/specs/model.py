@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from raytide.core.config import Config
 
@@ -99,6 +99,32 @@ class LoraSpec(Config):
 
 class FinetuneSpec(Config):
     lora: LoraSpec
+
+
+class QatSpec(Config):
+    """Quantisation-aware training: linear layers compute with the weights that a recipe's `rtn` step will write."""
+
+    scheme: Literal["w8a16", "w4a16"] = "w4a16"
+    """Integer weights of 8 or 4 bits. This and the three fields below are as in a recipe's `rtn`."""
+    group: int | None = Field(default=None, ge=8, le=4096)
+    """The inputs that share a scale; by default all of an output for 8 bits, and 32 for w4a16."""
+    symmetric: bool = True
+    """Without zero points."""
+    skip: tuple[Annotated[str, StringConstraints(min_length=1, max_length=200)], ...] = Field(default=(), max_length=64)
+    """Names of linear layers that stay as they are, with `*`: `*.down_proj`. The head and embeddings always stay."""
+    activations: Literal["none", "int8"] = "none"
+    """int8: the inputs of these layers are rounded in groups of 32, as the engine's `quantized_input: int8` does."""
+    start_step: int = Field(default=0, ge=0)
+    """The steps of ordinary training before."""
+
+    @property
+    def bits(self) -> Literal[4, 8]:
+        return 4 if self.scheme == "w4a16" else 8
+
+    @property
+    def group_size(self) -> int | None:
+        """The inputs of a group; None for whole outputs."""
+        return 32 if self.group is None and self.scheme == "w4a16" else self.group
 
 
 class ChatSpec(Config):

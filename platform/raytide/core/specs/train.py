@@ -17,9 +17,9 @@ from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.mixture import AugmentSpec, HeldOutSpec, MixtureSpec, Packing, StreamSpec
-from raytide.core.specs.model import ChatSpec, DistillSpec, FinetuneSpec, ModelSpec
+from raytide.core.specs.model import ChatSpec, DistillSpec, FinetuneSpec, ModelSpec, QatSpec
 from raytide.core.specs.optim import OptimSpec
-from raytide.core.specs.parallelism import Parallelism, Sizes
+from raytide.core.specs.parallelism import SPLIT_BACKWARD, Parallelism, Sizes
 
 __all__ = ["ExportDtype", "ModelSpec", "OptimSpec", "Precision", "TrainSpec"]
 
@@ -151,6 +151,8 @@ class TrainSpec(Config):
     """The part of init_from's model that is trained; all of it by default."""
     distill: DistillSpec | None = None
     """Train on a teacher's predictions; on the data's own tokens by default."""
+    qat: QatSpec | None = None
+    """Train for quantised weights; none by default."""
     optim: OptimSpec = OptimSpec()
     layout: Parallelism = Parallelism()
     """`auto` leaves the axes, the micro-batch and checkpointing to the planner, when the job is submitted."""
@@ -298,6 +300,25 @@ class TrainSpec(Config):
         ):
             if wrong:
                 raise ValueError(why)
+        return self
+
+    @model_validator(mode="after")
+    def _quantises_alone(self) -> TrainSpec:
+        if self.qat is None:
+            return self
+        others = {
+            "layout.tensor above 1": self.layout.tensor > 1,
+            f"layout.schedule {self.layout.schedule}": self.layout.schedule in SPLIT_BACKWARD,
+            "precision fp8": self.precision == "fp8",
+            "finetune": self.finetune is not None,
+            f"export_dtype {self.export_dtype} of precision {self.precision}": self.precision != "fp32"
+            and self.export_dtype not in (None, self.precision),
+        }
+        for name, is_set in others.items():
+            if is_set:
+                raise ValueError(f"qat cannot be combined with {name}")
+        if self.qat.start_step >= self.steps:
+            raise ValueError(f"qat.start_step {self.qat.start_step} must be below steps {self.steps}")
         return self
 
     @property

@@ -15,11 +15,11 @@ from tests.actors.engine.families import save_family
 from tests.actors.engine.tiny import save_llama
 from transformers import LlamaForCausalLM
 
+from raytide.actors.models.quantized.codes import dequantized, packed, round_fp8, round_integers
 from raytide.actors.quality.evaluate import evaluate
 from raytide.actors.quality.suite import HeldOutText, QualitySuite
 from raytide.core.errors import ConfigError, ConflictError, DataError
 from raytide.pipelines.compress.chain import compress
-from raytide.pipelines.compress.quantize.codes import dequantized, packed, round_fp8, round_integers
 from raytide.pipelines.compress.quantize.rtn import _tensors_of
 from raytide.pipelines.compress.recipe import CompressRecipe, RtnStep
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from raytide.core.errors import DataError
-
 Tensor = torch.Tensor
 
 _WORD_BITS = 32
@@ -35,22 +33,31 @@ def round_integers(
     The scale is that of the format's own writers: the range over 2^b - 1, so that the least code occurs. It is rounded
     to `scale_dtype` before the weights are divided by it.
     """
-    n, k = weight_NK.shape
-    least, most = -(1 << bits - 1), (1 << bits - 1) - 1
-    groups_NGg = weight_NK.reshape(n, -1, group or k)
+    least, most = code_range(bits)
+    groups_NGg = weight_NK.reshape(len(weight_NK), -1, group or weight_NK.shape[1])
     if symmetric:
         scale_NG = groups_NGg.abs().amax(-1) / ((most - least) / 2)
     else:
         low_NG, high_NG = groups_NGg.amin(-1).clamp(max=0.0), groups_NGg.amax(-1).clamp(min=0.0)
         scale_NG = (high_NG - low_NG) / (most - least)
-    scale_NG = _rounded(scale_NG, scale_dtype)
-    step_NG1 = scale_NG.float()[..., None]
-    if symmetric:
-        codes = (groups_NGg / step_NG1).round_().clamp_(least, most)
-        return RoundedWeight(codes.to(torch.int8).reshape(n, k), scale_NG)
-    zero_NG = (least - low_NG / scale_NG.float()).round_().clamp_(least, most)
-    codes = (groups_NGg / step_NG1 + zero_NG[..., None]).round_().clamp_(least, most)
-    return RoundedWeight(codes.to(torch.int8).reshape(n, k), scale_NG, zero_NG.to(torch.int8))
+    scale_NG, zero_NG = _rounded(scale_NG, scale_dtype), None
+    if not symmetric:
+        zero_NG = (least - low_NG / scale_NG.float()).round_().clamp_(least, most).to(torch.int8)
+    codes_NK = nearest_integers(weight_NK, scale_NG, zero_NG).clamp_(least, most).to(torch.int8)
+    return RoundedWeight(codes_NK, scale_NG, zero_NG)
+
+
+def code_range(bits: int) -> tuple[int, int]:
+    """Returns the least and the greatest code."""
+    return -(1 << bits - 1), (1 << bits - 1) - 1
+
+
+def nearest_integers(weight_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None) -> Tensor:
+    """Returns the integers, as float32, that become codes when they are clamped."""
+    codes_NGg = weight_NK.reshape(*scale_NG.shape, -1) / scale_NG.float()[..., None]
+    if zero_NG is not None:
+        codes_NGg = codes_NGg + zero_NG.float()[..., None]
+    return codes_NGg.round_().reshape(weight_NK.shape)
 
 
 def round_fp8(weight_NK: Tensor, scale_dtype: torch.dtype) -> RoundedWeight:
@@ -84,6 +91,4 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the scales in their dtype; those that would be 0 are its epsilon, as in the format's own writers."""
     rounded = scale.to(dtype)
-    if not rounded.isfinite().all():
-        raise DataError(f"a scale is not finite in {str(dtype).removeprefix('torch.')}.", hint="Use bfloat16 weights.")
-    return torch.where(rounded == 0, torch.tensor(torch.finfo(dtype).eps, dtype=dtype), rounded)
+    return rounded.masked_fill(rounded == 0, torch.finfo(dtype).eps)
