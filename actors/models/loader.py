@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from raytide.actors.models.content import MOST_HEADER_BYTES, header_bytes
 from raytide.actors.models.model_config import Fields, read_json
+from raytide.actors.models.quantized.cutting import Block
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import check_links, check_opened, safe_opener
 from raytide.kernels.core import QuantizedWeight
@@ -77,6 +78,10 @@ class Weights:
         """Returns the quantized weight [rows, columns] of a linear module; None if it is stored in floats."""
         return None
 
+    def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
+        """Returns nothing: plain weights are not quantized."""
+        return None
+
     def check_all_read(self) -> None:
         """Raises DataError for tensors that quantized modules have and nobody has read."""
 
@@ -110,11 +115,16 @@ class Weights:
         if any(each.start >= each.stop for each in where):
             return torch.empty([each.stop - each.start for each in where], device=self._device, dtype=self._dtype)
         self._check_dtype(name)
+        return self.stored_part(name, where).to(dtype=self._dtype)
+
+    def stored_part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
+        """Returns a block of a tensor, not empty and with explicit ends, in the dtype of its file; the rest is not
+        read."""
         try:
             block: torch.Tensor = self._slice(name)[where]
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise self._unreadable(name, error) from None
-        return block.to(device=self._device, dtype=self._dtype)
+        return block.to(device=self._device)
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> torch.Tensor:
         """Returns a block, with explicit ends, of a tensor whose whole shape is given; the rest is not read."""
@@ -217,10 +227,19 @@ class TensorFile:
         self.read_into(tensor, name)
         return tensor
 
-    def read_into(self, target: torch.Tensor, name: str) -> None:
-        """Reads a tensor into a contiguous one of its shape and dtype."""
+    def get_rows(self, name: str, first: int, end: int) -> torch.Tensor:
+        """Reads the entries `first` to `end` of a tensor's first dimension."""
+        header = self.get_slice(name).header
+        if (dtype := _TORCH_DTYPES.get(header["dtype"])) is None:
+            raise SafetensorError(f"its dtype {header['dtype']} is not supported")
+        rows = _empty((end - first, *header["shape"][1:]), dtype)
+        self.read_into(rows, name, skipped=first * (rows.nbytes // max(1, end - first)))
+        return rows
+
+    def read_into(self, target: torch.Tensor, name: str, skipped: int = 0) -> None:
+        """Reads a tensor from its byte `skipped` on into a contiguous one of its dtype."""
         if target.numel():
-            start, _ = self.get_slice(name).header["data_offsets"]
+            start = self.get_slice(name).header["data_offsets"][0] + skipped
             self._read(memoryview(target.view(-1).view(torch.uint8).numpy().data), self._start + start)
 
     def _read(self, target: memoryview, start: int) -> None:
@@ -253,7 +272,8 @@ class TensorSlice:
         return str(self.header["dtype"])
 
     def __getitem__(self, where: tuple[slice, ...]) -> torch.Tensor:
-        return self.file.get_tensor(self.name)[where].clone()
+        rows = self.file.get_rows(self.name, where[0].start, where[0].stop)
+        return rows[(slice(None), *where[1:])].clone()
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

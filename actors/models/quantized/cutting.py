@@ -3,13 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from raytide.kernels.core import QuantizedWeight
 
 Tensor = torch.Tensor
+Range = tuple[int, int]
+
+
+class SplitsGroupError(Exception):
+    """A part of a weight's inputs cuts a group of them, or the groups are of inputs that are not neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The part of a weight's outputs and inputs that is read, each from and to."""
+
+    outputs: Range
+    inputs: Range
+
+    @property
+    def rows(self) -> slice:
+        return slice(*self.outputs)
+
+    @property
+    def columns(self) -> slice:
+        return slice(*self.inputs)
+
+    @property
+    def num_rows(self) -> int:
+        return self.outputs[1] - self.outputs[0]
+
+    def groups(self, columns: int, groups: int) -> slice:
+        """Returns the groups of the inputs, of all `columns` in so many `groups`."""
+        if groups == 1:
+            return slice(0, 1)
+        size, (first, end) = columns // groups, self.inputs
+        if first % size or end % size:
+            raise SplitsGroupError
+        return slice(first // size, end // size)
+
+
+def words_of(part: Range, bits: int) -> tuple[slice, slice]:
+    """Returns the int32 words that hold these codes, and where in them the codes are."""
+    per_word, (first, end) = 32 // bits, part
+    start = first // per_word
+    return slice(start, -(-end // per_word)), slice(first - start * per_word, end - start * per_word)
 
 
 def cut_outputs(weight: QuantizedWeight, ranges: Sequence[tuple[int, int]]) -> QuantizedWeight:

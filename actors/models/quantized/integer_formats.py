@@ -1,7 +1,8 @@
 """Reads one linear module of compressed-tensors (int-quantized, pack-quantized), GPTQ and AWQ.
 
-Each function gets the module's outputs N and inputs K, and returns the codes with their scheme, which the caller checks
-against the config. Layouts: docs/models.md.
+Each function gets the module's outputs N and inputs K, and the block of them that it reads. It returns that with the
+number of groups of all inputs, by which the caller checks the scheme against the config, or raises SplitsGroupError.
+Layouts: docs/models.md.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from raytide.actors.models.quantized.cutting import Block, SplitsGroupError, words_of
 from raytide.actors.models.quantized.module_tensors import ModuleTensors
 from raytide.actors.models.quantized.packed_words import checked_group, column_order, signed, unpacked
 from raytide.core.errors import ConfigError, DataError
@@ -23,20 +25,24 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibbles of an AWQ word in the order of its columns."""
 
 
-def read_int8(tensors: ModuleTensors, rows: int, columns: int) -> QuantizedWeight:
+Read = tuple[QuantizedWeight, int]
+
+
+def read_int8(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> Read:
     """int-quantized: `weight` int8 [N, K], `weight_scale` [N, G] or [1], optional `weight_zero_point`."""
     tensors.check_only(("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "bias", *_INPUTS))
-    codes_NK = tensors.integers("weight", rows, columns, dtype="I8")
-    scales_NG, group = _scales(tensors, rows, columns)
+    codes_NK = tensors.integers("weight", rows, columns, dtype="I8", where=(block.rows, block.columns))
+    scales_NG, groups = _scales(tensors, rows, columns, block)
     zeros_NG = None
     if "weight_zero_point" in tensors:
         shape = tensors.shape("weight_zero_point")
-        zeros_NG = tensors.integers("weight_zero_point", *shape, dtype="I8").reshape(-1, scales_NG.shape[1])
-        zeros_NG = zeros_NG.expand(rows, -1)
-    return _weight(tensors, 8, codes_NK, scales_NG, zeros_NG, _order(tensors, "weight_g_idx", columns, group))
+        zeros_NG = tensors.integers("weight_zero_point", *shape, dtype="I8").reshape(-1, groups).expand(rows, -1)
+        zeros_NG = zeros_NG[block.rows, block.groups(columns, groups)]
+    order_K = _order(tensors, "weight_g_idx", columns, groups, block)
+    return _weight(8, codes_NK, scales_NG, zeros_NG, order_K), groups
 
 
-def read_packed(tensors: ModuleTensors, rows: int, columns: int) -> QuantizedWeight:
+def read_packed(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> Read:
     """pack-quantized: `weight_packed` int32 [N, K b / 32], lowest bits first, of codes plus 2^(b-1)."""
     if tensors.dtype("weight_packed") == "U8":
         kind = "nvfp4" if "weight_global_scale" in tensors else "mxfp4"
@@ -51,38 +57,49 @@ def read_packed(tensors: ModuleTensors, rows: int, columns: int) -> QuantizedWei
             f"{tensors.where}: weight_shape is {shape}, config.json implies {(rows, columns)}.",
             hint="The directory mixes two models; export it again.",
         )
-    codes_NK = signed(unpacked(tensors.integers("weight_packed", rows, words), bits)[:, :columns], bits)
-    scales_NG, group = _scales(tensors, rows, columns)
+    own_words, own = words_of(block.inputs, bits)
+    packed = tensors.integers("weight_packed", rows, words, where=(block.rows, own_words))
+    codes_NK = signed(unpacked(packed, bits)[:, own], bits)
+    scales_NG, groups = _scales(tensors, rows, columns, block)
     zeros_NG = None
     if "weight_zero_point" in tensors:
-        packed = tensors.integers("weight_zero_point", -(-rows * bits // 32), scales_NG.shape[1])
-        zeros_NG = signed(unpacked(packed.t(), bits)[:, :rows].t(), bits)
-    return _weight(tensors, bits, codes_NK, scales_NG, zeros_NG, _order(tensors, "weight_g_idx", columns, group))
+        own_words, own = words_of(block.outputs, bits)
+        where = (own_words, block.groups(columns, groups))
+        packed = tensors.integers("weight_zero_point", -(-rows * bits // 32), groups, where=where)
+        zeros_NG = signed(unpacked(packed.t(), bits)[:, own].t(), bits)
+    order_K = _order(tensors, "weight_g_idx", columns, groups, block)
+    return _weight(bits, codes_NK, scales_NG, zeros_NG, order_K), groups
 
 
-def read_gptq(tensors: ModuleTensors, rows: int, columns: int, *, is_zero_less_one: bool) -> QuantizedWeight:
+def read_gptq(tensors: ModuleTensors, rows: int, columns: int, block: Block, *, is_zero_less_one: bool) -> Read:
     """GPTQ: `qweight` int32 [K b / 32, N], `qzeros` int32 [G, N b / 32], `scales` [G, N], optional `g_idx` [K]."""
     tensors.check_only(("qweight", "qzeros", "scales", "g_idx", "bias"))
     words = (tensors.shape("qweight") or (0,))[0]
     bits = _bits(tensors, "qweight", words, columns)
-    codes_NK = unpacked(tensors.integers("qweight", words, rows).t(), bits)[:, :columns]
-    groups, scales_NG = _scales_by_group(tensors, rows)
-    zeros_GN = unpacked(tensors.integers("qzeros", groups, -(-rows * bits // 32)), bits)[:, :rows].to(torch.int16)
+    groups, scales_NG = _scales_by_group(tensors, rows, columns, block)
+    own_words, own = words_of(block.inputs, bits)
+    packed = tensors.integers("qweight", words, rows, where=(own_words, block.rows))
+    codes_NK = unpacked(packed.t(), bits)[:, own]
+    own_words, own = words_of(block.outputs, bits)
+    where = (block.groups(columns, groups), own_words)
+    packed = tensors.integers("qzeros", groups, -(-rows * bits // 32), where=where)
+    zeros_GN = unpacked(packed, bits)[:, own].to(torch.int16)
     zeros_NG = zeros_GN.t() + int(is_zero_less_one) - (1 << bits - 1)
-    order_K = _order(tensors, "g_idx", columns, checked_group(columns, groups, tensors.where))
-    return _weight(tensors, bits, signed(codes_NK, bits), scales_NG, zeros_NG, order_K)
+    order_K = _order(tensors, "g_idx", columns, groups, block)
+    return _weight(bits, signed(codes_NK, bits), scales_NG, zeros_NG, order_K), groups
 
 
-def read_awq(tensors: ModuleTensors, rows: int, columns: int) -> QuantizedWeight:
+def read_awq(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> Read:
     """AWQ (GEMM): `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` [G, N]; nibbles out of order."""
     tensors.check_only(("qweight", "qzeros", "scales", "bias"))
     if rows % 8:
         raise DataError(f"{tensors.where}: AWQ cannot store {rows} outputs.", hint="They are a multiple of 8.")
-    codes_KN = _in_columns(tensors.integers("qweight", columns, rows // 8))
-    groups, scales_NG = _scales_by_group(tensors, rows)
-    checked_group(columns, groups, tensors.where)
-    zeros_GN = _in_columns(tensors.integers("qzeros", groups, rows // 8)).to(torch.int16)
-    return _weight(tensors, 4, signed(codes_KN.t().contiguous(), 4), scales_NG, zeros_GN.t() - 8, None)
+    own_words, own = words_of(block.outputs, 4)
+    codes_KN = _in_columns(tensors.integers("qweight", columns, rows // 8, where=(block.columns, own_words)))[:, own]
+    groups, scales_NG = _scales_by_group(tensors, rows, columns, block)
+    where = (block.groups(columns, groups), own_words)
+    zeros_GN = _in_columns(tensors.integers("qzeros", groups, rows // 8, where=where))[:, own].to(torch.int16)
+    return _weight(4, signed(codes_KN.t().contiguous(), 4), scales_NG, zeros_GN.t() - 8, None), groups
 
 
 def _in_columns(words: Tensor) -> Tensor:
@@ -91,7 +108,6 @@ def _in_columns(words: Tensor) -> Tensor:
 
 
 def _weight(
-    tensors: ModuleTensors,
     bits: Literal[4, 8],
     codes_NK: Tensor,
     scales_NG: Tensor,
@@ -119,26 +135,33 @@ def _bits(tensors: ModuleTensors, suffix: str, words: int, columns: int) -> Lite
     )
 
 
-def _scales(tensors: ModuleTensors, rows: int, columns: int) -> tuple[Tensor, int]:
-    """Returns compressed-tensors' scales [N, G], of which a tensor may have one only, and the group size."""
+def _scales(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> tuple[Tensor, int]:
+    """Returns compressed-tensors' scales [N, G], of which a tensor may have one only, and the number of groups."""
     if "weight_scale" not in tensors:
         raise DataError(f"{tensors.where} has no weight_scale.", hint="Export or download the model again.")
     shape = tensors.shape("weight_scale")
     if shape in ((), (1,)):
-        return tensors.scales("weight_scale", *shape).reshape(1, 1).expand(rows, 1), columns
+        return tensors.scales("weight_scale", *shape).reshape(1, 1).expand(block.num_rows, 1), 1
     groups = shape[-1] if len(shape) == 2 else 1
-    expected = (rows,) if shape == (rows,) else (rows, groups)
-    scales = tensors.scales("weight_scale", *expected).reshape(rows, groups)
-    return scales, checked_group(columns, groups, tensors.where)
+    checked_group(columns, groups, tensors.where)
+    if shape == (rows,):
+        return tensors.scales("weight_scale", rows, where=(block.rows,)).reshape(-1, 1), 1
+    where = (block.rows, block.groups(columns, groups))
+    return tensors.scales("weight_scale", rows, groups, where=where), groups
 
 
-def _scales_by_group(tensors: ModuleTensors, rows: int) -> tuple[int, Tensor]:
+def _scales_by_group(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> tuple[int, Tensor]:
     """Returns the number of groups, and the scales [N, G] of a file that stores [G, N]."""
     groups = (tensors.shape("scales") or (0,))[0] if "scales" in tensors else 0
-    return groups, tensors.scales("scales", groups, rows).t()
+    checked_group(columns, groups, tensors.where)
+    where = (block.groups(columns, groups), block.rows)
+    return groups, tensors.scales("scales", groups, rows, where=where).t()
 
 
-def _order(tensors: ModuleTensors, suffix: str, columns: int, group_size: int) -> Tensor | None:
+def _order(tensors: ModuleTensors, suffix: str, columns: int, groups: int, block: Block) -> Tensor | None:
     if suffix not in tensors:
         return None
-    return column_order(tensors.integers(suffix, columns), group_size, tensors.name(suffix))
+    order_K = column_order(tensors.integers(suffix, columns), columns // groups, tensors.name(suffix))
+    if order_K is not None and block.inputs != (0, columns):
+        raise SplitsGroupError
+    return order_K

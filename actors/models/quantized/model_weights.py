@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from raytide.actors.models.loader import Weights
+from raytide.actors.models.quantized.cutting import Block
 from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
 from raytide.actors.models.quantized.gguf.gguf_weights import GgufWeights
 from raytide.actors.models.quantized.quantized_directory import QuantizedDirectory, is_quantized
@@ -44,6 +45,10 @@ class WholeWeights(ModelWeights, Protocol):
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
         """Returns a block of a tensor, with explicit ends; `shape` is the whole's."""
+
+    def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
+        """Returns a part of what `quantized` would return; the rest is not read where the format permits. Raises
+        SplitsGroupError where a part of the inputs cannot be cut."""
 
 
 def open_weights(model: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> WholeWeights:

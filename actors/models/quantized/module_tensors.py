@@ -11,6 +11,7 @@ from raytide.actors.models.loader import Weights
 from raytide.core.errors import DataError
 
 Tensor = torch.Tensor
+Where = tuple[slice, ...] | None
 
 _SCALE_DTYPES = ("BF16", "F16", "F32")
 
@@ -39,13 +40,13 @@ class ModuleTensors:
     def dtype(self, suffix: str) -> str:
         return self.weights.dtype_of(self.name(suffix))
 
-    def integers(self, suffix: str, *shape: int, dtype: str = "I32") -> Tensor:
-        """Returns a tensor of integers as stored."""
-        return self._stored(suffix, (dtype,), shape)
+    def integers(self, suffix: str, *shape: int, dtype: str = "I32", where: Where = None) -> Tensor:
+        """Returns a tensor of integers as stored, or the block `where` of it, with explicit ends."""
+        return self._stored(suffix, (dtype,), shape, where)
 
-    def scales(self, suffix: str, *shape: int) -> Tensor:
-        """Returns scales in float32. DataError if one is not finite."""
-        scales = self._stored(suffix, _SCALE_DTYPES, shape).float()
+    def scales(self, suffix: str, *shape: int, where: Where = None) -> Tensor:
+        """Returns scales, or a block of them, in float32. DataError if one is not finite."""
+        scales = self._stored(suffix, _SCALE_DTYPES, shape, where).float()
         if not bool(scales.isfinite().all()):
             raise DataError(
                 f"{self.weights.folder}: {self.name(suffix)} has scales that are not finite.",
@@ -61,7 +62,7 @@ class ModuleTensors:
                 hint="The directory mixes two models; export it again.",
             )
 
-    def _stored(self, suffix: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
+    def _stored(self, suffix: str, dtypes: tuple[str, ...], shape: tuple[int, ...], where: Where) -> Tensor:
         if suffix not in self.suffixes:
             raise DataError(f"{self.where} has no {suffix}.", hint="Export or download the model again.")
         name = self.name(suffix)
@@ -71,4 +72,5 @@ class ModuleTensors:
                 f"{self.weights.folder}: {name} is stored as {dtype}, not {' or '.join(dtypes)}.",
                 hint="The quantized format is another than its names say.",
             )
-        return self.weights.stored(name)
+        is_whole = where is None or all(each == slice(0, size) for each, size in zip(where, shape, strict=True))
+        return self.weights.stored(name) if where is None or is_whole else self.weights.stored_part(name, where)

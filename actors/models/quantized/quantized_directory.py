@@ -10,6 +10,7 @@ import torch
 
 from raytide.actors.models.loader import Weights
 from raytide.actors.models.model_config import read_json
+from raytide.actors.models.quantized.cutting import Block
 from raytide.actors.models.quantized.float8 import read_float8
 from raytide.actors.models.quantized.integer_formats import read_awq, read_gptq, read_int8, read_packed
 from raytide.actors.models.quantized.module_tensors import ModuleTensors
@@ -84,19 +85,22 @@ class QuantizedDirectory(Weights):
         return super().block(name, shape, where)
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
+        return self.quantized_block(module, rows, columns, Block((0, rows), (0, columns)))
+
+    def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
         tensors, codes = self._modules.get(module), self._codes(module)
         if tensors is None or codes == "float8":
             return None
         if codes == "int8":
-            weight = read_int8(tensors, rows, columns)
+            weight, groups = read_int8(tensors, rows, columns, block)
         elif codes == "packed":
-            weight = read_packed(tensors, rows, columns)
+            weight, groups = read_packed(tensors, rows, columns, block)
         elif codes == "words":
-            weight = self._words(tensors, rows, columns)
+            weight, groups = self._words(tensors, rows, columns, block)
         else:
             tensors.check_only(("weight", "bias"))
             return None
-        self._note(tensors, WeightScheme("int", weight.bits, _group_of(weight)), columns)
+        self._note(tensors, WeightScheme("int", weight.bits, columns // groups if groups > 1 else None), columns)
         return weight
 
     def check_all_read(self) -> None:
@@ -113,7 +117,7 @@ class QuantizedDirectory(Weights):
         counts = Counter(map(str, self._formats.values()))
         return f"{method} {', '.join(name for name, _ in counts.most_common())}" if counts else ""
 
-    def _words(self, tensors: ModuleTensors, rows: int, columns: int) -> QuantizedWeight:
+    def _words(self, tensors: ModuleTensors, rows: int, columns: int, block: Block) -> tuple[QuantizedWeight, int]:
         """`qweight` is GPTQ's or AWQ's, which only the config tells."""
         method = self._config.method if self._config else None
         if self._config is None or method not in ("gptq", "awq"):
@@ -122,8 +126,8 @@ class QuantizedDirectory(Weights):
                 hint="Put the quantization_config back into config.json.",
             )
         if method == "awq":
-            return read_awq(tensors, rows, columns)
-        return read_gptq(tensors, rows, columns, is_zero_less_one=self._config.is_zero_less_one)
+            return read_awq(tensors, rows, columns, block)
+        return read_gptq(tensors, rows, columns, block, is_zero_less_one=self._config.is_zero_less_one)
 
     def _codes(self, module: str) -> str | None:
         """Returns how a module's codes are stored; None if it has none, "stray" for scales without codes."""
@@ -141,7 +145,3 @@ class QuantizedDirectory(Weights):
         if self._config is not None:
             self._config.check(tensors.module, found, columns, str(self.folder))
         self._formats[tensors.module] = found
-
-
-def _group_of(weight: QuantizedWeight) -> int | None:
-    return weight.group_size if weight.scales_NG.shape[1] > 1 else None

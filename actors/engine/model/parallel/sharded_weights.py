@@ -1,5 +1,5 @@
-"""One member's weights, cut as `shard.py` says. Of plain tensors it reads its part alone; a quantized module is read
-whole, since formats pack it in many ways, and then cut.
+"""One member's weights, cut as `shard.py` says. It reads its part alone, of quantized modules too, except from GGUF
+files and of fp8.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch
 from raytide.actors.engine.model.parallel.shard import ModelShard, ModuleCut, Range, behind_one_another, linear_cuts
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.naming import NAMES
-from raytide.actors.models.quantized.cutting import cut_inputs, cut_outputs
+from raytide.actors.models.quantized.cutting import Block, SplitsGroupError
 from raytide.actors.models.quantized.model_weights import WholeWeights
+from raytide.actors.models.quantized.stacking import stacked
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import LinearInput, QuantizedWeight
 from raytide.kernels.ref import INPUT_GROUP
@@ -80,16 +81,23 @@ class ShardedWeights:
         if cut is None:
             return self._weights.quantized(module, rows, columns)
         if not cut.by_input:
-            whole = self._weights.quantized(module, cut.full, columns)
-            return None if whole is None else cut_outputs(whole, cut.ranges)
-        whole = self._weights.quantized(module, rows, cut.full)
-        if whole is None:
-            return None
+            found = [
+                self._weights.quantized_block(module, cut.full, columns, Block(r, (0, columns))) for r in cut.ranges
+            ]
+            parts = [each for each in found if each is not None]
+            return stacked(parts) if parts else None
         ((first, end),) = cut.ranges
-        own = cut_inputs(whole, first, end)
-        is_rounded_alike = whole.scales_NG.shape[1] > 1 or not (first % self._unit or end % self._unit)
-        if own is None or not is_rounded_alike:
-            raise self._cuts_a_group(module, whole, cut)
+        try:
+            own = self._weights.quantized_block(module, rows, cut.full, Block((0, rows), (first, end)))
+        except SplitsGroupError:
+            own, is_cut = None, True
+        else:
+            is_cut = own is not None and own.scales_NG.shape[1] == 1 and bool(first % self._unit or end % self._unit)
+        if is_cut:  # of one group, or of several of which this member has one
+            whole = self._weights.quantized(module, rows, cut.full)
+            assert whole is not None
+            if own is None or whole.scales_NG.shape[1] == 1:
+                raise self._cuts_a_group(module, whole, cut)
         return own
 
     def check_all_read(self) -> None:

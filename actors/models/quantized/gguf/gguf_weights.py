@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from raytide.actors.models.quantized.cutting import Block, SplitsGroupError, cut_inputs, cut_outputs
 from raytide.actors.models.quantized.gguf.blocks import as_floats, as_quantized, is_float
 from raytide.actors.models.quantized.gguf.gguf_config import family_of
 from raytide.actors.models.quantized.gguf.gguf_file import BLOCK_FORMATS, GgufFile, GgufTensor
@@ -85,6 +86,18 @@ class GgufWeights:
             if values is not None and not bool(values.isfinite().all()):
                 raise self._wrong(name, "has scales that are not finite")
         return _moved(weight, self._device)
+
+    def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
+        """Reads the whole, whose rows may be in another order in the file."""
+        whole = self.quantized(module, rows, columns)
+        if whole is None:
+            return None
+        own = cut_outputs(whole, [block.outputs])
+        if block.inputs == (0, columns):
+            return own
+        if (part := cut_inputs(own, *block.inputs)) is None:
+            raise SplitsGroupError
+        return part
 
     def check_all_read(self) -> None:
         if stray := sorted(self._file.tensors.keys() - self._read - _NO_WEIGHTS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ from tests.actors.models.quantized.quantized_models import save_quantized
 from tests.actors.models.quantized.test_compressed_tensors import CASES, config_of, quantizer
 from tests.actors.models.quantized.test_packed_formats import awq, block_fp8, gptq, gptq_config
 
+from raytide.actors.engine.model.parallel.shard import ModelShard
+from raytide.actors.engine.model.parallel.sharded_weights import ShardedWeights
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
+from raytide.actors.models.families import read_architecture
+from raytide.actors.models.loader import Weights
 from raytide.actors.models.quantized.cutting import cut_inputs, cut_outputs
+from raytide.actors.models.quantized.model_weights import open_weights
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import LinearInput, QuantizedWeight
 from raytide.kernels.registry import ops_for
@@ -51,6 +57,50 @@ def test_packed_formats(name: str, tmp_path: Path) -> None:
     quantize, config = PACKED[name]
     save_quantized(tmp_path, quantize, config, **WIDE)
     close(sharded_logits(tmp_path, 2), whole_logits(tmp_path))
+
+
+READ_IN_PARTS = {
+    **{name: (quantizer(*CASES[name][:2]), config_of(*CASES[name])) for name in ("W4A16", "W8A16", "W8A8")},
+    **{name: PACKED[name] for name in ("gptq", "awq")},
+}
+
+
+@pytest.mark.parametrize("maps", [True, False])
+@pytest.mark.parametrize("name", READ_IN_PARTS)
+def test_two_members_read_each_code_once(
+    name: str, maps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize, config = READ_IN_PARTS[name]
+    save_quantized(tmp_path, quantize, config, **WIDE)
+    arch, read = read_architecture(tmp_path), Counter[str]()
+    weights = open_weights(tmp_path, torch.float32, torch.device("cpu"), maps=maps)
+    stored, stored_part = Weights.stored, Weights.stored_part
+
+    def count(tensor: str, values: torch.Tensor) -> torch.Tensor:
+        read[tensor] += values.nbytes
+        return values
+
+    monkeypatch.setattr(Weights, "stored", lambda self, tensor: count(tensor, stored(self, tensor)))
+    monkeypatch.setattr(
+        Weights, "stored_part", lambda self, tensor, where: count(tensor, stored_part(self, tensor, where))
+    )
+    whole = {module: weights.quantized(module, *shape) for module, shape in MODULES.items()}
+    sizes, codes = dict(read), [tensor for tensor in read if CODES.search(tensor)]
+    assert len(codes) == len(MODULES)
+    read.clear()
+    parts = [ShardedWeights(weights, arch, ModelShard(rank, 2)) for rank in range(2)]
+    for module, (rows, columns) in MODULES.items():
+        by_input = module.endswith("down_proj")
+        own = [part.quantized(module, *((rows, columns // 2) if by_input else (rows // 2, columns))) for part in parts]
+        expected = whole[module]
+        assert expected is not None
+        joined = torch.cat([each.dequantized() for each in own if each is not None], int(by_input))
+        assert torch.equal(joined, expected.dequantized())
+    assert {tensor: read[tensor] for tensor in codes} == {tensor: sizes[tensor] for tensor in codes}
+
+
+CODES = re.compile(r"weight_packed$|qweight$|\.weight$")
+MODULES = {"model.layers.0.mlp.gate_proj": (256, 128), "model.layers.0.mlp.down_proj": (128, 256)}
 
 
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_0"])
