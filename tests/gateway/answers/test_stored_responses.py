@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,6 +105,13 @@ async def test_a_damaged_database_fails_the_call_that_finds_it_and_a_new_one_is_
     assert len(kept_files) == 1, "SQLite itself has emptied the journals"
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.__dict__["set_aside"] in map(str, kept_files)
+
+
+async def test_a_folder_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+    responses = SharedResponses(tmp_path / "responses")
+    shutil.rmtree(tmp_path / "responses")
+    with pytest.raises(StorageError, match=r"responses\.db cannot be opened"):
+        await responses.get("web", "resp_a")
 
 
 def test_processes_that_start_at_once_set_a_damaged_database_aside_once(tmp_path: Path) -> None:

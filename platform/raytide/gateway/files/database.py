@@ -142,7 +142,12 @@ class FileDatabase:
     @contextmanager
     def _lock(self, kind: int) -> Iterator[None]:
         """Keeps the file in its place, or with LOCK_EX all others out of it."""
-        handle = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            handle = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StorageError(
+                f"{self._path.name} cannot be opened: {error}.", hint="Free space on the head."
+            ) from error
         try:
             fcntl.flock(handle, kind)
             yield
