@@ -97,7 +97,7 @@ def settled_replica_pids(of: LocalCluster, count: int, eventually: Callable[...,
 
 
 def through_both_gateways(holds: Callable[[], bool]) -> bool:
-    """Whether it holds each time, where each time takes a connection of its own, to one of the two processes."""
+    """Returns whether it holds each time, each over a connection of its own, to one of the two processes."""
     return all(holds() for _ in range(16))
 
 

@@ -199,7 +199,7 @@ def test_no_panel_is_empty(
     ApiClient.from_run_dir(watched.run_dir).change_team("default", budget={"hard_usd": 100.0})
 
     def is_empty(promql: str) -> bool:
-        """Whether this query gave nothing in the last ten minutes, which what it once gave is in."""
+        """Returns whether this query gave nothing in the last ten minutes, which what it once gave is in."""
         now_s = time.time()
         return not prometheus.get("query_range", query=promql, start=now_s - 600, end=now_s, step=5)["result"]
 

@@ -79,7 +79,7 @@ class User:
         rows: list[UsageRow] = []
 
         def are_settled() -> bool:
-            """Whether all that was asked is booked: a gateway that was killed reports in its next life."""
+            """Returns whether all that was asked is booked: a gateway that was killed reports in its next life."""
             nonlocal rows
             rows, spent = self.rows(), self._spent()
             groups = self._tide.client.usage_sums("key", key=self.key.id)

@@ -95,7 +95,7 @@ class Live:
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
     """Market constraints by id of the deadline job."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """What getting its data to its nodes adds to a job's price, by id of the job; only of jobs that pay for that."""
+    """The cost that getting its data to its nodes adds to a job's price, by id of the job; only of jobs that pay it."""
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
     """Loads by endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class JobView(ShownAsHtml):
     month_micro_usd: int | None = None
     """The cost booked this month (UTC), for jobs with a monthly budget."""
     data: str = ""
-    """What getting its data to its nodes adds to its price (`metadata.raytide.transfer`); empty if nothing is paid."""
+    """The cost that getting its data to its nodes adds (`metadata.raytide.transfer`); empty if nothing is paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class WhyView(ShownAsHtml):
     stance: MarketConstraint | None = None
     """The markets that a deadline job may use, and why; None for other jobs."""
     data: str = ""
-    """What getting its data to its nodes adds to its price; empty if nothing is paid."""
+    """The cost that getting its data to its nodes adds; empty if nothing is paid."""
 
 
 @dataclass(frozen=True, slots=True)

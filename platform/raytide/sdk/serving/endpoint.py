@@ -33,7 +33,7 @@ _WATCH_S = 1.0
 _MOST_SHOWN = 600
 _FEEDBACK_S = 30.0
 _ASK_AGAIN = 2
-"""How often logs ask again for the output of replicas whose node does not answer: it may be busy, or gone."""
+"""The number of times that logs ask again for replicas whose node does not answer: it may be busy, or gone."""
 _LOG = logger(__name__)
 
 
