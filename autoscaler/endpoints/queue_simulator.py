@@ -96,6 +96,11 @@ class CounterfactualFleets:
         self._speed = speed
 
     @property
+    def sizes(self) -> NDArray[np.intp]:
+        """0, and the sizes of the fleets; the largest is the most."""
+        return self._at
+
+    @property
     def saved(self) -> SavedCounts:
         """The counts to store; the state of the fleets themselves is rebuilt within minutes."""
         return SavedCounts(late=self._late.tolist(), hours=self._hours.tolist(), totals=self._totals.tolist())

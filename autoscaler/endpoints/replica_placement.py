@@ -1,8 +1,9 @@
 """Plans where to buy replicas of one endpoint and which to release, from their value and the pools. The controller and
 the simulator both use it.
 
-The value gives the number of replicas worth the spot price, and the number worth the on-demand price if spot is
-unavailable. On-demand replicas stay until the spot replicas that replace them serve. Without clock, memory or I/O.
+The value gives the number of replicas worth the spot price, how many of them are worth the on-demand price since they
+are never reclaimed (standby), and the number worth the on-demand price if spot is unavailable. Other on-demand
+replicas stay until the spot replicas that replace them serve. Without clock, memory or I/O.
 """
 
 from __future__ import annotations
@@ -73,13 +74,18 @@ class FleetState:
         value, nodes = self.replica_value, self.nodes
         spot = [node for node in nodes if node.is_spot]
         ondemand = [node for node in nodes if not node.is_spot]
-        launch = self._spot_launches(value.spot - work_of(spot))
+        standby = value.standby - work_of(ondemand)
+        can_stand_by = work_of(ondemand) + sum(self.pools[name].work for name in self._ondemand_launches(standby))
+        launch = self._spot_launches(value.spot - min(value.standby, can_stand_by) - work_of(spot))
         bought = sum(self.pools[name].work for name in launch)
-        launch += self._ondemand_launches(value.ondemand - work_of(nodes) - bought)
-        release = self._spot_releases(work_of(spot) - max(value.spot, value.ondemand - work_of(_ready(ondemand))))
+        launch += self._ondemand_launches(max(value.ondemand - work_of(nodes) - bought, standby))
+        serving = work_of(_ready(ondemand))
+        release = self._spot_releases(
+            work_of(spot) - max(value.spot - min(value.standby, serving), value.ondemand - serving)
+        )
         ready = work_of(_ready(nodes)) - work_of(_ready(release))
         kept = work_of(spot) - work_of(release)  # launches replace nothing yet
-        surplus = work_of(ondemand) - max(0, value.ondemand - kept)
+        surplus = work_of(ondemand) - max(value.standby, value.ondemand - kept)
         for node in sorted(ondemand, key=lambda node: (node.is_ready, node.busy, node.id)):
             if node.work > surplus + _EPS:
                 continue
@@ -184,9 +190,10 @@ def _reason(value: ReplicaValue) -> str:
     if value.slo_target is not None:
         attained = "none so far" if value.attained is None else f"{100 * value.attained:.2f} % in the last week"
         spare = value.spot - value.busy - value.for_bursts
+        standby = f"; {value.standby} of them on demand, since all spot may be lost" if value.standby else ""
         asked = (
             f"; {100 * value.slo_target:g} % in time are asked, {attained}; of the {value.spot}, the usual rate needs "
-            f"{value.busy}, bursts {value.for_bursts} more, lost nodes {spare} more"
+            f"{value.busy}, bursts {value.for_bursts} more, lost nodes {spare} more{standby}"
         )
     return (
         f"{value.usual_rps:.2f} requests/s are usual and a late one costs ${value.late_usd:.4f}: "

@@ -2,18 +2,20 @@
 price of spot, and how many that of on demand. Without clock or I/O.
 
 A replica is bought when it avoids more than it costs. It is released when its cost beyond its value would have paid for
-a new start, which costs at most twice the optimum (ski rental). The price of a late request is the dual variable of the
-SLO: it starts at a guess from the cost of a request, rises while more requests are late than the target allows, and
-falls while fewer are. It is no higher than the price at which the model predicts as many late requests as the target
-allows, corrected by how many of the predicted ones were late: without this bound, a zone that is lost on the first day
-would make them dear for a week. The misses of the last week count besides, so that an overspent budget is earned back.
+a new start, which costs at most twice the optimum (ski rental). On demand is never lost, so a few such replicas on
+standby can be worth more than many spot spares that are lost together. The price of a late request is the dual variable
+of the SLO: it starts at a guess from the cost of a request, rises while more requests are late than the target allows,
+and falls while fewer are. It is no higher than the price at which the model predicts as many late requests as the
+target allows, corrected by how many of the predicted ones were late: without this bound, a zone that is lost on the
+first day would make them dear for a week. The misses of the last week count besides, so that an overspent budget is
+earned back.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -239,7 +241,11 @@ class ReplicaValueModel:
     late_per_h: Floats = field(default_factory=lambda: np.zeros(1))
     """Expected late requests with 0, 1, 2... replicas, without reclaims."""
     spot: HysteresisCount = field(default_factory=HysteresisCount)
+    """Replicas worth the price of spot, beside those on standby."""
+    standby: HysteresisCount = field(default_factory=HysteresisCount)
+    """Replicas worth the price of on demand while spot is to be had, since they are never reclaimed."""
     ondemand: HysteresisCount = field(default_factory=HysteresisCount)
+    """Replicas worth the price of on demand while no more spot is to be had than is held."""
     has_served: bool = False
     """True once a replica was ready: what came before the first was late at any price."""
     burst_count: int = 0
@@ -267,8 +273,10 @@ class ReplicaValueModel:
         self._count(stats, hazard)
 
     def value(self, hazard: ReclaimHazard) -> ReplicaValue:
+        count, work = self.spot.count + self.standby.count, math.ceil(self._work)
         return ReplicaValue(
-            spot=self.spot.count,
+            spot=count,
+            standby=self.standby.count,
             ondemand=self.ondemand.count,
             late_usd=self._late_usd,
             late_per_h=tuple(self.late_per_h.tolist()),
@@ -276,8 +284,8 @@ class ReplicaValueModel:
             together=hazard.region_correlation,
             slo_target=self.goal.slo_target,
             attained=self.price.attained,
-            busy=min(math.ceil(self._work), self.spot.count),
-            for_bursts=max(0, min(self.burst_count, self.spot.count) - math.ceil(self._work)),
+            busy=min(work, count),
+            for_bursts=max(0, min(self.burst_count, count) - work),
         )
 
     @property
@@ -328,53 +336,64 @@ class ReplicaValueModel:
         return self.usual_rate.rps * self.simulator.request_s
 
     def _count(self, stats: IntervalStats, hazard: ReclaimHazard) -> None:
-        """Updates both counts. More spot would be lost in proportion to the held spot, more on demand would not."""
-        goal, held, total = self.goal, stats.held, np.arange(self.goal.max_replicas + 1)
-        losses = list(hazard.losses(held, stats.at_s, self._recovery_s))
-        shares = np.array([share for share, _ in losses])
-        lost = np.array([[sum(held[zone] for zone in zones)] for _, zones in losses]).reshape(-1, 1)
-        as_now, fixed = total * lost / max(sum(held.values()), 1), np.minimum(total, lost)
+        """Updates the counts from the late requests of every fleet of spot and on-demand replicas."""
+        goal, late_usd, held = self.goal, self._late_usd, int(sum(stats.held.values()))
+        losses = self._losses(stats, hazard)
+        replicas, start_h = np.arange(len(self.late_per_h)), goal.cold_start_s / 3600.0
+        some = self.simulator.sizes
+        late = late_with_losses(self.late_per_h, losses, replicas[:, None], some)
         spot_usd_h = min(goal.spot_usd_h.values(), default=goal.ondemand_usd_h)
-        without_losses = -np.diff(self.late_per_h) * self._late_usd
-        self.burst_count = int(np.arange(1, len(total))[without_losses > spot_usd_h].max(initial=0))
-        least, curves = max(goal.min_replicas, min(math.ceil(self._work), goal.max_replicas)), []
-        for nodes, usd_h, lost_share in ((self.spot, spot_usd_h, as_now), (self.ondemand, goal.ondemand_usd_h, fixed)):
-            late = late_with_losses(self.late_per_h, shares, np.maximum(lost_share * hazard.lost_share, 1.0))
-            nodes.update(-np.diff(late) * self._late_usd, usd_h, usd_h * goal.cold_start_s / 3600.0, stats.dt_s)
-            nodes.count = max(nodes.count, least)
-            curves.append((late, usd_h))
+        alone = -np.diff(self.late_per_h) * late_usd
+        self.burst_count = int(replicas[1:][alone > spot_usd_h].max(initial=0))
+        least = max(goal.min_replicas, min(math.ceil(self._work), goal.max_replicas))
+
+        def update(count: HysteresisCount, cost: Floats, usd_h: float, least: int) -> None:
+            count.update(-np.diff(cost), usd_h, usd_h * start_h, stats.dt_s)
+            count.count = max(count.count, least)
+
+        with_best_spot = (late_usd * late + spot_usd_h * replicas[:, None]).min(axis=0)
+        if goal.spot_usd_h:
+            update(self.standby, np.interp(replicas, some, with_best_spot), goal.ondemand_usd_h, 0)
+        beside = late_with_losses(self.late_per_h, losses, replicas, self.standby.count)
+        update(self.spot, late_usd * beside, spot_usd_h, least - self.standby.count)
+        bought = np.maximum(replicas - held, 0)
+        without_more_spot = late_with_losses(self.late_per_h, losses, replicas - bought, bought)
+        update(self.ondemand, late_usd * without_more_spot, goal.ondemand_usd_h, least)
         if self.has_served:
-            self.price.predict(self._late_by_price(curves, least, sum(held.values())), stats.dt_s)
+            is_scarce, spot = held < self.spot.count, replicas[:, None]
+            is_open = (spot + some >= least) & (spot <= (held if is_scarce else goal.max_replicas))
+            usd_h = spot_usd_h * spot + goal.ondemand_usd_h * some
+            self.price.predict(self._late_by_price(late[is_open], usd_h[is_open]), stats.dt_s)
 
-    def _late_by_price(self, curves: Sequence[tuple[Floats, float]], least: int, held: float) -> Floats:
-        """Returns the late requests per hour at each price of the grid, with as many replicas as would be worth it.
+    def _losses(self, stats: IntervalStats, hazard: ReclaimHazard) -> Sequence[tuple[float, float]]:
+        """Returns (share of the time, part of the spot replicas that is missing in it)."""
+        held = stats.held
+        losses = hazard.losses(held, stats.at_s, self._recovery_s)
+        part = hazard.lost_share / max(sum(held.values()), 1)
+        return [(share, part * sum(held[zone] for zone in zones)) for share, zones in losses]
 
-        `curves`: late requests by replicas, and the price of a replica, on spot and on demand. `held`: spot replicas;
-        while they are fewer than are worth their price, spot is scarce, and on demand fills up.
-        """
+    def _late_by_price(self, late: Floats, usd_h: Floats) -> Floats:
+        """Returns the late requests per hour at each price of the grid, of the cheapest of the fleets with these late
+        requests per hour and prices."""
         late_usd = self.price.usd_by_price(self.simulator.request_s, self.goal.ondemand_usd_h)
-        (on_spot, spot), (on_demand, ondemand) = (
-            (late, np.maximum(_worth(-np.diff(late), late_usd, usd_h), least)) for late, usd_h in curves
-        )
-        is_scarce = held < self.spot.count
-        late: Floats = on_demand[np.maximum(np.minimum(spot, int(held)), ondemand)] if is_scarce else on_spot[spot]
-        return late
-
-
-def _worth(spared_per_h: Floats, late_usd: Floats, usd_h: float) -> NDArray[np.intp]:
-    """Returns how many replicas spare late requests worth more than their price, at each price of a late request."""
-    is_worth = spared_per_h * late_usd[:, None] > usd_h
-    return np.where(is_worth.any(axis=1), is_worth.shape[1] - is_worth[:, ::-1].argmax(axis=1), 0)
+        best: Floats = late[(late_usd[:, None] * late + usd_h).argmin(axis=1)]
+        return best
 
 
 def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
     return goal.slo_ttft_s, goal.slo_target, goal.max_replicas
 
 
-def late_with_losses(late_per_h: Floats, shares: Floats, missing: Floats) -> Floats:
-    """Returns `late_per_h` for 0, 1, 2... replicas of which `missing` [loss, replicas] fail for `shares` [loss] of the
-    time."""
-    nodes = np.arange(len(late_per_h))
-    without = np.interp(nodes - missing, nodes, late_per_h)
-    total: Floats = late_per_h + shares @ (without - late_per_h)
+def late_with_losses(
+    late_per_h: Floats, losses: Iterable[tuple[float, float]], spot: NDArray[np.intp], ondemand: NDArray[np.intp] | int
+) -> Floats:
+    """Returns the late requests per hour of fleets, given those of 0, 1, 2... replicas without losses. `losses`: (share
+    of the time, part of the spot replicas that is missing in it, at least one replica)."""
+    sizes = np.arange(len(late_per_h))
+    without_losses: Floats = np.interp(spot + ondemand, sizes, late_per_h)
+    total = without_losses.copy()
+    for share, part in losses:
+        left = spot + ondemand - np.maximum(part * spot, np.minimum(spot, 1))
+        with_loss: Floats = np.interp(left, sizes, late_per_h)
+        total += share * (with_loss - without_losses)
     return total

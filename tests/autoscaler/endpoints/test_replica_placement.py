@@ -45,14 +45,14 @@ def goal(zones: Sequence[str], slo_target: float = 0.99, max_replicas: int = 8) 
     return ServingGoal(5.0, slo_target, 1, max_replicas, 180.0, SPEED, 3.06, dict.fromkeys(zones, 0.918))
 
 
-def busy_memory(zones: Sequence[str], rps: int = 2, slo_target: float = 0.99) -> ReplicaValueModel:
-    """An hour and a half of that many requests at the start of every second."""
+def busy_memory(zones: Sequence[str], rps: int = 2, slo_target: float = 0.99, **held: float) -> ReplicaValueModel:
+    """An hour and a half of that many requests at the start of every second, with these spot replicas by zone."""
     memory = ReplicaValueModel.from_goal(goal(zones, slo_target))
     for at_s in range(20, 5400, 20):
         came = served(
             at_s - 20.0, float(at_s), [float(second) for second in range(at_s - 20, at_s) for _ in range(rps)]
         )
-        memory.learn(IntervalStats(float(at_s), 20.0, 20 * rps, 0, came, {}, 0), ReclaimHazard())
+        memory.learn(IntervalStats(float(at_s), 20.0, 20 * rps, 0, came, held, 0), ReclaimHazard())
     return memory
 
 
@@ -182,9 +182,10 @@ def test_a_node_that_was_worth_its_price_in_between_begins_anew() -> None:
 
 def test_losses_add_what_is_late_without_the_lost_nodes() -> None:
     late = np.array([100.0, 40.0, 10.0, 0.0])
-    total = late_with_losses(late, np.array([0.1]), np.array([[0.0, 1.0, 1.0, 1.5]]))
-    assert total.tolist() == pytest.approx([100.0, 46.0, 13.0, 2.5])
-    assert late_with_losses(late, np.zeros(0), np.zeros((0, 4))).tolist() == late.tolist()
+    spot = np.arange(4)
+    assert late_with_losses(late, [(0.1, 0.5)], spot, 0).tolist() == pytest.approx([100.0, 46.0, 13.0, 2.5])
+    assert late_with_losses(late, [(0.1, 0.5)], spot, 1).tolist() == pytest.approx([40.0, 13.0, 1.0, 0.5])
+    assert late_with_losses(late, [], spot, 0).tolist() == late.tolist()
 
 
 def test_a_zone_that_has_held_long_is_trusted_more_than_one_that_was_lost() -> None:
@@ -319,7 +320,9 @@ def test_the_reason_tells_what_is_asked_what_is_attained_and_what_spares_are_hel
     )
     reason = FleetState(worth, {}, (), 60.0).plan().reason
     assert "99 % in time are asked, 98.76 % in the last week" in reason
-    assert "the usual rate needs 2, bursts 1 more, lost nodes 2 more" in reason
+    assert reason.endswith("the usual rate needs 2, bursts 1 more, lost nodes 2 more")
+    reason = FleetState(replace(worth, standby=1), {}, (), 60.0).plan().reason
+    assert reason.endswith("lost nodes 2 more; 1 of them on demand, since all spot may be lost")
 
 
 def test_requests_before_the_first_replica_do_not_make_late_ones_dearer() -> None:
@@ -413,6 +416,35 @@ def test_on_demand_stays_until_its_spot_replacement_is_ready() -> None:
     assert plan(memory, starting).release == ()
     serving = [*there, at("2", "a", True)]
     assert plan(memory, serving).release == ("1",)
+
+
+def test_a_replica_that_outlasts_the_loss_of_all_spot_is_bought_on_demand_where_late_requests_are_dear() -> None:
+    values = {
+        target: busy_memory("a", rps=4, slo_target=target, a=6.0).value(ReclaimHazard()) for target in (0.9, 0.9999)
+    }
+    assert values[0.9].standby == 0 < values[0.9999].standby < values[0.9999].spot
+
+
+def standing_by(nodes: Sequence[FleetNode], most_ondemand: int | None = None) -> FleetPlan:
+    worth = ReplicaValue(4, 2, 0.0, (9.0, 4.0, 1.0, 0.0), usual_rps=1.0, together=0.4, standby=1)
+    pools = (ReplicaPool("a", 1.0, True), ReplicaPool(ONDEMAND, 3.0, False, most=most_ondemand))
+    return FleetState(worth, {pool.name: pool for pool in pools}, nodes, 60.0).plan()
+
+
+def test_a_standby_on_demand_is_bought_beside_spot_and_kept() -> None:
+    assert standing_by(()).launch == ("a", "a", "a", ONDEMAND)
+    spot = [at(str(number), "a", True) for number in range(3)]
+    settled = standing_by([*spot, at("3", ONDEMAND, True)])
+    assert (settled.launch, settled.release) == ((), ())
+
+
+def test_spot_takes_the_place_of_a_standby_that_is_not_to_be_had_and_is_kept_until_it_serves() -> None:
+    assert standing_by((), most_ondemand=0).launch == ("a",) * 4
+    spot = [at(str(number), "a", True) for number in range(4)]
+    assert standing_by(spot, most_ondemand=0).release == ()
+    starting = standing_by([*spot, at("4", ONDEMAND, False)])
+    assert (starting.launch, starting.release) == ((), ())
+    assert len(standing_by([*spot, at("4", ONDEMAND, True)]).release) == 1
 
 
 def test_spot_stays_until_what_replaces_it_on_demand_is_ready() -> None:

@@ -152,7 +152,7 @@ class ReplicaValue:
     """The replicas of an endpoint with an SLO that are worth their price (`autoscaler/endpoints/replica_value.py`)."""
 
     spot: int
-    """Replicas that are worth the price of spot."""
+    """Replicas that are worth the price of spot, those on standby included."""
     ondemand: int
     """Replicas that are worth the price of on-demand."""
     late_usd: float
@@ -172,6 +172,8 @@ class ReplicaValue:
     """The share that was in time over about the last week; None without requests."""
     busy: int = 0
     """The part of `spot` that the usual rate keeps busy."""
+    standby: int = 0
+    """The part of `spot` that is worth the on-demand price, since it is never reclaimed."""
     for_bursts: int = 0
     """The part of `spot` beyond `busy` that bursts need even if no node is ever lost; the rest is held for losses and
     for a backlog."""
