@@ -13,6 +13,7 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -63,16 +64,17 @@ def play(cluster: Path, home: Path, wheel: Path, *arguments: str, **variables: s
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ANSIBLE_")}
     environment |= {"PYTHONPATH": str(TOOL), "CLUSTER": str(cluster), "HOME": str(home), "LC_ALL": "C.UTF-8"}
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
-    return subprocess.run(
-        [*command, str(ANSIBLE / "install.yaml"), *arguments],
-        env=environment,
-        cwd=home,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    with TemporaryDirectory() as sockets:  # a path below `home` may be too long for one
+        return subprocess.run(
+            [*command, str(ANSIBLE / "install.yaml"), *arguments],
+            env=environment | {"ANSIBLE_SSH_CONTROL_PATH_DIR": sockets},
+            cwd=home,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
 
 
 def recap(done: subprocess.CompletedProcess[str]) -> dict[str, int]:

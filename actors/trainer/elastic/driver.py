@@ -135,9 +135,9 @@ class _Driver:
             self.claim.check()
             lease = self.watch.latest()
             if lease is not None:
-                lost = self.worker_group.reconcile(lease)
+                self.worker_group.reconcile(lease)
                 self.worker_group.settle(lease, ())
-                self.restart_policy.record_lost(worker.incarnation for worker in lost)
+                self.restart_policy.record_members(lease.members)
                 for worker, why, error in self.worker_group.check():
                     if error is not None and (self.generation == 0 or self.worker_group.ready == 0):
                         raise error

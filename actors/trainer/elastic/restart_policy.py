@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from raytide.core.errors import TrainError
+from raytide.core.objects.gang import Member
 
 MAX_FAILURES = 5
 
@@ -25,16 +26,17 @@ class RestartPolicy:
     _last_break_step: int = -1
     """`furthest_step` at the last failure; another failure at the same step made no progress."""
     _failures: list[tuple[str, frozenset[Incarnation]]] = field(default_factory=list)
-    _lost: set[Incarnation] = field(default_factory=set)
+    _incarnations: dict[int, int] = field(default_factory=dict)
+    """Those of the lease, by member."""
 
     def record_step(self, step: int) -> None:
         if step > self.furthest_step:
             self.furthest_step = step
             self._failures.clear()
 
-    def record_lost(self, incarnations: Iterable[Incarnation]) -> None:
-        """Record lost members. The lease may report them some time after their ranks died."""
-        self._lost.update(incarnations)
+    def record_members(self, members: Iterable[Member]) -> None:
+        """Record the members of the lease, which may report that one is lost before or after its ranks died."""
+        self._incarnations = {member.index: member.incarnation for member in members}
 
     def record_break(self, why: str, dead: Iterable[Incarnation]) -> None:
         """Record a failed generation; the processes of `dead` died."""
@@ -47,9 +49,13 @@ class RestartPolicy:
 
     def raise_if_exhausted(self) -> None:
         """Raise TrainError after too many consecutive failures that lost members do not explain."""
-        counted = [why for why, dead in self._failures if not dead & self._lost]
+        counted = [why for why, dead in self._failures if not any(map(self._is_lost, dead))]
         if len(counted) > MAX_FAILURES:
             raise TrainError(
                 f"{self.name} failed {len(counted)} times in a row at step {self.furthest_step}; last: {counted[-1]}.",
                 hint="Fix the cause and submit again: the run resumes from its last checkpoint.",
             )
+
+    def _is_lost(self, dead: Incarnation) -> bool:
+        index, incarnation = dead
+        return self._incarnations.get(index, incarnation) > incarnation

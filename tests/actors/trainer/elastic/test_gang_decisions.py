@@ -17,7 +17,7 @@ from raytide.actors.trainer.elastic.restart_policy import MAX_FAILURES, RestartP
 from raytide.actors.trainer.elastic.worker import TrainWorker
 from raytide.actors.trainer.types import GROW_AFTER, PATIENCE, MicroBatchLimit, StepResult, WorkerStatus
 from raytide.core.errors import ConfigError, TrainError
-from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.gang import GangSpec, Member, Shape
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
@@ -112,17 +112,21 @@ def test_a_step_further_than_ever_clears_what_was_charged(deeds: list[str]) -> N
         policy.raise_if_exhausted()
 
 
-def test_lost_members_never_count_also_when_the_platform_says_so_later() -> None:
+@pytest.mark.parametrize("is_early", [False, True])
+def test_lost_members_never_count_whether_the_lease_says_so_before_their_ranks_died_or_after(is_early: bool) -> None:
     policy = RestartPolicy("run")
     for incarnation in range(20):
+        if is_early:
+            policy.record_members([Member(0, incarnation=incarnation + 1)])
         policy.record_break("why", [(0, incarnation)])
-        policy.record_lost([(0, incarnation)])
-    policy.raise_if_exhausted()
+        policy.record_members([Member(0, incarnation=incarnation + 1)])
+        policy.raise_if_exhausted()
     for _ in range(MAX_FAILURES + 1):
         policy.record_break("why", [(1, 0)])
+    policy.record_members([Member(0, incarnation=20), Member(1)])
     with pytest.raises(TrainError):
         policy.raise_if_exhausted()
-    policy.record_lost([(1, 0)])
+    policy.record_members([Member(0, incarnation=20), Member(1, incarnation=1)])
     policy.raise_if_exhausted()
 
 
