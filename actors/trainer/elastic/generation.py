@@ -130,8 +130,10 @@ class GenerationRunner:
         lost = self.worker_group.reconcile(lease)
         self.worker_group.settle(lease, self.workers)
         for rank, worker in enumerate(self.workers):
-            if worker in lost and rank not in self._exits:
-                self._note_end(f"{worker.host} was lost")
+            if worker in lost:
+                self._dead[rank] = worker
+                if rank not in self._exits:
+                    self._note_end(f"{worker.host} was lost")
         self.worker_group.check()
         if self._end_reason is None and (change := self._planned_change(lease)):
             how, why = change
