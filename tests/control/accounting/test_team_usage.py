@@ -189,6 +189,7 @@ def test_why_says_what_the_last_decision_said(client: TestClient, store: Store, 
         "remedy": "Raise it.",
         "wait_s": 90.0,
         "stance": None,
+        "data": "",
     }
 
 
