@@ -130,7 +130,7 @@ async def test_kv_of_other_weights_is_refused(start: Start, model_dir: Path) -> 
 
 async def test_the_first_in_line_is_the_lowest_priority_number(start: Start) -> None:
     engine, info = await start(max_running=1)
-    need(info, "priority")
+    need(info, "priority", "pause")
     order: list[str] = []
 
     async def wait(name: str, priority: int) -> None:
@@ -139,9 +139,11 @@ async def test_the_first_in_line_is_the_lowest_priority_number(start: Start) -> 
 
     first = engine.generate(ask("first", sampling=ENDLESS, priority=-1))
     await anext(first)
+    await engine.pause()  # else it may end before the others are in line
     waiting = [asyncio.create_task(wait(name, priority)) for name, priority in [("low", 9), ("mid", 5), ("high", 0)]]
     while (await engine.stats()).waiting < 3:  # noqa: ASYNC110 (the protocol tells of it no other way)
         await asyncio.sleep(0)
+    await engine.resume()
     async for _ in first:
         pass
     await asyncio.gather(*waiting)
