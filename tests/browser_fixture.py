@@ -46,8 +46,8 @@ def chromium() -> Iterator[Browser]:
 class Watched:
     """One tab, with everything that went wrong in it."""
 
-    def __init__(self, page: Page, address: str) -> None:
-        self.page, self.address = page, address
+    def __init__(self, page: Page, address: str, subtests: pytest.Subtests) -> None:
+        self.page, self.address, self._subtests = page, address, subtests
         self.problems: list[str] = []
         page.on("console", self._console)
         page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
@@ -70,10 +70,15 @@ class Watched:
         expect(self.page.locator("main .skeleton")).to_have_count(0, timeout=30_000)
         return self.page
 
-    def inaccessible(self) -> list[str]:
-        """Returns what axe-core finds that is serious or critical."""
-        if not AXE.is_file():
-            pytest.skip("axe-core is missing: `./dev page` installs it")
+    def check_accessible(self, place: str) -> None:
+        """Holds, in a test of its own, that axe-core finds nothing serious or critical. Without axe-core only that is
+        skipped."""
+        with self._subtests.test(f"axe-core: {place}"):
+            if not AXE.is_file():
+                pytest.skip("axe-core is missing: `./dev page` installs it")
+            assert self._violations() == []
+
+    def _violations(self) -> list[str]:
         self.page.evaluate(AXE.read_text())  # a script element would be against the page's own policy
         found: dict[str, Any] = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
         return [
@@ -88,7 +93,7 @@ Tab = Callable[..., Any]
 
 
 @pytest.fixture
-def tab(chromium: Browser) -> Tab:
+def tab(chromium: Browser, subtests: pytest.Subtests) -> Tab:
     """A tab at a width and in a theme, signed in with a token."""
 
     @contextmanager
@@ -100,7 +105,7 @@ def tab(chromium: Browser) -> Tab:
         if token:
             context.add_init_script(f"sessionStorage.setItem({json.dumps(TOKEN_KEY)}, {json.dumps(token)})")
         try:
-            yield Watched(context.new_page(), address.rstrip("/"))
+            yield Watched(context.new_page(), address.rstrip("/"), subtests)
         finally:
             context.close()
 

@@ -82,7 +82,7 @@ def test_every_page_shows_the_numbers_of_the_api(
 
         for place in ("now", "capacity", "queue", "runs", "endpoints", "endpoints/watched", "cost", "models", "alerts"):
             watched.open(place)
-            assert watched.inaccessible() == [], place
+            watched.check_accessible(place)
 
         page = watched.open(f"runs/{run.id}")
         view = api(f"/v1/jobs/{run.id}")

@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from tests import browser_fixture
 from tests.browser_fixture import Tab
 
 expect = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed").expect
@@ -43,14 +46,34 @@ def busy() -> Iterator[str]:
 @pytest.mark.parametrize("theme", ["dark", "light"])
 def test_every_page_works_and_fits_and_can_be_used_by_everybody(busy: str, tab: Tab, width: int, theme: str) -> None:
     with tab(busy, TOKEN, width, theme) as watched:
-        found: dict[str, list[str]] = {}
         for place in PLACES:
             page = watched.open(place)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, place
             assert page.locator("h1").count() == 1
-            found[place] = watched.inaccessible()
-        assert {place: problems for place, problems in found.items() if problems} == {}
+            watched.check_accessible(place)
         assert watched.problems == []
+
+
+def test_without_axe_core_only_its_checks_are_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    skipped = list[str]()
+
+    class Subtests:
+        @contextmanager
+        def test(self, msg: str) -> Iterator[None]:
+            try:
+                yield
+            except pytest.skip.Exception as why:
+                skipped.append(f"{msg}: {why}")
+
+    monkeypatch.setattr(browser_fixture, "AXE", tmp_path / "axe.min.js")
+    page = SimpleNamespace(on=lambda event, call: None)
+    watched = browser_fixture.Watched(page, "http://x", Subtests())  # type: ignore[arg-type]
+    try:
+        for place in ("now", "cost"):
+            watched.check_accessible(place)
+    except pytest.skip.Exception as why:
+        pytest.fail(f"the test itself is skipped: {why}")
+    assert skipped == [f"axe-core: {place}: axe-core is missing: `./dev page` installs it" for place in ("now", "cost")]
 
 
 def test_signing_in_asks_for_a_token_and_keeps_it_for_the_tab(busy: str, tab: Tab) -> None:
@@ -58,7 +81,7 @@ def test_signing_in_asks_for_a_token_and_keeps_it_for_the_tab(busy: str, tab: Ta
         page = watched.page
         page.goto(f"{busy}/")
         assert "raytide token" in page.inner_text("form")
-        assert watched.inaccessible() == []
+        watched.check_accessible("sign in")
         page.fill("#token", "wrong")
         page.keyboard.press("Enter")
         page.wait_for_selector("[role=alert]")
