@@ -7,28 +7,24 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from raytide.core.errors import OverloadedError, QuotaError, StorageError
+from raytide.core.errors import QuotaError
 from raytide.core.io.atomic_file import read_json
-from raytide.core.logs import logger
 from raytide.core.telemetry.settings import ActionKind
 from raytide.dashboards.alerts.states import Alert, AlertSource, AlertState
+from raytide.gateway.files.database import FileDatabase
 
 FILE = "alerts.sqlite"
 """Its name in the run folder."""
 MOST_ALERTS = 5000
 """The most alerts of one source that are not over."""
 
-log = logger(__name__)
-
 _KEPT_S = 30 * 86_400.0
 _MOST_ROWS = 20_000
-_BUSY_S = 10.0
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS alerts (
@@ -109,34 +105,20 @@ def acting_source(run_dir: Path) -> AlertSource:
 
 
 class AlertRecords:
-    """Each call opens the file: any thread and process may call it."""
+    """Each call opens the file: any thread and process may call it. A damaged one is set aside, and a new one begun."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._create()
-        except StorageError as error:
-            if isinstance(error.__cause__, sqlite3.OperationalError):
-                raise
-            for end in ("", "-wal", "-shm", "-journal"):
-                path.with_name(path.name + end).unlink(missing_ok=True)
-            self._create()
-            log.warning("the alerts could not be read and begin again", extra={"error": str(error)})
-
-    def _create(self) -> None:
-        self._path.touch(mode=0o600)
-        with self._opened() as c:
-            c.executescript(_SCHEMA)
+        self._database = FileDatabase(path.parent, path.name, _SCHEMA)
 
     def alerts(self, source: AlertSource | None = None) -> list[Alert]:
         """Returns all alerts, the newest change first."""
-        with self._opened() as c:
+        with self._database.read() as c:
             rows = c.execute("SELECT * FROM alerts ORDER BY since_s DESC, id").fetchall()
         return [_alert(row) for row in rows if source in (None, row["source"])]
 
     def save(self, changed: Iterable[Alert], now_s: float) -> None:
         """Writes alerts and notes their changes of state. Those that were only pending are forgotten when they end."""
-        with self._write() as c:
+        with self._database.write() as c:
             for alert in changed:
                 key = (alert.source, alert.id)
                 before = c.execute("SELECT state, fired_at_s FROM alerts WHERE source = ? AND id = ?", key).fetchone()
@@ -167,13 +149,13 @@ class AlertRecords:
 
     def episodes(self, limit: int = 100, name: str | None = None) -> list[Episode]:
         """Returns the last changes of state, newest first."""
-        with self._opened() as c:
+        with self._database.read() as c:
             query = "SELECT * FROM episodes WHERE name = coalesce(?, name) ORDER BY seq DESC LIMIT ?"
             return [_episode(row) for row in c.execute(query, (name, limit))]
 
     def actions(self, limit: int = 1000) -> list[ActionRecord]:
         """Returns the log of actions, newest first."""
-        with self._opened() as c:
+        with self._database.read() as c:
             return [_action(row) for row in c.execute("SELECT * FROM actions ORDER BY at_s DESC LIMIT ?", (limit,))]
 
     def begin(self, action: ActionRecord) -> bool:
@@ -181,7 +163,7 @@ class AlertRecords:
 
         One that was held takes its place in the log.
         """
-        with self._write() as c:
+        with self._database.write() as c:
             row = c.execute("SELECT state FROM actions WHERE key = ?", (action.key,)).fetchone()
             if row is not None and row["state"] != "held":
                 return False
@@ -191,18 +173,18 @@ class AlertRecords:
             return True
 
     def end(self, key: str, state: ActionState, outcome: str, now_s: float) -> None:
-        with self._write() as c:
+        with self._database.write() as c:
             change = "UPDATE actions SET state = ?, outcome = ?, ended_at_s = ? WHERE key = ?"
             c.execute(change, (state, outcome[:2000], now_s, key))
 
     def silences(self, now_s: float) -> list[Silence]:
-        with self._opened() as c:
+        with self._database.read() as c:
             found = c.execute("SELECT * FROM silences WHERE until_s > ? ORDER BY name", (now_s,))
             return [Silence(**dict(row)) for row in found]
 
     def silence(self, silence: Silence) -> None:
         """Silences a name until then; one that is over lifts it."""
-        with self._write() as c:
+        with self._database.write() as c:
             c.execute("DELETE FROM silences WHERE until_s <= ? OR name = ?", (silence.at_s, silence.name))
             if silence.until_s > silence.at_s:
                 if int(c.execute("SELECT count(*) FROM silences").fetchone()[0]) >= MOST_ALERTS:
@@ -214,17 +196,17 @@ class AlertRecords:
 
     def told(self, receiver: str) -> dict[tuple[str, str], tuple[str, str, float]]:
         """Returns what a receiver was last told of each alert: (source, id) to (episode, state, time)."""
-        with self._opened() as c:
+        with self._database.read() as c:
             rows = c.execute("SELECT * FROM messages WHERE receiver = ?", (receiver,)).fetchall()
         return {(row["source"], row["id"]): (row["episode"], row["state"], row["at_s"]) for row in rows}
 
     def sent_since(self, receiver: str, since_s: float) -> int:
-        with self._opened() as c:
+        with self._database.read() as c:
             query = "SELECT count(*) FROM sent WHERE receiver = ? AND at_s >= ?"
             return int(c.execute(query, (receiver, since_s)).fetchone()[0])
 
     def note_sent(self, receiver: str, alerts: Iterable[Alert], now_s: float) -> None:
-        with self._write() as c:
+        with self._database.write() as c:
             c.execute("INSERT INTO sent VALUES (?, ?)", (receiver, now_s))
             rows = [(receiver, a.source, a.id, a.episode, a.state, now_s) for a in alerts]
             c.executemany("INSERT OR REPLACE INTO messages VALUES (?, ?, ?, ?, ?, ?)", rows)
@@ -232,7 +214,7 @@ class AlertRecords:
     def prune(self, now_s: float) -> None:
         """Deletes what is old or too much."""
         old_s = now_s - _KEPT_S
-        with self._write() as c:
+        with self._database.write() as c:
             c.execute("DELETE FROM alerts WHERE state = 'resolved' AND since_s < ?", (old_s,))
             c.execute("DELETE FROM messages WHERE at_s < ?", (old_s,))
             c.execute("DELETE FROM sent WHERE at_s < ?", (now_s - 7200.0,))
@@ -241,33 +223,6 @@ class AlertRecords:
             c.execute("DELETE FROM actions WHERE at_s < ?", (old_s,))
             newest = "DELETE FROM actions WHERE key NOT IN (SELECT key FROM actions ORDER BY at_s DESC LIMIT ?)"
             c.execute(newest, (_MOST_ROWS,))
-
-    @contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
-        with self._opened() as c:
-            c.execute("BEGIN IMMEDIATE")
-            try:
-                yield c
-                c.execute("COMMIT")
-            except BaseException:
-                if c.in_transaction:
-                    c.execute("ROLLBACK")
-                raise
-
-    @contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
-        try:
-            with closing(sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)) as connection:
-                connection.row_factory = sqlite3.Row
-                yield connection
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
-                raise OverloadedError("the alerts are locked by other requests.", hint="Retry later.") from error
-            raise StorageError(f"the alerts cannot be written: {error}.", hint="Free space on the head.") from error
-        except sqlite3.DatabaseError as error:
-            raise StorageError(
-                f"the file of alerts is broken: {error}.", hint="The monitor replaces it when it starts."
-            ) from error
 
 
 def _alert(row: sqlite3.Row) -> Alert:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.dashboards.alerts.alert_examples import NOW_S, firing, message, resolved
 
-from raytide.core.errors import UsageError
+from raytide.core.errors import StorageError, UsageError
 from raytide.dashboards.alerts.payload import alerts_from_payload, payload_of
 from raytide.dashboards.alerts.records import MOST_ALERTS, AlertRecords, Silence
 from raytide.dashboards.alerts.states import Alert, AlertState, Observed, advance
@@ -138,8 +138,21 @@ def test_a_silence_ends_and_is_lifted(tmp_path: Path) -> None:
     assert records.silences(NOW_S) == []
 
 
-def test_a_broken_file_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"nothing of the kind" * 100)
+def test_a_damaged_file_is_set_aside_and_a_new_one_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damaged = b"nothing of the kind" * 100
+    (tmp_path / "a").write_bytes(damaged)
     records = AlertRecords(tmp_path / "a")
+    records.save([firing()], NOW_S)
+    assert len(records.alerts()) == 1
+    (kept,) = tmp_path.glob("a.damaged-*")
+    assert kept.read_bytes() == damaged
+    assert [record.__dict__["set_aside"] for record in caplog.records] == [str(kept)]
+
+
+def test_a_file_that_is_damaged_while_the_monitor_runs_fails_one_call(tmp_path: Path) -> None:
+    records = AlertRecords(tmp_path / "a")
+    (tmp_path / "a").write_bytes(b"nothing of the kind" * 100)
+    with pytest.raises(StorageError, match="a is damaged"):
+        records.alerts()
     records.save([firing()], NOW_S)
     assert len(records.alerts()) == 1

@@ -1,4 +1,4 @@
-"""A SQLite database that the gateway processes of a cluster share: that of files and batches, unless told otherwise."""
+"""A SQLite database that processes of a cluster share: that of files and batches, unless told otherwise."""
 
 from __future__ import annotations
 
