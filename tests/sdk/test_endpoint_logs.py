@@ -34,7 +34,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WATCH_S", 0.0)
 
 
-def handle(api: Api) -> EndpointHandle:
+def handle(api: object) -> EndpointHandle:
     spec = ServeSpec(name="chat", model="m")
     endpoint = Endpoint(spec, "ann", EndpointState.RUNNING, created_at_s=0.0, target_replicas=2)
     return EndpointHandle(cast("ApiClient", api), EndpointStatus(endpoint, "http://x/chat/v1", 2, 0.0, 0))
@@ -49,3 +49,20 @@ def test_a_node_that_answers_late_is_asked_again_and_no_line_comes_twice() -> No
 def test_a_node_that_never_answers_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert list(handle(Api(silent_for=99)).logs()) == ["r1 here"]
     assert "The output of r2 is missing" in caplog.text
+
+
+def test_a_gone_node_is_warned_of_once_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    why = "node node-3 is gone (taken back)"
+
+    class Api:
+        asked = 0
+
+        def call(self, *request: object) -> object:
+            self.asked += 1
+            gone = dict.fromkeys(("r2", "r3"), why)
+            return to_json(EndpointLogPart([PRESENT], "", has_more=self.asked == 1, gone=gone))
+
+    api = Api()
+    assert list(handle(api).logs()) == ["r1 here"] * 2
+    assert caplog.messages == [f"The output of r2, r3 is missing: {why}."]
+    assert api.asked == 2, "nobody waits for it"

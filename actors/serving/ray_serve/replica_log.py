@@ -18,8 +18,11 @@ MOST_LOGS = 16
 
 def own_log(began_at_s: float) -> bytes:
     """Returns the record of this process's log."""
+    import ray
+
     agent, files = ray_internals.agent_address(), ray_internals.output_files()
-    return json.dumps({"began_at_s": began_at_s, "agent": agent, "files": files}).encode()
+    node = ray.get_runtime_context().get_node_id()
+    return json.dumps({"began_at_s": began_at_s, "agent": agent, "files": files, "node": node}).encode()
 
 
 def logs_of(endpoint: str, published: Mapping[bytes, bytes]) -> tuple[ReplicaLog, ...]:
@@ -28,8 +31,9 @@ def logs_of(endpoint: str, published: Mapping[bytes, bytes]) -> tuple[ReplicaLog
     for key, value in published.items():
         if key.startswith(prefix):
             fields = json.loads(value)
+            files, node = tuple(fields["files"]), fields.get("node", "")
             name = key.removeprefix(prefix).decode()
-            found.append(ReplicaLog(name, fields["began_at_s"], fields["agent"], tuple(fields["files"])))
+            found.append(ReplicaLog(name, fields["began_at_s"], fields["agent"], files, node))
     return tuple(sorted(found, key=lambda log: (-log.began_at_s, log.replica)))
 
 

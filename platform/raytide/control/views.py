@@ -162,6 +162,8 @@ class EndpointLogPart:
     """True if the next part exists already."""
     missing: tuple[str, ...] = ()
     """Replicas whose node does not answer."""
+    gone: Mapping[str, str] = field(default_factory=dict)
+    """The replicas whose node was not asked because it is gone, with its name and the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,8 @@ class ReplicaLog:
     agent: str
     """`host:port` of the agent."""
     files: tuple[str, ...]
+    node: str = ""
+    """Ray's id of the node; empty if the replica began before such ids were published."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Each method is one transaction. Each column has one writer (see `tables`), so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -327,11 +327,15 @@ class Store:
         with self._db.read() as c:
             return self._endpoints(c, ended=ended)
 
-    def nodes(self, *, live: bool = False, limit: int | None = None) -> tuple[Node, ...]:
-        """Returns nodes, newest first; with `live`, only those that are not gone."""
+    def nodes(
+        self, *, live: bool = False, limit: int | None = None, ray_node_ids: Collection[str] | None = None
+    ) -> tuple[Node, ...]:
+        """Returns nodes, newest first; with `live`, only those that are not gone; with ids of Ray, only those."""
         query = t.nodes.select().order_by(t.nodes.c.number.desc()).limit(limit)
         if live:
             query = query.where(t.nodes.c.state != NodeState.GONE)
+        if ray_node_ids is not None:
+            query = query.where(t.nodes.c.ray_node_id.in_(ray_node_ids))
         with self._db.read() as c:
             return tuple(codec.node(row) for row in c.execute(query))
 

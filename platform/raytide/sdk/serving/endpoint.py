@@ -139,17 +139,21 @@ class EndpointHandle:
 
         `tail`: only so many last lines of each replica's output. `grep`: a regular expression that a line must contain.
         `follow` goes on until it is interrupted. The output of a replica whose node does not answer is asked for again,
-        and then warned of on stderr. Raises UsageError for a malformed expression.
+        and then warned of on stderr, that of a gone node at once. Raises UsageError for a malformed expression.
         """
         try:
             wanted = re.compile(grep)
         except re.error as error:
             raise UsageError(f"{grep!r} is not a regular expression: {error}.") from None
         last: dict[str, object] = {} if tail is None else {"tail": tail}
-        query, asked_again = last, 0
+        query, asked_again, told = last, 0, set[str]()
         while True:
             found = from_json(EndpointLogPart, self._client.call("GET", f"/v1/endpoints/{self.name}/logs", None, query))
             yield from (f"{line.replica} {line.text}" for line in found.lines if wanted.search(line.text))
+            for why in sorted({*found.gone.values()} - told):
+                replicas = ", ".join(sorted(name for name, each in found.gone.items() if each == why))
+                _LOG.warning(f"The output of {replicas} is missing: {why}.")
+            told.update(found.gone.values())
             query = {"after": found.after}
             if found.has_more:
                 continue

@@ -213,7 +213,9 @@ class EndpointService:
         caller.require_team(self._store.endpoint(name).spec.team)
         loads = [load for each, load in self._live().loads.items() if endpoint_of(each) == name]
         running = [start.id for load in loads for start in load.startups]
-        return endpoint_log.part(self._files, [log for load in loads for log in load.logs], after, tail, running)
+        logs = [log for load in loads for log in load.logs]
+        gone = endpoint_log.gone_nodes(self._store.nodes(ray_node_ids={log.node for log in logs if log.node}))
+        return endpoint_log.part(self._files, logs, after, tail, running, gone)
 
     def report(self, name: str, body: Mapping[str, object], caller: Caller) -> None:
         """Keeps values that the endpoint scales on, which count for five minutes."""

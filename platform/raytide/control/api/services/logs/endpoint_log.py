@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from raytide.control.views import EndpointLogPart, LogLine
+from raytide.core.clock import utc
 from raytide.core.errors import ClusterError, UsageError
 from raytide.core.logs import scrubbed
 from raytide.core.objects.endpoint_load import ReplicaLog
+from raytide.core.objects.node import Node, NodeState
 
 PART_BYTES = 2**18
 """The most bytes that are read from each file for one part."""
@@ -37,18 +39,39 @@ class _Piece:
     has_more: bool
 
 
+def gone_nodes(nodes: Iterable[Node]) -> dict[str, str]:
+    """Returns the nodes without a log agent, by Ray's ids, each with its name and why: an agent ends with its raylet.
+    A machine that is gone may refuse no connection, so that each call to it would take its whole timeout."""
+    found = dict[str, str]()
+    for node in nodes:
+        if node.state is NodeState.GONE:
+            found[node.ray_node_id] = f"node {node.id} is gone ({node.reason})"
+        elif node.lost_at_s is not None:
+            found[node.ray_node_id] = f"node {node.id} has been dead in Ray since {utc(node.lost_at_s)}"
+    return found
+
+
 def part(
-    files: LogFiles, logs: Sequence[ReplicaLog], after: str, tail: int | None, running: Iterable[str]
+    files: LogFiles,
+    logs: Sequence[ReplicaLog],
+    after: str,
+    tail: int | None,
+    running: Iterable[str],
+    gone: Mapping[str, str],
 ) -> EndpointLogPart:
     """Returns the lines after a position, or the last `tail` ones of each file, in the order of their times.
 
     A node that does not answer is named in `missing`; its lines come with a later part. `running` are the replicas that
-    may still write: the last line of another may lack its end.
+    may still write: the last line of another may lack its end. `gone` are the nodes that are not asked, by Ray's ids,
+    with the reason.
     """
     places, alive = _parsed(after), set(running)
     lines: list[LogLine] = []
-    missing, has_more = set[str](), False
+    missing, unread, has_more = set[str](), dict[str, str](), False
     for log in sorted(logs, key=lambda each: each.began_at_s):
+        if log.node in gone:
+            unread[log.replica] = gone[log.node]
+            continue
         for number, name in enumerate(log.files):
             key = f"{log.replica}.{number}"
             try:
@@ -60,7 +83,8 @@ def part(
             places[key], has_more = piece.end, has_more or piece.has_more
     known = {f"{log.replica}.{number}" for log in logs for number in range(len(log.files))}
     position = ",".join(f"{key}:{byte}" for key, byte in places.items() if key in known)
-    return EndpointLogPart(sorted(lines, key=lambda line: line.at), position, has_more, tuple(sorted(missing)))
+    in_order = sorted(lines, key=lambda line: line.at)
+    return EndpointLogPart(in_order, position, has_more, tuple(sorted(missing)), unread)
 
 
 def _piece(files: LogFiles, log: ReplicaLog, name: str, start: int, tail: int | None, *, is_over: bool) -> _Piece:
