@@ -8,7 +8,7 @@ from itertools import islice
 from raytide.core.money import format_usd
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.plan import Rejected
-from raytide.scheduling.offerings import Offering, Offerings
+from raytide.scheduling.offerings import Offering, Offerings, OfferingTable
 
 CHEAPER, DEARER = 2, 2
 """The number reported of each."""
@@ -52,12 +52,12 @@ def _dearer(offerings: Offerings, offering: Offering, extra_micro_usd_h: int, sh
 
 def data_words(offerings: Offerings, offering: Offering, shape: Shape) -> str:
     """Returns what getting a member's data there costs, in words; empty if nothing is paid."""
-    cost, paid = data_transfer(offerings, offering, shape)
+    cost, paid = data_transfer(offerings.table, offering, shape)
     return f"{cost}/h a member of them for data: {paid}" if paid else ""
 
 
-def data_transfer(offerings: Offerings, offering: Offering, shape: Shape) -> tuple[str, str]:
+def data_transfer(table: OfferingTable, offering: Offering, shape: Shape) -> tuple[str, str]:
     """Returns what a member's data add to an hour there, and the transfers that are paid for; both may be empty."""
-    transfer = offerings.table.transfer
+    transfer = table.transfer
     paid = transfer.describe(shape.inputs, offering.node_type, offering.zone) if transfer is not None else ""
-    return (format_usd(round(float(offerings.table.data_cost((shape,))[offering.row]))), paid) if paid else ("", "")
+    return (format_usd(round(float(table.data_cost((shape,))[offering.row]))), paid) if paid else ("", "")

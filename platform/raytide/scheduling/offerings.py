@@ -79,6 +79,17 @@ class OfferingTable:
         self._carrying: dict[_Labels, Mask] = {}
         self._in_menu: dict[frozenset[str] | None, Mask] = {}
 
+    @classmethod
+    def from_snapshot(cls, snapshot: Snapshot) -> OfferingTable:
+        """Returns the offerings of a snapshot. The steps of a decision copy it, and share one table."""
+        made_of = (snapshot.node_types, snapshot.quotes, snapshot.transfer)
+        for at_s, known, table in _latest:
+            if at_s == snapshot.at_s and all(a is b for a, b in zip(known, made_of, strict=True)):
+                return table
+        table = cls(_offers(snapshot), snapshot.transfer)
+        _latest[:] = [(snapshot.at_s, made_of, table)]
+        return table
+
     def members(self, shape: Shape) -> Ints:
         """Returns, for each offering, how many members of this shape a node would hold; 0 where labels do not match."""
         key = tuple(shape.resources.items()), tuple(shape.labels.items())
@@ -91,6 +102,11 @@ class OfferingTable:
                 found = np.where(self.matching(shape.labels), copies.min(axis=1), 0.0).astype(np.int64)
             self._members[key] = found
         return found
+
+    def offerings_for(self, shape: Shape) -> list[tuple[Offering, int]]:
+        """Returns the offerings whose nodes would hold members of this shape, with how many each."""
+        members = self.members(shape)
+        return [(self.offerings[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
 
     def data_cost(self, shapes: Iterable[Shape]) -> Floats:
         """Returns, for each offering, what getting their data there adds to an hour, a member of each shape."""
@@ -138,6 +154,10 @@ class OfferingTable:
         return np.asarray(enough.all(axis=1))
 
 
+_latest: list[tuple[float, tuple[object, ...], OfferingTable]] = []
+"""The last table, the time of its snapshot, and what it was made of."""
+
+
 @dataclass(slots=True)
 class Purchase:
     """The nodes that one placement would buy."""
@@ -177,10 +197,8 @@ class Offerings:
         existing = Counter(view.node.type for view in snapshot.nodes)
         rate = snapshot.limits.launches_per_min
         recent = sum(snapshot.at_s - view.node.requested_at_s < RATE_WINDOW_S for view in snapshot.nodes)
-        table, pools = (
-            OfferingTable(_offers(snapshot), snapshot.transfer),
-            {(pool.node_type, pool.zone): pool for pool in snapshot.pools},
-        )
+        table = OfferingTable.from_snapshot(snapshot)
+        pools = {(pool.node_type, pool.zone): pool for pool in snapshot.pools}
         max_nodes = {node_type.name: node_type.max_nodes for node_type in snapshot.node_types}
         backed_off = [
             (pool := pools.get((offering.node_type.name, offering.zone))) is not None
@@ -207,9 +225,7 @@ class Offerings:
         return self.table.offerings
 
     def offerings_for(self, shape: Shape) -> list[tuple[Offering, int]]:
-        """Returns the offerings whose nodes would hold members of this shape, with how many each."""
-        members = self.table.members(shape)
-        return [(self.table.offerings[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
+        return self.table.offerings_for(shape)
 
     def could_hold(self, shape: Shape, count: int) -> bool:
         """Returns True if an empty fleet with all pools in stock would hold `count` members."""

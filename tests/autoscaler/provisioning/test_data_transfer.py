@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 from tests.autoscaler.world import Cluster
 
 from raytide.autoscaler.explain import lines
-from raytide.control.reconcile.decide import data_costs
+from raytide.control.reconcile.decide import data_costs, decide
 from raytide.control.views import JobView
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.hardware.transfer import DataInput, TransferSection
 from raytide.core.objects.node import NodeType
 from raytide.core.objects.plan import Launch
+from raytide.scheduling.offerings import Offering, OfferingTable
 from raytide.sdk.jobs.job_run import explain
 
 NEAR = NodeType(
@@ -100,6 +104,26 @@ def test_a_job_says_what_its_data_cost_while_it_waits_and_on_its_nodes() -> None
     assert explain(view).endswith(f" For its data the planner counts {words}.")
     assert near not in data_costs(cluster.seen), "it runs where its data are"
     assert data_costs(WithData(None).seen) == {}
+
+
+def test_a_tick_with_prices_of_data_builds_the_offerings_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = WithData()
+    paying = cluster.submit(shape(100))
+    cluster.tick()
+    built = list[int]()
+    build = OfferingTable.__init__
+
+    def counted(self: OfferingTable, offerings: Sequence[Offering], transfer: TransferSection | None = None) -> None:
+        built.append(len(offerings))
+        build(self, offerings, transfer)
+
+    monkeypatch.setattr(OfferingTable, "__init__", counted)
+    seen = replace(cluster.seen, at_s=cluster.seen.at_s + 1.0, node_types=(*cluster.seen.node_types,))
+    decide(seen)
+    assert list(data_costs(seen)) == [paying]
+    assert built == [2]
+    later = replace(seen, node_types=(NEAR,))
+    assert data_costs(later) == {} and built == [2, 1], "other node types have other offerings"
 
 
 def vars_of(rejected: object) -> dict[str, object]:

@@ -22,7 +22,7 @@ from raytide.core.objects.snapshot import Snapshot
 from raytide.queue.admission.scheduler import schedule, within_member_cap
 from raytide.queue.lifecycle.leases import apply_action
 from raytide.queue.lifecycle.pending_reason import why_forming
-from raytide.scheduling.offerings import Offering, Offerings
+from raytide.scheduling.offerings import Offering, OfferingTable
 from raytide.scheduling.reservations import with_reservations
 from raytide.scheduling.state import SchedulingState
 
@@ -82,8 +82,8 @@ def data_costs(snapshot: Snapshot) -> dict[str, str]:
     the nodes that it has, else on the cheapest that could be bought for it."""
     if snapshot.transfer is None:
         return {}
-    offerings = Offerings.from_snapshot(snapshot)
-    pools = {(each.node_type.name, each.zone): each for each in offerings.offerings}
+    table = OfferingTable.from_snapshot(snapshot)
+    pools = {(each.node_type.name, each.zone): each for each in table.offerings}
     pool_of = {view.node.id: pools.get((view.node.type, view.node.zone)) for view in snapshot.nodes}
     leases = {lease.job_id: lease for lease in snapshot.leases}
     found = {}
@@ -92,7 +92,7 @@ def data_costs(snapshot: Snapshot) -> dict[str, str]:
         shape = job.spec.gang.shapes[0] if lease is None else lease.shape
         if not shape.inputs:
             continue
-        costs = {each.name: data_transfer(offerings, each, shape) for each in _pools(offerings, shape, lease, pool_of)}
+        costs = {each.name: data_transfer(table, each, shape) for each in _pools(table, shape, lease, pool_of)}
         found[job.id] = "; ".join(
             f"{cost}/h a member on {name}: {paid}" for name, (cost, paid) in costs.items() if paid
         )
@@ -100,12 +100,12 @@ def data_costs(snapshot: Snapshot) -> dict[str, str]:
 
 
 def _pools(
-    offerings: Offerings, shape: Shape, lease: Lease | None, pool_of: Mapping[str, Offering | None]
+    table: OfferingTable, shape: Shape, lease: Lease | None, pool_of: Mapping[str, Offering | None]
 ) -> list[Offering]:
     """Returns the offerings of a lease's nodes; the cheapest for the shape if it has none."""
     if lease is not None and (own := [pool for m in lease.members if (pool := pool_of.get(m.node_id)) is not None]):
         return own
-    data = offerings.table.data_cost((shape,))
-    fits = offerings.offerings_for(shape)
+    data = table.data_cost((shape,))
+    fits = table.offerings_for(shape)
     costs = [(each.cost_micro_usd_h / min(fit, shape.members) + data[each.row], each.name) for each, fit in fits]
     return [fits[costs.index(min(costs))][0]] if costs else []
