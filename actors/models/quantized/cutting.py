@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -51,16 +50,6 @@ def words_of(part: Range, bits: int) -> tuple[slice, slice]:
     per_word, (first, end) = 32 // bits, part
     start = first // per_word
     return slice(start, -(-end // per_word)), slice(first - start * per_word, end - start * per_word)
-
-
-def cut_outputs(weight: QuantizedWeight, ranges: Sequence[tuple[int, int]]) -> QuantizedWeight:
-    """Returns the outputs of some ranges, one behind the other."""
-
-    def own(values: Tensor) -> Tensor:
-        return torch.cat([values[first:end] for first, end in ranges])
-
-    offsets_NG = None if weight.offsets_NG is None else own(weight.offsets_NG)
-    return replace(weight, codes_NK=own(weight.codes_NK), scales_NG=own(weight.scales_NG), offsets_NG=offsets_NG)
 
 
 def cut_inputs(weight: QuantizedWeight, first: int, end: int) -> QuantizedWeight | None:

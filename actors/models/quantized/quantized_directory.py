@@ -10,7 +10,7 @@ import torch
 
 from raytide.actors.models.loader import Weights
 from raytide.actors.models.model_config import read_json
-from raytide.actors.models.quantized.cutting import Block
+from raytide.actors.models.quantized.cutting import Block, Range, SplitsGroupError
 from raytide.actors.models.quantized.float8 import read_float8
 from raytide.actors.models.quantized.integer_formats import read_awq, read_gptq, read_int8, read_packed
 from raytide.actors.models.quantized.module_tensors import ModuleTensors
@@ -64,25 +64,34 @@ class QuantizedDirectory(Weights):
 
     def get(self, name: str, *shape: int) -> Tensor:
         module, _, suffix = name.rpartition(".")
-        tensors = self._modules.get(module)
-        if suffix != "weight" or tensors is None:
+        if suffix != "weight" or module not in self._modules:
             return super().get(name, *shape)
-        if self._codes(module) == "float8":
-            block = self._config.fp8_block if self._config else FP8_BLOCK
-            weight = read_float8(tensors, shape, block)
-            self._note(tensors, WeightScheme("float", 8), shape[1])
-            return weight.to(self._dtype)
-        if len(shape) != 2:
-            raise DataError(f"{tensors.where} has {len(shape)} dimensions.", hint="Quantized weights have two.")
-        weight_NK = self.quantized(module, *shape)
-        assert weight_NK is not None
-        return weight_NK.dequantized().to(self._dtype)
+        return self._dequantized(module, shape, tuple((0, size) for size in shape))
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
         module, _, suffix = name.rpartition(".")
-        if suffix == "weight" and module in self._modules:
-            return self.get(name, *shape)[where].clone()
-        return super().block(name, shape, where)
+        if suffix != "weight" or module not in self._modules:
+            return super().block(name, shape, where)
+        return self._dequantized(module, tuple(shape), tuple((each.start, each.stop) for each in where))
+
+    def _dequantized(self, module: str, shape: tuple[int, ...], where: tuple[Range, ...]) -> Tensor:
+        """Returns a block of a weight. Only a block that cuts a group of inputs is read with all inputs."""
+        tensors = self._modules[module]
+        if len(shape) != 2:
+            raise DataError(f"{tensors.where} has {len(shape)} dimensions.", hint="Quantized weights have two.")
+        (rows, columns), block = shape, Block(*where)
+        if self._codes(module) == "float8":
+            weight = read_float8(tensors, (rows, columns), self._config.fp8_block if self._config else FP8_BLOCK, block)
+            self._note(tensors, WeightScheme("float", 8), columns)
+            return weight.to(self._dtype)
+        try:
+            weight_NK = self.quantized_block(module, rows, columns, block)
+        except SplitsGroupError:
+            uncut = self.quantized_block(module, rows, columns, Block(block.outputs, (0, columns)))
+            assert uncut is not None
+            return uncut.dequantized()[:, block.columns].to(self._dtype)
+        assert weight_NK is not None
+        return weight_NK.dequantized().to(self._dtype)
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
         return self.quantized_block(module, rows, columns, Block((0, rows), (0, columns)))

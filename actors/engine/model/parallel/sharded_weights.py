@@ -1,5 +1,5 @@
-"""One member's weights, cut as `shard.py` says. It reads its part alone, of quantized modules too, except from GGUF
-files and of fp8.
+"""One member's weights, cut as `shard.py` says. It reads its part alone, of quantized modules too; from GGUF files
+all inputs of its outputs.
 """
 
 from __future__ import annotations

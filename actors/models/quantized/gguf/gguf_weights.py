@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from raytide.actors.models.quantized.cutting import Block, SplitsGroupError, cut_inputs, cut_outputs
+from raytide.actors.models.quantized.cutting import Block, Range, SplitsGroupError, cut_inputs
 from raytide.actors.models.quantized.gguf.blocks import as_floats, as_quantized, is_float
 from raytide.actors.models.quantized.gguf.gguf_config import family_of
 from raytide.actors.models.quantized.gguf.gguf_file import BLOCK_FORMATS, GgufFile, GgufTensor
@@ -56,44 +56,49 @@ class GgufWeights:
         return _gguf_name(name) in self._file.tensors
 
     def get(self, name: str, *shape: int) -> Tensor:
-        tensor = self._tensor(name, shape)
-        if is_float(tensor.format):
-            values = as_floats(self._raw(tensor), tensor.format, shape).to(dtype=self._dtype, device=self._device)
-            rows = self._rows(name, shape[0])
-            return values if rows is None else values[rows]
-        if len(shape) != 2:
-            raise self._wrong(name, "is quantized, but no matrix")
-        weight = self.quantized(name.removesuffix(".weight"), *shape)
-        assert weight is not None
-        return weight.dequantized().to(self._dtype)
+        return self._outputs(name, shape, (0, shape[0]))
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
-        return self.get(name, *shape)[where].clone()
+        """Reads the rows of the block, and all of each."""
+        rows, *others = where
+        return self._outputs(name, tuple(shape), (rows.start, rows.stop))[(slice(None), *others)].clone()
 
     def stack(self, names: list[str], rows: list[int], *rest: int) -> Tensor:
         return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
+        return self._quantized_outputs(module, rows, columns, (0, rows))
+
+    def _outputs(self, name: str, shape: tuple[int, ...], outputs: Range) -> Tensor:
+        """Returns some rows of a tensor, dequantized."""
+        tensor = self._tensor(name, shape)
+        if is_float(tensor.format):
+            rows = self._rows_of(name, tensor, outputs)
+            values = as_floats(rows.flatten(), tensor.format, (rows.shape[0], *shape[1:]))
+            return values.to(dtype=self._dtype, device=self._device)
+        if len(shape) != 2:
+            raise self._wrong(name, "is quantized, but no matrix")
+        weight = self._quantized_outputs(name.removesuffix(".weight"), *shape, outputs)
+        assert weight is not None
+        return weight.dequantized().to(self._dtype)
+
+    def _quantized_outputs(self, module: str, rows: int, columns: int, outputs: Range) -> QuantizedWeight | None:
         name = f"{module}.weight"
         if name not in self or is_float(self._file.tensors[_gguf_name(name)].format):
             return None
         tensor = self._tensor(name, (rows, columns))
         numbers, block_bytes = BLOCK_FORMATS[tensor.format]
-        raw = self._raw(tensor).view(rows, columns // numbers, block_bytes)
-        order = self._rows(name, rows)
-        weight = as_quantized(raw if order is None else raw[order], tensor.format)
+        raw = self._rows_of(name, tensor, outputs)
+        weight = as_quantized(raw.view(-1, columns // numbers, block_bytes), tensor.format)
         for values in (weight.scales_NG, weight.offsets_NG):
             if values is not None and not bool(values.isfinite().all()):
                 raise self._wrong(name, "has scales that are not finite")
         return _moved(weight, self._device)
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
-        """Reads the whole, whose rows may be in another order in the file."""
-        whole = self.quantized(module, rows, columns)
-        if whole is None:
-            return None
-        own = cut_outputs(whole, [block.outputs])
-        if block.inputs == (0, columns):
+        """Reads the rows of the block, and all of each."""
+        own = self._quantized_outputs(module, rows, columns, block.outputs)
+        if own is None or block.inputs == (0, columns):
             return own
         if (part := cut_inputs(own, *block.inputs)) is None:
             raise SplitsGroupError
@@ -124,12 +129,22 @@ class GgufWeights:
         self._read.add(there)
         return tensor
 
-    def _raw(self, tensor: GgufTensor) -> Tensor:
-        """Returns a tensor's bytes, copied: the file is read-only memory, whose pages are given back."""
-        data = self._file.data
-        raw = torch.frombuffer(bytearray(data[tensor.start : tensor.start + tensor.bytes]), dtype=torch.uint8)
-        first = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
-        data.madvise(mmap.MADV_DONTNEED, first, tensor.start + tensor.bytes - first)
+    def _rows_of(self, name: str, tensor: GgufTensor, outputs: Range) -> Tensor:
+        """Returns the bytes of rows in the order of Hugging Face, [rows, bytes]."""
+        order = self._rows(name, tensor.shape[0])
+        if order is None:
+            return self._raw(tensor, outputs)
+        own = order[slice(*outputs)]  # those of a head lie together
+        first = int(own.min())
+        return self._raw(tensor, (first, int(own.max()) + 1))[own - first]
+
+    def _raw(self, tensor: GgufTensor, rows: Range) -> Tensor:
+        """Returns the bytes of rows of a tensor, copied: the file is read-only memory, whose pages are given back."""
+        data, row_bytes = self._file.data, tensor.bytes // tensor.shape[0]
+        start, end = (tensor.start + row * row_bytes for row in rows)
+        raw = torch.frombuffer(bytearray(data[start:end]), dtype=torch.uint8).view(-1, row_bytes)
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        data.madvise(mmap.MADV_DONTNEED, first, end - first)
         return raw
 
     def _rows(self, name: str, rows: int) -> Tensor | None:

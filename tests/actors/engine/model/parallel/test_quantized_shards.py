@@ -21,7 +21,10 @@ from raytide.actors.engine.model.parallel.sharded_weights import ShardedWeights
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.models.families import read_architecture
 from raytide.actors.models.loader import Weights
-from raytide.actors.models.quantized.cutting import cut_inputs, cut_outputs
+from raytide.actors.models.quantized.cutting import cut_inputs
+from raytide.actors.models.quantized.gguf import gguf_weights
+from raytide.actors.models.quantized.gguf.gguf_file import GgufTensor
+from raytide.actors.models.quantized.gguf.gguf_weights import GgufWeights
 from raytide.actors.models.quantized.model_weights import open_weights
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import LinearInput, QuantizedWeight
@@ -65,16 +68,10 @@ READ_IN_PARTS = {
 }
 
 
-@pytest.mark.parametrize("maps", [True, False])
-@pytest.mark.parametrize("name", READ_IN_PARTS)
-def test_two_members_read_each_code_once(
-    name: str, maps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quantize, config = READ_IN_PARTS[name]
-    save_quantized(tmp_path, quantize, config, **WIDE)
-    arch, read = read_architecture(tmp_path), Counter[str]()
-    weights = open_weights(tmp_path, torch.float32, torch.device("cpu"), maps=maps)
-    stored, stored_part = Weights.stored, Weights.stored_part
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The bytes that were read of each tensor of a directory."""
+    read, stored, stored_part = Counter[str](), Weights.stored, Weights.stored_part
 
     def count(tensor: str, values: torch.Tensor) -> torch.Tensor:
         read[tensor] += values.nbytes
@@ -84,6 +81,16 @@ def test_two_members_read_each_code_once(
     monkeypatch.setattr(
         Weights, "stored_part", lambda self, tensor, where: count(tensor, stored_part(self, tensor, where))
     )
+    return read
+
+
+@pytest.mark.parametrize("maps", [True, False])
+@pytest.mark.parametrize("name", READ_IN_PARTS)
+def test_two_members_read_each_code_once(name: str, maps: bool, tmp_path: Path, read: Counter[str]) -> None:
+    quantize, config = READ_IN_PARTS[name]
+    save_quantized(tmp_path, quantize, config, **WIDE)
+    arch = read_architecture(tmp_path)
+    weights = open_weights(tmp_path, torch.float32, torch.device("cpu"), maps=maps)
     whole = {module: weights.quantized(module, *shape) for module, shape in MODULES.items()}
     sizes, codes = dict(read), [tensor for tensor in read if CODES.search(tensor)]
     assert len(codes) == len(MODULES)
@@ -101,6 +108,75 @@ def test_two_members_read_each_code_once(
 
 CODES = re.compile(r"weight_packed$|qweight$|\.weight$")
 MODULES = {"model.layers.0.mlp.gate_proj": (256, 128), "model.layers.0.mlp.down_proj": (128, 256)}
+
+
+@pytest.mark.parametrize("maps", [True, False])
+@pytest.mark.parametrize("name", [*READ_IN_PARTS, "fp8"])
+def test_two_members_read_each_code_of_what_is_dequantized_once(
+    name: str, maps: bool, tmp_path: Path, read: Counter[str]
+) -> None:
+    """As fp8 is, and the quantized modules that are no linear ones, such as embeddings."""
+    quantize, config = READ_IN_PARTS.get(name) or PACKED[name]
+    save_quantized(tmp_path, quantize, config, **WIDE)
+    arch = read_architecture(tmp_path)
+    weights = open_weights(tmp_path, torch.float32, torch.device("cpu"), maps=maps)
+    whole = {module: weights.get(f"{module}.weight", *shape) for module, shape in MODULES.items()}
+    sizes, codes = dict(read), [tensor for tensor in read if CODES.search(tensor)]
+    assert len(codes) == len(MODULES)
+    read.clear()
+    parts = [ShardedWeights(weights, arch, ModelShard(rank, 2)) for rank in range(2)]
+    for module, (rows, columns) in MODULES.items():
+        by_input = module.endswith("down_proj")
+        own = (rows, columns // 2) if by_input else (rows // 2, columns)
+        joined = torch.cat([part.get(f"{module}.weight", *own) for part in parts], int(by_input))
+        assert torch.equal(joined, whole[module])
+    assert {tensor: read[tensor] for tensor in codes} == {tensor: sizes[tensor] for tensor in codes}
+
+
+def test_inputs_of_a_group_that_is_cut_are_dequantized_before(tmp_path: Path) -> None:
+    quantize, config = PACKED["gptq"]
+    save_quantized(tmp_path, quantize, config, **WIDE)
+    weights = open_weights(tmp_path, torch.float32, torch.device("cpu"))
+    name, shape = "model.layers.0.mlp.down_proj.weight", (128, 256)
+    part = weights.block(name, shape, (slice(8, 64), slice(16, 80)))
+    assert torch.equal(part, weights.get(name, *shape)[8:64, 16:80])
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_0", "F16"])
+def test_two_members_read_each_row_of_a_gguf_file_once(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of queries and keys have another order there."""
+    model = save_llama(tmp_path / "plain", **WIDE)
+    save_gguf(tmp_path / "model.gguf", model, form)
+    weights = open_weights(tmp_path / "model.gguf", torch.float32, torch.device("cpu"))
+    assert isinstance(weights, GgufWeights)
+    at = "model.layers.0."
+    names = ["model.embed_tokens", f"{at}self_attn.q_proj", f"{at}self_attn.k_proj", f"{at}mlp.up_proj"]
+    whole = {}
+    for name in names:
+        there = weights._file.tensors[gguf_weights._gguf_name(f"{name}.weight")]
+        whole[name] = weights.get(f"{name}.weight", *there.shape)
+    read, raw = list[int](), GgufWeights._raw
+
+    def counted(self: GgufWeights, tensor: GgufTensor, rows: tuple[int, int]) -> torch.Tensor:
+        found = raw(self, tensor, rows)
+        read.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(GgufWeights, "_raw", counted)
+    arch = read_architecture(tmp_path / "model.gguf")
+    parts = [ShardedWeights(weights, arch, ModelShard(rank, 2)) for rank in range(2)]
+    for name, expected in whole.items():
+        rows, columns = expected.shape
+        joined = [part.get(f"{name}.weight", rows // 2, columns) for part in parts]
+        assert torch.equal(torch.cat(joined), expected)
+        linear = [part.quantized(name, rows // 2, columns) for part in parts]
+        codes = [each.dequantized() for each in linear if each is not None]
+        assert not codes or torch.equal(torch.cat(codes), expected)
+        size = weights._file.tensors[gguf_weights._gguf_name(f"{name}.weight")].bytes
+        assert (sum(read), len(read)) == (size * (1 + bool(codes)), 2 + len(codes))
+        read.clear()
 
 
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_0"])
@@ -168,9 +244,10 @@ def test_a_cut_product_is_the_part_of_the_whole_to_the_bit_and_parts_add_up(
     x_TK, linear = torch.randn(9, width, generator=generator), ops_for("cpu").quantized_linear
     whole = linear(weight, None, input_as)(x_TK)
     ranges = [(32, 48), (0, 16)]
-    assert torch.equal(
-        linear(cut_outputs(weight, ranges), None, input_as)(x_TK), torch.cat([whole[:, a:b] for a, b in ranges], 1)
-    )
+    rows = torch.cat([torch.arange(a, b) for a, b in ranges])
+    offsets_NG = None if weight.offsets_NG is None else weight.offsets_NG[rows]
+    own = QuantizedWeight(weight.bits, weight.codes_NK[rows], weight.scales_NG[rows], offsets_NG)
+    assert torch.equal(linear(own, None, input_as)(x_TK), whole[:, rows])
     total = torch.zeros_like(whole)
     for first in (0, 64):
         part = cut_inputs(weight, first, first + 64)
