@@ -147,6 +147,8 @@ class _Driver:
                 if workers and (self.generation > 0 or self._is_full(lease, len(workers))):
                     return workers
                 if not workers:
+                    if self.worker_group.starting == 0 and (refusal := self.worker_group.refusal) is not None:
+                        raise refusal
                     self.spec.layout.sizes(
                         most_ranks(self.spec, lease.shape)
                     )  # raises if even a full gang would be too small
@@ -257,6 +259,8 @@ class _Driver:
             progress["redo_s"] = round(self.spec.checkpoint_every * step_s, 3)
         if record.has_been_unsaved:  # reported values persist until they are overwritten
             progress["not_saved"] = record.unsaved[:500]
+        if self.worker_group.has_refused:
+            progress["not_joined"] = self.worker_group.refused[:500]
         if record.lost_s and record.broke_at_s is not None:
             progress |= {"lost_s": round(record.lost_s, 3), "lost_at_s": round(record.broke_at_s, 3)}
         return progress

@@ -134,7 +134,9 @@ class GenerationRunner:
                 self._dead[rank] = worker
                 if rank not in self._exits:
                     self._note_end(f"{worker.host} was lost")
-        self.worker_group.check()
+        for worker, _, final in self.worker_group.check():
+            if final is None:
+                self.worker_group.rest(worker)
         if self._end_reason is None and (change := self._planned_change(lease)):
             how, why = change
             self._note_end(why)

@@ -18,6 +18,8 @@ from raytide.core.specs.train import TrainSpec
 START_TIMEOUT_S = 120.0
 INSTALL_TIMEOUT_S = 1800.0
 """The additional time of workers that install packages first."""
+FIRST_REST_S, LONGEST_REST_S = 1.0, 300.0
+"""The time until a worker that failed to join is started again, which doubles from failure to failure."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +57,12 @@ class WorkerGroup:
         self._spec, self._record, self._start = spec, record, start
         self._start_timeout_s = START_TIMEOUT_S + (INSTALL_TIMEOUT_S if spec.pip else 0.0)
         self._workers: dict[Key, WorkerHandle] = {}
+        self._rests: dict[Key, tuple[float, float]] = {}
+        """The duration and the end, in monotonic time, of the rests of workers that failed to join."""
+        self._refused: dict[Key, tuple[WorkerHandle, str, UsageError]] = {}
+        """The workers that are not started again: every other start would end with the same error."""
+        self.has_refused = False
+        """True once there was one."""
         self.settled_version = ""
         """The last lease version whose leaving members have no training rank."""
 
@@ -64,15 +72,26 @@ class WorkerGroup:
         lost = [worker for key, worker in self._workers.items() if key not in slots]
         for worker in lost:
             self.kill(worker)
+        self._rests = {key: rest for key, rest in self._rests.items() if key in slots}
+        self._refused = {key: refused for key, refused in self._refused.items() if key in slots}
         for key, member in slots.items():
             if key in self._workers:
                 self._workers[key].member = member
-            elif member.state is not MemberState.LEAVING:
+            elif member.state is not MemberState.LEAVING and self._may_start(key):
                 remote = self._start(self._spec, member, lease.shape)
                 self._workers[key] = WorkerHandle(
                     key, member, remote, remote.call("ready"), remote.call("wait_for_exit")
                 )
         return lost
+
+    def _may_start(self, key: Key) -> bool:
+        return key not in self._refused and self._rests.get(key, (0.0, 0.0))[1] <= time.monotonic()
+
+    def rest(self, worker: WorkerHandle) -> None:
+        """Start a worker that failed to join a running generation again after a rest only."""
+        last_s = self._rests.get(worker.key, (0.0, 0.0))[0]
+        duration_s = min(max(FIRST_REST_S, 2 * last_s), LONGEST_REST_S)
+        self._rests[worker.key] = duration_s, time.monotonic() + duration_s
 
     def settle(self, lease: Lease, workers: Collection[WorkerHandle]) -> None:
         """Record the lease's version unless one of these training workers is on a leaving member."""
@@ -81,7 +100,7 @@ class WorkerGroup:
 
     def check(self) -> list[tuple[WorkerHandle, str, UsageError | None]]:
         """Update which workers are ready and which died. Returns those that never became ready, with the reason, and
-        with the error if every other start would end with it too."""
+        with the error if every other start would end with it too: such a worker is not started again."""
         failed = []
         for worker in list(self._workers.values()):
             if worker.exited.done():
@@ -89,6 +108,7 @@ class WorkerGroup:
             elif not worker.is_ready and worker.ready.done() and worker.ready.exception() is None:
                 worker.pid, start_s = worker.ready.result(), round(time.monotonic() - worker.started_s, 2)
                 self._record.event("ready", host=worker.host, pid=worker.pid, start_s=start_s)
+                self._rests.pop(worker.key, None)
                 continue
             elif not worker.is_ready and worker.ready.done():
                 why = f"its worker died while it started: {failure_reason(worker.ready)}"
@@ -96,12 +116,13 @@ class WorkerGroup:
                 why = f"its worker did not start within {self._start_timeout_s:.0f} s"
             else:
                 continue
-            self._record.event("lost", host=worker.host, why=why)
             self.kill(worker)
+            final = None if worker.is_ready else _final_error(worker)
+            self._record.event("lost" if final is None else "refused", host=worker.host, why=why)
+            if final is not None:
+                self._refused[worker.key], self.has_refused = (worker, why, final), True
             if not worker.is_ready:
-                broken = worker.exited if worker.exited.done() else worker.ready
-                error = broken.exception() if broken.done() else None
-                failed.append((worker, why, error if isinstance(error, UsageError) else None))
+                failed.append((worker, why, final))
         return failed
 
     def assign(self, shape: Shape, current: Collection[WorkerHandle] = ()) -> list[WorkerHandle]:
@@ -119,6 +140,16 @@ class WorkerGroup:
         return sum(not worker.is_ready for worker in self._workers.values())
 
     @property
+    def refusal(self) -> UsageError | None:
+        """The error of one of the workers that are not started again; None without any."""
+        return next((error for _, _, error in self._refused.values()), None)
+
+    @property
+    def refused(self) -> str:
+        """The members that cannot join, each with the reason; empty without any."""
+        return "; ".join(dict.fromkeys(f"{worker.host}: {why}" for worker, why, _ in self._refused.values()))
+
+    @property
     def ready(self) -> int:
         return sum(worker.is_ready for worker in self._workers.values())
 
@@ -134,6 +165,13 @@ class WorkerGroup:
 
 def key_of(member: Member, slot: int) -> Key:
     return member.index, member.incarnation, slot, member.placement_group_id
+
+
+def _final_error(worker: WorkerHandle) -> UsageError | None:
+    """Returns the error of a start that every other start would end with too; None for another failure."""
+    broken = worker.exited if worker.exited.done() else worker.ready
+    error = broken.exception() if broken.done() else None
+    return error if isinstance(error, UsageError) else None
 
 
 def failure_reason(broken: Future[Any]) -> str:

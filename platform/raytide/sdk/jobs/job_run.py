@@ -210,6 +210,8 @@ def explain(view: JobView) -> str:
         parts.append(f"number {view.position} in the queue")
     text = ", ".join(parts) + "."
     data = "" if not view.data else f"For its data the planner counts {view.data}."
+    if (lacks := job.progress.get("not_joined")) and not job.is_final:
+        data = " ".join(filter(None, [f"It runs without some members: {lacks}.", data]))
     due = "" if view.stance is None else f"Deadline: {view.stance.reason}."
     if waiting is not None and not job.is_final:
         soon = (

@@ -183,6 +183,42 @@ def test_packages_that_do_not_exist_end_the_run_at_their_first_failure_and_an_un
         run_train(spec, leases, "job-1", start=unreachable)
 
 
+class Lacks(Run):
+    """A run in which no member that comes anew can have its packages."""
+
+    starts = 0
+
+    def _start(self, spec: TrainSpec, member: Member, shape: Shape) -> Any:
+        if member.incarnation == 0:
+            return super()._start(spec, member, shape)
+        self.starts += 1
+        return FailsToStart([ConfigError("no such package")])(spec, member, shape)
+
+
+@pytest.mark.parametrize("at_least", [1, 2])
+def test_a_run_goes_on_without_a_member_whose_packages_do_not_exist_unless_it_needs_it(
+    spec: TrainSpec, at_least: int
+) -> None:
+    changes = {"steps": 12, "checkpoint_every": 5, "record_samples": True, "collective_timeout_s": 20.0}
+    run = Lacks(spec.model_copy(update=changes), Shape(members=2, min_members=at_least, resources={"CPU": 1.0}))
+    try:
+        run.until_step(3)
+        os.kill(run.pid(1), signal.SIGKILL)
+        run.leases.take(1)
+        run.leases.give(1)
+        if at_least == 1:
+            assert run.result().steps == 12
+            assert run.worlds == [2, 1]
+            why = "member 1 (node-1 127.0.0.2): its worker died: no such package"
+            assert run.leases.reports[-1]["not_joined"] == why
+        else:
+            with pytest.raises(ConfigError, match="no such package"):
+                run.result()
+        assert run.starts == 1
+    finally:
+        run.close()
+
+
 def test_a_lost_lease_ends_the_driver(start: Start) -> None:
     run = start(1, 1, steps=100000)
     run.leases.end()

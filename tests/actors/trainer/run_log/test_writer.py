@@ -88,7 +88,8 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
         None,
         [],
     )
-    driver.worker_group, driver.watch = SimpleNamespace(ready=0, settled_version=""), None  # type: ignore[assignment]
+    driver.worker_group = SimpleNamespace(ready=0, settled_version="", has_refused=False)  # type: ignore[assignment]
+    driver.watch = None  # type: ignore[assignment]
     driver.micro_batch = MicroBatchLimit("run")
     driver.step_rate, driver.claim = StepRate(), SimpleNamespace(token="")  # type: ignore[assignment]
     monkeypatch.setattr(driver, "_wait_for_workers", lambda: [SimpleNamespace(host="only")])
@@ -103,7 +104,7 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
 def test_a_driver_says_how_much_work_is_left_and_how_much_may_be_done_again(small: TrainSpec) -> None:
     record_of(small).step(done(1, 3.0))
     driver = object.__new__(_Driver)
-    driver.worker_group = SimpleNamespace(settled_version="")  # type: ignore[assignment]
+    driver.worker_group = SimpleNamespace(settled_version="", has_refused=False)  # type: ignore[assignment]
     driver.spec, driver.record = small.model_copy(update={"steps": 11, "checkpoint_every": 5}), record_of(small)
     driver.step_rate = StepRate(driver.record.step_s)
     progress = driver._progress(1)
@@ -183,7 +184,7 @@ def test_how_a_run_ended_can_be_read_back(small: TrainSpec) -> None:
 def test_a_checkpoint_that_could_not_be_written_is_told_once_and_until_one_could_be(small: TrainSpec) -> None:
     record = record_of(small)
     driver = object.__new__(_Driver)
-    driver.worker_group = SimpleNamespace(settled_version="")  # type: ignore[assignment]
+    driver.worker_group = SimpleNamespace(settled_version="", has_refused=False)  # type: ignore[assignment]
     driver.spec, driver.record, driver.step_rate = small, record, StepRate()
     assert "not_saved" not in driver._progress(1)
     for step in (1, 2):
