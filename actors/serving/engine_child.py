@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -40,15 +40,16 @@ class EngineChild:
         model_dir: str,
         on_phase: Callable[[str], None] = lambda phase: None,
         bring_members: Callable[[Invitation], Awaitable[None]] | None = None,
+        install: Callable[[Sequence[str]], Awaitable[str]] | None = None,
     ) -> EngineChild:
         """Starts the process and waits until its engine is ready; `on_phase` is told what it does, `bring_members`
-        starts those of other nodes. Raises the error that the engine's start or theirs raised, or EngineError when the
-        process ended without one.
+        starts those of other nodes, `install` returns the Python that has the spec's packages. Raises the error that
+        the engine's start or theirs raised, or EngineError when the process ended without one.
         """
         secret = secrets.token_hex(32)
         if spec.pip:
             on_phase("install")
-        python = await asyncio.to_thread(interpreter_with, spec.pip)
+        python = await (install(spec.pip) if install is not None else asyncio.to_thread(interpreter_with, spec.pip))
         reading, writing = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(

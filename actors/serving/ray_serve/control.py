@@ -16,6 +16,9 @@ from raytide.actors.serving.ray_serve.application import Application
 from raytide.actors.serving.ray_serve.keys import (
     KV_NAMESPACE,
     ReplicaAddress,
+    begun_key,
+    failure_of,
+    install_key,
     live_prefix,
     load_key,
     queue_prefix,
@@ -95,6 +98,7 @@ class ServeControl:
             from raytide.actors.serving.ray_serve.deployment import application
 
             self._publish(endpoint.name, endpoint.target_replicas)
+            self._forget([install_key(endpoint.name), begun_key(endpoint.name)])
             nothing = json.dumps({"at_s": time.time()}).encode()
             self._put(load_key(endpoint.name), nothing, overwrite=False)  # its policy reports seconds later
             target = serve.RunTarget(application(endpoint), name=endpoint.name, route_prefix=None)
@@ -123,7 +127,7 @@ class ServeControl:
             keys = self._keys()  # before the look at Serve: what registers after that is not taken for gone
             applications = _applications(self._look_timeout_s)
             reports = [key for key in keys if any(kind in key for kind in _REPORTS)]
-            published = self._get([load_key(name) for name in wanted] + reports)
+            published = self._get([key(name) for name in wanted for key in (load_key, install_key)] + reports)
             for name in wanted:
                 if name in applications:
                     self._forget_replicas(name, applications[name], keys)
@@ -264,6 +268,7 @@ def _load(name: str, application: Application, published: Mapping[bytes, bytes])
             for replica in sorted(application.ready_on)
             if (address := published.get(replica_key(name, replica))) is not None
         },
+        install=failure_of(published.get(install_key(name))),
     )
 
 

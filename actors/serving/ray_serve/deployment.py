@@ -17,6 +17,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from raytide.actors.models.model_cache import staged_model
 from raytide.actors.serving.engine_child import EngineChild
 from raytide.actors.serving.ray_serve.application import DEPLOYMENT, SPANNING
+from raytide.actors.serving.ray_serve.installation import GcsRecords, Installation
 from raytide.actors.serving.ray_serve.keys import (
     KV_NAMESPACE,
     ReplicaAddress,
@@ -59,6 +60,7 @@ class EngineReplica:
         self._model = await asyncio.to_thread(staged_model, parsed.model, startup.progress)
         startup.staged(self._model.bytes)
         host = ray.util.get_node_ip_address()
+        packages = Installation(parsed.name, ray.get_runtime_context().get_node_id(), GcsRecords())
         self._hosts = MemberHosts(parsed, actor_options(parsed))
         self._child = await EngineChild.start(
             parsed,
@@ -67,10 +69,13 @@ class EngineReplica:
             model_dir=self._model.path,
             on_phase=startup.begin,
             bring_members=self._hosts.bring,
+            install=packages.python,
         )
         live = LiveFields(parsed.name, self._name, self._child.engine, self._model.path)
         await live.start()
         put(self._key, ReplicaAddress(host, self._child.port, self._child.secret, self._child.metrics).dump())
+        if parsed.pip:
+            packages.begun()
         startup.begin(READY)
         self._following = asyncio.create_task(live.follow())
 

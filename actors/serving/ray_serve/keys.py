@@ -9,11 +9,16 @@ import json
 from dataclasses import asdict, dataclass
 
 from raytide.actors.serving.ray_serve.policy import KV_NAMESPACE, load_key, target_key
+from raytide.core.objects.endpoint_load import InstallFailure
 
 __all__ = [
     "KV_NAMESPACE",
     "ROUTES",
     "ReplicaAddress",
+    "begun_key",
+    "failure_of",
+    "install_key",
+    "install_record",
     "live_prefix",
     "load_key",
     "log_prefix",
@@ -88,6 +93,25 @@ def startup_prefix(endpoint: str) -> bytes:
 def route_key(endpoint: str) -> bytes:
     """Returns the key of an endpoint's route, which outlives the applications that it names: JSON of EndpointRoute."""
     return ROUTES + endpoint.encode()
+
+
+def install_key(endpoint: str) -> bytes:
+    """Returns the key of the last failure to install its packages: JSON of InstallFailure."""
+    return f"{endpoint}/install".encode()
+
+
+def install_record(failure: InstallFailure) -> bytes:
+    return json.dumps(asdict(failure)).encode()
+
+
+def failure_of(record: bytes | None) -> InstallFailure | None:
+    """Returns the failure that is under `install_key`."""
+    return None if record is None else InstallFailure(**json.loads(record))
+
+
+def begun_key(endpoint: str) -> bytes:
+    """Returns the key that is there once a replica of what is deployed has become ready."""
+    return f"{endpoint}/begun".encode()
 
 
 def queue_key(endpoint: str, gateway: str) -> bytes:

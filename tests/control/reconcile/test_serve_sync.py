@@ -7,10 +7,14 @@ from dataclasses import replace
 import pytest
 
 from raytide.actors.serving.ray_serve.application import Application
+from raytide.control.reconcile.decide import waiting_reasons
 from raytide.control.reconcile.observation import ClusterObservation
 from raytide.control.reconcile.serve_sync import ServeObservation, ServeSync, follow_serve
+from raytide.control.views import Waiting
 from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
-from raytide.core.objects.endpoint_load import EndpointLoad
+from raytide.core.objects.endpoint_load import EndpointLoad, InstallFailure
+from raytide.core.objects.plan import Plan
+from raytide.core.objects.snapshot import EndpointView, Snapshot
 
 ENDPOINT = Endpoint(ServeSpec(name="m", model="/models/m"), "ana", EndpointState.DEPLOYING, 0.0, target_replicas=1)
 
@@ -135,6 +139,29 @@ def test_an_endpoint_of_which_nothing_was_heard_runs_on() -> None:
         follow_serve(running, world(EndpointLoad(9.0, 0.0, 0)), ServeObservation(), 9.0).state
         is EndpointState.DEPLOYING
     )
+
+
+def test_an_endpoint_whose_packages_cannot_be_installed_has_failed_with_pips_words() -> None:
+    why = "the packages tidelib==3.0 cannot be installed on n: ERROR: No matching distribution found"
+    load = EndpointLoad(9.0, 0.0, 0, install=InstallFailure(why, "n", is_final=True))
+    trace = f"The deployment failed to start 3 times in a row. Error: ray::replica() ... ConfigError: {why}"
+    failed = follow_serve(ENDPOINT, world(load), ServeObservation(failures={"m": trace}), 9.0)
+    assert (failed.state, failed.reason) == (EndpointState.FAILED, why)
+    other = follow_serve(ENDPOINT, world(load), ServeObservation(failures={"m": "no such option"}), 9.0)
+    assert other.reason == "no such option"
+
+
+def test_an_endpoint_says_that_it_waits_for_its_packages_while_replicas_are_missing() -> None:
+    def waits(ready: int, *, is_final: bool) -> Waiting | None:
+        load = EndpointLoad(9.0, 0.0, ready, install=InstallFailure("pip: 503", "n", is_final=is_final))
+        seen = Snapshot(at_s=9.0, node_types=(), endpoints=(EndpointView(ENDPOINT, load),))
+        return waiting_reasons(seen, Plan(9.0, ()), {}).get("m")
+
+    never, again = waits(0, is_final=True), waits(0, is_final=False)
+    assert never is not None and again is not None
+    assert (never.constraint, never.reason, "Correct `pip`" in never.remedy) == ("packages", "pip: 503", True)
+    assert "tried again" in again.remedy
+    assert waits(ENDPOINT.target_replicas, is_final=True) is None
 
 
 def test_an_endpoint_that_serve_takes_up_again_has_failed_no_more() -> None:

@@ -26,6 +26,9 @@ from raytide.scheduling.offerings import Offering, OfferingTable
 from raytide.scheduling.reservations import with_reservations
 from raytide.scheduling.state import SchedulingState
 
+_REMEDY = "Correct `pip` in the spec, or pip's configuration on the nodes, and serve it again."
+_TRIED_AGAIN = "It is tried again: see that the nodes reach the package index and have free space."
+
 
 def decide(snapshot: Snapshot) -> Plan:
     """Returns all actions of this tick, with reasons. The same snapshot always gives the same plan."""
@@ -67,6 +70,10 @@ def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float])
     if unmanaged:  # one Wait for each kind of work
         reasons = " ".join(dict.fromkeys(f"{a.reason}." for a in unmanaged))
         waiting[UNMANAGED] = Waiting(unmanaged[0].constraint, reasons, unmanaged[0].remedy)
+    for view in snapshot.endpoints:
+        load = view.load
+        if load is not None and (failed := load.install) is not None and load.ready < view.endpoint.target_replicas:
+            waiting[view.endpoint.name] = Waiting("packages", failed.why, _REMEDY if failed.is_final else _TRIED_AGAIN)
     leases = {lease.job_id: lease for lease in snapshot.leases if lease.state is not LeaseState.ACTIVE}
     is_yielding = any(member.gives_way for lease in snapshot.leases for member in lease.members)
     for job in snapshot.jobs:

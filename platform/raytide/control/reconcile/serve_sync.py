@@ -133,6 +133,8 @@ def follow_serve(
     if load is not None and endpoint.target_replicas == 0:
         return replace(endpoint, state=EndpointState.RUNNING, reason=reason)  # the next request starts a replica
     if why := served.failures.get(endpoint.name):
+        if load is not None and load.install is not None and load.install.why in why:
+            why = load.install.why  # Serve's message is a stack trace
         return replace(endpoint, state=EndpointState.FAILED, reason=why)
     if load is None and endpoint.state is EndpointState.RUNNING:
         return endpoint  # no report says that its replicas are gone

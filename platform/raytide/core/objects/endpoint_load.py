@@ -121,6 +121,17 @@ class ReplicaLog:
 
 
 @dataclass(frozen=True, slots=True)
+class InstallFailure:
+    """The last failure of a replica to install its endpoint's packages."""
+
+    why: str
+    node: str
+    """Ray's id of its node."""
+    is_final: bool
+    """True if pip would never install them; otherwise the replica tries again."""
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointLoad:
     """The last reports of an endpoint's replicas and router, and when Serve reported."""
 
@@ -147,6 +158,7 @@ class EndpointLoad:
     """The logs of the newest replicas, those that have ended included."""
     pages: Mapping[str, str] = field(default_factory=dict)
     """`host:port` of the metrics page of each replica that answers."""
+    install: InstallFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,7 @@ def control() -> Iterator[ServeControl]:
     """A controller on a fresh cluster, where an earlier controller deployed endpoint `m` and was killed."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    os.environ["PIP_NO_INDEX"] = "1"
     import pickle
 
     import ray
@@ -335,6 +336,21 @@ def test_an_endpoint_that_cannot_start_says_why(control: ServeControl) -> None:
     assert "nonsense" in control.applications()["broken"].failure
     assert control.applications()["m"].failure == ""
     control.delete("broken", is_there=True)
+
+
+def test_packages_that_can_never_be_installed_are_named_until_the_spec_changes(control: ServeControl) -> None:
+    lacks = endpoint("lacks")
+    lacks = replace(lacks, spec=lacks.spec.model_copy(update={"pip": ("raytide-lacks==1",)}))
+    assert control.deploy(lacks, is_there=False)
+    until("the failure", lambda: control.applications()["lacks"].failure != "")
+    failed = load_of(control, "lacks").install
+    assert failed is not None and failed.is_final
+    assert "the packages raytide-lacks==1 cannot be installed" in failed.why
+    assert failed.why in control.applications()["lacks"].failure
+    assert control.deploy(endpoint("lacks"), is_there=True)
+    until("a replica without packages", lambda: load_of(control, "lacks").ready == 1)
+    assert load_of(control, "lacks").install is None
+    control.delete("lacks", is_there=True)
 
 
 def test_an_endpoint_of_a_hosted_api_has_no_replicas(control: ServeControl) -> None:
