@@ -47,7 +47,8 @@ class Bill(Protocol):
 
 
 class Provider(Bill, Protocol):
-    """A source of nodes. Calls may be repeated after a crash: the same node id never buys twice."""
+    """A source of nodes. Calls may be repeated after a crash: the same node id never buys twice. A class that derives
+    from this one has no notices, no prices of its own and no problems, unless it says otherwise."""
 
     def launch(self, node: Node, node_type: NodeType) -> None:
         """Buys the machine, unless it was bought before. ProviderError means that the pool has none, and the node is
@@ -58,12 +59,15 @@ class Provider(Bill, Protocol):
 
     def notices(self) -> tuple[Notice, ...]:
         """Returns the notices of machines that still run."""
+        return ()
 
     def prices(self) -> Mapping[tuple[str, str], int]:
         """Returns present prices by node type and zone, in micro-dollars an hour; missing ones are as configured."""
+        return {}
 
     def problems(self) -> tuple[str, ...]:
         """Returns what an operator should know of this source and no decision waits for, in sentences."""
+        return ()
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Calls `on_change`, from any thread, as soon as a machine ends or gets a notice."""

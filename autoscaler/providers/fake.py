@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.core.clock import Clock
 from raytide.core.errors import ProviderError
 from raytide.core.objects.node import Node, NodeType
 
 
-class FakeProvider:
+class FakeProvider(Provider):
     """A provider without machines, for tests and simulations.
 
     Machines are billed from the launch call and can join Ray `launch_delay_s` later (`is_up`).
@@ -55,9 +55,6 @@ class FakeProvider:
 
     def prices(self) -> Mapping[tuple[str, str], int]:
         return dict(self._prices)
-
-    def problems(self) -> tuple[str, ...]:
-        return ()
 
     def watch(self, on_change: Callable[[], None]) -> None:
         self._watchers.append(on_change)

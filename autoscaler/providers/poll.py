@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from raytide.core.errors import ProviderError
 
-__all__ = ["PollWatcher"]
-
 
 class PollWatcher:
     """Calls `on_change`, from its own thread, when the result of `look` changes."""

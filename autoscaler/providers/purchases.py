@@ -14,8 +14,7 @@ from pathlib import Path
 from raytide.autoscaler.providers.base import Machine
 from raytide.core.io.atomic_file import check_room, create_json, read_json, sweep, write_json
 from raytide.core.io.storage import full_disk_is_an_error
-
-__all__ = ["PurchaseRecord", "Purchases", "in_order"]
+from raytide.core.objects.node import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,10 @@ class Purchases:
         """Writes the record, unless the node has one."""
         bought = {name: value for name, value in asdict(purchase).items() if name != "earlier"}
         create_json(self._folder / f"{purchase.node_id}.json", bought)
+
+    def buy(self, node: Node, now_s: float) -> None:
+        """Records that the node was bought now, unless it has a record."""
+        self.record(PurchaseRecord(node.id, node.type, node.zone, node.price_micro_usd_h, now_s))
 
     def reprice(self, purchase: PurchaseRecord, now_s: float, price_micro_usd_h: int) -> PurchaseRecord:
         """Records a new price from now on."""

@@ -17,7 +17,7 @@ from tests.autoscaler.providers.notices.key_values import KeyValues
 
 from raytide.autoscaler.providers.cloud.provider import CloudProvider
 from raytide.autoscaler.providers.cloud.spot_prices import SpotPrices, instance_types
-from raytide.autoscaler.providers.notices.board import NoticeBoard
+from raytide.autoscaler.providers.notices.watch import NoticeBoard
 from raytide.core import ray_internals
 from raytide.core.clock import VirtualClock
 from raytide.core.objects.cluster_config import load_cluster

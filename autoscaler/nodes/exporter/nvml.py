@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import pynvml
@@ -41,10 +41,6 @@ class GpuCollector:
         self._xids: dict[str, float] = {}
         """The last XID error by UUID."""
         threading.Thread(target=self._watch_xids, name="xids", daemon=True).start()
-
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        """Returns nothing, so that registering does not collect."""
-        return ()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yields the families of all GPUs."""
@@ -79,11 +75,7 @@ class GpuCollector:
 def _values(device: Any) -> Values:
     """Returns the metrics of one GPU. Any work may run on a GPU whose use the driver cannot tell, hence NaN."""
     found = {metric: value for metric, read in _READS.items() if (value := _try(read, device)) is not None}
-    for metric, value in (_try(_memory, device) or {}).items():
-        found[metric] = value
-    for metric, value in (_try(_remapped_rows, device) or {}).items():
-        found[metric] = value
-    return {dcgm.GPU_UTIL: math.nan, **found}
+    return {dcgm.GPU_UTIL: math.nan, **found, **(_try(_memory, device) or {}), **(_try(_remapped_rows, device) or {})}
 
 
 def _memory(device: Any) -> Values:

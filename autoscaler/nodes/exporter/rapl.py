@@ -7,7 +7,7 @@ https://docs.kernel.org/power/powercap/powercap.html describes the files. Each c
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily
@@ -32,10 +32,6 @@ class RaplCollector:
     @property
     def has_counters(self) -> bool:
         return bool(self._last)
-
-    def describe(self) -> Iterable[CounterMetricFamily]:
-        """Returns nothing, so that registering does not collect."""
-        return ()
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Yields one family; nothing where no counter can be read."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.cloud.spot_prices import SpotPrices, instance_types
-from raytide.autoscaler.providers.notices.board import NoticeBoard
+from raytide.autoscaler.providers.notices.watch import NoticeBoard
 from raytide.autoscaler.providers.poll import PollWatcher
 from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases, in_order
 from raytide.core import ray_internals
@@ -23,8 +23,6 @@ from raytide.core.clock import Clock
 from raytide.core.errors import ClusterError, ConfigError, ProviderError, RaytideError
 from raytide.core.logs import logger
 from raytide.core.objects.node import Node, NodeType
-
-__all__ = ["NODE_TAG", "CloudProvider", "SetUp"]
 
 NODE_TAG, _ZONE_TAG, _PRICE_TAG = "raytide-node-id", "raytide-zone", "raytide-price-micro-usd-h"
 _POLL_S = 10.0
@@ -81,9 +79,7 @@ class CloudProvider:
                     return  # bought, and not listed yet, or no more
                 self._purchases.check_room()
                 self._create(node)
-                self._purchases.record(
-                    PurchaseRecord(node.id, node.type, node.zone, node.price_micro_usd_h, self._clock.now_s())
-                )
+                self._purchases.buy(node, self._clock.now_s())
                 cloud_ids = self._running().get(node.id)  # Ray's providers learn a node's tags by listing it
         if cloud_ids is not None:
             self._set_up.begin(cloud_ids[0], node.id, node_type, node.zone)

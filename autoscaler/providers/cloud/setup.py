@@ -18,8 +18,6 @@ from raytide.core import ray_internals
 from raytide.core.logs import logger
 from raytide.core.objects.node import NodeType
 
-__all__ = ["RAY_TOKEN", "CloudSetUp", "NoSetUp", "start_commands", "with_token"]
-
 AT_ONCE = 16
 RAY_TOKEN = "~/.ray/auth_token"  # where it is, not what it is  # nosec B105
 """Ray's default path of its token."""

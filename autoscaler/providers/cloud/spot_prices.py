@@ -13,8 +13,6 @@ from raytide.core.logs import logger
 from raytide.core.money import micro_usd
 from raytide.core.objects.node import CapacityType, NodeType
 
-__all__ = ["PERIOD_S", "STALE_S", "SpotPrices", "instance_types"]
-
 PERIOD_S = 300.0
 STALE_S = 3600.0
 """Older prices are not used."""

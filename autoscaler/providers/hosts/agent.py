@@ -27,8 +27,6 @@ from raytide.core.errors import ConflictError, ProviderError, RaytideError
 from raytide.core.io.private_folder import private_folder
 from raytide.core.io.process import Process, terminate_all
 
-__all__ = ["VERBS", "check_versions", "start_in", "versions"]
-
 DIES_WITH_PARENT = "--dies-with-parent"
 _KEPT_FOLDERS = 10
 """The folders of ended nodes, with their logs, that a machine keeps."""

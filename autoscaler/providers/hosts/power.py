@@ -11,8 +11,6 @@ from raytide.core.errors import ClusterError, ProviderError
 from raytide.core.logs import logger
 from raytide.core.objects.hardware.host import Host, HostsSection
 
-__all__ = ["PowerSwitch"]
-
 _COMMAND_S = 60.0
 _RETRY_S = 5.0
 

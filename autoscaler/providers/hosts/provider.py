@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.providers.base import Machine, Provider
 from raytide.autoscaler.providers.hosts.agent import versions
 from raytide.autoscaler.providers.hosts.power import PowerSwitch
 from raytide.autoscaler.providers.hosts.quarantine import HostQuarantine, quarantine_folder
@@ -30,8 +30,6 @@ from raytide.core.io.atomic_file import read_json, write_json
 from raytide.core.logs import logger
 from raytide.core.objects.hardware.host import Host, HostsSection
 from raytide.core.objects.node import Node, NodeType
-
-__all__ = ["HOSTS_FOLDER", "HostCluster", "HostsProvider"]
 
 HOSTS_FOLDER = "hosts"
 """The folder of the run folder with the purchases, the machines of nodes, and the quarantine."""
@@ -92,7 +90,7 @@ class HostCluster:
         }
 
 
-class HostsProvider:
+class HostsProvider(Provider):
     """A provider over own machines. `run_dir` is the cluster's run folder. Only with `starts_nodes` it goes on with
     starts that an earlier controller left unfinished."""
 
@@ -138,9 +136,7 @@ class HostsProvider:
             if self._purchases.find(node.id) is None:
                 self._purchases.check_room()
                 self._bind(node.id, _Binding(self._free_host(node.type, node.zone).name))
-                self._purchases.record(
-                    PurchaseRecord(node.id, node.type, node.zone, node.price_micro_usd_h, self._clock.now_s())
-                )
+                self._purchases.buy(node, self._clock.now_s())
             self._begin(node.id, self._start)
 
     def terminate(self, node_id: str) -> None:
@@ -159,12 +155,6 @@ class HostsProvider:
                     self._begin(node_id, self._start)
         live = [purchase.machine(self._address(purchase.node_id)) for purchase in purchases]
         return in_order([*self._purchases.over(), *live])
-
-    def notices(self) -> tuple[Notice, ...]:
-        return ()
-
-    def prices(self) -> Mapping[tuple[str, str], int]:
-        return {}
 
     def problems(self) -> tuple[str, ...]:
         """Returns the machines in quarantine, and those with a node that do not answer."""

@@ -11,8 +11,6 @@ from pathlib import Path
 from raytide.core.clock import Clock, utc
 from raytide.core.io.atomic_file import read_json, write_json
 
-__all__ = ["FIRST_S", "LONGEST_S", "HostQuarantine", "QuarantinedHost", "quarantine_folder"]
-
 FIRST_S, LONGEST_S = 60.0, 3600.0
 """The wait after the first failure of a machine; it doubles with each further one."""
 

@@ -17,8 +17,6 @@ from raytide.core.errors import ClusterError, ProviderError, from_json
 from raytide.core.io.private_folder import private_folder
 from raytide.core.objects.hardware.host import Host, HostsSection
 
-__all__ = ["HostConnection", "SshConnection", "agent_command"]
-
 AGENT = "raytide.autoscaler.providers.hosts.agent"
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)

@@ -9,8 +9,6 @@ from typing import Any
 
 from raytide.core.errors import ClusterError, ConfigError
 
-__all__ = ["KubeApi"]
-
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT_S = 30.0
 

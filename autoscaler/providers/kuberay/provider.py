@@ -15,15 +15,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.providers.kuberay.kube_api import KubeApi
 from raytide.autoscaler.providers.poll import PollWatcher
 from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases, in_order
 from raytide.core.clock import Clock
 from raytide.core.errors import ConfigError, ProviderError
 from raytide.core.objects.node import Node, NodeType
-
-__all__ = ["NODE_LABEL", "KubeRayProvider"]
 
 NODE_LABEL = "raytide.io/node-id"
 _LABEL_PATH = "/metadata/labels/raytide.io~1node-id"
@@ -54,7 +52,7 @@ class _Pod:
     """The time at which Kubernetes kills it; None while it stays."""
 
 
-class KubeRayProvider:
+class KubeRayProvider(Provider):
     """Buys and ends pods of a RayCluster.
 
     `cluster` is the RayCluster's name; its spec has `enableInTreeAutoscaling: false`.
@@ -79,9 +77,7 @@ class KubeRayProvider:
                 raise ProviderError(
                     f"worker group {node.type} is at its maxReplicas.", hint="Raise it in the RayCluster."
                 )
-            self._purchases.record(
-                PurchaseRecord(node.id, node.type, node.zone, node.price_micro_usd_h, self._clock.now_s())
-            )
+            self._purchases.buy(node, self._clock.now_s())
             self._align(index, group, self._pods())
 
     def terminate(self, node_id: str) -> None:
@@ -114,12 +110,6 @@ class KubeRayProvider:
             ending_machines = self._going_machines() if pods else {}
             deadlines = {pod.node_id: pod.leaves_at_s or ending_machines.get(pod.machine) for pod in pods}
             return tuple(Notice(node_id, at_s) for node_id, at_s in sorted(deadlines.items()) if at_s is not None)
-
-    def prices(self) -> Mapping[tuple[str, str], int]:
-        return {}
-
-    def problems(self) -> tuple[str, ...]:
-        return ()
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Polls the pods every five seconds."""

@@ -46,14 +46,7 @@ class NodeFolder:
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self.node_id = path.name
-
-    @property
-    def mark(self) -> str:
-        return str(self.path)
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log"
+        self.mark, self.log = str(self.path), self.path / "log"
 
     def machine(self) -> LocalMachine | None:
         record = read_json(self.path / "machine.json")

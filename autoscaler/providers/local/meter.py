@@ -72,10 +72,6 @@ class _Gpus:
         self._lock = threading.Lock()
         self._energy_mj, self._at_s, self._power_w = 0.0, monotonic_s(), _IDLE_W
 
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        """Returns nothing, so that registering does not collect."""
-        return ()
-
     def collect(self) -> Iterable[GaugeMetricFamily]:
         use = (read_json(self._folder.path / _USE) or {"gpu": 0.0})["gpu"]
         if use is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.providers.local.events import Watcher, poke
 from raytide.autoscaler.providers.local.files import MARK, LocalMachine, NodeFolder, node_names
 from raytide.autoscaler.providers.local.spot import is_out_of_stock
@@ -32,7 +32,7 @@ _TERMINATE_GRACE_S = 3.0
 """The time that a node has to report its end to the GCS."""
 
 
-class LocalProvider:
+class LocalProvider(Provider):
     """A provider whose machines are processes. They inherit `environment`: the cluster's, or this process's.
 
     `node_module` is run with the node's folder and its locked file descriptor; tests pass a lighter one.
@@ -128,12 +128,6 @@ class LocalProvider:
         """Returns the folders of nodes that have not been seen to end; a recorded end never changes."""
         names = set(node_names(self._run_dir)) - self._over.keys()
         return [NodeFolder(self._run_dir / "nodes" / name) for name in sorted(names)]
-
-    def prices(self) -> Mapping[tuple[str, str], int]:
-        return {}
-
-    def problems(self) -> tuple[str, ...]:
-        return ()
 
     def watch(self, on_change: Callable[[], None]) -> None:
         if self._watcher is not None:

@@ -9,8 +9,6 @@ import httpx
 
 from raytide.autoscaler.providers.notices.base import CloudNotice, MetadataService, read
 
-__all__ = ["REBALANCE_S", "AwsMetadata"]
-
 REBALANCE_S = 600.0
 """A recommendation has no deadline; work gets this long to move."""
 

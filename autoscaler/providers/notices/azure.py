@@ -7,8 +7,6 @@ from typing import Any
 
 from raytide.autoscaler.providers.notices.base import CloudNotice, MetadataService, read
 
-__all__ = ["AzureMetadata"]
-
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 _LEAVES = ("Preempt", "Terminate", "Redeploy", "Reboot")

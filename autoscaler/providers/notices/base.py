@@ -11,8 +11,6 @@ import httpx
 
 from raytide.core.errors import ClusterError
 
-__all__ = ["CloudNotice", "Metadata", "MetadataService", "read"]
-
 T = TypeVar("T")
 
 _TIMEOUT_S = 2.0

@@ -6,8 +6,6 @@ import os
 
 from raytide.autoscaler.providers.notices.base import CloudNotice, MetadataService
 
-__all__ = ["MAINTENANCE_S", "PREEMPTED_S", "GcpMetadata"]
-
 PREEMPTED_S = 30.0
 MAINTENANCE_S = 60.0
 """The shortest time that Compute Engine gives; machines with GPUs have an hour, but the event does not say so."""

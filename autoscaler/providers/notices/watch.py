@@ -5,20 +5,21 @@ It polls the cloud's metadata service every two seconds and stores notices on th
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 
+from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.notices.aws import AwsMetadata
 from raytide.autoscaler.providers.notices.azure import AzureMetadata
 from raytide.autoscaler.providers.notices.base import CloudNotice, Metadata
-from raytide.autoscaler.providers.notices.board import NoticeBoard
 from raytide.autoscaler.providers.notices.gcp import GcpMetadata
+from raytide.autoscaler.ray_gcs import GcsEntries
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ClusterError
 from raytide.core.logs import log_to, logger
-from raytide.core.ray_internals import gcs_client
-
-__all__ = ["CLOUDS", "NoticeWatcher", "board_at"]
+from raytide.core.ray_internals import GcsClient, gcs_client
 
 CLOUDS: Mapping[str, Callable[[], Metadata]] = {"aws": AwsMetadata, "gcp": GcpMetadata, "azure": AzureMetadata}
 """Keyed by Ray's name of the provider."""
@@ -26,6 +27,23 @@ CLOUDS: Mapping[str, Callable[[], Metadata]] = {"aws": AwsMetadata, "gcp": GcpMe
 _EVERY_S = 2.0
 
 log = logger(__name__)
+
+
+class NoticeBoard:
+    """The notices of all nodes: watchers store theirs in Ray's GCS, where the controller reads them."""
+
+    def __init__(self, connect: Callable[[], GcsClient]) -> None:
+        self._entries = GcsEntries("notice/", connect)
+
+    def pin(self, node_id: str, notice: CloudNotice) -> None:
+        self._entries.put(node_id, json.dumps(asdict(notice)).encode())
+
+    def remove(self, node_id: str) -> None:
+        self._entries.remove(node_id)
+
+    def notices(self) -> tuple[Notice, ...]:
+        notices = {node_id: CloudNotice(**json.loads(body)) for node_id, body in self._entries.all().items()}
+        return tuple(Notice(node_id, each.deadline_s) for node_id, each in sorted(notices.items()))
 
 
 class NoticeWatcher:

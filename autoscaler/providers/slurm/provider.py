@@ -10,10 +10,10 @@ from __future__ import annotations
 import shlex
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.providers.hosts.provider import HostCluster
 from raytide.autoscaler.providers.poll import PollWatcher
 from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases, in_order
@@ -23,8 +23,6 @@ from raytide.core.errors import ClusterError, ProviderError, RaytideError
 from raytide.core.io.atomic_file import read_json, write_json
 from raytide.core.objects.hardware.slurm import SlurmSection
 from raytide.core.objects.node import Node, NodeType
-
-__all__ = ["SLURM_FOLDER", "SlurmProvider", "job_arguments", "job_script"]
 
 SLURM_FOLDER = "slurm"
 """The folder of the run folder with the purchases, and by default with the requests and logs of nodes."""
@@ -50,7 +48,7 @@ def job_script(section: SlurmSection, request_file: str) -> str:
     return f"#!/bin/sh\nexec {section.python} -m {NODE_PROGRAM} {shlex.quote(request_file)}\n"
 
 
-class SlurmProvider:
+class SlurmProvider(Provider):
     """A provider over the jobs of a Slurm cluster. `run_dir` is the cluster's run folder. Without `starts_nodes` it
     cancels jobs that wait."""
 
@@ -142,9 +140,6 @@ class SlurmProvider:
                 elif job.end_s is not None and job.end_s - now_s <= self._section.notice_s:
                     found.append(Notice(purchase.node_id, job.end_s))
             return tuple(found)
-
-    def prices(self) -> Mapping[tuple[str, str], int]:
-        return {}
 
     def problems(self) -> tuple[str, ...]:
         """Returns how many jobs wait in Slurm's queue, by Slurm's reason."""

@@ -13,8 +13,6 @@ from typing import Protocol
 from raytide.core.errors import ClusterError, ProviderError
 from raytide.core.objects.hardware.slurm import SlurmSection
 
-__all__ = ["SlurmCommands", "SlurmJob", "SlurmQueue", "parse_jobs"]
-
 _TIMEOUT_S = 20.0
 _FORMAT = "%i|%T|%S|%e|%N|%r|%k"
 _UNREACHABLE = ("Unable to contact slurm controller", "Connection refused", "timed out", "Zero Bytes were transmitted")

@@ -19,7 +19,7 @@ from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.cloud.provider import NODE_TAG, CloudProvider
 from raytide.autoscaler.providers.cloud.setup import CloudSetUp
 from raytide.autoscaler.providers.notices.base import CloudNotice
-from raytide.autoscaler.providers.notices.board import NoticeBoard
+from raytide.autoscaler.providers.notices.watch import NoticeBoard
 from raytide.autoscaler.ray_gcs import RayNode
 from raytide.control.bootstrap.cloud_launch import dry_run
 from raytide.core import ray_internals

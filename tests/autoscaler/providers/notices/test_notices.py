@@ -14,9 +14,8 @@ from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.notices.aws import REBALANCE_S, AwsMetadata
 from raytide.autoscaler.providers.notices.azure import AzureMetadata
 from raytide.autoscaler.providers.notices.base import CloudNotice
-from raytide.autoscaler.providers.notices.board import NoticeBoard
 from raytide.autoscaler.providers.notices.gcp import MAINTENANCE_S, PREEMPTED_S, GcpMetadata
-from raytide.autoscaler.providers.notices.watch import NoticeWatcher
+from raytide.autoscaler.providers.notices.watch import NoticeBoard, NoticeWatcher
 from raytide.control.bootstrap import node_agent
 from raytide.control.bootstrap.node_agent import watch_notices
 from raytide.core.clock import VirtualClock
