@@ -36,6 +36,7 @@ def dashboard_files() -> dict[str, str]:
 
 
 def dashboard(board: Board) -> dict[str, Any]:
+    datasource = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus", "hide": 0}
     return {
         "uid": board.uid,
         "title": board.title,
@@ -45,7 +46,7 @@ def dashboard(board: Board) -> dict[str, Any]:
         "graphTooltip": 1,
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_datasource(), *map(_variable, board.variables)]},
+        "templating": {"list": [datasource, *map(_variable, board.variables)]},
         "links": [
             {
                 "title": "raytide",
@@ -63,10 +64,6 @@ def dashboard(board: Board) -> dict[str, Any]:
         "annotations": {"list": [_alerts()]},
         "panels": list(_panels(board)),
     }
-
-
-def _datasource() -> dict[str, Any]:
-    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus", "hide": 0}
 
 
 def _variable(name: str) -> dict[str, Any]:

@@ -29,8 +29,7 @@ from raytide.dashboards.history.writer import HistoryWriter
 from raytide.dashboards.monitor.alerting import Alerting
 from raytide.dashboards.monitor.anomalies import Anomalies
 from raytide.dashboards.monitor.monitor import Monitor
-from raytide.dashboards.monitor.probe_key import ProbeKey
-from raytide.dashboards.monitor.probes import Prober
+from raytide.dashboards.monitor.probes import ProbeKey, Prober
 from raytide.dashboards.monitor.scraper import Scraper
 from raytide.dashboards.rules.overrides import adjusted_groups
 

@@ -6,7 +6,7 @@ Where a real Alertmanager sends its alerts to the API, the own evaluator only re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from raytide.dashboards.alerts.runner import ActionRunner
 from raytide.dashboards.alerts.states import Alert, AlertState, Observed, advance
 from raytide.dashboards.history.points import Labels
 from raytide.dashboards.history.reader import HistoryReader
-from raytide.dashboards.monitor.stored_series import StoredSeries
 from raytide.dashboards.rules.alert_rule import AlertRule
-from raytide.dashboards.rules.evaluation import evaluate
+from raytide.dashboards.rules.evaluation import Point as Sample
+from raytide.dashboards.rules.evaluation import evaluate, matches
+from raytide.dashboards.rules.expressions import Matcher
 
 log = logger(__name__)
 
@@ -29,6 +30,8 @@ _TEST_S = 60.0
 _PRUNE_S = 3600.0
 _STALE_SCRAPES, _LEAST_STALE_S = 2.5, 15.0
 """A page may be missed that often, or for that long, before its series count as ended."""
+_LONG_S, _STEP_S = 2 * 3600.0, 60.0
+"""Windows of the history longer than this are read by the minute."""
 
 
 class Alerting:
@@ -109,3 +112,32 @@ def _changes(rule: AlertRule, found: Mapping[Labels, float], known: Mapping[str,
         replace(alert, summary=rule.summarize(dict(alert.labels), 0.0 if alert.value is None else alert.value))
         for alert in advance(mine, [observed], now_s)
     ]
+
+
+class StoredSeries:
+    """The history as the rules' evaluator reads it, for one evaluation: each metric and window once, and none that has
+    no series.
+
+    A series without a point in the last `stale_s` seconds has ended: its page is gone, or does not have it any more.
+    """
+
+    def __init__(self, history: HistoryReader, stale_s: float) -> None:
+        self._history, self._stale_s = history, stale_s
+        self._known = frozenset(history.metrics())
+        self._read: dict[tuple[str, float, float], list[tuple[Labels, list[Sample]]]] = {}
+
+    def range(
+        self, metric: str, where: Sequence[Matcher], start_s: float, end_s: float
+    ) -> list[tuple[Labels, list[Sample]]]:
+        if metric not in self._known:
+            return []
+        key = (metric, start_s, end_s)
+        if key not in self._read:
+            step_s = _STEP_S if end_s - start_s > _LONG_S else 0.0
+            found = self._history.range(metric, {}, start_s, end_s, step_s)
+            self._read[key] = [(labels, self._with_end(points, end_s)) for labels, points in found]
+        return [each for each in self._read[key] if matches(dict(each[0]), where)]
+
+    def _with_end(self, points: Sequence[tuple[float, float]], end_s: float) -> list[Sample]:
+        last_s = points[-1][0]
+        return [*points, (end_s, None)] if last_s < end_s - self._stale_s else list(points)

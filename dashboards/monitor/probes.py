@@ -17,7 +17,9 @@ from pathlib import Path
 import httpx
 
 from raytide.actors.serving.openai_api.respond import PROBE
-from raytide.core.io.atomic_file import write_json
+from raytide.control.client.api_client import ApiClient
+from raytide.core.errors import RaytideError
+from raytide.core.io.atomic_file import read_json, write_json
 from raytide.core.logs import logger
 from raytide.core.telemetry.catalogue import monitoring as m
 from raytide.core.telemetry.metrics import MetricSample, Sample
@@ -27,6 +29,8 @@ from raytide.dashboards.alerts.service import PROBES_FILE
 
 log = logger(__name__)
 
+FILE, NAME = "probe-key.json", "raytide-probes"
+"""The file that keeps the API key of probes, and the name of that key."""
 _MOST_ANSWER = 500
 _MOST_BYTES = 1 << 20
 
@@ -141,3 +145,38 @@ class Prober:
             names = (result.endpoint, result.probe)
             yield MetricSample(m.PROBE_SUCCESS, float(result.success), names)
             yield MetricSample(m.PROBE_ANSWER_RIGHT, float(result.right), names)
+
+
+class ProbeKey:
+    """Returns the API key of probes when it is called; empty where the gateway demands none. `team` pays for the
+    probes. The key is made once, and kept in a file of raytide's user."""
+
+    def __init__(self, folder: Path, team: str, is_needed: bool) -> None:
+        self._path, self._folder, self._team, self._is_needed = folder / FILE, folder, team, is_needed
+        self._secret: str | None = None
+        self._lock = asyncio.Lock()
+
+    async def __call__(self) -> str:
+        if not self._is_needed:
+            return ""
+        async with self._lock:
+            if not self._secret:
+                try:
+                    self._secret = await asyncio.to_thread(self._find)
+                except RaytideError as error:  # the next probe tries again
+                    log.warning("there is no key for probes", extra={"error": str(error)})
+            return self._secret or ""
+
+    def _find(self) -> str:
+        """Returns the kept key, or a new one if that is not valid any more."""
+        try:
+            kept = read_json(self._path) or {}
+        except ValueError:
+            kept = {}
+        client = ApiClient.from_run_dir(self._folder)
+        valid = {key["key"]["id"] for key in client.call("GET", "/v1/keys", query={"limit": 1000})}
+        if kept.get("id") in valid:
+            return str(kept["secret"])
+        made = client.call("POST", "/v1/keys", {"name": NAME, "team": self._team})
+        write_json(self._path, {"id": made["key"]["id"], "secret": made["secret"]})
+        return str(made["secret"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import httpx
@@ -11,13 +12,15 @@ import httpx
 from raytide.core.logs import logger
 from raytide.dashboards.history.points import label_set
 from raytide.dashboards.history.writer import HistoryWriter, Series
-from raytide.dashboards.monitor.exposition import PageReader
 
 PREFIXES = ("raytide_", "DCGM_")
-"""The metrics that are kept, besides those that a rule names."""
+"""The metrics that are kept."""
 MOST_PAGE_BYTES = 16 << 20
 MOST_TARGETS = 5000
 _AT_ONCE = 32
+MOST_LINES = 50_000
+"""The most samples of one page that are read."""
+_COUNTED = ("_bucket", "_count", "_sum", "_total")
 
 log = logger(__name__)
 
@@ -52,10 +55,10 @@ def targets_from_discovery(listed: object) -> list[ScrapeTarget]:
 
 
 class Scraper:
-    """Scrapes into one history. `names` are metrics that are kept besides those with raytide's prefixes."""
+    """Scrapes into one history."""
 
-    def __init__(self, http: httpx.AsyncClient, history: HistoryWriter, names: Collection[str] = ()) -> None:
-        self._http, self._history, self._names = http, history, frozenset(names)
+    def __init__(self, http: httpx.AsyncClient, history: HistoryWriter) -> None:
+        self._http, self._history = http, history
         self._readers: dict[ScrapeTarget, PageReader] = {}
         self.up: dict[tuple[str, str], bool] = {}
         """The targets of the last scrape by job and instance, with whether their page was read."""
@@ -72,14 +75,11 @@ class Scraper:
             labels = dict(target.labels)
             self.up[labels.get("job", ""), labels.get("instance", "")] = page is not None
             if page is not None:
-                points += self._reader(target, labels).read(page)
+                if target not in self._readers:
+                    self._readers[target] = PageReader(self._history, labels)
+                points += self._readers[target].read(page)
             points.append((self._history.series("up", target.labels, False), float(page is not None)))
         return points
-
-    def _reader(self, target: ScrapeTarget, labels: Mapping[str, str]) -> PageReader:
-        if target not in self._readers:
-            self._readers[target] = PageReader(self._history, labels, PREFIXES, self._names)
-        return self._readers[target]
 
     async def _page(self, target: ScrapeTarget, limit: asyncio.Semaphore, timeout_s: float) -> str | None:
         try:
@@ -96,3 +96,64 @@ class Scraper:
                 log.warning("a page cannot be scraped", extra={"url": target.url, "error": repr(error)})
             return None
         return b"".join(parts).decode("utf-8", "replace")
+
+
+class PageReader:
+    """Reads one page of Prometheus' text format again and again, into the series of a history. A line is parsed once:
+    afterwards the text before its value is looked up."""
+
+    def __init__(self, history: HistoryWriter, labels: Mapping[str, str]) -> None:
+        """`labels` are added to each series that has none of that name: `job` of a page may be a training job."""
+        self._history, self._labels = history, labels
+        self._known: dict[str, Series | None] = {}
+
+    def read(self, text: str) -> Iterator[tuple[Series, float]]:
+        """Yields the samples of the page. Lines that are malformed are left out."""
+        types: dict[str, str] = {}
+        seen: dict[str, Series | None] = {}
+        known, lines = self._known, 0
+        for line in text.split("\n"):
+            if not line or line[0] == "#":
+                if line.startswith("# TYPE "):
+                    name, _, kind = line[7:].partition(" ")
+                    types[name] = kind.strip()
+                continue
+            lines += 1
+            if lines > MOST_LINES:
+                break
+            head, brace, rest = line.rpartition("}")
+            if brace:
+                name = head + brace
+            else:
+                name, _, rest = line.partition(" ")
+            if name in known:
+                series = known[name]
+            else:
+                series = self._series(name, types.get)
+            seen[name] = series
+            if series is None:
+                continue
+            try:
+                value = float(rest.split(None, 1)[0])
+            except (ValueError, IndexError):
+                continue
+            if not math.isnan(value):
+                yield series, value
+        self._known = seen  # what left the page is forgotten
+
+    def _series(self, text: str, type_of: Callable[[str], str | None]) -> Series | None:
+        metric = text.partition("{")[0].rstrip()
+        if not metric.startswith(PREFIXES):
+            return None
+        from prometheus_client.parser import text_string_to_metric_families
+
+        try:
+            (family,) = text_string_to_metric_families(f"{text} 0\n")
+            (sample,) = family.samples
+        except ValueError:
+            return None
+        labels = {**self._labels, **{name: value for name, value in sample.labels.items() if value}}
+        family_name = next((metric.removesuffix(end) for end in _COUNTED if metric.endswith(end)), metric)
+        kind = type_of(metric) or type_of(family_name)
+        is_counter = kind == "counter" or (kind in ("histogram", "summary") and metric != family_name)
+        return self._history.series(metric, label_set(labels), is_counter)

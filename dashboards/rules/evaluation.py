@@ -49,7 +49,6 @@ class SeriesSource(Protocol):
     ) -> Iterable[tuple[Labels, Sequence[Point]]]:
         """Returns the series of an exposed name that match, with their points from `start_s` to `end_s`, both
         included, in order of time."""
-        ...
 
 
 def evaluate(expression: Expression, source: SeriesSource, at_s: float) -> Vector:

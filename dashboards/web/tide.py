@@ -64,16 +64,17 @@ class Tide:
         begin_us = last_us - (steps - 1) * step_us
         with self._lock:
             kept = self._read(begin_us, last_us + step_us, step_us, now_s)
-            found = [(begin, hours) for begin, part in kept.items() if begin >= begin_us for hours in part]
+            found = [
+                ((begin - begin_us) // step_us, hours)
+                for begin, part in kept.items()
+                if begin >= begin_us
+                for hours in part
+            ]
         sums: defaultdict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[0.0] * steps for _ in range(3)])
-        for begin, hours in found:
+        found += [(steps - 1, hours) for hours in self._open_hours(to_us(now_s))]
+        for step, hours in found:
             if caller.sees(hours.team):
-                self._add(
-                    sums[(use_of(hours.kind, hours.job_kind), hours.market)], (begin - begin_us) // step_us, hours
-                )
-        for hours in self._open_hours(to_us(now_s)):
-            if caller.sees(hours.team):
-                self._add(sums[(use_of(hours.kind, hours.job_kind), hours.market)], steps - 1, hours)
+                self._add(sums[(use_of(hours.kind, hours.job_kind), hours.market)], step, hours)
         series = tuple(_series(use, market, *rows) for (use, market), rows in sorted(sums.items()))
         return TideView(now_s, begin_us / 1e6, step_us / 1e6, series)
 

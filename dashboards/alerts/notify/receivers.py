@@ -37,7 +37,6 @@ class Receiver(Protocol):
 
     def send(self, alerts: Sequence[Alert]) -> None:
         """Delivers one message. Raises a RaytideError if it was not delivered."""
-        ...
 
 
 def receivers_of(config: NotifySection, cluster: str, environment: Mapping[str, str]) -> list[Receiver]:

@@ -11,8 +11,6 @@ from raytide.dashboards.rules.alerts import (
     training,
 )
 
-__all__ = ["ALERTS", "GROUPS", "PROMETHEUS_ALERTS"]
-
 GROUPS: dict[str, tuple[AlertRule, ...]] = {
     "client": client.ALERTS,
     "application": application.ALERTS,

@@ -10,8 +10,8 @@ from fastapi.testclient import TestClient
 from tests.control.api.test_tenancy import ROOT, client, clock  # noqa: F401
 
 from raytide.core.errors import ClusterError
-from raytide.dashboards.monitor import probe_key
-from raytide.dashboards.monitor.probe_key import FILE, ProbeKey
+from raytide.dashboards.monitor import probes
+from raytide.dashboards.monitor.probes import FILE, ProbeKey
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def keys(client: TestClient, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     def call(method: str, path: str, body: object = None, query: dict[str, str] | None = None) -> object:
         return client.request(method, path, json=body, params=query, headers=ROOT).raise_for_status().json()
 
-    monkeypatch.setattr(probe_key.ApiClient, "from_run_dir", lambda folder: SimpleNamespace(call=call))
+    monkeypatch.setattr(probes.ApiClient, "from_run_dir", lambda folder: SimpleNamespace(call=call))
     return tmp_path
 
 
@@ -31,7 +31,7 @@ async def test_one_key_is_made_and_used_again_by_the_next_monitor(keys: Path, cl
     assert secret.startswith("rk-")
     assert await first() == secret == await ProbeKey(keys, "research", is_needed=True)()
     (key,) = client.get("/v1/keys", headers=ROOT).json()
-    assert (key["key"]["name"], key["key"]["team"]) == (probe_key.NAME, "research")
+    assert (key["key"]["name"], key["key"]["team"]) == (probes.NAME, "research")
     assert (keys / FILE).stat().st_mode & 0o777 == 0o600
 
 
@@ -57,6 +57,6 @@ async def test_without_need_or_api_there_is_none(keys: Path, monkeypatch: pytest
         raise ClusterError("the API does not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(probe_key.ApiClient, "from_run_dir", away)
+        patch.setattr(probes.ApiClient, "from_run_dir", away)
         assert await (waiting := ProbeKey(keys, "research", is_needed=True))() == ""
     assert (await waiting()).startswith("rk-"), "the next probe tries again"

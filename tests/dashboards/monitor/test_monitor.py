@@ -22,9 +22,8 @@ from raytide.dashboards.history.reader import HistoryReader
 from raytide.dashboards.history.writer import HistoryWriter
 from raytide.dashboards.monitor.alerting import Alerting
 from raytide.dashboards.monitor.anomalies import Anomalies
-from raytide.dashboards.monitor.exposition import PageReader
 from raytide.dashboards.monitor.monitor import Monitor
-from raytide.dashboards.monitor.scraper import Scraper, targets_from_discovery
+from raytide.dashboards.monitor.scraper import PREFIXES, PageReader, Scraper, targets_from_discovery
 from raytide.dashboards.rules.alerts import ALERTS
 
 NOW_S = 1_700_000_000.0
@@ -46,7 +45,7 @@ other_metric 3
 
 def test_a_page_is_read_with_its_labels_and_types(tmp_path: Path) -> None:
     history = HistoryWriter(tmp_path / "h", low_bytes=0)
-    reader = PageReader(history, {"job": "raytide-api"}, ("raytide_",), ())
+    reader = PageReader(history, {"job": "raytide-api"})
     found = {(series.metric, series.labels): (value, series.is_counter) for series, value in reader.read(PAGE)}
     job = ("job", "raytide-api")
     assert found == {
@@ -67,10 +66,10 @@ def test_a_hostile_page_is_read_as_far_as_it_makes_sense(lines: list[str]) -> No
         def series(self, metric: str, labels: object, is_counter: bool) -> tuple[str, object]:
             return metric, labels
 
-    reader = PageReader(Names(), {}, ("raytide_",), ())  # type: ignore[arg-type]
+    reader = PageReader(Names(), {})  # type: ignore[arg-type]
     for _ in range(2):
         for (metric, _labels), value in reader.read("\n".join(lines)):  # type: ignore[misc]
-            assert metric.startswith("raytide_")
+            assert metric.startswith(PREFIXES)
             assert value == value
 
 
