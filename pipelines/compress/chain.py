@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 
 from raytide.actors.models.content import content_digest
+from raytide.actors.models.quantized.targets import QAT_RECORD
 from raytide.actors.quality.evaluate import evaluate, model_directory
-from raytide.core.errors import ConflictError
+from raytide.core.errors import ConfigError, ConflictError, DataError
 from raytide.core.io.claim import Claim
+from raytide.core.specs.model import QatSpec
 from raytide.pipelines.compress.card import CompressionCard, StepCard, read_card, weight_bytes, write_card
 from raytide.pipelines.compress.layer_files import digest_in, remove_others
-from raytide.pipelines.compress.quantize.trained_scheme import with_trained_scheme
-from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep
+from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep, RtnStep
 from raytide.pipelines.compress.step_task import OnProgress, StepTask, teacher_of
 
 
@@ -69,6 +70,42 @@ def _compress(recipe: CompressRecipe, parent: Path, out: Path, on_progress: OnPr
     return card
 
 
+def with_trained_scheme(step: CompressStep, source: Path) -> CompressStep:
+    """Returns the step with what its source was trained for, or as it is if that is nothing.
+
+    Raises ConfigError for a quantising step that would write other weights than those trained.
+    """
+    qat = read_qat(source) if step.quantizes else None
+    if qat is None:
+        return step
+    if step.rtn is None:
+        raise ConfigError(
+            f"{source} was trained for {qat.scheme}, and {step.kind} would write other weights.",
+            hint="Use `rtn: {}`, which writes the trained ones and needs no calibration.",
+        )
+    trained = RtnStep(scheme=qat.scheme, group=qat.group_size, symmetric=qat.symmetric, skip=qat.skip)
+    for name in sorted(step.rtn.model_fields_set):
+        asked, own = getattr(step.rtn, name), getattr(trained, name)
+        if asked != own:
+            raise ConfigError(
+                f"rtn.{name} {asked} differs from the {own} that {source} was trained for.",
+                hint=f"Leave {name} out: rtn takes what the training recorded.",
+            )
+    return CompressStep(rtn=trained)
+
+
+def read_qat(folder: Path) -> QatSpec | None:
+    """Returns the `qat` of the run that exported a directory; None if it had none."""
+    file = folder / QAT_RECORD
+    if not file.is_file():
+        return None
+    try:
+        body = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} is damaged: {error}.", hint="Export the run again.") from None
+    return QatSpec.parse(body, where=str(file))
+
+
 def _run(task: StepTask) -> None:
     """Runs one step. Imports what it needs only then: quantisation loads no trainer's loop."""
     step = task.step
@@ -81,7 +118,7 @@ def _run(task: StepTask) -> None:
 
         run_prune(step.prune, task)
     elif step.mask is not None:
-        from raytide.pipelines.compress.prune.masks import run_mask
+        from raytide.pipelines.compress.prune.prune import run_mask
 
         run_mask(step.mask, task)
     elif step.distill is not None:

@@ -6,10 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from raytide.actors.models.families import read_architecture
+from raytide.actors.quality.corpus import CorpusReader
 from raytide.actors.quality.evaluate import model_directory
+from raytide.actors.quality.scorers import tokenizer_of
+from raytide.core.errors import ConfigError
 from raytide.pipelines.compress.layer_files import LayerFiles
 from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep, DistillStep
 
+_WINDOW = 512
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being done, and how much of how much."""
 
@@ -34,3 +39,12 @@ class StepTask:
 def teacher_of(step: DistillStep, recipe: CompressRecipe) -> Path:
     """Returns the directory of a distillation's teacher: the recipe's model by default."""
     return model_directory(str(step.teacher.get("teacher", recipe.model)))
+
+
+def calibration_windows(recipe: CompressRecipe, source: Path) -> list[list[int]]:
+    """Returns lists of token ids. Raises DataError for text that cannot be read or is too short."""
+    if recipe.calibration is None:
+        raise ConfigError("the step needs calibration text.", hint="Give `calibration: {path: ...}` in the recipe.")
+    arch = read_architecture(source)
+    reader = CorpusReader(tokenizer_of(source), arch.vocab_size, min(_WINDOW, arch.max_model_len))
+    return [window.tokens for window in reader.windows(recipe.calibration)]

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from raytide.core.specs.data import ReaderName
 from raytide.pipelines.readers.base import Drop, InputFile, InputPart, ReadOptions, Record, open_input
 from raytide.pipelines.readers.conversation import text_of
 
 
 @dataclass(frozen=True, slots=True)
-class TextReader:
-    """A file of text."""
+class DocumentReader:
+    """A file that is one document, whose text `record_in` finds in its bytes."""
+
+    name: ReaderName
+    record_in: Callable[[bytes], Record] = bytes
 
     def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
-        return [InputPart(file.url, file.size, file.version, "text")]
+        return [InputPart(file.url, file.size, file.version, self.name)]
 
     def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
         with open_input(part.url) as stream:
-            yield stream.read()
+            yield self.record_in(stream.read())
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +37,9 @@ class LinkReader:
         yield Drop("link", "it does not lead to a file")
 
 
-@dataclass(frozen=True, slots=True)
-class HtmlReader:
-    """A web page: the text of its main content, without navigation and boilerplate."""
-
-    def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
-        return [InputPart(file.url, file.size, file.version, "html")]
-
-    def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
-        with open_input(part.url) as stream:
-            yield html_record(stream.read())
-
-
-@dataclass(frozen=True, slots=True)
-class PdfReader:
-    """A PDF document: the text of its pages, one after the other."""
-
-    def split(self, file: InputFile, options: ReadOptions) -> list[InputPart]:
-        return [InputPart(file.url, file.size, file.version, "pdf")]
-
-    def read(self, part: InputPart, options: ReadOptions) -> Iterator[Record]:
-        with open_input(part.url) as stream:
-            yield pdf_record(stream.read())
-
-
 def html_record(page: bytes) -> Record:
-    """Returns the main content of a page, in whatever encoding the page declares or seems to have."""
+    """Returns the main content of a web page, without navigation and boilerplate, in whatever encoding the page
+    declares or seems to have."""
     from resiliparse.extract.html2text import extract_plain_text
     from resiliparse.parse.encoding import bytes_to_str, detect_encoding
 

@@ -22,18 +22,18 @@ from raytide.pipelines.readers.base import (
     without_compression,
 )
 from raytide.pipelines.readers.columns import ArrowReader, ParquetReader
-from raytide.pipelines.readers.documents import HtmlReader, LinkReader, PdfReader, TextReader
+from raytide.pipelines.readers.documents import DocumentReader, LinkReader, html_record, pdf_record
 from raytide.pipelines.readers.jsonl import JsonlReader
 from raytide.pipelines.readers.tar import TarReader
 
 READERS: Mapping[PartReader, Reader] = {
-    "text": TextReader(),
+    "text": DocumentReader("text"),
     "jsonl": JsonlReader(),
     "parquet": ParquetReader(),
     "arrow": ArrowReader(),
     "tar": TarReader(),
-    "html": HtmlReader(),
-    "pdf": PdfReader(),
+    "html": DocumentReader("html", html_record),
+    "pdf": DocumentReader("pdf", pdf_record),
     "link": LinkReader(),
 }
 BY_SUFFIX: Mapping[str, ReaderName] = {
@@ -74,7 +74,7 @@ def read_parts(parts: Sequence[InputPart], options: ReadOptions) -> Iterator[tup
     """Yields each record with the index of its part. Remote text files are fetched concurrently."""
     for start in range(0, len(parts), FETCHED_AT_ONCE):
         group = parts[start : start + FETCHED_AT_ONCE]
-        fetched = _fetch([part.url for part in group if part.reader == "text" and _is_plain(part.url)])
+        fetched = _fetch([part.url for part in group if part.reader == "text" and not part.url.endswith(COMPRESSED)])
         for i, part in enumerate(group, start):
             if part.url in fetched:
                 yield i, fetched[part.url]
@@ -90,10 +90,6 @@ def _read(part: InputPart, options: ReadOptions) -> Iterator[Record]:
         if not options.drops_damaged:
             raise
         yield Drop("damaged", error.message)
-
-
-def _is_plain(url: str) -> bool:
-    return not url.endswith(COMPRESSED)
 
 
 def _fetch(urls: list[str]) -> dict[str, bytes]:

@@ -13,16 +13,15 @@ import torch
 
 from raytide.actors.models.families import architecture_of
 from raytide.actors.models.loader import Weights
-from raytide.actors.models.quantized.targets import check_groups, quantized_linears
+from raytide.actors.models.quantized.targets import check_groups, expert_patterns, quantized_linears
 from raytide.actors.models.tokenizer_files import tokenizer_files
 from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, HfWeights
 from raytide.core.config import environment
 from raytide.core.errors import ConfigError, DataError, ScriptError
 from raytide.core.io.storage import full_disk_is_an_error
-from raytide.pipelines.compress.calibration import calibration_windows
 from raytide.pipelines.compress.layer_files import plain_config, publish, write_record
 from raytide.pipelines.compress.recipe import BITS, CalibratedStep
-from raytide.pipelines.compress.step_task import StepTask
+from raytide.pipelines.compress.step_task import StepTask, calibration_windows
 
 VERSION = "0.14.0.1"
 _SCRIPT = Path(__file__).with_name("llm_compressor_script.py")
@@ -56,7 +55,7 @@ def run_llm_compressor(task: StepTask) -> None:
             "source": str(source.resolve()),
             "out": str(folder.resolve()),
             "tokens": calibration_windows(task.recipe, source),
-            "ignore": ["lm_head", *sorted(quantized_linears(arch, root, ()) - linears), *_experts(arch.experts)],
+            "ignore": ["lm_head", *sorted(quantized_linears(arch, root, ()) - linears), *expert_patterns(arch)],
             **_options(task.step.kind, step),
         }
         asked.write_text(json.dumps(body))
@@ -79,10 +78,6 @@ def _options(method: str, step: CalibratedStep) -> dict[str, object]:
         "activations": step.scheme == "w8a8",
         "strength": step.strength,
     }
-
-
-def _experts(experts: object) -> list[str]:
-    return [] if experts is None else ["re:.*mlp\\.gate$", "re:.*\\.experts\\..*", "re:.*block_sparse_moe.*"]
 
 
 def _python(given: str) -> str:

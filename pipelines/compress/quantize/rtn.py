@@ -12,7 +12,7 @@ from raytide.actors.models.families import architecture_of
 from raytide.actors.models.loader import Weights
 from raytide.actors.models.naming import NAMES
 from raytide.actors.models.quantized.codes import RoundedWeight, packed, round_fp8, round_integers
-from raytide.actors.models.quantized.targets import check_groups, quantized_linears
+from raytide.actors.models.quantized.targets import check_groups, expert_patterns, quantized_linears
 from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, HfWeights
 from raytide.core.errors import DataError
 from raytide.kernels.device import DTYPES
@@ -68,7 +68,6 @@ def quantization_config(step: RtnStep, arch: Architecture, skipped: list[str]) -
         "dynamic": False,
     }
     form = {"w8a8": "int-quantized", "fp8": "float-quantized"}.get(step.scheme, "pack-quantized")
-    sparse = ["re:.*mlp\\.gate$", "re:.*\\.experts\\..*", "re:.*block_sparse_moe.*"] if arch.experts else []
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -82,7 +81,7 @@ def quantization_config(step: RtnStep, arch: Architecture, skipped: list[str]) -
                 "format": form,
             }
         },
-        "ignore": ["lm_head", *sparse, *skipped],
+        "ignore": ["lm_head", *expert_patterns(arch), *skipped],
         "kv_cache_scheme": None,
     }
 

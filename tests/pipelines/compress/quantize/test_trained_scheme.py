@@ -22,8 +22,7 @@ from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import ConfigError, DataError
 from raytide.core.specs.train import TrainSpec
-from raytide.pipelines.compress.chain import compress
-from raytide.pipelines.compress.quantize.trained_scheme import with_trained_scheme
+from raytide.pipelines.compress.chain import compress, with_trained_scheme
 from raytide.pipelines.compress.recipe import CompressRecipe, CompressStep
 
 QAT: dict[str, object] = {"scheme": "w4a16", "group": 32}
