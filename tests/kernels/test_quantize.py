@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raytide.core.errors import ConfigError
-from raytide.kernels.quantize import round_to_nearest
+from raytide.kernels.core import round_to_nearest
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

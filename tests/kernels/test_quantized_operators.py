@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tests.kernels.test_compiled_operators import DTYPES, random
 
 from raytide.kernels import invariant, quantized
-from raytide.kernels.core import LinearInput, QuantizedWeight
+from raytide.kernels.core import LinearInput, QuantizedWeight, round_to_nearest
 from raytide.kernels.library import compiler, library
-from raytide.kernels.quantize import round_to_nearest
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler here")
 
