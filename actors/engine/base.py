@@ -33,13 +33,18 @@ Prompt = str | Sequence[int]
 
 
 class Engine(Protocol):
-    """One model that serves many requests at once, from one asyncio event loop."""
+    """One model that serves many requests at once, from one asyncio event loop.
+
+    What `features` does not declare is optional: it raises UsageError in an engine that derives from this class and
+    does not override it.
+    """
+
+    backend: str = "this"
 
     async def start(self) -> EngineInfo:
         """Loads the model, starts to serve and returns the engine's description. Raises ConfigError or DataError when
         the model directory is unusable.
         """
-        ...
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
         """Stream one request, all its samples; the last chunk carries `usage`. With `resume` (feature "resume") the
@@ -49,31 +54,30 @@ class Engine(Protocol):
         OverloadedError (queue full or draining) before the first chunk, EngineError when this request fails. Closing
         the iterator aborts the request.
         """
-        ...
 
     async def abort(self, request_id: str) -> bool:
         """End all of a request's samples now with finish reason "abort"; its blocks are free when this returns. Returns
         False for an unknown request.
         """
-        ...
 
     async def tokenize(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
         """Returns the token ids of a text, or of two joined as the model's tokenizer joins a pair. A text is without
         the special tokens that the tokenizer adds (a BOS, if it has one) unless `special`.
         """
-        ...
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         """Returns the texts of prompts given as tokens, special tokens by their names."""
-        ...
+        bytes_of = self.token_bytes
+        return await asyncio.to_thread(
+            lambda: [b"".join(map(bytes_of, prompt)).decode(errors="replace") for prompt in prompts]
+        )
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Returns the names of tokens in the tokenizer's vocabulary; "" for an unknown one."""
-        ...
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the text of a token in mid-text, as UTF-8 that may begin or end with half a character."""
-        ...
+        refuse(self.backend, "logprobs")
 
     async def chat_prompt(
         self,
@@ -84,139 +88,81 @@ class Engine(Protocol):
         """Returns the token ids of a conversation, by the model's chat template, ready for `generate`. `tools` are
         those that the model may call, in OpenAI's form.
         """
-        ...
 
     async def stats(self) -> EngineStats: ...
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
         """Returns the number of a prompt's first tokens that would come from the prefix cache now, in memory or on a
         disk that is read faster than they are computed; 0 when unknown."""
-        ...
+        return 0
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no new requests and let running ones end. Returns whether all ended in time; the rest were aborted."""
-        ...
 
     async def shutdown(self) -> None:
         """Abort running requests, stop, and free the memory. Idempotent."""
-        ...
 
     def tap(self, take: Callable[[list[Any]], list[Any]]) -> None:
         """Lets `take` see the chunks of each step first, on the engine's own thread; it returns those that still go to
         their iterators, always the last one of a request. An engine without such a thread never calls it.
         """
-        ...
-
-    # Optional: what `features` does not declare raises UsageError.
+        return
 
     async def pause(self) -> None:
         """Feature "pause". Take no steps until `resume`; requests stay and new ones queue. Both are idempotent."""
-        ...
-
-    async def resume(self) -> None: ...
-
-    async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Feature "sleep". Pause and free memory: level 1 frees the KV, 2 the weights too. Requests stay and are
-        computed again after `wake`.
-        """
-        ...
-
-    async def wake(self) -> None:
-        """Allocate the memory again and resume; does nothing without a `sleep` before it. Raises ConflictError when the
-        weights on disk are no longer the version that went to sleep (`load_weights` accepts new ones).
-        """
-        ...
-
-    async def load_weights(self, source: str, version: str | None = None) -> str:
-        """Feature "weights_swap". Serve the weights of another directory of the same architecture from the next step
-        on; running requests continue with them. Returns their version, by default a hash of their content. A load that
-        fails changes nothing.
-        """
-        ...
-
-    async def load_lora(self, name: str, path: str) -> None:
-        """Feature "lora". Serve an adapter. Raises ConflictError for a name in use, DataError for a bad adapter."""
-        ...
-
-    async def unload_lora(self, name: str) -> None:
-        """Raises NotFoundError for an unknown name, ConflictError while requests use it."""
-        ...
-
-    async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
-        """Returns one vector (feature "embeddings") for each text or list of token ids, of length 1. Raises
-        NotFoundError for an adapter that is not loaded.
-        """
-        ...
-
-    async def classify(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
-        """Returns the logits of the model's labels (feature "classification") for each text or list of token ids."""
-        ...
-
-    async def export_kv(self, request_id: str) -> KvHandle:
-        """Feature "kv_transfer". Take a request of one sample out of this engine between two steps: its stream ends
-        with finish reason "abort", and the handle has all that another engine needs to continue with its next token.
-        Raises NotFoundError for an unknown request.
-        """
-        ...
-
-    def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
-        """Continue an exported request: streams what follows the tokens of its first stream. `request` is the exported
-        one, under any id. Raises ConflictError when the handle is of another model, version or layout.
-        """
-        ...
-
-
-class BasicEngine:
-    """The optional part of the protocol, refused. Subclasses override what they can do."""
-
-    backend = "this"
-
-    def tap(self, take: Callable[[list[Any]], list[Any]]) -> None:
-        """Does nothing: this engine has no thread of its own."""
-
-    def token_bytes(self, token: int) -> bytes:
-        refuse(self.backend, "logprobs")
-
-    async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
-        bytes_of = self.token_bytes
-        return await asyncio.to_thread(
-            lambda: [b"".join(map(bytes_of, prompt)).decode(errors="replace") for prompt in prompts]
-        )
-
-    async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        return 0
-
-    async def pause(self) -> None:
         refuse(self.backend, "pause")
 
     async def resume(self) -> None:
         refuse(self.backend, "pause")
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Feature "sleep". Pause and free memory: level 1 frees the KV, 2 the weights too. Requests stay and are
+        computed again after `wake`.
+        """
         refuse(self.backend, "sleep")
 
     async def wake(self) -> None:
+        """Allocate the memory again and resume; does nothing without a `sleep` before it. Raises ConflictError when the
+        weights on disk are no longer the version that went to sleep (`load_weights` accepts new ones).
+        """
         refuse(self.backend, "sleep")
 
     async def load_weights(self, source: str, version: str | None = None) -> str:
+        """Feature "weights_swap". Serve the weights of another directory of the same architecture from the next step
+        on; running requests continue with them. Returns their version, by default a hash of their content. A load that
+        fails changes nothing.
+        """
         refuse(self.backend, "weights_swap")
 
     async def load_lora(self, name: str, path: str) -> None:
+        """Feature "lora". Serve an adapter. Raises ConflictError for a name in use, DataError for a bad adapter."""
         refuse(self.backend, "lora")
 
     async def unload_lora(self, name: str) -> None:
+        """Raises NotFoundError for an unknown name, ConflictError while requests use it."""
         refuse(self.backend, "lora")
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
+        """Returns one vector (feature "embeddings") for each text or list of token ids, of length 1. Raises
+        NotFoundError for an adapter that is not loaded.
+        """
         refuse(self.backend, "embeddings")
 
     async def classify(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
+        """Returns the logits of the model's labels (feature "classification") for each text or list of token ids."""
         refuse(self.backend, "classification")
 
     async def export_kv(self, request_id: str) -> KvHandle:
+        """Feature "kv_transfer". Take a request of one sample out of this engine between two steps: its stream ends
+        with finish reason "abort", and the handle has all that another engine needs to continue with its next token.
+        Raises NotFoundError for an unknown request.
+        """
         refuse(self.backend, "kv_transfer")
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
+        """Continue an exported request: streams what follows the tokens of its first stream. `request` is the exported
+        one, under any id. Raises ConflictError when the handle is of another model, version or layout.
+        """
         refuse(self.backend, "kv_transfer")
 
 

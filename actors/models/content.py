@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from raytide.actors.models.model_config import read_json
 from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
-from raytide.core.errors import DataError
+from raytide.core.errors import ConflictError, DataError
 from raytide.core.io.private_paths import safe_opener
 
 MOST_HEADER_BYTES = 32 << 20
@@ -85,3 +86,27 @@ def _add(path: Path, digest: blake2b) -> None:
             for at in _samples(start, end):
                 file.seek(base + at)
                 digest.update(file.read(min(_PIECE, end - at)))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSource:
+    """A model directory with its version: a name given by the owner, else the hash of the content."""
+
+    model_dir: Path
+    content: str
+    version: str
+
+    @classmethod
+    def at(cls, model_dir: Path, version: str | None = None) -> WeightsSource:
+        content = content_digest(model_dir)
+        return cls(model_dir, content, version or content)
+
+    def check_unchanged(self) -> None:
+        """Raise ConflictError when the directory now holds other weights."""
+        found = content_digest(self.model_dir)
+        if found != self.content:
+            raise ConflictError(
+                f"{self.model_dir} no longer holds the weights {self.version}: their content was {self.content}, "
+                f"now it is {found}.",
+                hint="Put them back, or load the new ones under a version of their own.",
+            )

@@ -16,7 +16,7 @@ from raytide.actors.engine.backends.fake_generator import (
     Prompts,
     direction,
 )
-from raytide.actors.engine.base import BasicEngine, Prompt, aborted_chunks, check_features, check_resume
+from raytide.actors.engine.base import Engine, Prompt, aborted_chunks, check_features, check_resume
 from raytide.actors.engine.kv_cache.handle import KvHandle, KvHeader
 from raytide.actors.engine.types import (
     PLAIN_PROMPT,
@@ -62,7 +62,7 @@ class _Live:
     aborted: bool = False
 
 
-class FakeEngine(BasicEngine):
+class FakeEngine(Engine):
     """An engine without a model, for tests: it generates canned tokens at a set speed.
 
     `tokens_per_s` None answers as fast as the event loop turns. A prompt that contains `fail_on` fails with

@@ -10,14 +10,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from raytide.actors.engine.kv_cache.block_allocator import BlockAllocator
 from raytide.actors.engine.sequence import StepPlan
 from raytide.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.kv_cache.disk_tier import DiskRead
+    from raytide.actors.engine.kv_cache.disk_tier import DiskTier
     from raytide.actors.engine.kv_cache.handle import Bytes
 
 Place = tuple[bool, int]
@@ -29,33 +29,15 @@ def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
-class Disk(Protocol):
-    """Blocks on a local disk: see `DiskTier`."""
-
-    def wants(self, block_hash: bytes) -> bool: ...
-
-    def forget(self, block_hash: bytes) -> None: ...
-
-    def on_its_way(self, block_hash: bytes) -> bytes | None: ...
-
-    def num_readable(self, hashes: Sequence[bytes]) -> int: ...
-
-    def read(self, hashes: Sequence[bytes]) -> bytes | None: ...
-
-    def finished(self) -> list[DiskRead]: ...
-
-    def cancel(self) -> list[bytes]: ...
-
-    def note_hits(self, num_blocks: int) -> None: ...
-
-
 class BlockPool:
     """Allocates the KV blocks of device and host memory, and shares those of cached prefixes.
 
     With `keeps_cold`, cached blocks are moved to free host memory before they are reused; with a `disk`, they are
     written there too."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0, disk: Disk | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, disk: DiskTier | None = None
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
                 f"a pool of {num_blocks} KV blocks of {block_size} tokens holds nothing.",

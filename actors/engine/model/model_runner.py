@@ -14,12 +14,11 @@ import torch
 
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
-from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.decoder import PagedDecoder, prompt_logits
 from raytide.actors.engine.model.draft_model import DraftModel, check_same_vocabulary
 from raytide.actors.engine.model.input_batch import InputBatch
 from raytide.actors.engine.model.lora import LoraManager, adapter_digest, read_adapter
 from raytide.actors.engine.model.pooling import PooledRows
-from raytide.actors.engine.model.prompt_logits import prompt_logits
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.engine.sampling.logprobs import PromptRows
 from raytide.actors.engine.sampling.sampler import Sampler
@@ -38,7 +37,7 @@ from raytide.kernels.ref import SCALE_BYTES
 from raytide.kernels.registry import Ops, ops_for
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.model.parallel.launcher import Launcher
+    from raytide.actors.engine.model.parallel.launcher import LocalMembers
     from raytide.actors.engine.model.parallel.leader import GroupLeader
 
 _MEASURED_TOKENS = 256
@@ -55,7 +54,7 @@ class ModelRunner:
     Owns the weights, the KV cache and all device memory. The scheduler knows nothing of it.
     """
 
-    def __init__(self, config: EngineConfig, arch: Architecture, launcher: Launcher | None = None) -> None:
+    def __init__(self, config: EngineConfig, arch: Architecture, launcher: LocalMembers | None = None) -> None:
         """Loads the model. `launcher` brings the other members of several processes; None: processes here."""
         self.arch, self._device = arch, resolve_device(config.device)
         self._dtype = self._device.dtype(arch.dtype if config.dtype == "auto" else config.dtype)
@@ -98,7 +97,7 @@ class ModelRunner:
         each = elements // head_dim * (head_dim + SCALE_BYTES) if self.rounds_kv else elements * self._dtype.itemsize
         return each * self.block_size
 
-    def _form_group(self, config: EngineConfig, launcher: Launcher | None) -> GroupLeader:
+    def _form_group(self, config: EngineConfig, launcher: LocalMembers | None) -> GroupLeader:
         """Returns the leader of the members that share the model."""
         from raytide.actors.engine.model.parallel.launcher import LocalMembers
         from raytide.actors.engine.model.parallel.leader import Computation, GroupLeader

@@ -15,8 +15,7 @@ from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.naming import NAMES, Names, Projection, projections
 from raytide.actors.models.quantized.model_weights import ModelWeights
 from raytide.actors.models.quantized.stacking import can_stack, stacked
-from raytide.kernels.core import HeadNorms, LinearInput, NormWeights, QuantizedWeight
-from raytide.kernels.quantize import round_to_nearest
+from raytide.kernels.core import HeadNorms, LinearInput, NormWeights, QuantizedWeight, round_to_nearest
 from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
@@ -71,7 +70,10 @@ class WeightLoader:
     def __init__(self, arch: Architecture, weights: ModelWeights, ops: Ops, options: QuantizedOptions) -> None:
         self._arch, self._weights, self._ops, self._options = arch, weights, ops, options
         self._is_quantized = self._rounds_head = False
-        self._built_bytes = self._scratch_bytes = 0
+        self.built_bytes = 0
+        """The bytes of all matrices that were built so far, as they are computed with."""
+        self.scratch_bytes = 0
+        """The most that building one matrix took beside it: its parts as the file has them, and stacked."""
         self._names: Names = NAMES[arch.names]
         self._prefix = "" if arch.vision is None else "language_model."
         root = self._prefix + self._names.root
@@ -119,16 +121,6 @@ class WeightLoader:
 
     def check_all_read(self) -> None:
         self._weights.check_all_read()
-
-    @property
-    def built_bytes(self) -> int:
-        """The bytes of all matrices that were built so far, as they are computed with."""
-        return self._built_bytes
-
-    @property
-    def scratch_bytes(self) -> int:
-        """The most that building one matrix took beside it: its parts as the file has them, and stacked."""
-        return self._scratch_bytes
 
     def layer(self, index: int) -> LayerWeights:
         arch, names = self._arch, self._names
@@ -180,15 +172,15 @@ class WeightLoader:
         return self._plain(self._weights.stack([f"{at}{path}.weight" for path in by.paths], rows, by.columns), bias)
 
     def _plain(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        self._built_bytes += weight.nbytes
-        self._scratch_bytes = max(self._scratch_bytes, 2 * weight.nbytes)
+        self.built_bytes += weight.nbytes
+        self.scratch_bytes = max(self.scratch_bytes, 2 * weight.nbytes)
         return self._ops.linear(weight, bias)
 
     def _integer(self, weight: QuantizedWeight, bias: Tensor | None) -> Linear:
         numbers = [weight.scales_NG] if weight.offsets_NG is None else [weight.scales_NG, weight.offsets_NG]
         codes = weight.codes_NK.numel()
-        self._built_bytes += codes * weight.bits // 8 + sum(each.nbytes for each in numbers)
-        self._scratch_bytes = max(self._scratch_bytes, _UNPACKED_BYTES * codes)
+        self.built_bytes += codes * weight.bits // 8 + sum(each.nbytes for each in numbers)
+        self.scratch_bytes = max(self.scratch_bytes, _UNPACKED_BYTES * codes)
         return self._ops.quantized_linear(weight, bias, self._options.input)
 
     def _quantized(self, at: str, by: Projection, parts: list[QuantizedWeight | None], bias: Tensor | None) -> Linear:
@@ -222,8 +214,8 @@ class WeightLoader:
             if f"{at}{names.fused_gate_up}" in self._weights
             else self._single_experts(at, experts.count, experts.ffn_size)
         )
-        self._built_bytes += gate_up.nbytes + down.nbytes
-        self._scratch_bytes = max(self._scratch_bytes, 2 * gate_up.nbytes)
+        self.built_bytes += gate_up.nbytes + down.nbytes
+        self.scratch_bytes = max(self.scratch_bytes, 2 * gate_up.nbytes)
         return SparseFfn(
             router=self._plain(self._get(at + router, experts.count, arch.hidden_size), None),
             experts=self._ops.experts(gate_up, down, arch.activation),

@@ -16,11 +16,9 @@ class Detokenizer(Protocol):
 
     def push(self, token: int) -> str:
         """Returns the text that this token completes, perhaps none."""
-        ...
 
     def flush(self) -> str:
         """Returns the remaining text at the end: half a character becomes U+FFFD, as in the full decode."""
-        ...
 
 
 class Vocabulary:

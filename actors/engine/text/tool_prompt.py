@@ -10,8 +10,6 @@ from raytide.actors.engine.types import ChatFormat, Message
 from raytide.actors.models.chat_template import ChatTemplate
 from raytide.core.errors import UsageError
 
-__all__ = ["checked_variables", "format_of", "left_open", "turns_of"]
-
 _RESERVED = frozenset(
     {
         *("messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +12,9 @@ import torch
 from raytide.actors.models.loader import Weights
 from raytide.actors.models.model_config import read_json
 from raytide.actors.models.quantized.cutting import Block, Range, SplitsGroupError
-from raytide.actors.models.quantized.float8 import read_float8
 from raytide.actors.models.quantized.integer_formats import read_awq, read_gptq, read_int8, read_packed
 from raytide.actors.models.quantized.module_tensors import ModuleTensors
-from raytide.actors.models.quantized.quantization_config import (
-    FP8_BLOCK,
-    WeightScheme,
-    read_quantization,
-)
+from raytide.actors.models.quantized.quantization_config import FP8_BLOCK, WeightScheme, read_quantization
 from raytide.core.errors import DataError
 from raytide.kernels.core import QuantizedWeight
 
@@ -33,6 +29,8 @@ _MARKS = frozenset(
 )
 """The last parts of tensor names that only quantized modules have."""
 _MOST_NAMED = 5
+_SCALES = ("weight_scale", "weight_scale_inv")
+"""The scales of FP8, which both multiply: DeepSeek's `scale_inv` is the inverse of what divided."""
 
 
 def is_quantized(weights: Weights) -> bool:
@@ -154,3 +152,35 @@ class QuantizedDirectory(Weights):
         if self._config is not None:
             self._config.check(tensors.module, found, columns, str(self.folder))
         self._formats[tensors.module] = found
+
+
+def read_float8(tensors: ModuleTensors, shape: tuple[int, int], block: tuple[int, int], part: Block) -> Tensor:
+    """Returns a part of a weight [N, K] stored in FP8 (e4m3) in float32: codes times the scale of the tensor, of the
+    output, or of its block of outputs and inputs. No integer code has their values, so they are computed in the model's
+    dtype."""
+    tensors.check_only(("weight", *_SCALES, "bias", "input_scale", "input_zero_point"))
+    suffixes = [each for each in _SCALES if each in tensors]
+    if len(suffixes) != 1:
+        raise DataError(
+            f"{tensors.where} is FP8 and has {' and '.join(suffixes) or 'no scale'}.",
+            hint="Export or download the model again.",
+        )
+    (suffix,), (rows, columns) = suffixes, shape
+    scale_shape = tensors.shape(suffix)
+    scales = tensors.scales(suffix, *scale_shape)
+    blocks = (math.ceil(rows / block[0]), math.ceil(columns / block[1]))
+    if (scale_shape == blocks and suffix == "weight_scale_inv") or scale_shape not in ((), (1,), (rows,), (rows, 1)):
+        if scale_shape != blocks:
+            raise DataError(
+                f"{tensors.where}: {suffix} has shape {scale_shape}; blocks of {block[0]} x {block[1]} have {blocks}.",
+                hint="The config's block size is another.",
+            )
+        for dim, own in enumerate((part.outputs, part.inputs)):
+            index = torch.arange(*own).div(block[dim], rounding_mode="floor").to(scales.device)
+            scales = scales.index_select(dim, index)
+    elif scale_shape in ((rows,), (rows, 1)):
+        scales = scales.view(rows, 1)[part.rows]
+    weight_NK = tensors.integers("weight", rows, columns, dtype="F8_E4M3", where=(part.rows, part.columns)).float()
+    if bool(weight_NK.isnan().any()):
+        raise DataError(f"{tensors.where}.weight has numbers that are not finite.", hint="Quantize the model again.")
+    return weight_NK.mul_(scales)

@@ -30,6 +30,11 @@ def quantized_linears(arch: Architecture, root: str, skip: tuple[str, ...]) -> s
     }
 
 
+def expert_patterns(arch: Architecture) -> list[str]:
+    """Returns compressed-tensors' patterns of the routers and experts of a model."""
+    return ["re:.*mlp\\.gate$", "re:.*\\.experts\\..*", "re:.*block_sparse_moe.*"] if arch.experts else []
+
+
 def check_groups(group: int | None, shape: Callable[[str], tuple[int, ...]], linears: set[str]) -> None:
     """Raises ConfigError if nothing is left to quantise, or if the group does not divide a layer's inputs."""
     if not linears:

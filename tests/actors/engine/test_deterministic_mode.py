@@ -11,7 +11,7 @@ from tests.actors.engine.tiny import VOCAB
 from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
 from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
-from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
+from raytide.actors.engine.backends.native.operations import export_kv, import_kv
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import ScheduledChunk, StepPlan

@@ -6,7 +6,7 @@ import pytest
 from tests.actors.engine.backends.test_kv_transfer import GREEDY, PROMPT, ask, run, start
 
 from raytide.actors.engine import LLM, SamplingParams
-from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
+from raytide.actors.engine.backends.native.operations import export_kv, import_kv
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.preemption import SwapCost

@@ -22,7 +22,7 @@ from tests.actors.models.quantized.test_engine_options import INT8, int8
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine
 from raytide.actors.engine.backends.native.engine_core import EngineCore
-from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
+from raytide.actors.engine.backends.native.operations import export_kv, import_kv
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.core.errors import ConfigError, EngineDeadError
 

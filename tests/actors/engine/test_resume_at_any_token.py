@@ -15,7 +15,7 @@ from tests.actors.engine.tiny import save_adapter
 from raytide.actors.engine import EngineConfig, GenChunk, GenRequest, SamplingParams
 from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
-from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
+from raytide.actors.engine.backends.native.operations import export_kv, import_kv
 from raytide.actors.engine.backends.native.output_processor import RequestFailure
 from raytide.actors.engine.base import StreamProgress, aborted_chunks, check_features
 from raytide.actors.engine.sampling_params import Structured

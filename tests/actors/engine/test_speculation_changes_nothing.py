@@ -12,7 +12,7 @@ from tests.actors.engine.tiny import save_adapter
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams
 from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
-from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
+from raytide.actors.engine.backends.native.operations import export_kv, import_kv
 from raytide.actors.engine.base import StreamProgress
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.sampling_params import Structured

@@ -18,7 +18,7 @@ from tests.actors.models.quantized.test_compressed_tensors import config_of, qua
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
 from raytide.actors.engine.backends.native.engine_core import EngineCore
-from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
+from raytide.actors.engine.backends.native.operations import export_kv, import_kv
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
 from raytide.core.errors import ConfigError, DataError, EngineDeadError

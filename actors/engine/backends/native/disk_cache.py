@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.block_folder import BlockFolder
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.kv_cache.disk_tier import DiskTier
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
 from raytide.actors.engine.model.model_runner import ModelRunner
+from raytide.actors.models.content import WeightsSource
 from raytide.core.errors import ConfigError
 from raytide.kernels.library import operators_key
 

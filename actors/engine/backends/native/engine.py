@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from uuid import uuid4
 
-from raytide.actors.engine.backends.native import kv_transfer, operations
+from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.input_processor import Prepared
 from raytide.actors.engine.backends.native.output_processor import Output, PooledOutput, RequestFailure
 from raytide.actors.engine.backends.native.thread import EngineThread
-from raytide.actors.engine.base import BasicEngine, Prompt, aborted_chunks, check_features, refuse
+from raytide.actors.engine.base import Engine, Prompt, aborted_chunks, check_features, refuse
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.model.pooling import pooling_of
@@ -32,7 +32,7 @@ from raytide.actors.engine.types import (
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.model.parallel.launcher import Launcher
+    from raytide.actors.engine.model.parallel.launcher import LocalMembers
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ _ABORT_S = 10.0
 """The seconds for which `drain` waits for the requests that it aborts."""
 
 
-class NativeEngine(BasicEngine):
+class NativeEngine(Engine):
     """One model in this process. Use it from the event loop that called `start`.
 
     `launcher` brings the other members with `tensor_parallel`; None: processes of this machine.
@@ -48,7 +48,7 @@ class NativeEngine(BasicEngine):
 
     backend = "native"
 
-    def __init__(self, config: EngineConfig, launcher: Launcher | None = None) -> None:
+    def __init__(self, config: EngineConfig, launcher: LocalMembers | None = None) -> None:
         self._config, self._launcher = config, launcher
         self._streams: dict[str, asyncio.Queue[Output]] = {}
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}  # of requests that have not entered
@@ -83,12 +83,12 @@ class NativeEngine(BasicEngine):
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
         def enter(core: EngineCore, prompt: Sequence[int], prepared: Prepared) -> None:
-            kv_transfer.import_kv(core, handle, request, prompt, prepared)
+            operations.import_kv(core, handle, request, prompt, prepared)
 
         return cast(AsyncIterator[GenChunk], self._stream(request, enter))
 
     async def export_kv(self, request_id: str) -> KvHandle:
-        return await self._call(lambda core: kv_transfer.export_kv(core, request_id))
+        return await self._call(lambda core: operations.export_kv(core, request_id))
 
     async def abort(self, request_id: str) -> bool:
         if request_id in self._preparing:

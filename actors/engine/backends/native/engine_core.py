@@ -23,7 +23,6 @@ from raytide.actors.engine.backends.native.output_processor import (
     RequestState,
     SampleState,
 )
-from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
@@ -48,6 +47,7 @@ from raytide.actors.engine.types import (
     as_request_error,
     check_progress,
 )
+from raytide.actors.models.content import WeightsSource
 from raytide.actors.models.families import read_architecture
 from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
 from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, OverloadedError, UsageError
@@ -55,7 +55,7 @@ from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, O
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raytide.actors.engine.model.parallel.launcher import Launcher
+    from raytide.actors.engine.model.parallel.launcher import LocalMembers
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class EngineCore:
 
     It is not thread-safe. `state` shows whether it serves, is paused, sleeps or is dead."""
 
-    def __init__(self, config: EngineConfig, launcher: Launcher | None = None) -> None:
+    def __init__(self, config: EngineConfig, launcher: LocalMembers | None = None) -> None:
         model_dir = Path(packaged_path(config.model_dir) or config.model_dir)
         arch = read_architecture(model_dir, serves=True)
         self.tokenizer = Tokenizer(model_dir, arch.vision)

@@ -21,7 +21,7 @@ from raytide.actors.engine.types import as_request_error
 from raytide.core.errors import EngineDeadError, EngineError, RaytideError
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.model.parallel.launcher import Launcher
+    from raytide.actors.engine.model.parallel.launcher import LocalMembers
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class EngineThread:
         config: EngineConfig,
         deliver: Callable[[list[Output]], None],
         ended: Callable[[EngineError], None],
-        launcher: Launcher | None = None,
+        launcher: LocalMembers | None = None,
     ) -> None:
         self._config, self._deliver, self._on_end, self._launcher = config, deliver, ended, launcher
         self._core: EngineCore | None = None

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from raytide.actors.engine.base import StreamProgress
 from raytide.actors.engine.types import GenRequest
 
-__all__ = ["AdmissionEntry"]
-
 
 @dataclass(eq=False, slots=True)
 class AdmissionEntry:

@@ -8,11 +8,12 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from raytide.actors.engine.backends.remote import wire
 from raytide.actors.engine.backends.remote.wire import Kind
-from raytide.actors.engine.base import BasicEngine, Prompt
+from raytide.actors.engine.base import Engine, Prompt
 from raytide.actors.engine.types import (
     PLAIN_PROMPT,
     EngineInfo,
@@ -34,7 +35,7 @@ _EMBEDDED_AT_ONCE = 128
 Item = GenChunk | RaytideError
 
 
-class RemoteEngine(BasicEngine):
+class RemoteEngine(Engine):
     """The engine behind one connection. When the connection is lost or silent, every open request ends with
     EngineDeadError; `on_lost` is called once. `token_texts` may be shared by connections to the same model.
     """
@@ -192,22 +193,16 @@ class RemoteEngine(BasicEngine):
         return await self._connected().call(method, arguments)
 
 
+@dataclass(slots=True, eq=False)
 class Status:
     """The last report of an engine's process. `load` has the counters for the controller."""
 
-    __slots__ = ("at_s", "is_draining", "load", "pending_tokens", "problem", "stats")
-
-    def __init__(
-        self,
-        stats: EngineStats | None,
-        load: dict[str, float],
-        problem: str | None,
-        is_draining: bool,
-        pending_tokens: int = 0,
-    ) -> None:
-        self.stats, self.load, self.problem, self.is_draining = stats, load, problem, is_draining
-        self.pending_tokens = pending_tokens
-        self.at_s = time.monotonic()
+    stats: EngineStats | None
+    load: dict[str, float]
+    problem: str | None
+    is_draining: bool
+    pending_tokens: int = 0
+    at_s: float = field(default_factory=time.monotonic)
 
 
 class _Connection(asyncio.Protocol):

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
-__all__ = ["LATE_EVERY", "DeadlineQueue"]
-
 T = TypeVar("T")
 
 LATE_EVERY = 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raytide.actors.engine.backends.remote import wire
@@ -23,23 +24,22 @@ class DirectSender(Protocol):
         """Sends a message, or returns False when it would have to wait. Safe to call from any thread."""
 
 
+@dataclass(slots=True, eq=False)
 class DirectStream:
     """One request's output. A chunk is sent directly only when all before it were written, so that none overtakes
     another.
     """
 
-    __slots__ = ("connection", "given", "is_begin", "key", "sent", "written")
-
-    def __init__(self, connection: DirectSender, key: int) -> None:
-        self.connection, self.key = connection, key
-        self.is_begin = True
-        """True until its next chunk, which the event loop wants to see: the request has just been started."""
-        self.sent: deque[GenChunk] = deque()
-        """Chunks that were sent directly and not yet counted."""
-        self.given = 0
-        """Chunks left to the event loop; counted on the engine's thread."""
-        self.written = 0
-        """Those of them that the loop has written; counted there."""
+    connection: DirectSender
+    key: int
+    is_begin: bool = True
+    """True until its next chunk, which the event loop wants to see: the request has just been started."""
+    sent: deque[GenChunk] = field(default_factory=deque)
+    """Chunks that were sent directly and not yet counted."""
+    given: int = 0
+    """Chunks left to the event loop; counted on the engine's thread."""
+    written: int = 0
+    """Those of them that the loop has written; counted there."""
 
     @property
     def is_ready(self) -> bool:

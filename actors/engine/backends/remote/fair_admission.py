@@ -25,8 +25,6 @@ from raytide.actors.engine.limits import MAX_PRIORITY
 from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest
 from raytide.core.errors import ConflictError, OverloadedError, RaytideError
 
-__all__ = ["FairAdmission"]
-
 START_WEIGHT = 0.1
 """The weight of the last start in the mean time to a first token."""
 SPARE_SHARE = 16

@@ -15,8 +15,6 @@ from typing import Generic, TypeVar
 
 from raytide.actors.engine.backends.remote.deadline_queue import DeadlineQueue
 
-__all__ = ["FairQueue"]
-
 T = TypeVar("T")
 
 

@@ -25,7 +25,7 @@ from raytide.actors.engine.backends.vllm.request import (
     translated,
 )
 from raytide.actors.engine.backends.vllm.weights import ServedWeights
-from raytide.actors.engine.base import BasicEngine, check_features, check_prompt, check_resume, refuse
+from raytide.actors.engine.base import Engine, check_features, check_prompt, check_resume, refuse
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.types import (
@@ -70,7 +70,7 @@ class _Live:
         return sum(each.finish_reason is None for each in self.samples)
 
 
-class VllmEngine(BasicEngine):
+class VllmEngine(Engine):
     """vLLM behind the `Engine` protocol.
 
     Use it from the event loop that called `start`. `launch` starts vLLM; tests share one.

@@ -8,7 +8,6 @@ import subprocess  # nosec B404
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 _END_TIMEOUT_S = 5.0
 
@@ -23,25 +22,9 @@ class Invitation:
     size: int
 
 
-class Launcher(Protocol):
-    """A way to bring the other members. `host` is the leader's address, `local_size` the members on its machine."""
-
-    host: str
-    local_size: int
-
-    def launch(self, invitation: Invitation) -> None:
-        """Starts them; they connect by themselves."""
-
-    def problem(self) -> str | None:
-        """Returns why one of them cannot come, or None."""
-
-    def stop(self) -> None:
-        """Ends those that are still there, and waits for their end."""
-
-
 class LocalMembers:
-    """Members as processes of this machine. `host` is its address, `model_dir` its copy of the model if that is in
-    another place than the leader's; `invite` gets the invitation for members on other machines."""
+    """Members as processes of this machine, `local_size` in all. `host` is its address, `model_dir` its copy of the
+    model if that is in another place than the leader's; `invite` gets the invitation for members on other machines."""
 
     def __init__(
         self,
@@ -58,6 +41,7 @@ class LocalMembers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def launch(self, invitation: Invitation) -> None:
+        """Starts them; they connect by themselves."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
         for rank in self._ranks:
             process = subprocess.Popen(  # nosec B603
@@ -81,12 +65,14 @@ class LocalMembers:
             self._invite(invitation)
 
     def problem(self) -> str | None:
+        """Returns why one of them cannot come, or None."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"member {rank} ended with code {code} during its start"
         return None
 
     def stop(self) -> None:
+        """Ends those that are still there, and waits for their end."""
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()

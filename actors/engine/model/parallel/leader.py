@@ -21,13 +21,13 @@ import torch
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
 from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.lora import Adapter, LoraRows, adapter_digest, read_adapter
-from raytide.actors.engine.model.parallel.adapters import AdapterShard
 from raytide.actors.engine.model.parallel.cache import LeaderCache
 from raytide.actors.engine.model.parallel.collectives import Collectives, open_store
 from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
-from raytide.actors.engine.model.parallel.launcher import Invitation, Launcher
+from raytide.actors.engine.model.parallel.launcher import Invitation, LocalMembers
 from raytide.actors.engine.model.parallel.link import Ints, MemberLink, member_died, pack_step, watch
 from raytide.actors.engine.model.parallel.shard import ModelShard
+from raytide.actors.engine.model.parallel.sharded_weights import AdapterShard
 from raytide.actors.engine.model.vision.encoder import ImageRows
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.models.architecture import Architecture
@@ -63,9 +63,10 @@ class GroupLeader:
     The group has `stages` of the layers, each with as many members that share its heads.
     """
 
-    def __init__(self, computation: Computation, size: int, launcher: Launcher, *, stages: int = 1) -> None:
+    def __init__(self, computation: Computation, size: int, launcher: LocalMembers, *, stages: int = 1) -> None:
         self._computation, self._launcher = computation, launcher
-        self._death: EngineDeadError | None = None
+        self.death: EngineDeadError | None = None
+        """The error of a group that has lost a member."""
         self._has_ended = threading.Event()
         self._asking = threading.Lock()
         self._loads = self._adapter_loads = 0
@@ -107,11 +108,6 @@ class GroupLeader:
             raise
         this = weakref.ref(self)  # the thread must not keep the leader
         watch([link.fileno() for link in links], lambda index: _notice(this, links[index].rank))
-
-    @property
-    def death(self) -> EngineDeadError | None:
-        """The error of a group that has lost a member."""
-        return self._death
 
     def load(self, model_dir: Path) -> LeaderDecoder:
         """Reads weights on all members beside the present ones; thread-safe. Raises the first error of them."""
@@ -170,14 +166,14 @@ class GroupLeader:
 
     def close(self) -> None:
         """Ends the other members. Idempotent."""
-        if self._death is None:
-            self._death = EngineDeadError("the engine has been closed.", hint="Make a new one.")
+        if self.death is None:
+            self.death = EngineDeadError("the engine has been closed.", hint="Make a new one.")
         self._finish()
 
     def order(self, **command: Any) -> None:
         """Sends a command of one key to all members, which follow orders one after the other."""
-        if self._death is not None:
-            raise self._death
+        if self.death is not None:
+            raise self.death
         self._order(**command)
 
     @contextmanager
@@ -191,8 +187,8 @@ class GroupLeader:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Ends the group if the leader's part of what all do fails: members may have stopped at different places."""
-        if self._death is not None:
-            raise self._death
+        if self.death is not None:
+            raise self.death
         with _interrupt_deferred():
             try:
                 yield
@@ -204,8 +200,8 @@ class GroupLeader:
         return layers is self._cache.layers
 
     def notice_end(self, rank: int) -> None:
-        if self._death is None:
-            self._death = member_died(rank, "its connection closed")
+        if self.death is None:
+            self.death = member_died(rank, "its connection closed")
         self._has_ended.set()
 
     def _order(self, **command: Any) -> None:
@@ -235,13 +231,13 @@ class GroupLeader:
     def _failed(self, error: BaseException) -> BaseException:
         """Returns the error with which the group ends, and ends the other members."""
         self._has_ended.wait(_NOTICE_S)
-        if self._death is None:
-            self._death = EngineDeadError(
+        if self.death is None:
+            self.death = EngineDeadError(
                 f"the members of this replica are out of step after {error!r}.",
                 hint="Retry elsewhere; the replica is formed anew.",
             )
         self._finish()
-        return self._death if isinstance(error, Exception) else error
+        return self.death if isinstance(error, Exception) else error
 
 
 class LeaderDecoder(ShardedDecoder):
@@ -317,7 +313,7 @@ class LeaderDecoder(ShardedDecoder):
         )
 
 
-def _accept(listening: socket.socket, secret: str, size: int, launcher: Launcher) -> list[MemberLink]:
+def _accept(listening: socket.socket, secret: str, size: int, launcher: LocalMembers) -> list[MemberLink]:
     """Returns the connections of all other members by rank. Raises EngineError when one does not come."""
     links: dict[int, MemberLink] = {}
     deadline_s = time.monotonic() + _COME_S
@@ -369,7 +365,7 @@ def _notice(leader: weakref.ref[GroupLeader], rank: int) -> None:
         found.notice_end(rank)
 
 
-def _end(links: list[MemberLink], launcher: Launcher) -> None:
+def _end(links: list[MemberLink], launcher: LocalMembers) -> None:
     for link in links:
         link.close()
     launcher.stop()

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from raytide.actors.engine.model.lora import Adapter, LoraRows, adapter_digest, read_adapter
-from raytide.actors.engine.model.parallel.adapters import AdapterShard
 from raytide.actors.engine.model.parallel.cache import MemberCache
 from raytide.actors.engine.model.parallel.collectives import Collectives, connect_store
 from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
 from raytide.actors.engine.model.parallel.link import MemberLink, StepArrays, watch
 from raytide.actors.engine.model.parallel.shard import ModelShard
+from raytide.actors.engine.model.parallel.sharded_weights import AdapterShard
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.engine.sequence import StepPlan
 from raytide.actors.models.architecture import Architecture

@@ -11,14 +11,23 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from raytide.actors.engine.scheduler.speculation.acceptance import SOURCES, Acceptance, Source, cell_of
-from raytide.actors.engine.scheduler.speculation.answer_history import AnswerHistories, AnswerHistory
+from raytide.actors.engine.scheduler.speculation.answer_history import (
+    SOURCES,
+    Acceptance,
+    AnswerHistories,
+    AnswerHistory,
+    Source,
+    cell_of,
+)
 from raytide.actors.engine.scheduler.speculation.suffix_index import Match, SuffixIndex
 from raytide.actors.engine.scheduler.step_cost import StepCost
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 from raytide.actors.engine.types import DraftCounts
+
+if TYPE_CHECKING:
+    from raytide.actors.engine.model.draft_model import DraftModel
 
 _log = logging.getLogger(__name__)
 
@@ -37,16 +46,6 @@ _MODEL_KEPT = 0.9
 """The share of what is known about the draft model that a new request starts from."""
 _INDEXED_TOKENS = 1 << 15
 """The last tokens of a prompt that are searched; a token takes about 100 bytes."""
-
-
-class GuessingModel(Protocol):
-    """A draft model: see `DraftModel`."""
-
-    def seconds(self, rows: int) -> float: ...
-
-    def num_missing(self, seq: Sequence) -> int: ...
-
-    def draft(self, seqs: Items[Sequence], counts: Items[int]) -> list[list[int]]: ...
 
 
 @dataclass(slots=True)
@@ -133,7 +132,7 @@ class Speculator:
         allowed: Callable[[Sequence, list[int]], int],
         *,
         cost: StepCost | None = None,
-        model: GuessingModel | None = None,
+        model: DraftModel | None = None,
     ) -> None:
         self._sources, self._allowed = sources, allowed
         self._cost = cost or StepCost()
@@ -150,7 +149,7 @@ class Speculator:
         option: str,
         allowed: Callable[[Sequence, list[int]], int],
         cost: StepCost,
-        model: GuessingModel | None,
+        model: DraftModel | None,
     ) -> Speculator | None:
         """Returns what drafts tokens, as the engine's option `speculation` says; None if it is off."""
         if option == "off":

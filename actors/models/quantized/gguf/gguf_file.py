@@ -102,7 +102,8 @@ class GgufFile:
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise DataError(f"cannot read {path}: {error}.", hint="Point at a GGUF file.") from None
-        self._at = 0
+        self.header_bytes = 0
+        """The bytes of the header, as far as it is read."""
         self._texts_left = _MOST_TEXTS
         tensors, fields = self._counts()
         self._fields = dict[str, object]()
@@ -112,10 +113,6 @@ class GgufFile:
                 raise self._damaged(f"field {name} stands twice")
             self._fields[name] = self._value(self._number("I"))
         self.tensors = self._read_tensors(tensors)
-
-    @property
-    def header_bytes(self) -> int:
-        return self._at
 
     @property
     def tensor_bytes(self) -> int:
@@ -172,7 +169,7 @@ class GgufFile:
     def _counts(self) -> tuple[int, int]:
         if self.data[:4] != b"GGUF":
             raise DataError(f"{self.path} is no GGUF file.", hint="It begins with GGUF.")
-        self._at = 4
+        self.header_bytes = 4
         version = self._number("I")
         if version not in (2, 3):
             kind = "of big-endian numbers " if version in (2 << 24, 3 << 24) else ""
@@ -185,14 +182,14 @@ class GgufFile:
     def _number(self, kind: str) -> int:
         size = struct.calcsize(f"<{kind}")
         self._check_room(size)
-        (value,) = struct.unpack_from(f"<{kind}", self.data, self._at)
-        self._at += size
+        (value,) = struct.unpack_from(f"<{kind}", self.data, self.header_bytes)
+        self.header_bytes += size
         return int(value)
 
     def _check_room(self, size: int) -> None:
-        if size > len(self.data) - self._at:
+        if size > len(self.data) - self.header_bytes:
             raise self._damaged("it ends in the middle of its header")
-        if self._at + size > MOST_HEADER_BYTES:
+        if self.header_bytes + size > MOST_HEADER_BYTES:
             raise self._damaged(f"its header exceeds {MOST_HEADER_BYTES >> 20} MiB")
 
     def _short_text(self, what: str) -> str:
@@ -203,8 +200,8 @@ class GgufFile:
 
     def _text(self, length: int) -> str:
         self._check_room(length)
-        self._at += length
-        return self._decoded(self._at - length, length)
+        self.header_bytes += length
+        return self._decoded(self.header_bytes - length, length)
 
     def _decoded(self, start: int, length: int) -> str:
         try:
@@ -219,12 +216,12 @@ class GgufFile:
             return self._array(self._number("I"), self._number("Q"))
         code = self._scalar(kind)
         self._check_room(struct.calcsize(f"<{code}"))
-        (value,) = struct.unpack_from(f"<{code}", self.data, self._at)
-        self._at += struct.calcsize(f"<{code}")
+        (value,) = struct.unpack_from(f"<{code}", self.data, self.header_bytes)
+        self.header_bytes += struct.calcsize(f"<{code}")
         return value
 
     def _array(self, kind: int, count: int) -> object:
-        start = self._at
+        start = self.header_bytes
         if kind == _TEXT:
             self._texts_left -= count
             if self._texts_left < 0:
@@ -232,12 +229,12 @@ class GgufFile:
             for _ in range(count):
                 length = self._number("Q")
                 self._check_room(length)
-                self._at += length
+                self.header_bytes += length
             return _Texts(start, count)
         code = self._scalar(kind)
         size = count * struct.calcsize(f"<{code}")
         self._check_room(size)
-        self._at += size
+        self.header_bytes += size
         return code, start, count
 
     def _scalar(self, kind: int) -> str:
@@ -256,7 +253,7 @@ class GgufFile:
         alignment = self.number("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             raise self._wrong("general.alignment", "a small positive number")
-        base = -(-self._at // alignment) * alignment
+        base = -(-self.header_bytes // alignment) * alignment
         found = dict[str, GgufTensor]()
         for name, shape, kind, offset in listed:
             if name in found:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from raytide.actors.engine.backends.remote.client import RemoteEngine
-from raytide.actors.engine.base import BasicEngine, Prompt, StreamProgress
+from raytide.actors.engine.base import Engine, Prompt, StreamProgress
 from raytide.actors.engine.types import (
     PLAIN_PROMPT,
     EngineInfo,
@@ -48,7 +48,7 @@ class _GoneError(Exception):
     """A replica died before it got a request."""
 
 
-class RoutedEngine(BasicEngine):
+class RoutedEngine(Engine):
     """Sends each request to a replica. One that refuses or dies before the first token is replaced by another; after
     it, the request goes on from its tokens elsewhere.
     """

@@ -11,10 +11,10 @@ from tests.actors.engine.tiny import save_llama
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams
 from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
-from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import StepPlan
+from raytide.actors.models.content import WeightsSource
 from raytide.core.errors import ConflictError, DataError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -12,7 +12,7 @@ from tests.actors.models.quantized.quantized_models import PROMPT, Tensors, expe
 from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConfigError
-from raytide.kernels.quantize import round_to_nearest
+from raytide.kernels.core import round_to_nearest
 from raytide.kernels.registry import ops_for
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}

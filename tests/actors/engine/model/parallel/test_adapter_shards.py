@@ -14,10 +14,10 @@ from torch.distributed import HashStore
 
 from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.lora import Adapter, LoraRows, read_adapter
-from raytide.actors.engine.model.parallel.adapters import AdapterShard
 from raytide.actors.engine.model.parallel.collectives import Collectives
 from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
 from raytide.actors.engine.model.parallel.shard import ModelShard
+from raytide.actors.engine.model.parallel.sharded_weights import AdapterShard
 from raytide.actors.models.families import read_architecture
 from raytide.actors.models.quantized.model_weights import open_weights
 from raytide.kernels.core import PagedBatch

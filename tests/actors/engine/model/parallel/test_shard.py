@@ -12,12 +12,11 @@ import torch
 from tests.actors.engine.families import FAMILIES, save_family
 from torch.distributed import HashStore
 
-from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.decoder import PagedDecoder, prompt_logits
 from raytide.actors.engine.model.parallel.collectives import Collectives
 from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
 from raytide.actors.engine.model.parallel.shard import ModelShard, check_divides
 from raytide.actors.engine.model.parallel.sharded_weights import ShardedWeights
-from raytide.actors.engine.model.prompt_logits import prompt_logits
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
 from raytide.actors.models.families import read_architecture
 from raytide.actors.models.loader import Weights
