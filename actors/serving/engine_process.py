@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from raytide.actors.engine.backends.remote.server import EngineServer
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.model.parallel.launcher import Invitation, Launcher, LocalMembers
+from raytide.actors.engine.model.parallel.launcher import Invitation, LocalMembers
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import GenRequest
 from raytide.actors.serving.engines import build_engine, choose_engine, num_processes
@@ -40,7 +40,6 @@ from raytide.core.telemetry.vllm_names import with_vllm_names
 
 _log = logging.getLogger(__name__)
 
-STALL_LIMIT_S = 60.0
 _PROBLEM_PERIOD_S = 0.5
 _LAST_WORDS_S = 1.0
 """The time from the detection of a broken engine to the end of the process, in which open requests get their errors."""
@@ -80,7 +79,7 @@ async def run(order: dict[str, Any], report: BinaryIO) -> None:
     await engine.shutdown()
 
 
-def _launcher(spec: ServeSpec, host: str, report: BinaryIO) -> Launcher | None:
+def _launcher(spec: ServeSpec, host: str, report: BinaryIO) -> LocalMembers | None:
     """Returns what starts this node's members and lets the replica start those of the other nodes; None without."""
     if spec.members == 1 or choose_engine(spec).kind != "native":
         return None
@@ -106,7 +105,7 @@ class _Health:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._watch = ProgressWatch(STALL_LIMIT_S)
+        self._watch = ProgressWatch()
 
     async def problem(self) -> str | None:
         try:

@@ -17,7 +17,7 @@ from raytide.core.logs import logger
 from raytide.core.objects.endpoint import MOST_ADAPTERS, ServeSpec
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.model.parallel.launcher import Launcher
+    from raytide.actors.engine.model.parallel.launcher import LocalMembers
 
 log = logger(__name__)
 
@@ -25,7 +25,7 @@ _VLLM_UTILIZATION = 0.92
 """vLLM's own default, of a whole GPU."""
 
 
-def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any], launcher: Launcher | None) -> Engine:
+def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any], launcher: LocalMembers | None) -> Engine:
     from raytide.actors.engine.backends.native.engine import NativeEngine
     from raytide.actors.engine.config import EngineConfig
 
@@ -38,7 +38,7 @@ def _native(spec: ServeSpec, model_dir: str, options: dict[str, Any], launcher: 
     return NativeEngine(EngineConfig.parse(config, where=f"engine options of endpoint {spec.name}"), launcher)
 
 
-def _vllm(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: Launcher | None) -> Engine:
+def _vllm(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: LocalMembers | None) -> Engine:
     from raytide.actors.engine.backends.vllm.config import VllmConfig
     from raytide.actors.engine.backends.vllm.engine import VllmEngine
 
@@ -50,7 +50,7 @@ def _vllm(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: Launcher 
     return VllmEngine(VllmConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
 
 
-def _fake(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: Launcher | None) -> Engine:
+def _fake(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: LocalMembers | None) -> Engine:
     from raytide.actors.engine.backends.fake import FakeEngine
 
     try:
@@ -59,7 +59,7 @@ def _fake(spec: ServeSpec, model_dir: str, options: dict[str, Any], _: Launcher 
         raise ConfigError(f"engine options of endpoint {spec.name}: {error}.") from None
 
 
-ENGINES: dict[str, Callable[[ServeSpec, str, dict[str, Any], Launcher | None], Engine]] = {
+ENGINES: dict[str, Callable[[ServeSpec, str, dict[str, Any], LocalMembers | None], Engine]] = {
     "fake": _fake,
     "native": _native,
     "vllm": _vllm,
@@ -166,7 +166,7 @@ def _automatic(spec: ServeSpec) -> EngineChoice:
     return EngineChoice("native", "its replicas have no GPU, and on CPUs raytide's own engine is the faster one.")
 
 
-def build_engine(spec: ServeSpec, model_dir: str | None = None, launcher: Launcher | None = None) -> Engine:
+def build_engine(spec: ServeSpec, model_dir: str | None = None, launcher: LocalMembers | None = None) -> Engine:
     """Returns the spec's engine, not started yet. `model_dir` is the copy of a model in an object store, `launcher`
     brings the other members of a replica.
 

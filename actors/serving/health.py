@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from raytide.actors.engine.types import EngineStats
 
+STALL_LIMIT_S = 60.0
+
 
 class ProgressWatch:
     """Detects an engine that has had work for too long without making progress, from its counters over time."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float = STALL_LIMIT_S) -> None:
         self._limit_s = limit_s
         self._steps = _Counter()
         self._commands = _Counter()

@@ -13,7 +13,7 @@ from tests.gateway.conftest import Gateway, running_gateway, until
 
 from raytide.actors.engine import EngineConfig, NativeEngine
 from raytide.actors.engine.backends.fake import FakeEngine
-from raytide.actors.serving.ray_serve.adapters import AdapterSync
+from raytide.actors.serving.ray_serve.live_fields import AdapterSync
 from raytide.core.objects.endpoint import adapter_id
 from raytide.gateway.replicas import replica_set
 

@@ -30,8 +30,6 @@ from raytide.core.io.claim import Claim, committing
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.core.objects.endpoint import ServeSpec
 
-__all__ = ["run_batch_job"]
-
 _ROWS_AT_ONCE = 128
 _SHOWN_ERRORS = 5
 _SAY_EVERY_S = 10.0

@@ -13,8 +13,6 @@ from raytide.actors.engine.limits import MAX_BODY_BYTES
 from raytide.actors.serving.http.body import Outline, parse_json
 from raytide.actors.serving.openai_api.errors import ApiError
 
-__all__ = ["MAX_ROWS", "URLS", "BatchInput", "InputError", "InputRow", "check_input"]
-
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_ROWS = 50_000
 MAX_ERRORS = 100
@@ -76,13 +74,15 @@ def check_input(path: Path, url: str | None) -> BatchInput:
             digest.update(line)
             if len(line) > MAX_BODY_BYTES:
                 found.errors.append(
-                    _error("line_too_large", f"The line is longer than {MAX_BODY_BYTES} bytes.", number)
+                    InputError("line_too_large", f"The line is longer than {MAX_BODY_BYTES} bytes.", number)
                 )
                 break
             if not line.strip():
                 continue
             if len(found) == MAX_ROWS:
-                found.errors.append(_error("too_many_requests", f"The file has more than {MAX_ROWS} requests.", number))
+                found.errors.append(
+                    InputError("too_many_requests", f"The file has more than {MAX_ROWS} requests.", number)
+                )
                 break
             if (error := _problem(line, number, url, known, found.models)) is not None:
                 found.errors.append(error)
@@ -108,29 +108,30 @@ def _problem(line: bytes, number: int, url: str | None, known: set[bytes], model
     try:
         row = _parsed(line)
     except ApiError as error:
-        return _error("invalid_json_line", f"This line is not parseable as valid JSON. {error}", number)
+        return InputError("invalid_json_line", f"This line is not parseable as valid JSON. {error}", number)
     if not isinstance(row, Mapping):
-        return _error("invalid_json_line", "This line is not a JSON object.", number)
+        return InputError("invalid_json_line", "This line is not a JSON object.", number)
     for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
         if row.get(name) is None:
-            return _error("missing_required_parameter", f"Missing required parameter: {name}.", number, name)
+            return InputError("missing_required_parameter", f"Missing required parameter: {name}.", number, name)
         if not isinstance(row[name], kind):
-            return _error("invalid_type", f"{name} has the wrong type.", number, name)
+            return InputError("invalid_type", f"{name} has the wrong type.", number, name)
     if not 0 < len(row["custom_id"]) <= _MAX_ID_CHARS:
-        return _error("invalid_value", f"custom_id has 1 to {_MAX_ID_CHARS} characters.", number, "custom_id")
+        return InputError("invalid_value", f"custom_id has 1 to {_MAX_ID_CHARS} characters.", number, "custom_id")
     if row["method"] != "POST":
-        return _error("invalid_method", "method is not POST.", number, "method")
+        return InputError("invalid_method", "method is not POST.", number, "method")
     if row["url"] not in ((url,) if url else URLS):
         wanted = f"{url}, the endpoint of this batch" if url else f"one of {', '.join(URLS)}"
-        return _error("invalid_url", f"url is not {wanted}.", number, "url")
+        return InputError("invalid_url", f"url is not {wanted}.", number, "url")
     model = row["body"].get("model")
     if not isinstance(model, str) or not model:
-        return _error("missing_required_parameter", "Missing required parameter: body.model.", number, "body.model")
+        return InputError("missing_required_parameter", "Missing required parameter: body.model.", number, "body.model")
     if row["body"].get("stream"):
-        return _error("invalid_value", "body.stream is not possible in a batch.", number, "body.stream")
+        return InputError("invalid_value", "body.stream is not possible in a batch.", number, "body.stream")
     digest = hashlib.blake2b(row["custom_id"].encode(errors="replace"), digest_size=16).digest()
     if digest in known:
-        return _error("duplicate_custom_id", f"The custom_id {row['custom_id']} was used before.", number, "custom_id")
+        message = f"The custom_id {row['custom_id']} was used before."
+        return InputError("duplicate_custom_id", message, number, "custom_id")
     known.add(digest)
     if len(models) < _MODELS:
         models.add(model)
@@ -140,7 +141,3 @@ def _problem(line: bytes, number: int, url: str | None, known: set[bytes], model
 def _parsed(line: bytes) -> Any:
     Outline().feed(line)
     return parse_json(line)
-
-
-def _error(code: str, message: str, line: int, param: str | None = None) -> InputError:
-    return InputError(code, message, line, param)

@@ -15,8 +15,6 @@ from typing import Any
 
 from raytide.core.errors import DataError
 
-__all__ = ["ProgressFile", "RowResult", "RowUsage"]
-
 
 @dataclass(slots=True)
 class RowUsage:

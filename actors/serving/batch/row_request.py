@@ -15,8 +15,6 @@ from raytide.actors.serving.batch.input_file import InputRow
 from raytide.actors.serving.batch.progress_file import RowResult, RowUsage
 from raytide.actors.serving.openai_api.errors import ApiError
 
-__all__ = ["failed_row", "request_row"]
-
 _RETRIED = frozenset({429, 503, 504})
 """Statuses of requests for which there was no room: they are sent again until the batch ends."""
 _MAX_ERRORS = 3

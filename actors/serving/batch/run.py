@@ -14,8 +14,6 @@ from raytide.actors.serving.batch.input_file import BatchInput, InputRow
 from raytide.actors.serving.batch.progress_file import ProgressFile, RowResult
 from raytide.core.io.storage import full_disk_is_an_error, is_full_disk
 
-__all__ = ["run_rows", "write_results"]
-
 _log = logging.getLogger(__name__)
 _FULL_DISK_PAUSE_S = 2.0
 

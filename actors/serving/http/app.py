@@ -78,7 +78,7 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
             await server.stop()
 
     app = openai_app(SingleModel(server), lifespan)
-    app.add_middleware(ResponseHeaders, replica=server.replica)
+    app.add_middleware(ResponseHeaders, replica="local")
 
     @app.get("/health")
     async def health() -> Response:

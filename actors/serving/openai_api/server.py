@@ -8,26 +8,30 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 from uuid import uuid4
 
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.limits import MAX_CHOICES, MAX_LOGPROB_ENTRIES
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.text.worker_pool import TextPool
-from raytide.actors.engine.types import PLAIN_PROMPT, EngineInfo, Feature, GenRequest
+from raytide.actors.engine.types import PLAIN_PROMPT, EngineInfo, Feature, GenRequest, Message, PromptOptions
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
 from raytide.actors.serving.openai_api.admission import Anybody, RequestCaller
 from raytide.actors.serving.openai_api.answers.bodies import Model
 from raytide.actors.serving.openai_api.chat.image_fetcher import ImageFetcher
 from raytide.actors.serving.openai_api.chat.images import images_of
-from raytide.actors.serving.openai_api.chat.prompt_options import prompt_options, reasoning_after
 from raytide.actors.serving.openai_api.chat.tool_choice import NO_TOOLS, ToolUse, tool_use_of
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.fields.truncation import Truncation
 from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
+
+_TAIL_TOKENS = 16
+"""More than the tokens of an opening reasoning tag at a prompt's end."""
+_OPENING, _CLOSING = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +44,15 @@ class ChatPrompt:
 
 
 class Server:
-    """One model's server. `replica` is its name in the `x-raytide-replica` header. Priorities below `min_priority`,
-    which are more urgent, are raised to it, since callers are not known here.
+    """One model's server. Priorities below `min_priority`, which are more urgent, are raised to it, since callers are
+    not known here.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        model: str,
-        replica: str = "local",
-        stall_limit_s: float = 60.0,
-        drain_s: float = 30.0,
-        min_priority: int = 0,
-    ) -> None:
+    def __init__(self, engine: Engine, *, model: str, drain_s: float = 30.0, min_priority: int = 0) -> None:
         self.engine = engine
         self.model = model
-        self.replica = replica
         self.metrics = ServingMetrics(model)
-        self._watch = ProgressWatch(stall_limit_s)
+        self._watch = ProgressWatch()
         self.texts = TextPool()
         self._drain_s, self.min_priority = drain_s, min_priority
         self._created = int(time.time())
@@ -292,3 +286,28 @@ def _check_size(sampling: SamplingParams, prompts: list[list[int]]) -> None:
                 "are computed for one request.",
                 param="logprobs",
             )
+
+
+def prompt_options(request: ChatRequest) -> PromptOptions:
+    """Returns the options of a request. Raises ApiError (400) for fields that exclude each other, as vLLM does."""
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            raise invalid(
+                "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+            )
+        return PromptOptions(kwargs, "open")
+    return PromptOptions(kwargs, "closed" if request.add_generation_prompt is False else "answer")
+
+
+async def reasoning_after(
+    engine: Engine, prompt: Sequence[int], last: Message, options: PromptOptions
+) -> Literal["", "tagged", "open"]:
+    """Returns how the answer to this prompt may begin: the format that an engine states holds for plain prompts only.
+    A template may open or close the reasoning itself, as its variables tell it; a continued message has begun."""
+    if options.ending == "open":
+        return "open" if last.content.count(_OPENING) > last.content.count(_CLOSING) else ""
+    (tail,) = await engine.decode([prompt[-_TAIL_TOKENS:]])
+    return "open" if tail.rstrip().endswith(_OPENING) else "tagged"

@@ -59,16 +59,13 @@ class Application:
             is_gang = name == SPANNING
             for replica in deployment["replicas"]:
                 if replica["state"] in _STAYING:
-                    node = _node(replica, node_of)
+                    node = str(replica.get("node_id") or "") or node_of(replica["actor_name"])
                     on = nodes_of_group(replica["actor_name"]) if is_gang else (node,)
                     nodes += on
                     moving += on if is_gang and replica["state"] == "PENDING_MIGRATION" else ()
                     ready += [(replica, node)] if replica["state"] in _READY else []
-        states = {
-            str(replica.get("replica_id")): replica["state"]
-            for deployment in details["deployments"].values()
-            for replica in deployment["replicas"]
-        }
+        replicas = [replica for deployment in details["deployments"].values() for replica in deployment["replicas"]]
+        states = {str(replica.get("replica_id")): replica["state"] for replica in replicas}
         return cls(
             ready=len(ready),
             replica_nodes=tuple(sorted(node for node in nodes if node)),
@@ -76,18 +73,13 @@ class Application:
             ready_on={str(replica.get("replica_id")): node for replica, node in ready if node},
             ordered_at_s={
                 str(replica["replica_id"]): float(replica["start_time_s"])
-                for deployment in details["deployments"].values()
-                for replica in deployment["replicas"]
+                for replica in replicas
                 if replica["state"] in _STAYING and "start_time_s" in replica
             },
             replica_ids=frozenset(states),
             stopping_ids=frozenset(name for name, state in states.items() if state not in _STAYING),
             failure=_failure(details) if details.get("status") == "DEPLOY_FAILED" else "",
         )
-
-
-def _node(replica: Mapping[str, Any], node_of: Callable[[str], str]) -> str:
-    return str(replica.get("node_id") or "") or node_of(replica["actor_name"])
 
 
 def _failure(details: Mapping[str, Any]) -> str:

@@ -45,6 +45,7 @@ LOOK_TIMEOUT_S = 4.0
 LIST_TIMEOUT_S = 60.0
 """The timeout of a list of Serve's applications, for which no tick waits. A busy Serve takes seconds for it, and where
 it fails nothing is deployed or deleted."""
+CALL_TIMEOUT_S, START_TIMEOUT_S = 10.0, 90.0
 
 
 class ServeControl:
@@ -52,18 +53,8 @@ class ServeControl:
 
     Its methods need a process that is connected to the cluster (`ray.init`) whenever a method is called."""
 
-    def __init__(
-        self,
-        *,
-        look_timeout_s: float = LOOK_TIMEOUT_S,
-        list_timeout_s: float = LIST_TIMEOUT_S,
-        call_timeout_s: float = 10.0,
-        start_timeout_s: float = 90.0,
-    ) -> None:
+    def __init__(self, *, look_timeout_s: float = LOOK_TIMEOUT_S) -> None:
         self._look_timeout_s = look_timeout_s
-        self._list_timeout_s = list_timeout_s
-        self._call_timeout_s = call_timeout_s
-        self._start_timeout_s = start_timeout_s
 
     def start(self) -> None:
         """Starts Serve's controller, which takes no CPU. Does nothing when it runs. Requests come through raytide's
@@ -75,7 +66,7 @@ class ServeControl:
 
             serve.start(proxy_location="Disabled")
 
-        call_with_timeout(self._start_timeout_s, "Ray Serve to start", call)
+        call_with_timeout(START_TIMEOUT_S, "Ray Serve to start", call)
 
     def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
         """Deploys an endpoint; its replicas start in the background. An unchanged endpoint is not deployed again.
@@ -89,7 +80,7 @@ class ServeControl:
             return False
         if _work(deployed) == _work(spec):
             what = f"the GCS to store the spec of {endpoint.name}"
-            call_with_timeout(self._call_timeout_s, what, lambda: self._put(spec_key(endpoint.name), spec))
+            call_with_timeout(CALL_TIMEOUT_S, what, lambda: self._put(spec_key(endpoint.name), spec))
             return False
 
         def call() -> None:
@@ -105,19 +96,18 @@ class ServeControl:
             serve.run_many([target], wait_for_applications_running=False)
             self._put(spec_key(endpoint.name), spec)
 
-        call_with_timeout(self._start_timeout_s, f"Ray Serve to accept endpoint {endpoint.name}", call)
+        call_with_timeout(START_TIMEOUT_S, f"Ray Serve to accept endpoint {endpoint.name}", call)
         return True
 
     def publish(self, name: str, target: int) -> None:
         """Publishes an endpoint's replica count, which Serve's controller follows within about a second."""
-        call_with_timeout(
-            self._call_timeout_s, f"the GCS to store the target of {name}", lambda: self._publish(name, target)
-        )
+        what = f"the GCS to store the target of {name}"
+        call_with_timeout(CALL_TIMEOUT_S, what, lambda: self._publish(name, target))
 
     def publish_route(self, name: str, route: bytes) -> None:
         """Publishes which applications answer an endpoint's requests. Gateways follow within half a second."""
         what = f"the GCS to store the route of {name}"
-        call_with_timeout(self._call_timeout_s, what, lambda: self._put(route_key(name), route))
+        call_with_timeout(CALL_TIMEOUT_S, what, lambda: self._put(route_key(name), route))
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
         """Returns the loads of the endpoints that Serve has reported on, in one look."""
@@ -142,8 +132,8 @@ class ServeControl:
 
     def applications(self) -> dict[str, Application]:
         """Returns Serve's applications, also those whose replicas still finish their requests."""
-        timeout_s = self._list_timeout_s
-        return call_with_timeout(timeout_s, "Ray Serve's controller to answer", lambda: _applications(timeout_s))
+        what = "Ray Serve's controller to answer"
+        return call_with_timeout(LIST_TIMEOUT_S, what, lambda: _applications(LIST_TIMEOUT_S))
 
     def delete(self, name: str, *, is_there: bool) -> None:
         """Deletes an endpoint, also from Serve if it is there; its replicas finish their requests."""
@@ -152,17 +142,17 @@ class ServeControl:
             from ray import serve
 
             gcs = ray_internals.connected_gcs()
-            gcs.internal_kv_del(f"{name}/".encode(), True, KV_NAMESPACE, timeout=self._call_timeout_s)
+            gcs.internal_kv_del(f"{name}/".encode(), True, KV_NAMESPACE, timeout=CALL_TIMEOUT_S)
             if is_there:
                 serve.delete(name, _blocking=False)
 
-        call_with_timeout(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
+        call_with_timeout(START_TIMEOUT_S, f"Ray Serve to delete endpoint {name}", call)
 
     def restart_replica(self, name: str, replica: str) -> bool:
         """Kills a replica, whose place Serve fills at once; its requests go on elsewhere. Returns whether it was there:
         an id is never used again, so a second call does nothing."""
         return call_with_timeout(
-            self._call_timeout_s,
+            CALL_TIMEOUT_S,
             f"Ray to end replica {replica} of {name}",
             lambda: _kill_replica(name, replica, self._look_timeout_s),
         )
@@ -176,7 +166,7 @@ class ServeControl:
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         for key in keys:
-            ray_internals.connected_gcs().internal_kv_del(key, False, KV_NAMESPACE, timeout=self._call_timeout_s)
+            ray_internals.connected_gcs().internal_kv_del(key, False, KV_NAMESPACE, timeout=CALL_TIMEOUT_S)
 
     def _keys(self) -> list[bytes]:
         gcs = ray_internals.connected_gcs()
@@ -187,7 +177,7 @@ class ServeControl:
 
     def _put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> None:
         gcs = ray_internals.connected_gcs()
-        gcs.internal_kv_put(key, value, overwrite, KV_NAMESPACE, timeout=self._call_timeout_s)
+        gcs.internal_kv_put(key, value, overwrite, KV_NAMESPACE, timeout=CALL_TIMEOUT_S)
 
     def _get(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """Returns the values of the keys that exist, in one call."""

@@ -8,30 +8,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from raytide.actors.serving.ray_serve.policy import KV_NAMESPACE, load_key, target_key
+from raytide.actors.serving.ray_serve.policy import KV_NAMESPACE as KV_NAMESPACE
+from raytide.actors.serving.ray_serve.policy import load_key as load_key
+from raytide.actors.serving.ray_serve.policy import target_key as target_key
 from raytide.core.objects.endpoint_load import InstallFailure
-
-__all__ = [
-    "KV_NAMESPACE",
-    "ROUTES",
-    "ReplicaAddress",
-    "begun_key",
-    "failure_of",
-    "install_key",
-    "install_record",
-    "live_prefix",
-    "load_key",
-    "log_prefix",
-    "queue_key",
-    "queue_prefix",
-    "replica_key",
-    "replica_prefix",
-    "route_key",
-    "spec_key",
-    "startup_prefix",
-    "target_key",
-]
-
 
 ROUTES = b"~route/"
 """The begin of the keys of routes. No application's name begins with it."""

@@ -4,20 +4,147 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from raytide.actors.engine.base import Engine
-from raytide.actors.serving.ray_serve.adapters import AdapterSync
+from raytide.actors.models.model_cache import StagedModel, staged_model
 from raytide.actors.serving.ray_serve.keys import KV_NAMESPACE, live_prefix, replica_prefix, spec_key
-from raytide.actors.serving.ray_serve.weights import WeightsSync, is_its_turn
 from raytide.core import ray_internals
+from raytide.core.errors import ConflictError, EngineDeadError, RaytideError
 from raytide.core.logs import logger
+from raytide.core.objects.endpoint import adapter_id
+from raytide.core.objects.endpoint_load import LOADING
 
 log = logger(__name__)
 
 _PERIOD_S = 1.0
 """The time between two looks at the spec in the GCS."""
 _GCS_TIMEOUT_S = 10.0
+RETRY_S = 30.0
+"""The time after which a load or a swap that failed is tried again."""
+UNLOAD_AFTER_S = 3.0
+"""The time after which an adapter that left the spec is unloaded: gateways have stopped to send requests for it."""
+
+
+class AdapterSync:
+    """Loads and unloads adapters of one engine. A load that fails leaves the others, and the base model, as they
+    are.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        stage: Callable[[str], StagedModel] = staged_model,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._stage, self._now_s = engine, stage, now_s
+        self._loaded: dict[str, StagedModel] = {}
+        self._unwanted_s: dict[str, float] = {}
+        self._failed: dict[str, tuple[float, str]] = {}
+        self._wanted: dict[str, str] = {}
+
+    def states(self) -> dict[str, str]:
+        """Returns the state of each wanted adapter by its name: "" if it is loaded, `loading`, or the error."""
+        return {name: self._state(adapter_id(name, at)) for name, at in sorted(self._wanted.items())}
+
+    async def sync(self, wanted: Mapping[str, str]) -> None:
+        """Loads what is missing, and unloads what is not wanted once no request uses it. `wanted` has the location of
+        each adapter by name.
+        """
+        self._wanted = dict(wanted)
+        ids = {adapter_id(name, location): location for name, location in wanted.items()}
+        for adapter, location in ids.items():
+            self._unwanted_s.pop(adapter, None)
+            failed_s, _ = self._failed.get(adapter, (-RETRY_S, ""))
+            if adapter not in self._loaded and self._now_s() - failed_s >= RETRY_S:
+                await self._load(adapter, location)
+        for adapter in self._loaded.keys() - ids.keys():
+            if self._now_s() - self._unwanted_s.setdefault(adapter, self._now_s()) >= UNLOAD_AFTER_S:
+                await self._unload(adapter)
+        self._failed = {adapter: failure for adapter, failure in self._failed.items() if adapter in ids}
+
+    def _state(self, adapter: str) -> str:
+        if adapter in self._loaded:
+            return ""
+        return self._failed[adapter][1] if adapter in self._failed else LOADING
+
+    async def _load(self, adapter: str, location: str) -> None:
+        staged = StagedModel("")
+        try:
+            staged = await asyncio.to_thread(self._stage, location)
+            await self._engine.load_lora(adapter, staged.path)
+        except RaytideError as error:
+            staged.close()
+            if isinstance(error, EngineDeadError):
+                raise
+            self._failed[adapter] = self._now_s(), str(error)
+            return
+        self._failed.pop(adapter, None)
+        self._loaded[adapter] = staged
+
+    async def _unload(self, adapter: str) -> None:
+        try:
+            await self._engine.unload_lora(adapter)
+        except ConflictError:  # a request uses it: the next round tries again
+            return
+        self._loaded.pop(adapter).close()
+        self._unwanted_s.pop(adapter, None)
+
+
+def is_its_turn(replica: str, wanted: str, serving: Mapping[str, str], replicas: Collection[str]) -> bool:
+    """Returns whether a replica may swap: all `replicas` before it, by their ids, serve the wanted weights.
+
+    So they swap one after the other, and after a failure no further one does. `serving` has the location of the weights
+    of each replica that has reported some.
+    """
+    return all(serving.get(other) == wanted for other in replicas if other < replica)
+
+
+class WeightsSync:
+    """Swaps the weights of one engine. A swap that fails leaves those that it had."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model_dir: str,
+        *,
+        stage: Callable[[str], StagedModel] = staged_model,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`model_dir` is the directory of the spec's model, with which the engine has started."""
+        self._engine, self._model_dir, self._stage, self._now_s = engine, model_dir, stage, now_s
+        self._staged = StagedModel(model_dir)
+        self._failed_s = -RETRY_S
+        self.location = ""
+        """The location of the weights that it serves; "" for those of the spec's model."""
+        self.asked = ""
+        """The location of those that were wanted last."""
+        self.error = ""
+        """The error of their swap."""
+
+    async def sync(self, wanted: str) -> None:
+        """Swaps to the weights at a location, unless that has just failed. Requests that run continue with them."""
+        if wanted != self.asked:
+            self.asked, self.error, self._failed_s = wanted, "", -RETRY_S
+        if wanted == self.location or self._now_s() - self._failed_s < RETRY_S:
+            return
+        staged = StagedModel(self._model_dir)
+        try:
+            if wanted:
+                staged = await asyncio.to_thread(self._stage, wanted)
+            await self._engine.load_weights(staged.path)
+        except RaytideError as error:
+            staged.close()
+            if isinstance(error, EngineDeadError):
+                raise
+            self.error, self._failed_s = str(error), self._now_s()
+            return
+        before, self._staged = self._staged, staged
+        before.close()
+        self.location, self.error = wanted, ""
 
 
 class LiveFields:

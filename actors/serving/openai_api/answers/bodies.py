@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, Field
 
 from raytide.actors.serving.openai_api.logprobs import ChatLogprobs, PromptLogprobs, TextLogprobs
 from raytide.actors.serving.openai_api.wire import ToolCall
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
-
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-_ABSENT: Any = Field(default=None, exclude_if=_is_none)
-"""An extension that vLLM has too, left out where it says nothing."""
+ABSENT: Any = Field(default=None, exclude_if=lambda value: value is None)
+"""A field that is left out where it says nothing, such as an extension that vLLM has too."""
 
 
 class PromptDetails(BaseModel):
@@ -36,10 +31,10 @@ class CompletionChoice(BaseModel):
     text: str
     finish_reason: FinishReason | None
     logprobs: TextLogprobs | None = None
-    stop_reason: str | int | None = _ABSENT
-    token_ids: list[int] | None = _ABSENT
-    prompt_token_ids: list[int] | None = _ABSENT
-    prompt_logprobs: PromptLogprobs | None = _ABSENT
+    stop_reason: str | int | None = ABSENT
+    token_ids: list[int] | None = ABSENT
+    prompt_token_ids: list[int] | None = ABSENT
+    prompt_logprobs: PromptLogprobs | None = ABSENT
 
 
 class _Answer(BaseModel):
@@ -58,25 +53,13 @@ class Completion(_Answer):
 
 
 class Reply(BaseModel):
-    """The assistant's message in an answer.
-
-    `tool_calls` and `reasoning_content` are left out on the wire where there are none.
-    """
+    """The assistant's message in an answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
-
-    @model_serializer(mode="wrap")
-    def _present(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        return {
-            name: value
-            for name, value in fields.items()
-            if value is not None or name not in ("reasoning_content", "tool_calls")
-        }
+    reasoning_content: str | None = ABSENT
+    tool_calls: list[ToolCall] | None = ABSENT
 
 
 class ChatChoice(BaseModel):
@@ -84,28 +67,24 @@ class ChatChoice(BaseModel):
     message: Reply
     finish_reason: FinishReason
     logprobs: ChatLogprobs | None = None
-    stop_reason: str | int | None = _ABSENT
-    token_ids: list[int] | None = _ABSENT
+    stop_reason: str | int | None = ABSENT
+    token_ids: list[int] | None = ABSENT
 
 
 class ChatCompletion(_Answer):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    prompt_token_ids: list[int] | None = _ABSENT
-    prompt_logprobs: PromptLogprobs | None = _ABSENT
+    prompt_token_ids: list[int] | None = ABSENT
+    prompt_logprobs: PromptLogprobs | None = ABSENT
 
 
 class Delta(BaseModel):
-    """A streamed piece of a message. Fields that are None are left out."""
+    """A streamed piece of a message."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-
-    @model_serializer
-    def _present(self) -> dict[str, Any]:
-        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+    role: Literal["assistant"] | None = ABSENT
+    content: str | None = ABSENT
+    reasoning_content: str | None = ABSENT
+    tool_calls: list[dict[str, Any]] | None = ABSENT
 
 
 class ChunkChoice(BaseModel):
@@ -113,14 +92,14 @@ class ChunkChoice(BaseModel):
     delta: Delta
     finish_reason: FinishReason | None = None
     logprobs: ChatLogprobs | None = None
-    stop_reason: str | int | None = _ABSENT
-    token_ids: list[int] | None = _ABSENT
+    stop_reason: str | int | None = ABSENT
+    token_ids: list[int] | None = ABSENT
 
 
 class ChatCompletionChunk(_Answer):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChunkChoice]
-    prompt_token_ids: list[int] | None = _ABSENT
+    prompt_token_ids: list[int] | None = ABSENT
 
 
 class Model(BaseModel):

@@ -15,8 +15,6 @@ from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.wire import AllowedToolsChoice, ChatRequest, NamedToolChoice, Tool
 from raytide.actors.serving.tools.parser import OutputParser, ToolSyntax, syntax_of
 
-__all__ = ["NO_TOOLS", "ToolUse", "tool_use_of"]
-
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MOST_CALLS = 32
 """Calls of one answer to a request with `tool_choice: required`, which would otherwise never end."""

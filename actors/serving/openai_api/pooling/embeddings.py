@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel
 
-from raytide.actors.engine.limits import MAX_NAME_CHARS
 from raytide.actors.serving.openai_api.admission import RequestCaller
 from raytide.actors.serving.openai_api.errors import invalid
-from raytide.actors.serving.openai_api.fields.truncation import Truncation, TruncationFields
+from raytide.actors.serving.openai_api.fields.truncation import Truncation
 from raytide.actors.serving.openai_api.params import refuse_unknown
-from raytide.actors.serving.openai_api.pooling.pooled_request import compute
+from raytide.actors.serving.openai_api.pooling.pooled_request import PooledRequest, compute
 from raytide.actors.serving.openai_api.server import Server
-from raytide.actors.serving.openai_api.wire import NO_EFFECT, Inputs, only_these
+from raytide.actors.serving.openai_api.wire import Inputs
 
 
-class EmbeddingRequest(TruncationFields):
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(NO_EFFECT))
-
-    model: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+class EmbeddingRequest(PooledRequest):
     input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None

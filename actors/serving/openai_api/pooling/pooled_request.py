@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from pydantic import ConfigDict
+
 from raytide.actors.engine.limits import MAX_EMBEDDING_TOKENS
 from raytide.actors.engine.types import TokenUsage
 from raytide.actors.serving.openai_api.admission import RequestCaller
 from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.fields.truncation import TruncationFields
 from raytide.actors.serving.openai_api.server import Server
+from raytide.actors.serving.openai_api.wire import NO_EFFECT, Name, only_these
 
 T = TypeVar("T")
+
+
+class PooledRequest(TruncationFields):
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(NO_EFFECT))
+
+    model: Name
 
 
 async def compute(

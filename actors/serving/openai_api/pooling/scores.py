@@ -8,34 +8,28 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from uuid import uuid4
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field
 
 from raytide.actors.engine.limits import MAX_EMBEDDING_INPUTS
 from raytide.actors.serving.openai_api.admission import RequestCaller
+from raytide.actors.serving.openai_api.answers.bodies import ABSENT
 from raytide.actors.serving.openai_api.errors import invalid
-from raytide.actors.serving.openai_api.fields.truncation import Truncation, TruncationFields
+from raytide.actors.serving.openai_api.fields.truncation import Truncation
 from raytide.actors.serving.openai_api.params import refuse_unknown
 from raytide.actors.serving.openai_api.pooling.embeddings import EmbeddingUsage
-from raytide.actors.serving.openai_api.pooling.pooled_request import compute
+from raytide.actors.serving.openai_api.pooling.pooled_request import PooledRequest, compute
 from raytide.actors.serving.openai_api.server import Server
-from raytide.actors.serving.openai_api.wire import NO_EFFECT, Name, only_these
 
 Method = Literal["cross_encoder", "bi_encoder"]
 _Text = Annotated[str, Field(min_length=1)]
 _Texts = _Text | Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
 
 
-class _Asked(TruncationFields):
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, json_schema_extra=only_these(NO_EFFECT))
-
-    model: Name
-
-
-class ScoreRequest(_Asked):
+class ScoreRequest(PooledRequest):
     """One text against one, one against many, or as many pairs as each list has texts."""
 
     text_1: _Texts
@@ -48,7 +42,7 @@ class Document(BaseModel):
     text: _Text
 
 
-class RerankRequest(_Asked):
+class RerankRequest(PooledRequest):
     query: _Text
     documents: Annotated[list[_Text | Document], Field(fail_fast=True, min_length=1, max_length=MAX_EMBEDDING_INPUTS)]
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -76,12 +70,7 @@ class RankedDocument(BaseModel):
 
     index: int
     relevance_score: float
-    document: Document | None = None
-
-    @model_serializer(mode="wrap")
-    def _present(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        return {name: value for name, value in fields.items() if value is not None}
+    document: Document | None = ABSENT
 
 
 class Ranking(BaseModel):
@@ -142,7 +131,7 @@ async def rerank(server: Server, request: RerankRequest, caller: RequestCaller) 
 
 async def _scores(
     server: Server,
-    request: _Asked,
+    request: PooledRequest,
     pairs: list[tuple[str, str]],
     caller: RequestCaller,
     fields: tuple[str, str],

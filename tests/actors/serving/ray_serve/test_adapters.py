@@ -6,7 +6,7 @@ import pytest
 
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.models.model_cache import StagedModel
-from raytide.actors.serving.ray_serve.adapters import RETRY_S, UNLOAD_AFTER_S, AdapterSync
+from raytide.actors.serving.ray_serve.live_fields import RETRY_S, UNLOAD_AFTER_S, AdapterSync
 from raytide.core.errors import DataError
 from raytide.core.objects.endpoint import adapter_id
 

@@ -10,7 +10,7 @@ from tests.actors.engine.tiny import save_llama
 from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.models.model_cache import StagedModel
-from raytide.actors.serving.ray_serve.weights import RETRY_S, WeightsSync, is_its_turn
+from raytide.actors.serving.ray_serve.live_fields import RETRY_S, WeightsSync, is_its_turn
 from raytide.core.errors import DataError
 
 
