@@ -63,3 +63,9 @@ def pass_on(future: Future[Any], answer: Future[Any]) -> None:
         future.set_exception(error.cause)
     else:
         future.set_exception(ClusterError(str(error)))
+
+
+def first_line(error: BaseException | None) -> str:
+    """Returns the first line of an error's text, or its kind if it has none."""
+    text = "" if error is None else str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

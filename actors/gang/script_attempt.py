@@ -9,7 +9,7 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raytide.actors.gang.member_actor import MemberActor, StartActor
+from raytide.actors.gang.member_actor import MemberActor, StartActor, first_line
 from raytide.actors.gang.member_processes import NO_RIGHTS, ProcessExit, ProcessLaunch, ProcessReport, Rights
 from raytide.actors.gang.packages import with_packages
 from raytide.core.errors import ClusterError
@@ -151,9 +151,9 @@ class Attempt:
         for run, call in zip(runs, calls, strict=True):
             error = call.exception() if call.done() else ClusterError("no answer")
             if isinstance(error, ClusterError):
-                lost.append((run, _first_line(error)))
+                lost.append((run, first_line(error)))
             elif error is not None:
-                why = f"{type(error).__name__}: {_first_line(error)}".rstrip(".")
+                why = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
                 return AttemptResult("failed", f"it could not be started on {run.member.node_id}: {why}")
         return self._lost_result(lost) if lost else [call.result() for call in calls]
 
@@ -165,7 +165,7 @@ class Attempt:
                 continue
             if run.report is not None and run.report.done():
                 if (error := run.report.exception()) is not None:
-                    lost.append((run, _first_line(error)))
+                    lost.append((run, first_line(error)))
                     continue
                 self._record_report(run.report.result())
                 run.report = None
@@ -203,8 +203,3 @@ class Attempt:
 
 def member_key(member: Member) -> MemberKey:
     return member.index, member.incarnation
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -163,11 +163,6 @@ class Trainer:
             self._unsaved.fail(str(error))
             self.saved_step = None
 
-    @property
-    def save_s(self) -> float:
-        """Duration of the last checkpoint, from the copy to the manifest."""
-        return self.checkpoints.save_s
-
     def take_snapshot(self) -> None:
         """Start copying the state into a peer's memory, unless that is done already."""
         if self.snapshots is not None and self.snapshot_step != self.steps_done:

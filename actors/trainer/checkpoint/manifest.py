@@ -169,7 +169,7 @@ def folders_newest_first(store: CheckpointStorage) -> list[str]:
 
 def unfinished_folders(store: CheckpointStorage) -> list[str]:
     """Returns folders whose write is in progress or was interrupted."""
-    return [name for name in folders_newest_first(store) if MANIFEST not in _sizes(store, name)]
+    return [name for name in folders_newest_first(store) if MANIFEST not in sizes_of(store, name)]
 
 
 def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: Collection[str] = ()) -> None:
@@ -182,7 +182,7 @@ def prune(store: CheckpointStorage, keep: int, committed: Checkpoint, rejected: 
     for name in folders_newest_first(store):
         step = step_of(name)
         assert step is not None
-        sizes = _sizes(store, name)
+        sizes = sizes_of(store, name)
         if step > committed.manifest.step or MANIFEST not in sizes:
             continue
         is_intact = name == committed.name or (name not in rejected and _looks_whole(store, name, sizes))
@@ -206,7 +206,8 @@ def _looks_whole(store: CheckpointStorage, name: str, sizes: dict[str, int]) -> 
     return all(sizes.get(file) == record.size for file, record in files.items())
 
 
-def _sizes(store: CheckpointStorage, name: str) -> dict[str, int]:
+def sizes_of(store: CheckpointStorage, name: str) -> dict[str, int]:
+    """Returns the sizes of a folder's files by name. StorageError if it cannot be reached."""
     with named_failures(f"{store.url}/{name}"):
         return store.sizes(name)
 

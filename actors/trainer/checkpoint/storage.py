@@ -34,23 +34,18 @@ class CheckpointStorage(Protocol):
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Returns the bytes of each file directly in a folder, by name; empty if the folder does not exist."""
-        ...
 
     def read(self, path: str) -> AbstractContextManager[BinaryIO]:
         """Open a file. CheckpointError for a link, a pipe or a device."""
-        ...
 
     def write(self, path: str) -> AbstractContextManager[BinaryIO]:
         """Open a new file, which is durable when the block ends. A failed block leaves no complete file."""
-        ...
 
     def publish(self, path: str, body: bytes) -> None:
         """Write a file atomically: a reader sees all of it or none."""
-        ...
 
     def remove(self, folder: str, first: str) -> None:
         """Remove a folder with its files, `first` before all others."""
-        ...
 
 
 def open_store(url: str) -> CheckpointStorage:

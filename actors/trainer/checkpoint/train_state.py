@@ -34,11 +34,9 @@ class OptimizerState(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
         """Returns the state by `<parameter>.<key>`, as DTensors where parameters are. It exists before the first
         step."""
-        ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Apply values that were written into the tensors returned by `tensors()`."""
-        ...
 
 
 class Stateful(Protocol):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.manifest import MANIFEST
-from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, named_failures, open_store
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, open_store
 from raytide.core.errors import CheckpointError, NotFoundError
 
 
@@ -33,7 +33,7 @@ def verify(target: str) -> list[VerifyResult]:
     parent, _, name = target.rpartition("/")
     if manifest.step_of(name) is not None:
         store = open_store(parent or ".")
-        if _sizes(store, name):
+        if manifest.sizes_of(store, name):
             return [_verify_folder(store, name)]
     for url in (target, f"{target}/checkpoints"):
         store = open_store(url)
@@ -47,7 +47,7 @@ def verify(target: str) -> list[VerifyResult]:
 def _verify_folder(store: CheckpointStorage, name: str) -> VerifyResult:
     url, step = f"{store.url}/{name}", manifest.step_of(name)
     assert step is not None
-    if MANIFEST not in _sizes(store, name):
+    if MANIFEST not in manifest.sizes_of(store, name):
         return VerifyResult(url, step, "unfinished", problems=(f"it has no {MANIFEST}",))
     try:
         checkpoint = manifest.read(store, name)
@@ -55,8 +55,3 @@ def _verify_folder(store: CheckpointStorage, name: str) -> VerifyResult:
         return VerifyResult(url, step, "bad", problems=(error.message,))
     problems = tuple(manifest.find_problems(store, checkpoint))
     return VerifyResult(url, step, "bad" if problems else "whole", checkpoint.size, checkpoint.manifest.world, problems)
-
-
-def _sizes(store: CheckpointStorage, name: str) -> dict[str, int]:
-    with named_failures(f"{store.url}/{name}"):
-        return store.sizes(name)

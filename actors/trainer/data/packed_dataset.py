@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from raytide.actors.trainer.data.documents import Hashes, document_ends, document_hashes
 from raytide.actors.trainer.data.order.shuffle import Ids, mix
 from raytide.actors.trainer.data.packing import best_fit
 from raytide.actors.trainer.data.token_dataset import Rows, TokenData
 from raytide.core.errors import DataError
+from raytide.core.io import token_dataset
+from raytide.core.io.private_folder import lock, private_folder
+from raytide.core.io.storage import full_disk_is_an_error
 
 ALGORITHM = "best-fit 1"
 """Names the plan's algorithm in digests: another one gives other rows."""
+Hashes = npt.NDArray[np.uint64]
+Array = npt.NDArray[Any]
+CHUNK_TOKENS = 1 << 23
+_POSITION = np.uint64(0x9E3779B97F4A7C15)
+"""Multiplies a token's place in its document, so that a hash depends on the order."""
 
 
 class PackedData:
@@ -28,6 +37,8 @@ class PackedData:
 
     def __init__(self, data: TokenData, held_out: float = 0.0, *, of_held_out: bool = False) -> None:
         self._data, self.name, self.seq_len = data, data.name, data.seq_len
+        self.vocab_size, self.eos_id = data.vocab_size, data.eos_id
+        self.tokenizer_file, self.files, self.template = data.tokenizer_file, data.files, data.template
         ends = document_ends(data)
         starts = np.concatenate((np.zeros(1, np.int64), ends[:-1]))
         lengths = ends - starts
@@ -41,26 +52,6 @@ class PackedData:
         self.n_sequences, self.n_tokens = self.plan.rows, self.plan.tokens
         parts = (data.digest, ALGORITHM, self.seq_len, held_out, of_held_out)
         self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._data.vocab_size
-
-    @property
-    def eos_id(self) -> int:
-        return self._data.eos_id
-
-    @property
-    def tokenizer_file(self) -> Path:
-        return self._data.tokenizer_file
-
-    @property
-    def files(self) -> Mapping[str, Path]:
-        return self._data.files
-
-    @property
-    def template(self) -> Mapping[str, Path]:
-        return self._data.template
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
         return self.rows(ids).examples()
@@ -105,3 +96,68 @@ def pairs_of(documents_BT: Ids) -> Ids:
     counts = np.bincount((documents_BT + np.arange(rows)[:, None] * length).ravel(), minlength=rows * length)
     out: Ids = (counts.reshape(rows, length) ** 2).sum(axis=1)
     return out
+
+
+def document_ends(data: TokenData) -> Ids:
+    """Returns the end of each document; tokens behind the last end token are a document too."""
+
+    def find() -> Ids:
+        ends = token_dataset.document_ends(data.location, data.manifest)
+        return ends if len(ends) and ends[-1] == data.n_tokens else np.append(ends, data.n_tokens)
+
+    return _cached(f"{data.digest}-ends", find)
+
+
+def document_hashes(data: TokenData, ends: Ids) -> Hashes:
+    """Returns a 64-bit hash of each document's tokens; equal documents have equal ones, wherever they stand."""
+
+    def find() -> Hashes:
+        hashes = np.zeros(len(ends), np.uint64)
+        for start, tokens in _chunks(data):
+            stop = start + len(tokens)
+            first, last = np.searchsorted(ends, [start, stop - 1], side="right").tolist()
+            bounds = np.concatenate(([start], ends[first:last], [stop]))
+            counts = np.diff(bounds)
+            begins = np.concatenate(([0], ends))[first : last + 1]
+            place = np.arange(start, stop) - np.repeat(begins, counts)
+            mixed = mix(tokens.astype(np.uint64) + (place.astype(np.uint64) + np.uint64(1)) * _POSITION)
+            hashes[first : last + 1] += np.add.reduceat(mixed, bounds[:-1] - start)
+        return mix(hashes)
+
+    return _cached(f"{data.digest}-hashes", find)
+
+
+def _chunks(data: TokenData) -> Iterator[tuple[int, Ids]]:
+    buffer = np.empty(min(CHUNK_TOKENS, max(1, data.n_tokens)), np.int64)
+    for start in range(0, data.n_tokens, CHUNK_TOKENS):
+        tokens = buffer[: min(CHUNK_TOKENS, data.n_tokens - start)]
+        data.read(start, tokens)
+        yield start, tokens
+
+
+def _cached(name: str, find: Callable[[], Array]) -> Array:
+    """Returns the array in this user's cache file of that name, which one process of the machine makes, once. Ends come
+    from the dataset's index; hashes need one pass over the tokens."""
+    file = private_folder("documents") / f"{name}.npy"
+    if (array := _load(file)) is not None:
+        return array
+    with lock(file.with_suffix(".lock")):
+        if (array := _load(file)) is None:
+            array = find()
+            part = file.with_suffix(".part")
+            with full_disk_is_an_error(str(file)):
+                try:
+                    with open(part, "wb") as body:
+                        np.save(body, array, allow_pickle=False)
+                    os.replace(part, file)
+                finally:
+                    part.unlink(missing_ok=True)
+    return array
+
+
+def _load(file: Path) -> Array | None:
+    try:
+        array: Array = np.load(file, allow_pickle=False)
+        return array
+    except (OSError, ValueError, EOFError):  # none yet, or torn: it is made again
+        return None

@@ -28,12 +28,10 @@ class TokenDataset(Protocol):
     @property
     def name(self) -> str:
         """The dataset's origin, for error messages."""
-        ...
 
     @property
     def digest(self) -> str:
         """Hash of the content that `examples` returns."""
-        ...
 
     @property
     def n_sequences(self) -> int: ...
@@ -50,16 +48,13 @@ class TokenDataset(Protocol):
     @property
     def files(self) -> Mapping[str, Path]:
         """Tokenizer files to export with the model, by file name."""
-        ...
 
     @property
     def template(self) -> Mapping[str, Path]:
         """The chat template that the data was rendered with, if it is not the model's own."""
-        ...
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
         """Returns inputs and targets [len(ids), seq_len]; ignored targets are IGNORE."""
-        ...
 
 
 class Rows(NamedTuple):
@@ -82,17 +77,14 @@ class RowData(TokenDataset, Protocol):
     @property
     def n_tokens(self) -> int:
         """The tokens in all sequences."""
-        ...
 
     def rows(self, ids: Ids) -> Rows: ...
 
     def attention_pairs(self, ids: Ids) -> Ids | None:
         """Returns each row's sum of squared document lengths, without reading it; None if that is not known."""
-        ...
 
     def prefetch(self, ids: Ids) -> None:
         """Starts fetching what these rows need, if it is remote."""
-        ...
 
 
 class TokenData:

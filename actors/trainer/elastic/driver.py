@@ -21,23 +21,16 @@ from raytide.actors.trainer.elastic.restart_policy import RestartPolicy
 from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandle
 from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import MicroBatchLimit, RunResult, StepResult, WorkerStatus
-from raytide.core.clock import Clock, SystemClock
+from raytide.core.clock import SystemClock
 from raytide.core.errors import LeaseLostError, RaytideError
 from raytide.core.io.claim import Claim
-from raytide.core.objects.gang import Lease, LeaseClient
+from raytide.core.objects.gang import LeaseClient
 from raytide.core.specs.train import TrainSpec
 
 TICK_S = 0.05
 
 
-def run_train(
-    spec: TrainSpec,
-    lease_client: LeaseClient,
-    job_id: str,
-    *,
-    clock: Clock | None = None,
-    start: StartWorker = RayWorker,
-) -> RunResult:
+def run_train(spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, start: StartWorker = RayWorker) -> RunResult:
     """Train `spec` on the lease of `job_id` to its end, while members are lost, leave and return.
 
     Needs a process connected to Ray, unless `start` makes other workers. Resumes from the latest checkpoint in
@@ -46,21 +39,15 @@ def run_train(
     """
     claim = Claim(spec.places, job_id, is_over=partial(_is_over, lease_client))
     try:
-        return _run(spec, lease_client, job_id, claim, clock or SystemClock(), start)
+        record = RunLog(spec, SystemClock(), logs_steps=False, claim=claim.token)
+
+        def train() -> None:
+            with closing(_Driver(spec, lease_client, job_id, record, start, claim)) as driver:
+                driver.run()
+
+        return record.log_run(train)
     finally:
         claim.release()
-
-
-def _run(
-    spec: TrainSpec, lease_client: LeaseClient, job_id: str, claim: Claim, clock: Clock, start: StartWorker
-) -> RunResult:
-    record = RunLog(spec, clock, logs_steps=False, claim=claim.token)
-
-    def train() -> None:
-        with closing(_Driver(spec, lease_client, job_id, record, start, claim)) as driver:
-            driver.run()
-
-    return record.log_run(train)
 
 
 def _is_over(client: LeaseClient, holder: str) -> bool:
@@ -144,7 +131,8 @@ class _Driver:
                     self.restart_policy.record_failure(f"{worker.host}: {why}", [worker.incarnation])
                 self.restart_policy.raise_if_exhausted()
                 workers = self.worker_group.assign(lease.shape, self.workers)
-                if workers and (self.generation > 0 or self._is_full(lease, len(workers))):
+                is_full = self.worker_group.starting == 0 or len(workers) == most_ranks(self.spec, lease.shape)
+                if workers and (self.generation > 0 or is_full):
                     return workers
                 if not workers:
                     if self.worker_group.starting == 0 and (refusal := self.worker_group.refusal) is not None:
@@ -154,9 +142,6 @@ class _Driver:
                     )  # raises if even a full gang would be too small
                 self.reporter.send(self._progress(0))
             time.sleep(TICK_S)
-
-    def _is_full(self, lease: Lease, ranks: int) -> bool:
-        return self.worker_group.starting == 0 or ranks == most_ranks(self.spec, lease.shape)
 
     def _report_membership(self) -> None:
         membership = {

@@ -147,7 +147,7 @@ class TrainWorker:
         def record(result: StepResult) -> None:
             if log is not None:
                 log.add(result)
-            self._status.record_step(result, trainer.save_s)
+            self._status.record_step(result, trainer.checkpoints.save_s)
 
         return record
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytide.actors.gang.member_actor import first_line
 from raytide.actors.trainer.elastic.rank_assignment import Key, assign_ranks, most_ranks, slots_of, usable
 from raytide.actors.trainer.elastic.ray_worker import RemoteWorker, StartWorker
 from raytide.actors.trainer.run_log.writer import RunLog
@@ -104,14 +105,14 @@ class WorkerGroup:
         failed = []
         for worker in list(self._workers.values()):
             if worker.exited.done():
-                why = f"its worker died: {failure_reason(worker.exited)}"
+                why = f"its worker died: {first_line(worker.exited.exception())}"
             elif not worker.is_ready and worker.ready.done() and worker.ready.exception() is None:
                 worker.pid, start_s = worker.ready.result(), round(time.monotonic() - worker.started_s, 2)
                 self._record.event("ready", host=worker.host, pid=worker.pid, start_s=start_s)
                 self._rests.pop(worker.key, None)
                 continue
             elif not worker.is_ready and worker.ready.done():
-                why = f"its worker died while it started: {failure_reason(worker.ready)}"
+                why = f"its worker died while it started: {first_line(worker.ready.exception())}"
             elif not worker.is_ready and time.monotonic() - worker.started_s > self._start_timeout_s:
                 why = f"its worker did not start within {self._start_timeout_s:.0f} s"
             else:
@@ -172,10 +173,3 @@ def _final_error(worker: WorkerHandle) -> UsageError | None:
     broken = worker.exited if worker.exited.done() else worker.ready
     error = broken.exception() if broken.done() else None
     return error if isinstance(error, UsageError) else None
-
-
-def failure_reason(broken: Future[Any]) -> str:
-    """Returns the first line of a future's error."""
-    error = broken.exception()
-    text = str(error).strip() if error is not None else ""
-    return text.splitlines()[0] if text else type(error).__name__

@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -30,25 +31,25 @@ class StoredTensor(Protocol):
     def read(self) -> Tensor: ...
 
 
-class ActivationPool(Protocol):
-    held_bytes: int
-    """Bytes held now, at most the pool's limit."""
-    peak_bytes: int
-
-    def put(self, tensor: Tensor) -> StoredTensor | None:
-        """Store a copy of the tensor; None if the pool is full."""
-
-    def close(self) -> None:
-        """Release everything."""
-
-
-class MemoryBudget:
-    """Counts a pool's bytes against its limit."""
+class ActivationPool(ABC):
+    """Holds offloaded tensors, up to a limit of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.held_bytes, self.peak_bytes = max_bytes, 0, 0
         # Reentrant: autograd has its own threads, and the garbage collector may delete a tensor under the lock.
         self._lock = threading.RLock()
+
+    def put(self, tensor: Tensor) -> StoredTensor | None:
+        """Store a copy of the tensor; None if the pool is full."""
+        count = tensor.numel() * tensor.element_size()
+        return self._stored(tensor, count) if self.reserve(count) else None
+
+    @abstractmethod
+    def _stored(self, tensor: Tensor, count: int) -> StoredTensor: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything."""
 
     def reserve(self, count: int) -> bool:
         with self._lock:
@@ -63,15 +64,11 @@ class MemoryBudget:
             self.held_bytes -= count
 
 
-class HostPool(MemoryBudget):
-    """A pool of pinned host memory for activations.
+class HostPool(ActivationPool):
+    """A pool of pinned host memory for activations. Copies are ordered with computation by their shared stream."""
 
-    Pinned host buffers. Copies are ordered with computation by their shared stream.
-    """
-
-    def put(self, tensor: Tensor) -> StoredTensor | None:
-        count = tensor.numel() * tensor.element_size()
-        return HostTensor(self, tensor, count) if self.reserve(count) else None
+    def _stored(self, tensor: Tensor, count: int) -> StoredTensor:
+        return HostTensor(self, tensor, count)
 
     def close(self) -> None:
         """Buffers are freed with their tensors."""
@@ -90,7 +87,7 @@ class HostTensor:
         self._pool.release(self._count)
 
 
-class DiskPool(MemoryBudget):
+class DiskPool(ActivationPool):
     """One file, unlinked as soon as it is open, so that nothing is left however the process ends."""
 
     def __init__(self, max_bytes: int, folder: str | None) -> None:
@@ -103,9 +100,8 @@ class DiskPool(MemoryBudget):
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         """Free offsets by size: a model saves the same few shapes repeatedly."""
 
-    def put(self, tensor: Tensor) -> StoredTensor | None:
-        count = tensor.numel() * tensor.element_size()
-        return DiskTensor(self, tensor, count) if self.reserve(count) else None
+    def _stored(self, tensor: Tensor, count: int) -> StoredTensor:
+        return DiskTensor(self, tensor, count)
 
     def close(self) -> None:
         self._file.close()

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
 from raytide.actors.models.components.rope import cos_sin
 from raytide.actors.trainer.model.attention import attend
-from raytide.actors.trainer.model.loss import loss_sum
-from raytide.actors.trainer.model.moe_balance_loss import Routing, load_balancing_loss
+from raytide.actors.trainer.model.loss import Routing, load_balancing_loss, loss_sum
 from raytide.kernels.core import Activation, AttentionSpec
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec, Tensor | None], Tensor]

@@ -13,7 +13,6 @@ import os
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,36 +23,25 @@ from raytide.core.specs.train import Place
 State = dict[str, Tensor]
 
 
-class StateStorage(Protocol):
-    is_resident: bool
+class StateStorage:
+    """Keeps the state on the device; the classes that derive from it keep it elsewhere."""
+
+    is_resident = True
     """True if the state stays on the device, so that all parameters can be updated at once."""
 
     def store(self, state: State) -> State:
         """Store a parameter's initial state; returns the stored tensors."""
+        return state
 
     def load(self, state: State, device: torch.device) -> State:
         """Returns the state on `device`."""
-
-    def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
-        """Store changed values."""
-
-
-class DeviceStorage:
-    """Keeps the state on the device."""
-
-    is_resident = True
-
-    def store(self, state: State) -> State:
-        return state
-
-    def load(self, state: State, device: torch.device) -> State:
         return state
 
     def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
-        """The changes were made in place."""
+        """Store changed values. On the device the changes were made in place."""
 
 
-class HostStorage:
+class HostStorage(StateStorage):
     """Keeps the state in host memory, pinned if there is a GPU."""
 
     is_resident = False
@@ -73,7 +61,7 @@ class HostStorage:
         return home.copy_(value)
 
 
-class DiskStorage:
+class DiskStorage(StateStorage):
     """Keeps the state in one unlinked file, so that nothing is left however the process ends."""
 
     is_resident = False
@@ -147,5 +135,5 @@ def release(tensor: Tensor) -> None:
 
 def create_storage(place: Place, scratch: str | None = None) -> StateStorage:
     if place == "none":
-        return DeviceStorage()
+        return StateStorage()
     return HostStorage() if place == "cpu" else DiskStorage(scratch)

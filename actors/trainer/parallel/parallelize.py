@@ -6,16 +6,20 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import fully_shard
 
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.naming import NAMES
+from raytide.actors.models.quantized.targets import check_groups, quantized_linears
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.hf.init_weights import load_or_initialise
 from raytide.actors.trainer.hf.model_source import ModelSource
-from raytide.actors.trainer.hf.qat_targets import qat_targets
+from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, file_tensors
 from raytide.actors.trainer.model import apply, precision
 from raytide.actors.trainer.model.activation_offload import ActivationPool
 from raytide.actors.trainer.model.fake_quantize import prepare
 from raytide.actors.trainer.model.lora import adapt
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.parallel import context_parallel, parameter_offload, tensor_parallel
+from raytide.core.specs.model import QatSpec
 from raytide.core.specs.train import TrainSpec
 
 
@@ -54,3 +58,14 @@ def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
     for layer in part.layers.values():
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=frees)
     fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+
+
+def qat_targets(arch: Architecture, qat: QatSpec) -> set[str]:
+    """Returns the modules' paths in the model. Those that a file stacks are quantised together.
+
+    Raises ConfigError for a family without a quantised format, and for a group that does not divide a layer's inputs.
+    """
+    linears = quantized_linears(arch, NAMES[arch.names].root, qat.skip)
+    tensors = {tensor.name: tensor for tensor in file_tensors(arch, FamilyFormat.on_the_hub(arch))}
+    check_groups(qat.group_size, lambda name: tensors[name].shape, linears)
+    return {piece.parameter.removesuffix(".weight") for name in linears for piece in tensors[f"{name}.weight"].slices}

@@ -87,7 +87,8 @@ class Pipeline:
     def _schedule(self, count: int, size: int) -> Any:
         """Returns the schedule of a step's shape, cached because stages hold buffers of that shape."""
         if (count, size) not in self._schedules:
-            stages = [self._stage(part, index, size) for part, index in zip(self.parts, self._indices(), strict=True)]
+            indices = self.layout.stages_of(self.group.pipeline_rank)
+            stages = [self._stage(part, index, size) for part, index in zip(self.parts, indices, strict=True)]
             kind = self.layout.schedule
             # the loss is already divided by the step's tokens; torch would also divide by microbatches
             self._schedules[count, size] = (
@@ -119,9 +120,6 @@ class Pipeline:
             output_args=torch.empty((), device="meta", requires_grad=True) if part.is_last else hidden,
             group=self.group.mesh["pipeline"].get_group(),
         )
-
-    def _indices(self) -> list[int]:
-        return self.layout.stages_of(self.group.pipeline_rank)
 
     def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
         """Returns the output of the last stage. It is the loss, because only that stage has the whole head weight."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,8 +18,10 @@ MOST_EVENTS = 1_000_000
 """Allocations and releases that a snapshot remembers, the last ones."""
 
 
-class Recording(Protocol):
-    suffixes: tuple[str, ...]
+class Recording:
+    """What is recorded from the constructor on. By default there is nothing to stop, and no file."""
+
+    suffixes: tuple[str, ...] = ()
     """The ends of the names of its files."""
 
     def stop(self) -> None:
@@ -29,8 +31,8 @@ class Recording(Protocol):
         """Write the files, after `stop`. Raises OSError or RuntimeError."""
 
 
-class OperatorTrace:
-    suffixes: tuple[str, ...] = (".json", ".txt")
+class OperatorTrace(Recording):
+    suffixes = (".json", ".txt")
 
     def __init__(self, device: torch.device) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -49,14 +51,13 @@ class OperatorTrace:
         Path(f"{stem}.txt").write_text(f"{table}\n")
 
 
-class MemorySnapshot:
-    suffixes: tuple[str, ...] = (".pickle",)
+class MemorySnapshot(Recording):
+    """A snapshot of the GPU's memory: what was recorded until it is written."""
+
+    suffixes = (".pickle",)
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
-
-    def stop(self) -> None:
-        """Does nothing: a snapshot is what was recorded until it is written."""
 
     def write(self, stem: Path) -> None:
         try:
@@ -65,8 +66,8 @@ class MemorySnapshot:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-class NvtxRanges:
-    suffixes: tuple[str, ...] = ()
+class NvtxRanges(Recording):
+    """Ranges that Nsight Systems records."""
 
     def __init__(self, device: torch.device) -> None:
         self._ranges = torch.autograd.profiler.emit_nvtx()
@@ -74,9 +75,6 @@ class NvtxRanges:
 
     def stop(self) -> None:
         self._ranges.__exit__(None, None, None)
-
-    def write(self, stem: Path) -> None:
-        """Does nothing: Nsight Systems has recorded the ranges."""
 
 
 RECORDINGS: dict[str, Callable[[torch.device], Recording]] = {

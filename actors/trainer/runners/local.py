@@ -9,21 +9,19 @@ from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.trainer import Trainer
 from raytide.actors.trainer.types import RunResult, StepResult
-from raytide.core.clock import Clock, SystemClock
+from raytide.core.clock import SystemClock
 from raytide.core.errors import ConfigError
 from raytide.core.io.claim import Claim
 from raytide.core.specs.train import TrainSpec
 
 
-def train_local(
-    spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lambda result: None, clock: Clock | None = None
-) -> RunResult:
+def train_local(spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lambda result: None) -> RunResult:
     """Run `spec` to its end, resuming from its latest checkpoint. ConflictError while another run writes to its
     `out`."""
     refuse_packages(spec)
     claim = Claim(spec.places)
     try:
-        record = RunLog(spec, clock or SystemClock(), claim=claim.token)
+        record = RunLog(spec, SystemClock(), claim=claim.token)
         return record.log_run(lambda: _train(spec, claim, record, on_step))
     finally:
         claim.release()

@@ -15,9 +15,8 @@ from tests.disk_fixture import Disk
 
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.storage import LocalStore
-from raytide.actors.trainer.run_log import line_file
-from raytide.actors.trainer.run_log.line_file import LineFile
-from raytide.actors.trainer.run_log.writer import RunLog
+from raytide.actors.trainer.run_log import writer
+from raytide.actors.trainer.run_log.writer import LineFile, RunLog
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.types import StepResult
 from raytide.core.clock import SystemClock
@@ -127,7 +126,7 @@ def test_lines_wait_for_room_and_none_is_torn_or_lost(disk: Disk) -> None:
 
 
 def test_lines_that_wait_too_long_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line_file, "MOST_KEPT", 3)
+    monkeypatch.setattr(writer, "MOST_KEPT", 3)
     (tmp_path / "file").write_text("")
     lines = LineFile(tmp_path / "file" / "x.jsonl")
     for number in range(5):

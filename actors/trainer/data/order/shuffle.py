@@ -56,7 +56,6 @@ class StepSampler(Protocol):
 
     def ids(self, step: int) -> Ids:
         """Returns the sequence ids of `step`, in order: a function of the step alone."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

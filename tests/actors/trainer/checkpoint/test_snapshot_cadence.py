@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from raytide.actors.trainer.checkpoint.peers.cadence import FIRST, MOST, SHARE, SnapshotCadence
+from raytide.actors.trainer.checkpoint.peers.snapshot import FIRST, MOST, SHARE, SnapshotCadence
 
 
 def trained(steps: int, step_s: float, stall_s: float, slower_s: float, beside: int = 1) -> tuple[list[int], float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from raytide.actors.trainer.hf.atomic_directory import AtomicDirectory
+from raytide.actors.trainer.hf.export import AtomicDirectory
 from raytide.core.errors import StorageError
 
 
