@@ -120,13 +120,10 @@ class FakeEngine(Engine):
             max_waiting=self._max_waiting,
         )
 
-    def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        return self._serve(request)
-
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
         handle.check_fits(self._header(request, [], 0))
         tokens = tuple(handle.header.tokens[handle.header.prompt_len :])
-        return self._serve(replace(request, resume=(SampleProgress(tokens),)))
+        return self.generate(replace(request, resume=(SampleProgress(tokens),)))
 
     async def export_kv(self, request_id: str) -> KvHandle:
         live = self._live.get(request_id)
@@ -136,7 +133,7 @@ class FakeEngine(Engine):
         tokens = [*live.prompt, *live.voices[0].tokens]
         return KvHandle(self._header(live.request, tokens, len(live.prompt)), ())
 
-    async def _serve(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
         live = self._live[request.request_id] = self._admit(request)
         self._idle.clear()
         queued_s = asyncio.get_running_loop().time()

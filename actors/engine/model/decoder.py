@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from raytide.actors.engine.model.input_batch import StepInputs
 from raytide.actors.engine.model.layer_stream import StreamedLayers, load_layers
 from raytide.actors.engine.model.lora import LoraRows
-from raytide.actors.engine.model.vision.encoder import ImageRows, VisionEncoder
+from raytide.actors.engine.model.vision.encoder import VisionEncoder
 from raytide.actors.engine.model.weight_loader import LayerWeights, Linear, QuantizedOptions, SparseFfn, WeightLoader
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.components.rope import cos_sin
@@ -84,18 +85,9 @@ class PagedDecoder:
         return self._layers.num_streamed if isinstance(self._layers, StreamedLayers) else 0
 
     @torch.inference_mode()
-    def forward(
-        self,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        batch: PagedBatch,
-        cache: list[Tensor],
-        rows_R: Tensor,
-        loras: LoraRows | None = None,
-        images: ImageRows | None = None,
-    ) -> Tensor:
-        """Write the KV of all tokens and return float32 logits [R, V] that follow the tokens `rows_R`."""
-        return self.head(self.hidden(ids_T, positions_T, batch, cache, rows_R, loras, images))
+    def forward(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
+        """Write the KV of all tokens and return float32 logits [R, V] that follow the tokens `step.rows_R`."""
+        return self.head(self.hidden(step, cache))
 
     @torch.inference_mode()
     def head(self, hidden_RN: Tensor) -> Tensor:
@@ -104,22 +96,14 @@ class PagedDecoder:
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
     @torch.inference_mode()
-    def hidden(
-        self,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        batch: PagedBatch,
-        cache: list[Tensor],
-        rows_R: Tensor,
-        loras: LoraRows | None = None,
-        images: ImageRows | None = None,
-    ) -> Tensor:
-        """Write the KV of all tokens and return the last hidden states [R, N], normed, of the tokens `rows_R`."""
-        arch, ops = self.arch, self._ops
-        attends = [ops.attention(batch, spec) for spec in self._attentions]
-        ropes = [Rope(cos[positions_T], sin[positions_T]) for cos, sin in self._ropes]
+    def hidden(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
+        """Write the KV of all tokens and return the last hidden states [R, N], normed, of the tokens
+        `step.rows_R`."""
+        arch, ops, loras, slots_T = self.arch, self._ops, step.loras, step.batch.slots_T
+        attends = [ops.attention(step.batch, spec) for spec in self._attentions]
+        ropes = [Rope(cos[step.positions_T], sin[step.positions_T]) for cos, sin in self._ropes]
         heads, all_heads, dim = arch.num_heads, arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim
-        x_TN, delta_TN = self._enter(ids_T, positions_T, images)
+        x_TN, delta_TN = self._enter(step)
         for index, (layer, kv) in enumerate(zip(self._layers, cache, strict=True), self._own_layers.start):
             normed_TN = ops.add_norm(x_TN, delta_TN, layer.input_norm)
             qkv_TAD = layer.qkv(normed_TN)
@@ -127,7 +111,7 @@ class PagedDecoder:
                 loras.add(index, "qkv", normed_TN, qkv_TAD)
             qkv_TAD = qkv_TAD.view(-1, all_heads, dim)
             rope = arch.layers[index].rope
-            ops.rope_write(qkv_TAD, None if rope is None else ropes[rope], layer.head_norms, kv, batch.slots_T)
+            ops.rope_write(qkv_TAD, None if rope is None else ropes[rope], layer.head_norms, kv, slots_T)
             attended = attends[self._attention_of[index]](qkv_TAD[:, :heads], kv).flatten(1)
             delta_TN = layer.attention_out(attended)
             if loras is not None:
@@ -137,13 +121,13 @@ class PagedDecoder:
             delta_TN = self._feed_forward(index, layer, ops.add_norm(x_TN, delta_TN, layer.ffn_norm), loras)
             if layer.post_ffn_norm is not None:
                 delta_TN = ops.norm(delta_TN, layer.post_ffn_norm)
-        return self._leave(x_TN, delta_TN, rows_R)
+        return self._leave(x_TN, delta_TN, step.rows_R)
 
-    def _enter(self, ids_T: Tensor, positions_T: Tensor, images: ImageRows | None) -> tuple[Tensor, Tensor]:
+    def _enter(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """Returns the first layer's input: the residual stream, and what is to be added to it."""
-        x_TN = self._embed(ids_T, positions_T)
-        if images is not None:
-            x_TN[images.rows_T] = images.features_TN
+        x_TN = self._embed(step.ids_T, step.positions_T)
+        if step.images is not None:
+            x_TN[step.images.rows_T] = step.images.features_TN
         return x_TN, torch.zeros_like(x_TN)
 
     def _leave(self, x_TN: Tensor, delta_TN: Tensor, rows_R: Tensor) -> Tensor:
@@ -200,4 +184,5 @@ def prompt_logits(model: PagedDecoder, tokens: list[int], block_size: int, devic
         block_size=block_size,
     )
     cache = model.new_cache(blocks, block_size)
-    return model.forward(torch.tensor(tokens, device=device), positions_T, batch, cache, positions_T)
+    step = StepInputs(torch.tensor(tokens, device=device), positions_T, batch, rows_R=positions_T)
+    return model.forward(step, cache)

@@ -119,9 +119,7 @@ class DraftModel:
 
     def _next_tokens(self, chunks: list[ScheduledChunk]) -> list[int]:
         assert self._model is not None
-        step = self._batch.build(chunks)
-        rows = step.sampled_rows_R
-        logits_RV = self._model.forward(step.ids_T, step.positions_T, step.paged, self._cache, rows)
+        logits_RV = self._model.forward(self._batch.build(chunks), self._cache)
         tokens: list[int] = logits_RV.argmax(-1).tolist()
         return tokens
 

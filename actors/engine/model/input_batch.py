@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raytide.actors.engine.model.lora import LoraRows
+from raytide.actors.engine.model.vision.encoder import ImageRows
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence
 from raytide.kernels.core import PagedBatch
 
@@ -20,14 +22,16 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class StepInputs:
-    """The model's inputs. `sampled_rows_R` are the rows of the flat batch that a next token is sampled for: those of a
-    draft too, each behind the row before it.
+    """The model's inputs. `rows_R` are the rows of the flat batch whose results are wanted: those that a next token is
+    sampled for, those of a draft too, each behind the row before it; then others that the caller adds.
     """
 
     ids_T: torch.Tensor
     positions_T: torch.Tensor
-    paged: PagedBatch
-    sampled_rows_R: torch.Tensor
+    batch: PagedBatch
+    rows_R: torch.Tensor
+    loras: LoraRows | None = None
+    images: ImageRows | None = None
 
 
 class InputBatch:
@@ -61,7 +65,7 @@ class InputBatch:
         slots_T += positions_T % self._block_size
         contexts = starts + lengths
         width = -(-int(contexts.max()) // self._block_size)
-        paged = PagedBatch(
+        batch = PagedBatch(
             query_lens=lengths.tolist(),
             context_lens=contexts.tolist(),
             block_tables_BM=self._to_device(self._tables[rows, :width]),
@@ -75,7 +79,7 @@ class InputBatch:
         return StepInputs(
             self._to_device(self._tokens[row_T, positions_T]),
             self._to_device(positions_T),
-            paged,
+            batch,
             self._to_device(sampled),
         )
 

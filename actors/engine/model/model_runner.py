@@ -99,8 +99,9 @@ class ModelRunner:
 
     def _form_group(self, config: EngineConfig, launcher: LocalMembers | None) -> GroupLeader:
         """Returns the leader of the members that share the model."""
+        from raytide.actors.engine.model.parallel.decoder import Computation
         from raytide.actors.engine.model.parallel.launcher import LocalMembers
-        from raytide.actors.engine.model.parallel.leader import Computation, GroupLeader
+        from raytide.actors.engine.model.parallel.leader import GroupLeader
 
         size = config.num_processes
         local_size = size if launcher is None else launcher.local_size
@@ -283,15 +284,14 @@ class ModelRunner:
         one for each token of its draft, then one for each of `more_rows` of the flat batch. Records pooled states.
         """
         step, pooled = self._batch.build(chunks), PooledRows.of(chunks)
-        rows_R = step.sampled_rows_R
         if more_rows or pooled.rows:
-            rows_R = torch.cat((rows_R, rows_R.new_tensor([*more_rows, *pooled.rows])))
-        images = None if self._loaded.vision is None else self._loaded.vision.rows(chunks)
-        loras = self._adapters.rows(chunks)
-        inputs = step.ids_T, step.positions_T, step.paged, self.cache.layers, rows_R, loras, images
+            step.rows_R = torch.cat((step.rows_R, step.rows_R.new_tensor([*more_rows, *pooled.rows])))
+        step.images = None if self._loaded.vision is None else self._loaded.vision.rows(chunks)
+        step.loras = self._adapters.rows(chunks)
         if not pooled.rows:
-            return self._loaded.forward(*inputs)
-        hidden_RN, head, num_logits = self._loaded.hidden(*inputs), self._loaded.head, len(rows_R) - len(pooled.rows)
+            return self._loaded.forward(step, self.cache.layers)
+        hidden_RN, head = self._loaded.hidden(step, self.cache.layers), self._loaded.head
+        num_logits = len(step.rows_R) - len(pooled.rows)
         pooled.record(hidden_RN[num_logits:], head)
         return head(hidden_RN[:num_logits])
 

@@ -126,17 +126,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.rust.decode(list(ids), skip_special_tokens=True))
 
-    async def chat_prompt_off_loop(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
-        options: PromptOptions = PLAIN_PROMPT,
-        *,
-        enough: int | None = None,
-    ) -> list[int]:
-        """Runs `chat_prompt` in a thread."""
-        return await self.pool.run(lambda: self.chat_prompt(messages, tools, options, enough=enough))
-
     @cached_property
     def chat_format(self) -> ChatFormat:
         """The format of the model's outputs, as far as its chat template shows it."""

@@ -116,7 +116,8 @@ class NativeEngine(Engine):
         options: PromptOptions = PLAIN_PROMPT,
     ) -> list[int]:
         core = self._started()
-        return await core.tokenizer.chat_prompt_off_loop(messages, tools, options, enough=core.info.max_model_len)
+        tokenizer, enough = core.tokenizer, core.info.max_model_len
+        return await tokenizer.pool.run(lambda: tokenizer.chat_prompt(messages, tools, options, enough=enough))
 
     async def stats(self) -> EngineStats:
         """Returns the engine's counters. Raises EngineDeadError when the thread has died."""

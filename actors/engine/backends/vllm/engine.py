@@ -172,8 +172,8 @@ class VllmEngine(Engine):
         tools: Sequence[Mapping[str, Any]] = (),
         options: PromptOptions = PLAIN_PROMPT,
     ) -> list[int]:
-        enough = self._running().max_model_len
-        return await self._tokenizer.chat_prompt_off_loop(messages, tools, options, enough=enough)
+        tokenizer, enough = self._tokenizer, self._running().max_model_len
+        return await tokenizer.pool.run(lambda: tokenizer.chat_prompt(messages, tools, options, enough=enough))
 
     async def stats(self) -> EngineStats:
         core = self._running()

@@ -8,15 +8,15 @@ does, to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.input_batch import StepInputs
 from raytide.actors.engine.model.parallel.collectives import Collectives
 from raytide.actors.engine.model.parallel.sharded_weights import ShardedWeights
-from raytide.actors.engine.model.vision.encoder import ImageRows
 from raytide.actors.engine.model.weight_loader import LayerWeights, QuantizedOptions
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.quantized.model_weights import ModelWeights, open_weights
@@ -25,24 +25,28 @@ from raytide.kernels.registry import Ops
 Tensor = torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """The model and its operators, for all members. `arch` is the whole model's; `ops` are the member's own."""
+
+    arch: Architecture
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype
+    max_len: int
+    deterministic: bool
+    quantized: QuantizedOptions
+
+
 class ShardedDecoder(PagedDecoder):
     """Computes on one member. All members must make the same calls; the leader alone gets whole logits."""
 
-    def __init__(
-        self,
-        arch: Architecture,
-        model_dir: Path,
-        ops: Ops,
-        max_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: Collectives,
-        options: QuantizedOptions,
-    ) -> None:
-        shard = group.shard
-        whole = open_weights(model_dir, dtype, device)
+    def __init__(self, computation: Computation, model_dir: Path, group: Collectives) -> None:
+        arch, options, shard = computation.arch, computation.quantized, group.shard
+        whole = open_weights(model_dir, computation.dtype, computation.device)
         weights: ModelWeights = whole if shard.size == 1 else ShardedWeights(whole, arch, shard, options.input)
         layers = None if shard.stages == 1 else shard.layers(arch)
+        ops, max_len = computation.ops, computation.max_len
         super().__init__(shard.architecture(arch), weights, ops, max_len, options, layers=layers)
         self._whole_arch, self._group = arch, group
         if shard.size == 1:
@@ -57,10 +61,10 @@ class ShardedDecoder(PagedDecoder):
             return super().head(hidden_RN)
         return self._group.gather_vocabulary(super().head(hidden_RN), self._whole_arch)
 
-    def _enter(self, ids_T: Tensor, positions_T: Tensor, images: ImageRows | None) -> tuple[Tensor, Tensor]:
+    def _enter(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         if self._group.shard.stage == 0:
-            return super()._enter(ids_T, positions_T, images)
-        return self._group.receive_from_before(len(ids_T), self._embedding)
+            return super()._enter(step)
+        return self._group.receive_from_before(len(step.ids_T), self._embedding)
 
     def _leave(self, x_TN: Tensor, delta_TN: Tensor, rows_R: Tensor) -> Tensor:
         group, shard = self._group, self._group.shard

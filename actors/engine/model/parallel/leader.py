@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,17 @@ import torch
 
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
 from raytide.actors.engine.model.decoder import PagedDecoder
-from raytide.actors.engine.model.lora import Adapter, LoraRows, adapter_digest, read_adapter
+from raytide.actors.engine.model.input_batch import StepInputs
+from raytide.actors.engine.model.lora import Adapter, adapter_digest, read_adapter
 from raytide.actors.engine.model.parallel.cache import LeaderCache
 from raytide.actors.engine.model.parallel.collectives import Collectives, open_store
-from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
+from raytide.actors.engine.model.parallel.decoder import Computation, ShardedDecoder
 from raytide.actors.engine.model.parallel.launcher import Invitation, LocalMembers
 from raytide.actors.engine.model.parallel.link import Ints, MemberLink, member_died, pack_step, watch
 from raytide.actors.engine.model.parallel.shard import ModelShard
 from raytide.actors.engine.model.parallel.sharded_weights import AdapterShard
-from raytide.actors.engine.model.vision.encoder import ImageRows
-from raytide.actors.engine.model.weight_loader import QuantizedOptions
-from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.content import content_digest
 from raytide.core.errors import ConflictError, EngineDeadError, EngineError, from_json
-from raytide.kernels.core import PagedBatch
-from raytide.kernels.registry import Ops
 
 Tensor = torch.Tensor
 
@@ -42,19 +37,6 @@ _COME_S = 180.0
 """The time in which all members must connect: they import torch first, on nodes that may be cold."""
 _NOTICE_S = 1.0
 """The time that a failed step waits for the watch to tell which member has gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Computation:
-    """The model and its operators, for all members. `arch` is the whole model's; `ops` are the leader's own."""
-
-    arch: Architecture
-    ops: Ops
-    device: torch.device
-    dtype: torch.dtype
-    max_len: int
-    deterministic: bool
-    quantized: QuantizedOptions
 
 
 class GroupLeader:
@@ -246,37 +228,18 @@ class LeaderDecoder(ShardedDecoder):
     def __init__(
         self, leader: GroupLeader, number: int, computation: Computation, model_dir: Path, group: Collectives
     ) -> None:
-        each = computation
-        super().__init__(each.arch, model_dir, each.ops, each.max_len, each.dtype, each.device, group, each.quantized)
+        super().__init__(computation, model_dir, group)
         self._leader, self.number = leader, number
 
     @torch.inference_mode()
-    def forward(
-        self,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        batch: PagedBatch,
-        cache: list[Tensor],
-        rows_R: Tensor,
-        loras: LoraRows | None = None,
-        images: ImageRows | None = None,
-    ) -> Tensor:
-        with self._step(ids_T, positions_T, batch, cache, rows_R, loras, wants_logits=True):
-            return super().head(super().hidden(ids_T, positions_T, batch, cache, rows_R, loras, images))
+    def forward(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
+        with self._step(step, cache, wants_logits=True):
+            return super().head(super().hidden(step, cache))
 
     @torch.inference_mode()
-    def hidden(
-        self,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        batch: PagedBatch,
-        cache: list[Tensor],
-        rows_R: Tensor,
-        loras: LoraRows | None = None,
-        images: ImageRows | None = None,
-    ) -> Tensor:
-        with self._step(ids_T, positions_T, batch, cache, rows_R, loras, wants_logits=False):
-            return super().hidden(ids_T, positions_T, batch, cache, rows_R, loras, images)
+    def hidden(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
+        with self._step(step, cache, wants_logits=False):
+            return super().hidden(step, cache)
 
     def head(self, hidden_RN: Tensor) -> Tensor:
         """Returns the logits of the first hidden states that the last call of `hidden` returned, for a model that
@@ -285,32 +248,11 @@ class LeaderDecoder(ShardedDecoder):
             self._leader.order(head=len(hidden_RN))
         return super().head(hidden_RN)
 
-    def _step(
-        self,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        batch: PagedBatch,
-        cache: list[Tensor],
-        rows_R: Tensor,
-        loras: LoraRows | None,
-        *,
-        wants_logits: bool,
-    ) -> AbstractContextManager[None]:
+    def _step(self, step: StepInputs, cache: list[Tensor], *, wants_logits: bool) -> AbstractContextManager[None]:
         """A context in which all members compute the step. A cache for one pass, which is not the engine's, is made by
         each of them."""
-        own_blocks = 0 if self._leader.holds(cache) else cache[0].shape[1] // batch.block_size
-        adapters = [] if loras is None else [(adapter.number, start, end) for adapter, start, end in loras.spans]
-        return self._leader.step(
-            pack_step(
-                ids_T,
-                positions_T,
-                batch,
-                rows_R,
-                own_blocks=own_blocks,
-                wants_logits=wants_logits,
-                adapters=adapters,
-            )
-        )
+        own_blocks = 0 if self._leader.holds(cache) else cache[0].shape[1] // step.batch.block_size
+        return self._leader.step(pack_step(step, own_blocks=own_blocks, wants_logits=wants_logits))
 
 
 def _accept(listening: socket.socket, secret: str, size: int, launcher: LocalMembers) -> list[MemberLink]:

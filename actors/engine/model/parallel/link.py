@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raytide.actors.engine.model.input_batch import StepInputs
 from raytide.core.errors import EngineDeadError
 from raytide.kernels.core import PagedBatch
 
 Ints = npt.NDArray[np.int64]
-Tensor = torch.Tensor
 
 _HEADER = struct.Struct("<BQ")  # kind, bytes
 _JSON, _STEP = 0, 1
@@ -114,31 +114,25 @@ def watch(descriptors: Sequence[int], ended: Callable[[int], None]) -> None:
     threading.Thread(target=wait, name="raytide-members", daemon=True).start()
 
 
-def pack_step(
-    ids_T: Tensor,
-    positions_T: Tensor,
-    batch: PagedBatch,
-    rows_R: Tensor,
-    *,
-    own_blocks: int,
-    wants_logits: bool,
-    adapters: Sequence[tuple[int, int, int]] = (),
-) -> Ints:
+def pack_step(step: StepInputs, *, own_blocks: int, wants_logits: bool) -> Ints:
     """Returns the inputs of a forward pass as integers. `own_blocks`: the size of a cache for this pass alone; 0 for
-    the engine's. `adapters` are numbers of adapters and the rows that have them, from and to."""
+    the engine's. Of adapters there are the numbers, and the rows that have them, from and to."""
+    batch = step.batch
+    spans = [] if step.loras is None else [(each.number, first, end) for each, first, end in step.loras.spans]
     tables_BM = batch.block_tables_BM.cpu().numpy()
-    counts = (len(ids_T), len(rows_R), *tables_BM.shape, batch.block_size, own_blocks, wants_logits, len(adapters))
+    tokens, rows = len(step.ids_T), len(step.rows_R)
+    counts = (tokens, rows, *tables_BM.shape, batch.block_size, own_blocks, wants_logits, len(spans))
     parts = (batch.query_lens, batch.context_lens)
-    tensors = (each.cpu().numpy() for each in (ids_T, positions_T, batch.slots_T, rows_R))
+    tensors = (each.cpu().numpy() for each in (step.ids_T, step.positions_T, batch.slots_T, step.rows_R))
     packed: Ints = np.concatenate(
-        [np.array(counts), *map(np.array, parts), *tensors, np.array(adapters, np.int64).ravel(), tables_BM.ravel()],
+        [np.array(counts), *map(np.array, parts), *tensors, np.array(spans, np.int64).ravel(), tables_BM.ravel()],
         dtype=np.int64,
     )
     return packed
 
 
 class StepArrays:
-    """The inputs of a step that `pack_step` has packed, as tensors on a device."""
+    """A step that `pack_step` has packed, its inputs as tensors on a device, except for the adapters' rows."""
 
     def __init__(self, packed: Ints, device: torch.device) -> None:
         tokens, rows, sequences, width, block_size, self.own_blocks, wants_logits, spans = packed[:8].tolist()
@@ -147,16 +141,17 @@ class StepArrays:
         *parts, adapters, tables = np.split(packed[8:], np.cumsum(sizes))
         self.adapters = [(number, first, end) for number, first, end in adapters.reshape(-1, 3).tolist()]
         query_lens, context_lens, ids, positions, slots, sampled = parts
-        self.ids_T, self.positions_T, slots_T, self.rows_R, tables_BM = (
+        ids_T, positions_T, slots_T, rows_R, tables_BM = (
             torch.from_numpy(each.copy()).to(device) for each in (ids, positions, slots, sampled, tables)
         )
-        self.batch = PagedBatch(
+        batch = PagedBatch(
             query_lens=query_lens.tolist(),
             context_lens=context_lens.tolist(),
             block_tables_BM=tables_BM.view(sequences, width),
             slots_T=slots_T,
             block_size=block_size,
         )
+        self.inputs = StepInputs(ids_T, positions_T, batch, rows_R)
 
 
 def member_died(rank: int, why: str) -> EngineDeadError:

@@ -21,7 +21,7 @@ import torch
 from raytide.actors.engine.model.lora import Adapter, LoraRows, adapter_digest, read_adapter
 from raytide.actors.engine.model.parallel.cache import MemberCache
 from raytide.actors.engine.model.parallel.collectives import Collectives, connect_store
-from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
+from raytide.actors.engine.model.parallel.decoder import Computation, ShardedDecoder
 from raytide.actors.engine.model.parallel.link import MemberLink, StepArrays, watch
 from raytide.actors.engine.model.parallel.shard import ModelShard
 from raytide.actors.engine.model.parallel.sharded_weights import AdapterShard
@@ -102,9 +102,10 @@ class GroupMember:
                     hint="Give every node the same files.",
                 )
             arch = self._arch = read_architecture(path, serves=True)
-            self._models[number] = ShardedDecoder(
-                arch, path, self._ops, self._max_len, self._dtype, self._device, self._group, self._options
+            computation = Computation(
+                arch, self._ops, self._device, self._dtype, self._max_len, self._ordered, self._options
             )
+            self._models[number] = ShardedDecoder(computation, path, self._group)
 
         threading.Thread(target=self._answer, args=(f"load {path}", load)).start()
 
@@ -176,11 +177,11 @@ class GroupMember:
             self._models[self._used].head(self._hidden_RN[:count])
 
     def _compute(self, step: StepArrays) -> None:
-        model = self._models[self._used]
+        model, inputs = self._models[self._used], step.inputs
         own = step.own_blocks
-        cache = model.new_cache(own, step.batch.block_size) if own else self._cache.layers
-        loras = LoraRows([(self._adapters[number], first, end) for number, first, end in step.adapters])
-        hidden_RN = model.hidden(step.ids_T, step.positions_T, step.batch, cache, step.rows_R, loras)
+        cache = model.new_cache(own, inputs.batch.block_size) if own else self._cache.layers
+        inputs.loras = LoraRows([(self._adapters[number], first, end) for number, first, end in step.adapters])
+        hidden_RN = model.hidden(inputs, cache)
         if self._shard.stage:
             return
         if step.wants_logits:

@@ -13,9 +13,10 @@ from tests.actors.engine.model.test_lora import ALL, write_adapter
 from torch.distributed import HashStore
 
 from raytide.actors.engine.model.decoder import PagedDecoder
+from raytide.actors.engine.model.input_batch import StepInputs
 from raytide.actors.engine.model.lora import Adapter, LoraRows, read_adapter
 from raytide.actors.engine.model.parallel.collectives import Collectives
-from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
+from raytide.actors.engine.model.parallel.decoder import Computation, ShardedDecoder
 from raytide.actors.engine.model.parallel.shard import ModelShard
 from raytide.actors.engine.model.parallel.sharded_weights import AdapterShard
 from raytide.actors.models.families import read_architecture
@@ -30,7 +31,7 @@ def logits(model: PagedDecoder, adapter: Adapter) -> torch.Tensor:
     batch = PagedBatch([half, half], [half, half], torch.arange(2)[:, None], torch.tensor(PLACES), 32)
     positions_T = torch.arange(half).repeat(2)
     cache, loras = model.new_cache(2, 32), LoraRows([(adapter, half, tokens)])
-    return model.forward(torch.tensor(PROMPT), positions_T, batch, cache, torch.arange(tokens), loras)
+    return model.forward(StepInputs(torch.tensor(PROMPT), positions_T, batch, torch.arange(tokens), loras), cache)
 
 
 PLACES = [*range(len(PROMPT) // 2), *range(32, 32 + len(PROMPT) // 2)]
@@ -54,7 +55,7 @@ def test_two_members_compute_the_adapter_of_one(family: str, stages: int, tmp_pa
     def compute(shard: ModelShard) -> torch.Tensor | None:
         torch.set_num_threads(1)
         group = Collectives(store, shard, CPU, own_host="127.0.0.1")
-        own = ShardedDecoder(arch, path, ops, MAX_LEN, torch.float32, CPU, group, PLAIN)
+        own = ShardedDecoder(Computation(arch, ops, CPU, torch.float32, MAX_LEN, False, PLAIN), path, group)
         adapter = read_adapter(adapter_dir, arch, ops, torch.float32, CPU, AdapterShard(arch, group))
         if shard.stage == 0:
             return logits(own, adapter)

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from raytide.actors.engine.model.input_batch import StepInputs
+from raytide.actors.engine.model.lora import Adapter, LoraRows
 from raytide.actors.engine.model.parallel.link import MemberLink, StepArrays, pack_step, watch
 from raytide.kernels.core import PagedBatch
 
@@ -38,20 +40,23 @@ def test_a_step_arrives_as_it_was_sent(adapters: list[tuple[int, int, int]]) -> 
     assert leader.rank == member.rank == 3
     batch = PagedBatch([1, 3], [9, 3], torch.tensor([[4, 2], [7, 0]]), torch.tensor([40, 56, 57, 58]), 8)
     ids, positions, rows = torch.tensor([5, 6, 7, 8]), torch.tensor([8, 0, 1, 2]), torch.tensor([0, 3])
-    leader.send_step(pack_step(ids, positions, batch, rows, own_blocks=5, wants_logits=False, adapters=adapters))
+    loras = LoraRows([(Adapter({}, number), first, end) for number, first, end in adapters])
+    sent_step = StepInputs(ids, positions, batch, rows, loras if adapters else None)
+    leader.send_step(pack_step(sent_step, own_blocks=5, wants_logits=False))
     leader.send({"use": 2})
     message = member.receive()
     assert not isinstance(message, dict)
     step = StepArrays(message, torch.device("cpu"))
-    assert (step.own_blocks, step.wants_logits, step.batch.block_size) == (5, False, 8)
     assert step.adapters == adapters
-    assert (step.batch.query_lens, step.batch.context_lens) == ([1, 3], [9, 3])
+    found_batch = step.inputs.batch
+    assert (step.own_blocks, step.wants_logits, found_batch.block_size) == (5, False, 8)
+    assert (found_batch.query_lens, found_batch.context_lens) == ([1, 3], [9, 3])
     for found, sent in (
-        (step.ids_T, ids),
-        (step.positions_T, positions),
-        (step.rows_R, rows),
-        (step.batch.slots_T, batch.slots_T),
-        (step.batch.block_tables_BM, batch.block_tables_BM),
+        (step.inputs.ids_T, ids),
+        (step.inputs.positions_T, positions),
+        (step.inputs.rows_R, rows),
+        (found_batch.slots_T, batch.slots_T),
+        (found_batch.block_tables_BM, batch.block_tables_BM),
     ):
         assert torch.equal(found, sent)
     assert member.receive() == {"use": 2}

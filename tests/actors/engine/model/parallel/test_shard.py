@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 from raytide.actors.engine.model.decoder import PagedDecoder, prompt_logits
 from raytide.actors.engine.model.parallel.collectives import Collectives
-from raytide.actors.engine.model.parallel.decoder import ShardedDecoder
+from raytide.actors.engine.model.parallel.decoder import Computation, ShardedDecoder
 from raytide.actors.engine.model.parallel.shard import ModelShard, check_divides
 from raytide.actors.engine.model.parallel.sharded_weights import ShardedWeights
 from raytide.actors.engine.model.weight_loader import QuantizedOptions
@@ -44,7 +44,8 @@ def sharded_logits(
     def compute(shard: ModelShard) -> torch.Tensor | None:
         torch.set_num_threads(1)
         group = Collectives(store, shard, CPU, own_host="127.0.0.1", ordered=ordered)
-        model = ShardedDecoder(arch, path, ops_for("cpu"), MAX_LEN, torch.float32, CPU, group, options)
+        computation = Computation(arch, ops_for("cpu"), CPU, torch.float32, MAX_LEN, ordered, options)
+        model = ShardedDecoder(computation, path, group)
         if shard.stage == 0:
             return prompt_logits(model, PROMPT, 16, CPU)
         with pytest.raises(AssertionError, match="has no head"):  # it has computed its layers
