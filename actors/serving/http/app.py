@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -124,20 +124,16 @@ def openai_app(
     @app.post("/v1/completions", response_model=Completion, responses=_STREAM)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         writer_of = partial(CompletionWriter, body)
-
-        def answer(server: Server) -> Awaitable[Response]:
-            return respond(server, "completions", body, request, writer_of)
-
-        return await models.answer(body.model, request, body, answer)
+        return await models.answer(
+            body.model, request, body, lambda server: respond(server, "completions", body, request, writer_of)
+        )
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=_STREAM)
     async def chat(body: ChatRequest, request: Request) -> Response:
         writer_of = partial(ChatWriter, body)
-
-        def answer(server: Server) -> Awaitable[Response]:
-            return respond(server, "chat", body, request, writer_of)
-
-        return await models.answer(body.model, request, body, answer)
+        return await models.answer(
+            body.model, request, body, lambda server: respond(server, "chat", body, request, writer_of)
+        )
 
     add_responses_routes(app, models, responses or MemoryResponses())
     add_messages_routes(app, models)

@@ -49,10 +49,7 @@ async def embed(server: Server, request: EmbeddingRequest, caller: RequestCaller
         raise invalid("dimensions is not supported by this model server.", param="dimensions")
     cut = Truncation.of(request, server.info.max_model_len, side="right")
     prompts = await server.prompts(request.input, field="input", cut=cut)
-    tokens = sum(map(len, prompts))
-    vectors = await compute(
-        server, caller, tokens, lambda: server.engine.embed(prompts, lora=server.lora), param="input"
-    )
+    vectors, tokens = await compute(server, caller, prompts, server.engine.embed, param="input")
     return EmbeddingList(
         data=[
             Embedding(index=index, embedding=_packed(vector) if request.encoding_format == "base64" else vector)

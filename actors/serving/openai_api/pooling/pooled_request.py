@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
 
 from pydantic import ConfigDict
 
@@ -15,7 +14,9 @@ from raytide.actors.serving.openai_api.fields.truncation import TruncationFields
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import NO_EFFECT, Name, only_these
 
-T = TypeVar("T")
+Vectors = list[list[float]]
+Work = Callable[..., Awaitable[Vectors]]
+"""A method of the engine, such as `embed`."""
 
 
 class PooledRequest(TruncationFields):
@@ -25,16 +26,18 @@ class PooledRequest(TruncationFields):
 
 
 async def compute(
-    server: Server, caller: RequestCaller, tokens: int, work: Callable[[], Awaitable[T]], *, param: str
-) -> T:
-    """Returns the result of `work` on this many tokens. Raises ApiError for too many, or if the caller may not."""
+    server: Server, caller: RequestCaller, prompts: Sequence[list[int]], work: Work, *, param: str
+) -> tuple[Vectors, int]:
+    """Returns the result of the engine's `work` on the prompts, and the number of their tokens. Raises ApiError for too
+    many, or if the caller may not."""
+    tokens = sum(map(len, prompts))
     if tokens > MAX_EMBEDDING_TOKENS:
         raise invalid(f"{param} has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param=param)
     grant = await caller.admit(server.model, tokens, 0)
     try:
-        result = await work()
+        result = await work(prompts, lora=server.lora)
     except BaseException:
         grant.release()
         raise
     grant.settle(TokenUsage(tokens, 0), 200, version=server.version or server.info.weights_version)
-    return result
+    return result, tokens

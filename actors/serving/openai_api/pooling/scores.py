@@ -144,27 +144,15 @@ async def _scores(
                 f"{server.model} tells {server.info.num_labels} labels apart: that is no single score.", param="model"
             )
         prompts = [await server.tokens(text, pair, field=fields[1], cut=cut) for text, pair in pairs]
-        logits = await compute(
-            server,
-            caller,
-            sum(map(len, prompts)),
-            lambda: server.engine.classify(prompts, lora=server.lora),
-            param=fields[1],
-        )
-        return [_sigmoid(logit) for (logit,) in logits], sum(map(len, prompts)), "cross_encoder"
+        logits, tokens = await compute(server, caller, prompts, server.engine.classify, param=fields[1])
+        return [_sigmoid(logit) for (logit,) in logits], tokens, "cross_encoder"
     server.require("embeddings", param="model")
     texts = {text: field for pair in pairs for text, field in zip(pair, fields, strict=True)}  # each is embedded once
     embedded = [await server.tokens(text, field=field, cut=cut) for text, field in texts.items()]
-    vectors = await compute(
-        server,
-        caller,
-        sum(map(len, embedded)),
-        lambda: server.engine.embed(embedded, lora=server.lora),
-        param=fields[1],
-    )
+    vectors, tokens = await compute(server, caller, embedded, server.engine.embed, param=fields[1])
     by_text = dict(zip(texts, np.asarray(vectors), strict=True))
     cosines = [float(by_text[text] @ by_text[pair]) for text, pair in pairs]
-    return cosines, sum(map(len, embedded)), "bi_encoder"
+    return cosines, tokens, "bi_encoder"
 
 
 def _sigmoid(logit: float) -> float:
