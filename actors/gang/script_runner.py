@@ -30,45 +30,30 @@ GROW_AFTER_S = 60.0
 """The least age of an attempt that is restarted to use members that came back."""
 
 
-def run_script(
-    spec: ScriptSpec,
-    package: object,
-    client: LeaseClient,
-    job_id: str,
-    *,
-    start: StartActor = RayMemberActor,
-    say: Callable[[str], None] = print,
-    clock: Clock | None = None,
-    done: Mapping[str, float | int | str] | None = None,
-    rights: Rights = NO_RIGHTS,
-) -> None:
-    """Runs `spec` on the lease of `job_id` until it succeeds. Raises ScriptError when it fails, LeaseLostError when the
-    lease is over. `package` is its packed working directory, a reference to that, or None; `done` is what an earlier
-    driver of the job reported, which this one continues from; `rights` are those of its processes.
+class ScriptRunner:
+    """Runs a script on the lease of a job.
+
+    `package` is its packed working directory, a reference to that, or None; `done` is what an earlier driver of the job
+    reported, which this one continues from; `rights` are those of its processes.
     """
-    runner = _Runner(spec, package, client, job_id, start, say, clock or SystemClock(), done or {}, rights)
-    try:
-        runner.run()
-    finally:
-        runner.close()
 
-
-class _Runner:
     def __init__(
         self,
         spec: ScriptSpec,
         package: object,
         client: LeaseClient,
         job_id: str,
-        start: StartActor,
-        say: Callable[[str], None],
-        clock: Clock,
-        done: Mapping[str, float | int | str],
-        rights: Rights,
+        *,
+        start: StartActor = RayMemberActor,
+        say: Callable[[str], None] = print,
+        clock: Clock | None = None,
+        done: Mapping[str, float | int | str] | None = None,
+        rights: Rights = NO_RIGHTS,
     ) -> None:
+        done = done or {}
         self._rights = rights
         self._spec, self._package, self._job_id = spec, package, job_id
-        self._start, self._say, self._clock = start, say, clock
+        self._start, self._say, self._clock = start, say, clock or SystemClock()
         self._watch, self._reporter = LeaseWatch(client, job_id), ProgressReporter(client, job_id)
         self._attempt: Attempt | None = None
         self._number = int(done.get("attempts", 0))
@@ -76,6 +61,13 @@ class _Runner:
         self._progress: dict[str, float | int | str] = {}
 
     def run(self) -> None:
+        """Runs until it succeeds. Raises ScriptError when it fails, LeaseLostError when the lease is over."""
+        try:
+            self._run_attempts()
+        finally:
+            self._close()
+
+    def _run_attempts(self) -> None:
         while True:
             attempt = self._attempt = self._wait_for_members()
             self._number += 1
@@ -98,7 +90,7 @@ class _Runner:
             if not has_ended:
                 time.sleep(ORPHANS_S)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Ends all processes. The driver may have only three seconds left itself."""
         if self._attempt is not None:
             self._attempt.stop(grace_s=2.0)

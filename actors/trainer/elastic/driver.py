@@ -77,8 +77,8 @@ class _Driver:
         self.workers: list[WorkerHandle] = []
         """The workers of the last generation, by rank."""
         self.recovery: Recovery | None = None
-        self.saved_at_s: float | None = None
         """The recovery in progress, from the end of a generation to its successor's first step."""
+        self.saved_at_s: float | None = None
         self.step_rate = StepRate(record.step_s)
         self.scaling = ScalingEfficiency()
 

@@ -15,7 +15,7 @@ import pytest
 from raytide.actors.gang import script_attempt, script_runner
 from raytide.actors.gang.member_actor import pass_on
 from raytide.actors.gang.member_processes import MemberProcesses, ProcessExit, ProcessReport
-from raytide.actors.gang.script_runner import run_script
+from raytide.actors.gang.script_runner import ScriptRunner
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, ScriptError
 from raytide.core.io.working_dir import pack
@@ -89,7 +89,7 @@ class Host:
 
 
 class Run:
-    """`run_script` in a thread, and what it said."""
+    """A `ScriptRunner` in a thread, and what it said."""
 
     def __init__(
         self, code: str, folder: Path, lease: Lease, package: bytes = b"", done: Any = None, **spec: Any
@@ -110,7 +110,7 @@ class Run:
 
     def _run(self) -> None:
         told = {"start": self._start, "say": self._say, "clock": self.clock, "done": self._done}
-        run_script(self.spec, self._package, self.platform, "job-1", **told)
+        ScriptRunner(self.spec, self._package, self.platform, "job-1", **told).run()
 
     def _start(self, member: Member, shape: Shape) -> Host:
         self.hosts.append(Host(member, shape))

@@ -93,14 +93,14 @@ def script(job: Job, client: ApiClient, run_dir: Path) -> None:
     import ray
 
     from raytide.actors.gang.member_processes import Rights
-    from raytide.actors.gang.script_runner import run_script
+    from raytide.actors.gang.script_runner import ScriptRunner
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_DIED))  # lets `finally` blocks end its processes
     spec = ScriptSpec.parse(job.spec.config, where=job.id)
     package = ray.put(client.package(spec.package)) if spec.package else None
     settings = load_cluster(run_dir / "cluster.yaml").settings
     rights = Rights(settings.user_of(job.spec.team), all_passed(settings.pass_environment), client.access)
-    run_script(spec, package, client, job.id, done=job.progress, rights=rights)
+    ScriptRunner(spec, package, client, job.id, done=job.progress, rights=rights).run()
 
 
 class LeasedMembers:
