@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.providers.cloud.setup import SetUp
 from raytide.autoscaler.providers.cloud.spot_prices import SpotPrices, instance_types
 from raytide.autoscaler.providers.notices.watch import NoticeBoard
 from raytide.autoscaler.providers.poll import PollWatcher
@@ -30,16 +31,6 @@ _UNLISTED_S = 60.0
 """The time for which a cloud may not list a new machine."""
 
 log = logger(__name__)
-
-
-class SetUp(Protocol):
-    """Makes a bought machine a node of the cluster; see `CloudSetUp`."""
-
-    def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
-        """Starts the set-up in the background, unless it is in progress."""
-
-    def failures(self) -> Mapping[str, str]:
-        """Returns why the last set-up of a node failed, by node id."""
 
 
 class CloudProvider:

@@ -25,7 +25,18 @@ RAY_TOKEN = "~/.ray/auth_token"  # where it is, not what it is  # nosec B105
 log = logger(__name__)
 
 
-class CloudSetUp:
+class SetUp:
+    """Makes a bought machine a node of the cluster. This one does nothing, for callers that only end machines."""
+
+    def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
+        """Starts the set-up in the background, unless it is in progress."""
+
+    def failures(self) -> Mapping[str, str]:
+        """Returns why the last set-up of a node failed, by node id."""
+        return {}
+
+
+class CloudSetUp(SetUp):
     """Sets up machines in one thread each, AT_ONCE of them at a time. The threads do not delay the end of the process:
     the next controller starts unfinished set-ups again."""
 
@@ -89,16 +100,6 @@ class CloudSetUp:
                 log.warning("a machine could not be set up", extra={"node": node_id, "error": str(error)})
                 with self._lock:
                     self._failures[node_id] = str(error)
-
-
-class NoSetUp:
-    """No set-up, for callers that only end machines."""
-
-    def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
-        """Does nothing."""
-
-    def failures(self) -> Mapping[str, str]:
-        return {}
 
 
 def with_token(config: Mapping[str, Any], token_file: Path | str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from raytide.autoscaler.providers.local.files import MARK, LocalMachine, NodeFolder
+from raytide.autoscaler.providers.local.files import LocalMachine, NodeFolder
 from raytide.core.config import home
 from raytide.core.errors import ConflictError, ProviderError, RaytideError
 from raytide.core.io.private_folder import private_folder
@@ -139,23 +138,13 @@ def _machine(request: Mapping[str, Any], root: Path) -> LocalMachine:
 
 
 def _spawn(folder: NodeFolder, lock: int, request: Mapping[str, Any], options: Sequence[str]) -> None:
-    environment = {**os.environ, **request["environment"], MARK: folder.mark, "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **request["environment"], "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
     if token := request.get("ray_token"):
         file = folder.path / "ray_token"
         file.touch(mode=0o600)
         file.write_text(token)
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
-    with folder.log.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "raytide.autoscaler.providers.hosts.node", str(folder.path), str(lock), *options],
-            env=environment,
-            cwd=folder.path,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            pass_fds=(lock,),
-        )
+    process = folder.spawn("raytide.autoscaler.providers.hosts.node", lock, environment, options)
     if (identity := Process.of(process.pid, f"node {folder.node_id}")) is not None:
         folder.record_process(identity)
 

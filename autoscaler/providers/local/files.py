@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,6 +68,22 @@ class NodeFolder:
             os.close(fd)
             return None
         return fd
+
+    def spawn(
+        self, module: str, lock: int, environment: Mapping[str, str], options: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Starts a module as the node's process, in a session of its own, with the lock and the log."""
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", module, str(self.path), str(lock), *options],
+                env={**environment, MARK: self.mark},
+                cwd=self.path,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=(lock,),
+            )
 
     def is_running(self) -> bool:
         fd = self.take_lock()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.providers.local.events import Watcher, poke
-from raytide.autoscaler.providers.local.files import MARK, LocalMachine, NodeFolder, node_names
+from raytide.autoscaler.providers.local.files import LocalMachine, NodeFolder, node_names
 from raytide.autoscaler.providers.local.spot import is_out_of_stock
 from raytide.core.clock import Clock
 from raytide.core.errors import ProviderError
@@ -171,18 +170,7 @@ class LocalProvider(Provider):
         )
 
     def _spawn(self, folder: NodeFolder, lock: int) -> None:
-        argv = [sys.executable, "-m", self._node_module, str(folder.path), str(lock)]
-        with folder.log.open("ab") as log:
-            process = subprocess.Popen(
-                argv,
-                env={**self._environment, MARK: folder.mark},
-                cwd=folder.path,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                pass_fds=(lock,),
-            )
+        process = folder.spawn(self._node_module, lock, self._environment)
         identity = Process.of(process.pid, f"node {folder.node_id}")
         threading.Thread(target=self._reap, args=(process, folder), name=f"reap-{folder.node_id}", daemon=True).start()
         if identity is not None:

@@ -17,7 +17,7 @@ from tests.autoscaler.providers.notices.key_values import KeyValues
 
 from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.cloud.provider import NODE_TAG, CloudProvider
-from raytide.autoscaler.providers.cloud.setup import CloudSetUp
+from raytide.autoscaler.providers.cloud.setup import CloudSetUp, SetUp
 from raytide.autoscaler.providers.notices.base import CloudNotice
 from raytide.autoscaler.providers.notices.watch import NoticeBoard
 from raytide.autoscaler.ray_gcs import RayNode
@@ -45,7 +45,7 @@ def config(aws_for_ray: Path) -> dict[str, Any]:
     return completed
 
 
-class Begun:
+class Begun(SetUp):
     """A SetUp that only notes what it was asked for."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from raytide.autoscaler.nodes.exporter.directory import ExporterDirectory
 from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Bill, Provider
 from raytide.autoscaler.providers.cloud.provider import CloudProvider
-from raytide.autoscaler.providers.cloud.setup import CloudSetUp, NoSetUp
+from raytide.autoscaler.providers.cloud.setup import CloudSetUp, SetUp
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.providers.hosts.provider import HOSTS_FOLDER, HostCluster, HostsProvider
 from raytide.autoscaler.providers.hosts.ssh import SshConnection
@@ -222,7 +222,7 @@ def _cloud(
 ) -> Provider:
     cloud = ray_internals.node_provider(file["provider"], file["cluster_name"])
     in_ray, token = GcsReader(cluster.gcs_address).nodes, cluster.ray_token_file
-    set_up = NoSetUp() if only_ends else CloudSetUp(file, cloud, cluster.head_ip, in_ray, token_file=token)
+    set_up = SetUp() if only_ends else CloudSetUp(file, cloud, cluster.head_ip, in_ray, token_file=token)
     return CloudProvider(file, cloud, node_types, folder, clock, set_up, board_at(cluster.gcs_address))
 
 
