@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from raytide.control.bootstrap.cluster_record import RunningCluster
+from raytide.core.telemetry.settings import MonitoringSection
 
 _NOBODY = "nobody"
 _DEAD_MANS_SWITCH = "AlertmanagerE2eDeadMansSwitch"
@@ -15,47 +17,31 @@ _MOST_ALERTS = 1000
 """The most alerts in one message to the API."""
 
 
-@dataclass(frozen=True, slots=True)
-class MonitoringPlan:
-    """The addresses and paths of a cluster that its Prometheus and Alertmanager need."""
-
-    cluster: str
-    folder: Path
-    """Their files and data, in the run folder."""
-    api_url: str
-    prometheus_url: str
-    alertmanager_url: str
-    token_file: Path
-    """The API's token for Alertmanager, which opens its webhook and nothing else."""
-    scrape_s: int
-    history_days: float
-    history_mb: int
-
-    @property
-    def rules(self) -> Path:
-        return self.folder / "rules"
+def rules_dir(cluster: RunningCluster) -> Path:
+    return cluster.monitoring_dir / "rules"
 
 
-def prometheus_config(plan: MonitoringPlan) -> str:
+def prometheus_config(cluster: RunningCluster, settings: MonitoringSection) -> str:
     """Returns prometheus.yml. Labels of the pages win over those of the targets, because `job` is a training job
     there."""
-    interval = f"{plan.scrape_s}s"
-    own = {plan.prometheus_url: "prometheus", plan.alertmanager_url: "alertmanager"}
+    scrape_s = max(1, round(settings.scrape_s))
+    interval = f"{scrape_s}s"
+    own = {cluster.prometheus_url: "prometheus", cluster.alertmanager_url: "alertmanager"}
     return _yaml(
         {
             "global": {
                 "scrape_interval": interval,
-                "scrape_timeout": f"{min(10, plan.scrape_s)}s",
+                "scrape_timeout": f"{min(10, scrape_s)}s",
                 "evaluation_interval": interval,
-                "external_labels": {"cluster": plan.cluster},
+                "external_labels": {"cluster": cluster.name},
             },
-            "rule_files": [f"{plan.rules}/*.yml"],
-            "alerting": {"alertmanagers": [{"static_configs": [{"targets": [_address(plan.alertmanager_url)]}]}]},
+            "rule_files": [f"{rules_dir(cluster)}/*.yml"],
+            "alerting": {"alertmanagers": [{"static_configs": [{"targets": [_address(cluster.alertmanager_url)]}]}]},
             "scrape_configs": [
                 {
                     "job_name": "raytide",
                     "honor_labels": True,
-                    "http_sd_configs": [{"url": f"{plan.api_url}/v1/targets", "refresh_interval": interval}],
+                    "http_sd_configs": [{"url": f"{cluster.api_url}/v1/targets", "refresh_interval": interval}],
                 },
                 *({"job_name": job, "static_configs": [{"targets": [_address(url)]}]} for url, job in own.items()),
             ],
@@ -63,13 +49,13 @@ def prometheus_config(plan: MonitoringPlan) -> str:
     )
 
 
-def alertmanager_config(plan: MonitoringPlan) -> str:
+def alertmanager_config(cluster: RunningCluster) -> str:
     """Returns alertmanager.yml: alerts go to the API's webhook, which acts and notifies."""
     webhook = {
-        "url": f"{plan.api_url}/v1/alerts/webhook",
+        "url": f"{cluster.api_url}/v1/alerts/webhook",
         "send_resolved": True,
         "max_alerts": _MOST_ALERTS,
-        "http_config": {"authorization": {"credentials_file": str(plan.token_file)}},
+        "http_config": {"authorization": {"credentials_file": str(cluster.alertmanager_token_file)}},
     }
     return _yaml(
         {
