@@ -16,7 +16,6 @@ from raytide.dashboards.prometheus.__main__ import prepare_alertmanager, prepare
 from raytide.dashboards.prometheus.config import rules_dir
 from raytide.dashboards.prometheus.programs import Program, find_program
 
-
 SETTINGS = MonitoringSection(scrape_s=5, history_days=1.5, history_mb=64)
 
 
