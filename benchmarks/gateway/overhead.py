@@ -127,8 +127,8 @@ def process(
     path: str = "/v1/models",
     wait_s: float = 120.0,
     more_env: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[None]:
-    """A server process that is ended with all of its children."""
+) -> Iterator[int]:
+    """Runs a server process, yields the id of its process group, and ends it with all of its children."""
     env = os.environ | {"PYTHONPATH": str(ROOT / "platform"), "RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": "ignore"}
     env["LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY"] = "true"  # no keys here, nor in the gateway
     env |= more_env
@@ -145,10 +145,11 @@ def process(
                     log.seek(0)
                     sys.exit(f"{command[:3]} does not answer:\n{log.read().decode()[-3000:]}")
                 time.sleep(0.2)
-        yield
+        yield started.pid
     finally:
         with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGTERM)
+            os.killpg(started.pid, signal.SIGCONT)
             try:
                 started.wait(20)
             except subprocess.TimeoutExpired:

@@ -4,7 +4,8 @@
 
 A Llama shape of 28M random weights in bfloat16 or float32, prompts of 16 to 256 random tokens (seed 0), 64 new tokens
 each, greedy, no prefix cache. Every side computes with `--threads` threads; servers, gateways and the generator of the
-load share the cores of the machine with it. `--streams` requests start at once, as streams; the sides take turns.
+load share the cores of the machine with it. `--streams` requests start at once, as streams; the sides take turns, and
+the processes of a side are stopped while it is not its turn: vLLM's server keeps a core busy for a second after a request.
 tokens/s counts new tokens from the first request to the last token, the median of the rounds; the time to the first
 token is the median over all streams. `rt.LLM` generates whole batches and has no first token to see.
 """
@@ -17,6 +18,7 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,8 @@ from overhead import HOST, ROOT, free_port, gateways, process
 
 NEW_TOKENS = 64
 MAX_LEN = 512
+SETTLE_S = 0.2
+"""For this time before and after each measurement a side does what fell due while it was stopped, or what is left."""
 SHAPE = SHAPES["28M"]
 LLM = """
 import json, os, sys, time
@@ -61,6 +65,7 @@ def local_side(
         stdout=subprocess.PIPE,
         text=True,
         env=env | {"PYTHONPATH": str(ROOT / "platform")},
+        start_new_session=True,
     )
     stack.callback(started.kill)
     assert started.stdin is not None and started.stdout is not None
@@ -71,7 +76,23 @@ def local_side(
         print(json.dumps(prompts), file=written, flush=True)
         return float(read.readline()), []
 
-    return run
+    return awake_in_turns(run, started.pid)
+
+
+def awake_in_turns(run: Callable[[Prompts], Round], group: int) -> Callable[[Prompts], Round]:
+    """Stops a side's process group except while `run` measures it, so that it takes no time from the others."""
+
+    def turn(prompts: Prompts) -> Round:
+        os.killpg(group, signal.SIGCONT)
+        time.sleep(SETTLE_S)
+        try:
+            return run(prompts)
+        finally:
+            time.sleep(SETTLE_S)
+            os.killpg(group, signal.SIGSTOP)
+
+    os.killpg(group, signal.SIGSTOP)
+    return turn
 
 
 def served_side(port: int, model: str) -> Callable[[Prompts], Round]:
@@ -110,8 +131,8 @@ def sides_of(args: argparse.Namespace, model: Path, stack: ExitStack) -> dict[st
     if "gateway" in args.sides:
         spec = {"name": "m", "model": str(model), "engine": engine, "resources": {"CPU": args.threads}}
         port = free_port()
-        stack.enter_context(process(gateways(json.dumps(spec), [port, port]), port, more_env=threads))
-        made["gateway"] = served_side(port, "m")
+        group = stack.enter_context(process(gateways(json.dumps(spec), [port, port]), port, more_env=threads))
+        made["gateway"] = awake_in_turns(served_side(port, "m"), group)
     if "vllm" in args.sides:
         cores = sorted(os.sched_getaffinity(0))[-args.threads :]
         env = vllm_environment(args.vllm_python, cores) | threads
@@ -120,8 +141,8 @@ def sides_of(args: argparse.Namespace, model: Path, stack: ExitStack) -> dict[st
         port = free_port()
         command = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *options]
         command += ["--no-enable-prefix-caching", "--host", HOST, "--port", str(port), "--disable-uvicorn-access-log"]
-        stack.enter_context(process(command, port, more_env=env, wait_s=300.0))
-        made["vllm"] = served_side(port, str(model))
+        group = stack.enter_context(process(command, port, more_env=env, wait_s=300.0))
+        made["vllm"] = awake_in_turns(served_side(port, str(model)), group)
     return made
 
 
