@@ -1,11 +1,12 @@
 """Measures what metrics and traces cost a real engine: tokens a second with both, and with neither.
 
-    python benchmarks/gateway/observed.py [--streams 1 8 32] [--rounds 30] [--threads 1] [--scrape-s 5]
+    python benchmarks/gateway/observed.py [--streams 1 8 32] [--pairs 60] [--threads 1] [--scrape-s 5]
 
-Both sides have the native engine with 28M random weights behind two gateway processes, as `raytide up` starts them.
-`on` records all metrics, has its three pages scraped every `--scrape-s` seconds (raytide's default is 15), and sends
-1 % of the requests as traces to a collector on this machine; `off` records, serves and sends nothing. The sides take
-turns, the first of them by turns too; printed are the medians of tokens a second and of the ratios of the pairs, with
+The native engine with 28M random weights behind two gateway processes, as `raytide up` starts them. `on` records all
+metrics, has the three pages scraped every `--scrape-s` seconds (raytide's default is 15), and sends 1 % of the requests
+as traces to a collector on this machine; `off` records, serves and sends nothing. Both are the same processes, which
+are switched between rounds: two instances of one server differ by several per cent. The first of each pair of rounds
+changes by turns; printed are the medians of tokens a second and of the ratios of the pairs, with
 the interval that holds the median of pairs with 95 % confidence (order statistics of the binomial distribution).
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import random
 import statistics
@@ -31,6 +33,8 @@ from engine_cpu import save_model
 from overhead import HOST, free_port, gateways, process
 from real_engine import MAX_LEN, NEW_TOKENS, SHAPE, served_side
 from scipy.stats import binom
+
+TICK_S = 0.05
 
 
 class Collector(BaseHTTPRequestHandler):
@@ -57,16 +61,36 @@ def collector() -> Iterator[str]:
     server.shutdown()
 
 
+class Switch:
+    """The byte by which the gateways know whether they record."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(b"\0")
+        with path.open("r+b") as file:
+            self._byte = mmap.mmap(file.fileno(), 1)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._byte[0])
+
+    def turn(self, name: str) -> None:
+        self._byte[0] = int(name == "on")
+
+
 @contextmanager
-def scraped(pages: Path, every_s: float) -> Iterator[list[int]]:
-    """Reads all pages again and again; the list gets the size of each."""
+def scraped(pages: Path, every_s: float, switch: Switch) -> Iterator[list[int]]:
+    """Reads all pages again and again, by the time for which the switch is on; the list gets the size of each."""
     stopped, sizes = threading.Event(), list[int]()
 
     def run() -> None:
-        while not stopped.wait(every_s):
-            for page in pages.read_text().split():
-                with suppress(OSError):
-                    sizes.append(len(urllib.request.urlopen(f"http://{page}/metrics", timeout=5).read()))
+        waited_s = 0.0
+        while not stopped.wait(TICK_S):
+            waited_s += TICK_S * switch.is_on
+            if waited_s >= every_s:
+                waited_s = 0.0
+                for page in pages.read_text().split():
+                    with suppress(OSError):
+                        sizes.append(len(urllib.request.urlopen(f"http://{page}/metrics", timeout=5).read()))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -85,7 +109,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=60, help="of rounds, for each number of streams")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--scrape-s", type=float, default=5.0)
     args = parser.parse_args()
@@ -96,24 +120,21 @@ def main() -> None:
         engine = {"dtype": "float32", "prefix_cache": False, "max_model_len": MAX_LEN, "kv_memory_gb": 1.0}
         spec = json.dumps({"name": "m", "model": str(model), "engine": engine, "resources": {"CPU": args.threads}})
         threads = {name: str(args.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        ports = {"off": free_port(), "on": free_port()}
-        more = {
-            "off": {"WITHOUT_METRICS": "1"},
-            "on": {"OTLP": stack.enter_context(collector()), "METRICS_PAGES": str(pages)},
-        }
-        for name, port in ports.items():
-            command = gateways(spec, [port, port])
-            stack.enter_context(process(command, port, more_env=threads | more[name]))
-        sizes = stack.enter_context(scraped(pages, args.scrape_s))
-        sides = {name: served_side(port, "m") for name, port in ports.items()}
+        port, switch = free_port(), Switch(Path(folder) / "observed")
+        more = {"OTLP": stack.enter_context(collector()), "METRICS_PAGES": str(pages)}
+        more["OBSERVED"] = str(Path(folder) / "observed")
+        stack.enter_context(process(gateways(spec, [port, port]), port, more_env=threads | more))
+        sizes = stack.enter_context(scraped(pages, args.scrape_s, switch))
+        run = served_side(port, "m")
         rng = random.Random(0)
         print(f"{'streams':>8} {'off tok/s':>10} {'on tok/s':>10} {'on / off':>9} {'95 % interval':>16}")
         for streams in args.streams:
-            rates: dict[str, list[float]] = {name: [] for name in sides}
-            for turn in range(args.rounds + 1):
+            rates: dict[str, list[float]] = {"off": [], "on": []}
+            for turn in range(args.pairs + 1):
                 prompts = [[rng.randrange(1, 256) for _ in range(rng.randint(16, 64))] for _ in range(streams)]
-                for name in sorted(sides, reverse=bool(turn % 2)):
-                    seconds, _ = sides[name](prompts)
+                for name in sorted(rates, reverse=bool(turn % 2)):
+                    switch.turn(name)
+                    seconds, _ = run(prompts)
                     if turn:  # the first round warms up
                         rates[name].append(streams * NEW_TOKENS / seconds)
             ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]

@@ -84,15 +84,21 @@ tenancy = Tenancy(ControlApi(control or "http://127.0.0.1:9", "any", name), requ
 def announce(page):
     with open(os.environ.get("METRICS_PAGES", os.devnull), "a") as pages:
         print(page, file=pages)
-if os.environ.get("WITHOUT_METRICS"):
+if switch := os.environ.get("OBSERVED"):
+    import mmap
     from raytide.actors.serving.metrics import RequestTracker
+    from raytide.gateway.tracing import TracedRequests
+    byte = mmap.mmap(os.open(switch, os.O_RDONLY), 1, prot=mmap.PROT_READ)
+    def while_observed(record, go_on):
+        return lambda *args, **kwargs: record(*args, **kwargs) if byte[0] else go_on(*args, **kwargs)
     for method in ("tokens", "first_token", "ended", "finish"):
-        setattr(RequestTracker, method, lambda *_, **__: None)
+        setattr(RequestTracker, method, while_observed(getattr(RequestTracker, method), lambda *_, **__: None))
+    TracedRequests.__call__ = while_observed(TracedRequests.__call__, lambda self, *scope: self._app(*scope))
 tracing = RequestTracing.of(TracingSection(otlp=os.environ.get("OTLP", "")))
 gateway.serve("", gateway.bound_socket("127.0.0.1", int(port)), name, tenancy, files, (), announce, tracing)
 """
 """With METRICS_PAGES, a file that gets the addresses of all metrics pages, OTLP, the collector of traces, and
-WITHOUT_METRICS in the environment."""
+OBSERVED, a file whose one byte is not 0 while metrics and traces are to be recorded, in the environment."""
 SERVE = """
 import sys, time
 from ray import serve

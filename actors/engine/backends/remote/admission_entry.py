@@ -35,8 +35,6 @@ class AdmissionEntry:
     gave_way: bool = False
     """True once the engine has ended it for others, ever."""
     is_aborted: bool = False
-    has_preempted: bool = False
-    """True once others were taken out for it: then it goes to the engine although the KV cache seems full."""
     cached_tokens: int | None = None
     """The part of the prompt that was cached at the first start, if it was preempted since."""
 

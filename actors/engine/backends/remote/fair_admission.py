@@ -67,6 +67,9 @@ class FairAdmission:
         self._entries: dict[str, AdmissionEntry] = {}
         self._teams: dict[str, _Team] = {}
         self._preempting: set[AdmissionEntry] = set()
+        """The requests that the engine is asked to end. Their places are free already: what starts in one reaches the
+        engine behind that question, and so misses no step.
+        """
         self._aborting: set[asyncio.Task[None]] = set()
         self._asked = self._used = self._kv_tokens = self._unanswered = 0
         self._starts = itertools.count(1)
@@ -242,38 +245,36 @@ class FairAdmission:
                 continue
             room = self._info.max_running - self._used
             # A prefix that requests share is counted for each of them, so what seems not to fit is tried one by one.
-            fits_kv = head.has_preempted or not self._unanswered or self._kv_tokens + head.kv_tokens <= capacity
+            fits_kv = not self._unanswered or self._kv_tokens + head.kv_tokens <= capacity
             if not (room > 0 and fits_kv):
-                if self._preempting:
-                    return
                 victims = self._victims(head, 1 - room, 0 if fits_kv else head.kv_tokens)
-                if victims:
-                    head.has_preempted = True
-                    for victim in victims:
-                        self._preempt(victim)
-                    return
-                if not (room + self._spare > 0 and fits_kv):
+                for victim in victims:
+                    self._preempt(victim)
+                if not victims and not (room + self._spare > 0 and fits_kv):
                     return
             self._start(self._queue.pop(now_s), now_s)
 
     def _start(self, entry: AdmissionEntry, now_s: float) -> None:
         entry.is_running, entry.is_answered, entry.is_preempted = True, False, False
         entry.started, entry.started_s = next(self._starts), now_s
-        self._used += entry.places
-        self._unanswered += 1
         self._direct.begin(entry.request.request_id)
-        self._kv_tokens += entry.kv_tokens
-        self._teams[entry.request.team].places += entry.places
+        self._count_places(entry, 1)
         entry.turn.set_result(None)
 
     def _leave(self, entry: AdmissionEntry) -> None:
         entry.is_running = False
-        self._used -= entry.places
-        self._unanswered -= not entry.is_answered
-        self._kv_tokens -= entry.kv_tokens
-        self._teams[entry.request.team].places -= entry.places
-        self._preempting.discard(entry)
+        if entry in self._preempting:
+            self._preempting.discard(entry)
+        else:
+            self._count_places(entry, -1)
         self._dispatch()
+
+    def _count_places(self, entry: AdmissionEntry, sign: int) -> None:
+        """Counts what a request takes in the engine as taken, or with a `sign` of -1 as free again."""
+        self._used += sign * entry.places
+        self._unanswered += sign * (not entry.is_answered)
+        self._kv_tokens += sign * entry.kv_tokens
+        self._teams[entry.request.team].places += sign * entry.places
 
     def _passed(self, entry: AdmissionEntry, chunk: GenChunk) -> GenChunk | None:
         """Counts a chunk and returns it as its client sees it; None for the end of a request that goes on later. The
@@ -289,7 +290,7 @@ class FairAdmission:
         self._count(entry, chunk)
         if not entry.is_answered:
             entry.is_answered = True
-            self._unanswered -= 1
+            self._unanswered -= entry not in self._preempting
             took_s = asyncio.get_running_loop().time() - entry.started_s
             self._start_s = took_s if self._start_s is None else self._start_s + START_WEIGHT * (took_s - self._start_s)
             self._dispatch()
@@ -305,7 +306,8 @@ class FairAdmission:
         count = len(chunk.token_ids)
         entry.progress.add(chunk)
         entry.tokens += count
-        self._kv_tokens += count
+        if entry not in self._preempting:
+            self._kv_tokens += count
         request = entry.request
         self._queue.charge(request.team, count, weight=request.weight, priority=entry.priority)
 
@@ -323,9 +325,8 @@ class FairAdmission:
         least = (own.places + head.places) / own.weight if 2 * own.places < share else math.inf
         left = {name: team.places for name, team in self._teams.items()}
         victims: list[AdmissionEntry] = []
-        for each in sorted(
-            filter(lambda each: each.is_preemptible, self._entries.values()), key=self._preemption_order
-        ):
+        running = (each for each in self._entries.values() if each.is_preemptible and each not in self._preempting)
+        for each in sorted(running, key=self._preemption_order):
             if places <= 0 and kv_tokens <= 0:
                 break
             name = each.request.team
@@ -354,8 +355,10 @@ class FairAdmission:
                 is_ending = await self._engine.abort(victim.request.request_id)
             if not is_ending and victim in self._preempting:
                 self._preempting.discard(victim)
+                self._count_places(victim, 1)
                 self._dispatch()
 
+        self._count_places(victim, -1)
         self._preempting.add(victim)
         self._aborting.add(task := asyncio.create_task(abort()))
         task.add_done_callback(self._aborting.discard)

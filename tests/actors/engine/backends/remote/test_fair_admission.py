@@ -356,6 +356,36 @@ def test_what_gave_way_comes_back_to_the_engine_as_one_that_did() -> None:
     run_virtually(body())
 
 
+def test_one_for_which_others_leave_reaches_the_engine_in_the_same_step_as_they_are_asked_to() -> None:
+    """It would miss a step if it waited until they have left, which an engine says only after its step."""
+
+    async def body() -> None:
+        loop = asyncio.get_running_loop()
+        seen: list[tuple[float, str, str]] = []
+
+        class Steps(FakeEngine):
+            def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+                seen.append((loop.time(), "generate", request.request_id.partition("-")[0]))
+                return super().generate(request)
+
+            async def abort(self, request_id: str) -> bool:
+                seen.append((loop.time(), "abort", request_id.partition("-")[0]))
+                await asyncio.sleep(1.0)
+                return await super().abort(request_id)
+
+        engine = Steps(max_running=2, max_waiting=8, tokens_per_s=1.0)
+        fair = FairAdmission(engine, await engine.start(), DirectOutput())
+        heavy = [asyncio.create_task(answer(fair, request(f"heavy-{n}", 40))) for n in range(2)]
+        await asyncio.sleep(5.5)
+        at_s, known = loop.time(), len(seen)
+        assert text_of(await answer(fair, request("light-1"))) == expected(20)
+        assert sorted(seen[known : known + 2]) == [(at_s, "abort", "heavy"), (at_s, "generate", "light")]
+        assert [text_of(chunks) for chunks in await asyncio.gather(*heavy)] == [expected(40)] * 2
+        await engine.shutdown()
+
+    run_virtually(body())
+
+
 def test_an_engine_that_does_not_tell_its_places_gets_all_at_once() -> None:
     async def body() -> None:
         engine = FakeEngine(max_running=2, tokens_per_s=1.0)
