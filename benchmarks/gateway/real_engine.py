@@ -5,7 +5,7 @@
 A Llama shape of 28M random weights in bfloat16 or float32, prompts of 16 to 256 random tokens (seed 0), 64 new tokens
 each, greedy, no prefix cache. Every side computes with `--threads` threads; servers, gateways and the generator of the
 load share the cores of the machine with it. `--streams` requests start at once, as streams; the sides take turns, and
-the processes of a side are stopped while it is not its turn: vLLM's server keeps a core busy for a second after a request.
+the processes of a side are stopped while it is not its turn: vLLM keeps a core busy for a second after a request.
 tokens/s counts new tokens from the first request to the last token, the median of the rounds; the time to the first
 token is the median over all streams. `rt.LLM` generates whole batches and has no first token to see.
 """

@@ -212,7 +212,7 @@ class BusyCluster:
                 ("data", 24.0, 80.0),
             )
         }
-        live = Live(now_s, waiting, self.queue, teams, {}, self.loads, use, ticks=tick, tick_s=0.02)
+        live = Live(now_s, waiting, self.queue, teams, loads=self.loads, use=use, ticks=tick, tick_s=0.02)
         write_json(self.folder / "live.json", to_json(live))
 
     def _load(self, endpoint: Endpoint, number: int, tick: int, now_s: float) -> EndpointLoad:

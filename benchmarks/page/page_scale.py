@@ -1,10 +1,12 @@
-"""The page over 1,000 jobs, 200 nodes and 50 endpoints: first useful paint, smoothness, memory; or its screenshots."""
+"""The page over 1,000 jobs, 200 nodes and 50 endpoints: first useful paint, smoothness, `raytide ps`; screenshots."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,6 +32,7 @@ LONG_TASKS = """() => { window.long = [];
   new PerformanceObserver(note).observe({type: 'longtask'});
 }"""
 PAINTS = 7
+PS_RUNS = 9
 SHOTS = {
     "now": "now",
     "capacity": "capacity",
@@ -62,9 +65,22 @@ def paint_s(browser: Browser, address: str) -> float:
     return took_s
 
 
+def ps_ms(address: str) -> list[float]:
+    """Returns the time of each call of `raytide ps`, the start of Python included."""
+    environment = os.environ | {"RAYTIDE_API": address, "RAYTIDE_TOKEN": TOKEN}
+    times = []
+    for _ in range(PS_RUNS):
+        begun_s = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "raytide.cli", "ps"], env=environment, check=True, capture_output=True)
+        times.append(1000 * (time.perf_counter() - begun_s))
+    return sorted(times)
+
+
 def measure(browser: Browser, address: str, seconds: float) -> None:
     paints = sorted(paint_s(browser, address) for _ in range(PAINTS))
     print(f"first useful paint: median {statistics.median(paints):.2f} s, slowest {paints[-1]:.2f} s of {PAINTS}")
+    calls = ps_ms(address)
+    print(f"raytide ps: median {statistics.median(calls):.0f} ms, slowest {calls[-1]:.0f} ms of {PS_RUNS}")
     server = psutil.Process()
     for place in ("now", "runs", "capacity", "queue"):
         page = open_page(browser)
