@@ -19,7 +19,7 @@ from raytide.actors.engine.model.parallel.launcher import Invitation, LocalMembe
 from raytide.actors.models.model_cache import staged_model
 from raytide.actors.serving.engine_child import EngineChild
 from raytide.actors.serving.ray_serve.application import DEPLOYMENT, SPANNING
-from raytide.actors.serving.ray_serve.installation import GcsRecords, Installation
+from raytide.actors.serving.ray_serve.installation import GcsKeyValues, Installation
 from raytide.actors.serving.ray_serve.keys import KV_NAMESPACE, ReplicaAddress, log_prefix, replica_key, startup_prefix
 from raytide.actors.serving.ray_serve.live_fields import LiveFields, put
 from raytide.actors.serving.ray_serve.replica_log import own_log
@@ -57,7 +57,7 @@ class EngineReplica:
         self._model = await asyncio.to_thread(staged_model, parsed.model, startup.progress)
         startup.staged(self._model.bytes)
         host = ray.util.get_node_ip_address()
-        packages = Installation(parsed.name, ray.get_runtime_context().get_node_id(), GcsRecords())
+        packages = Installation(parsed.name, ray.get_runtime_context().get_node_id(), GcsKeyValues())
         self._hosts = MemberHosts(parsed, actor_options(parsed))
         self._child = await EngineChild.start(
             parsed,

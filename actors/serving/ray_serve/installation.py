@@ -31,7 +31,7 @@ async def wait_for_end() -> None:
     await asyncio.Event().wait()
 
 
-class Records(Protocol):
+class KeyValues(Protocol):
     """Values by key that all replicas share."""
 
     def get(self, key: bytes) -> bytes | None: ...
@@ -41,7 +41,7 @@ class Records(Protocol):
     def delete(self, key: bytes) -> None: ...
 
 
-class GcsRecords:
+class GcsKeyValues:
     """Those in the GCS."""
 
     def get(self, key: bytes) -> bytes | None:
@@ -63,7 +63,7 @@ class Installation:
         self,
         endpoint: str,
         node: str,
-        records: Records,
+        records: KeyValues,
         install: Callable[[Sequence[str]], str] = interpreter_with,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
