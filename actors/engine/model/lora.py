@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -24,9 +24,6 @@ from raytide.actors.models.naming import NAMES, projections
 from raytide.core.errors import CapacityError, ConfigError, ConflictError, DataError, NotFoundError
 from raytide.core.io.private_paths import safe_opener
 from raytide.kernels.registry import Ops
-
-if TYPE_CHECKING:
-    from raytide.actors.engine.model.parallel.sharded_weights import AdapterShard
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]
@@ -85,13 +82,24 @@ class _Target:
     columns: int
 
 
+class AdapterPart(Protocol):
+    """One process's part of the adapters of a model that several share: see `AdapterShard`."""
+
+    arch: Architecture
+    layers: range
+
+    def cut(self, module: str, a_RN: Tensor, b_MR: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def sum(self, partial_TR: Tensor) -> Tensor: ...
+
+
 def read_adapter(
     path: Path,
     arch: Architecture,
     ops: Ops,
     dtype: torch.dtype,
     device: torch.device,
-    part: AdapterShard | None = None,
+    part: AdapterPart | None = None,
     number: int = 0,
 ) -> Adapter:
     """Reads an adapter, or a part. Raises DataError for one of another model, ConfigError for an unsupported kind."""

@@ -19,7 +19,7 @@ MOST_EVENTS = 1_000_000
 
 
 class Recording:
-    """What is recorded from the constructor on. By default there is nothing to stop, and no file."""
+    """A recording that begins with the constructor. By default there is nothing to stop, and no file."""
 
     suffixes: tuple[str, ...] = ()
     """The ends of the names of its files."""
