@@ -30,7 +30,7 @@ from raytide.gateway.batches.service import BatchService
 from raytide.gateway.hosted.api import HostedApis
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import Directory, Listing
-from raytide.gateway.rollouts.reporter import RolloutReporter
+from raytide.gateway.rollouts.counting import RolloutReporter
 from raytide.gateway.tenancy.tenancy import Tenancy
 from raytide.gateway.tracing import RequestTracing
 

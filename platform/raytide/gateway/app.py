@@ -1,4 +1,7 @@
-"""The gateway's HTTP app: OpenAI's routes for every endpoint, by model or by a path that names the endpoint."""
+"""The gateway's HTTP app: OpenAI's routes for every endpoint, by model or by a path that names the endpoint.
+
+Its middleware finds out who sends a request before the body is read.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,21 @@ from raytide.actors.serving.protocols.responses_api.stored import ResponseStore
 from raytide.core.telemetry.metrics import CONTENT_TYPE, render
 from raytide.gateway.models import ENDPOINT, EndpointModels
 from raytide.gateway.rollouts.feedback import add_feedback_routes
-from raytide.gateway.tenancy.authentication import Authentication
 from raytide.gateway.tenancy.tenancy import Tenancy
 from raytide.gateway.tracing import RequestTracing, TracedRequests
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+from raytide.actors.serving.http.app import error_response
+from raytide.actors.serving.openai_api.admission import CALLER
+from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.gateway.tenancy.tenancy import Tenancy
 
 _OWN = frozenset({"v1", "v2", "health", "metrics", "docs", "openapi.json", "redoc"})
 _BARE = frozenset({"tokenize", "detokenize", "score", "rerank", "version"})
 """Routes without a version and with nothing below them: endpoints may have their names."""
 _LOCAL_ORIGIN = r"(app|file|tauri|vscode-(file|webview))://.*|https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins on the browser's own machine. Pages from elsewhere must not use a gateway that demands no keys."""
+_CLOSED = ("/v1/", "/v2/", "/metrics", "/tokenize", "/detokenize", "/score", "/rerank")
 
 
 def create_app(
@@ -81,4 +90,27 @@ class EndpointPaths:
             name, _, rest = path.partition("/")
             if name not in _OWN and rest.partition("/")[0] in _OWN | _BARE:
                 scope.update({"path": f"/{rest}", "raw_path": f"/{rest}".encode(), ENDPOINT: name})
+        await self._app(scope, receive, send)
+
+
+class Authentication:
+    """Authenticates requests for `/v1/...`, `/v2/...`, `/metrics`, and those of vLLM's routes that compute. It refuses
+    those without a valid key as OpenAI or Anthropic does.
+
+    It belongs inside the middleware that takes the endpoint's name from the path. Other paths, such as `/health`, stay
+    open, and so do requests that come with a caller: rows of batches, which come from this process.
+    """
+
+    def __init__(self, app: ASGIApp, tenancy: Tenancy) -> None:
+        self._app, self._tenancy = app, tenancy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(_CLOSED) and CALLER not in scope:
+            try:
+                scope[CALLER] = await self._tenancy.authenticate(Headers(scope=scope))
+            except ApiError as error:
+                response = error_response(error, scope)
+                response.headers["connection"] = "close"  # its body is not read
+                await response(scope, receive, send)
+                return
         await self._app(scope, receive, send)

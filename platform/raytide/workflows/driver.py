@@ -1,6 +1,6 @@
 """The driver of a flow: `python -m raytide.workflows.driver`, a process on a leased node.
 
-It steps the flow's executor, stores its state and reports it.
+It steps the flow's executor, stores its state and reports it. A scheduled flow waits between its cycles.
 
 It has the rights of the flow's job. Killed at any moment, it is started again by the job's driver, on another node if
 its own was lost, and goes on from the stored state.
@@ -23,11 +23,12 @@ from raytide.core.io.storage import join, read_bytes, write_bytes
 from raytide.workflows import state as changes
 from raytide.workflows.cache import digest_of_code, fingerprint_of_inputs
 from raytide.workflows.executor import Executor
-from raytide.workflows.schedule import begins_because, next_time_s
 from raytide.workflows.spec import FlowSpec, ScheduleSpec
 from raytide.workflows.stages.runner import ApiRunner
 from raytide.workflows.state import FlowState
 from raytide.workflows.view import as_progress
+from datetime import UTC, datetime
+from raytide.workflows.spec import ScheduleSpec
 
 FAILED = 79
 """The exit code of a flow in which a stage failed: it is not started again."""
@@ -195,6 +196,28 @@ def main() -> int:
     except RaytideError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
         return 1 if isinstance(error, ClusterError | StorageError) else FAILED
+
+
+def next_time_s(schedule: ScheduleSpec, now_s: float) -> float | None:
+    """Returns the first time after `now_s` that the cron expression names; None without one."""
+    if not schedule.cron:
+        return None
+    from cronsim import CronSim
+
+    return next(CronSim(schedule.cron, datetime.fromtimestamp(now_s, UTC))).timestamp()
+
+
+def begins_because(schedule: ScheduleSpec, next_at_s: float | None, now_s: float, before: str, inputs: str) -> str:
+    """Returns why the next cycle begins now; empty if it does not.
+
+    `before` is the fingerprint of the inputs in the last cycle, `inputs` the present one. A time that passed while no
+    driver ran counts once.
+    """
+    if next_at_s is not None and now_s >= next_at_s:
+        return f"the schedule {schedule.cron}"
+    if schedule.new_data_every_s is not None and inputs != before:
+        return "its inputs changed"
+    return ""
 
 
 if __name__ == "__main__":

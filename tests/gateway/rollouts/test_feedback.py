@@ -14,7 +14,7 @@ from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.core.specs.rollout import MetricLimit, RevisionFeedback, RolloutReport, served_revision, served_version
 from raytide.core.state import Store
 from raytide.gateway.rollouts import feedback
-from raytide.gateway.rollouts.reporter import RolloutReporter
+from raytide.gateway.rollouts.counting import RolloutReporter
 
 
 async def deploy(gateway: Gateway) -> None:

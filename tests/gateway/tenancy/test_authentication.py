@@ -12,7 +12,7 @@ from tests.gateway.tenancy.conftest import Line
 from raytide.actors.serving.openai_api.admission import CALLER, caller_of
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.core.state import Store
-from raytide.gateway.tenancy.authentication import Authentication
+from raytide.gateway.app import Authentication
 from raytide.gateway.tenancy.tenancy import Tenancy
 
 

@@ -20,8 +20,6 @@ from raytide.actors.serving.protocols.responses_api.stored import (
 from raytide.core.errors import RaytideError, StorageError
 from raytide.gateway.files.database import FileDatabase
 
-__all__ = ["ResponseLimits", "SharedResponses"]
-
 _log = logging.getLogger(__name__)
 _SWEEP_S = 600.0
 _SCHEMA = """

@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from raytide.actors.engine.limits import MAX_NAME_CHARS
 from raytide.actors.serving.batch.progress_file import RowUsage
 
-__all__ = ["BatchErrors", "BatchList", "BatchObject", "BatchRequest", "BatchStatus", "RequestCounts"]
-
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
 ]

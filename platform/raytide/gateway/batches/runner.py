@@ -34,8 +34,6 @@ from raytide.gateway.batches.objects import (
 )
 from raytide.gateway.batches.store import BatchStore, UnfinishedBatch
 
-__all__ = ["PRIORITY", "BatchRunner"]
-
 PRIORITY = 10
 """The priority of rows in the engines: clients' requests have 0."""
 _POLL_S = 1.0

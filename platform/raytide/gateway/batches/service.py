@@ -6,9 +6,8 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from raytide.actors.serving.openai_api.admission import CALLER, RequestCaller
+from raytide.actors.serving.openai_api.admission import CALLER, caller_of
 from raytide.actors.serving.openai_api.errors import ApiError
-from raytide.gateway.batches.routes import add_batch_routes
 from raytide.gateway.batches.runner import BatchRunner
 from raytide.gateway.batches.store import BatchStore
 from raytide.gateway.files.database import FileDatabase
@@ -16,8 +15,15 @@ from raytide.gateway.files.routes import add_file_routes
 from raytide.gateway.files.store import FileStore
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.tenancy.tenancy import Tenancy
+from typing import Annotated
+from fastapi import FastAPI, Query, Request
 
-__all__ = ["BatchService"]
+from raytide.actors.serving.openai_api.errors import ErrorBody
+from raytide.gateway.batches.objects import BatchList, BatchObject, BatchRequest
+from raytide.gateway.batches.store import BatchStore
+from raytide.gateway.files.routes import Cursor, team_of
+
+_MOST_LISTED = 100
 
 
 class BatchService:
@@ -25,15 +31,11 @@ class BatchService:
 
     def __init__(
         self,
-        app: FastAPI,
-        models: EndpointModels,
-        tenancy: Tenancy,
-        folder: Path,
-    ) -> None:
+        app: FastAPI, models: EndpointModels, tenancy: Tenancy, folder: Path) -> None:
         files = FileStore(FileDatabase(folder))
         batches = BatchStore(files)
         add_file_routes(app, files)
-        add_batch_routes(app, batches, _account_of)
+        add_batch_routes(app, batches)
         self._models, self._tenancy = models, tenancy
         self._runner = BatchRunner(batches, app, self._scope_of, self._has_priority)
 
@@ -53,5 +55,24 @@ class BatchService:
         return server.is_described and "priority" in server.info.features
 
 
-def _account_of(caller: RequestCaller) -> str:
-    return caller.account
+
+def add_batch_routes(app: FastAPI, batches: BatchStore) -> None:
+    """Adds `/v1/batches`: create, list, retrieve and cancel."""
+
+    @app.post("/v1/batches")
+    def create_batch(body: BatchRequest, request: Request) -> BatchObject:
+        return batches.create(body, team_of(request), caller_of(request.scope).account)
+
+    @app.get("/v1/batches")
+    def list_batches(
+        request: Request, after: Cursor = None, limit: Annotated[int, Query(ge=1, le=_MOST_LISTED)] = 20
+    ) -> BatchList:
+        return batches.page(team_of(request), after=after, limit=limit)
+
+    @app.get("/v1/batches/{batch_id}")
+    def retrieve_batch(batch_id: str, request: Request) -> BatchObject:
+        return batches.get(team_of(request), batch_id)
+
+    @app.post("/v1/batches/{batch_id}/cancel", responses={409: {"model": ErrorBody}})
+    def cancel_batch(batch_id: str, request: Request) -> BatchObject:
+        return batches.cancel(team_of(request), batch_id)

@@ -14,8 +14,6 @@ from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.gateway.batches.objects import FINAL, BatchList, BatchObject, BatchRequest, BatchStatus
 from raytide.gateway.files.store import FileStore, PartialFile
 
-__all__ = ["BatchStore", "UnfinishedBatch"]
-
 _WINDOW_S = 24 * 3600
 _ORDER: tuple[BatchStatus, ...] = (
     *("validating", "in_progress", "finalizing", "cancelling"),

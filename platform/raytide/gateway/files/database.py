@@ -13,8 +13,6 @@ from pathlib import Path
 from raytide.core.errors import OverloadedError, StorageError
 from raytide.core.logs import logger
 
-__all__ = ["FileDatabase"]
-
 log = logger(__name__)
 
 _BUSY_S = 10.0

@@ -17,8 +17,6 @@ from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invali
 from raytide.gateway.files.store import UPLOAD_PURPOSES, FileDeletion, FileObject, FileObjectList, FileStore
 from raytide.gateway.files.upload import UploadForm, read_upload
 
-__all__ = ["EXPIRY_S", "add_file_routes", "team_of"]
-
 EXPIRY_S = (3600, 30 * 86_400)
 """The shortest and the longest time after which a file may expire."""
 _MAX_UPLOADS, _MAX_TEAM_UPLOADS = 8, 4

@@ -22,8 +22,6 @@ from raytide.core.io.atomic_file import sweep
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.gateway.files.database import FileDatabase
 
-__all__ = ["UPLOAD_PURPOSES", "FileDeletion", "FileLimits", "FileObject", "FileObjectList", "FileStore", "PartialFile"]
-
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 _KEEP_BATCH_S = 30 * 86_400
 """The time for which the input of a batch is kept, as at OpenAI, unless the upload says otherwise."""

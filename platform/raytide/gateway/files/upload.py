@@ -15,8 +15,6 @@ from raytide.actors.engine.limits import BODY_TIMEOUT_S
 from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.gateway.files.store import PartialFile
 
-__all__ = ["UploadForm", "read_upload"]
-
 _MAX_FIELDS = 32
 _MAX_FIELD_BYTES = 4096
 _MAX_NAME_CHARS = 512

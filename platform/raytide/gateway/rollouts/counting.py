@@ -1,4 +1,7 @@
-"""Counts the outcomes of a revision's requests while it takes part in a rollout."""
+"""Counts the outcomes of a revision's requests while it takes part in a rollout, and reports them to the control API.
+
+Reports are totals, so none counts twice.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,15 @@ from dataclasses import asdict, dataclass
 
 from raytide.actors.serving.metrics import Outcome, RequestTracker, ServingMetrics
 from raytide.core.specs.rollout import CountedRevision
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from raytide.core.errors import RaytideError
+from raytide.core.specs.rollout import CountedRevision, RolloutReport
+from raytide.gateway.tenancy.control_api import ControlApi
+
+PERIOD_S = 0.5
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -82,3 +94,28 @@ class _CountedTracker(RequestTracker):
             self._is_started = True
             self._tally.started += 1
             self._tally.late += is_late
+
+
+class RolloutReporter:
+    def __init__(self, api: ControlApi, counted: Callable[[], Sequence[CountedRevision]]) -> None:
+        self._api, self._counted = api, counted
+        self._reported: Sequence[CountedRevision] = ()
+
+    async def run(self) -> None:
+        """Reports until it is cancelled."""
+        problem = ""
+        while True:
+            try:
+                await self.report()
+                problem = ""
+            except RaytideError as error:
+                if problem != (problem := str(error)):
+                    _log.warning("cannot report the counts of rollouts, so they wait: %s", problem)
+            await asyncio.sleep(PERIOD_S)
+
+    async def report(self) -> None:
+        """Reports the totals if they have changed."""
+        counted = self._counted()
+        if counted and counted != self._reported:
+            await self._api.report_rollouts(RolloutReport(gateway=self._api.gateway, counted=tuple(counted)))
+        self._reported = counted

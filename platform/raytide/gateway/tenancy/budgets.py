@@ -13,8 +13,6 @@ from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.key_table import unauthorized, unavailable
 from raytide.gateway.tenancy.usage import UsageReporter
 
-__all__ = ["KeyBudgets"]
-
 _PATIENCE_S = 5.0
 """The time within which a reservation must be answered; requests of keys with a budget are refused without one."""
 _RETRY_S = 0.2

@@ -12,8 +12,6 @@ from raytide.core.errors import ClusterError
 from raytide.core.objects.api_key import KeyTableChange, ReservationBatch, UsageBatch
 from raytide.core.specs.rollout import Feedback, RolloutReport
 
-__all__ = ["ControlApi"]
-
 _TIMEOUT_S = 10.0
 _KEY_TABLE = TypeAdapter(KeyTableChange)
 

@@ -13,8 +13,6 @@ from raytide.core.errors import RaytideError
 from raytide.core.objects.api_key import ApiKey, KeyTableChange, TokenPrice, digest_of_secret
 from raytide.gateway.tenancy.control_api import ControlApi
 
-__all__ = ["MOST_STALE_S", "KeyTable", "unavailable"]
-
 POLL_S = 10.0
 """The longest time that the API holds a poll; it answers at once when a key changes."""
 _LOOK_TIMEOUT_S = 5.0

@@ -22,8 +22,6 @@ from pathlib import Path
 from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.core.objects.api_key import ApiKey
 
-__all__ = ["RateLimits", "RateState"]
-
 SLOTS = 1 << 14
 _PROBES = 32
 _SLOT = struct.Struct("<16sdddd")

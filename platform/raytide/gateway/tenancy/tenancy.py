@@ -38,8 +38,6 @@ from raytide.gateway.tenancy.rate_limits import RateLimits, RateState
 from raytide.gateway.tenancy.usage import UsageReporter
 from raytide.gateway.tenancy.usage_journal import UsageJournal
 
-__all__ = ["GatewayCaller", "GatewayGrant", "Tenancy"]
-
 _LIMITS_FILE = "gateway_limits.bin"
 _LIMITS = {"insufficient_quota": "budget"}
 """The names of limits in metrics, by the type of their errors; others have that of the type."""

@@ -13,8 +13,6 @@ from raytide.core.objects.api_key import MOST_BATCH, RequestUsage, UsageBatch
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.usage_journal import UsageJournal
 
-__all__ = ["MOST_QUEUED", "UsageReporter"]
-
 EVERY_S = 0.5
 MOST_QUEUED = 50_000
 """The requests that wait to be reported, above which those with a key are refused: none goes unbilled."""

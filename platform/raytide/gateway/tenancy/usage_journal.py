@@ -18,8 +18,6 @@ from pydantic import ValidationError
 
 from raytide.core.objects.api_key import RequestUsage
 
-__all__ = ["UsageJournal"]
-
 MOST_BYTES = 4 << 20
 """The size from which the file is written anew, without the rows that were reported."""
 _log = logging.getLogger(__name__)
