@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.sizing.scaling.fit import fit_law
-from raytide.sizing.scaling.inference import cheapest_for_loss, over_trained
+from raytide.sizing.scaling.laws import cheapest_for_loss, over_trained
 from raytide.sizing.scaling.laws import APPROACH_1, BESIROGLU, HOFFMANN, Allocation, ScalingLaw, approach_1, approach_2
 from raytide.sizing.scaling.repeated_data import BALANCE, repeated_loss, repeated_optimum
 
@@ -59,39 +56,6 @@ def test_approach_1_passes_through_its_table_and_agrees_with_approach_2() -> Non
         assert approach_1(flops) == pytest.approx((parameters, tokens))
     assert approach_2(5.76e23)[0] == 67e9
     assert approach_2(1e22)[0] == pytest.approx(approach_1(1e22)[0], rel=0.1)
-
-
-def test_a_fit_recovers_known_constants_from_every_start() -> None:
-    """The 240 points that Besiroglu reconstructed have no licence to ship, so points of a known law stand for them."""
-    rng = random.Random(0)
-    points = [(10 ** rng.uniform(7.6, 10.2), 10 ** rng.uniform(8.5, 11.7)) for _ in range(240)]
-    losses = [BESIROGLU.loss(*point) for point in points]
-    found = fit_law([n for n, _ in points], [d for _, d in points], losses)
-    assert found.law.irreducible == pytest.approx(BESIROGLU.irreducible, abs=1e-4)
-    assert found.law.parameter_factor == pytest.approx(BESIROGLU.parameter_factor, rel=0.01)
-    assert found.law.data_factor == pytest.approx(BESIROGLU.data_factor, rel=0.01)
-    assert found.law.parameter_exponent == pytest.approx(BESIROGLU.parameter_exponent, abs=1e-3)
-    assert found.law.data_exponent == pytest.approx(BESIROGLU.data_exponent, abs=1e-3)
-    assert len(found.objectives) == 8
-
-
-@pytest.mark.parametrize("outlier", [1.0, 1.5])
-def test_noise_and_an_outlier_move_a_fit_little(outlier: float) -> None:
-    """The Huber loss bounds the effect of one diverged run; with noise alone at most one of 8 starts is trapped."""
-    rng = random.Random(1)
-    points = [(10 ** rng.uniform(7.6, 10.2), 10 ** rng.uniform(8.5, 11.7)) for _ in range(240)]
-    losses = [BESIROGLU.loss(*point) * (1 + rng.gauss(0, 0.003)) for point in points]
-    losses[7] *= outlier
-    found = fit_law([n for n, _ in points], [d for _, d in points], losses)
-    agree = [each for each in found.objectives if each == pytest.approx(found.objective, rel=1e-6)]
-    assert outlier > 1 or len(agree) >= 7
-    assert found.law.parameter_exponent == pytest.approx(BESIROGLU.parameter_exponent, abs=0.02)
-    assert found.law.optimum(5.76e23).parameters == pytest.approx(BESIROGLU.optimum(5.76e23).parameters, rel=0.2)
-
-
-def test_too_few_points_are_refused() -> None:
-    with pytest.raises(ValueError, match="4 losses"):
-        fit_law([1e9] * 4, [1e10] * 4, [2.0] * 4)
 
 
 def test_repeated_data_equals_the_published_losses_to_the_last_digit() -> None:

@@ -1,15 +1,21 @@
 """Scaling laws of the loss, and the model size and number of tokens that minimise it for a number of FLOPs.
 
 The law is Hoffmann et al. 2022 (arXiv 2203.15556), equation 2: L(N, D) = E + A / N^alpha + B / D^beta, with C = 6 N D.
+Over-training for inference is Sardana et al. 2023, "Beyond Chinchilla-Optimal" (arXiv 2401.00448): a smaller model
+trained on more tokens reaches the same loss and is cheaper to serve.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 FLOPS_PER_PARAMETER = 6.0
 """Forward and backward FLOPs of one parameter and token (Kaplan et al. 2020)."""
+_SERVED = 2.0
+"""FLOPs of one parameter and token in a forward pass."""
+_PRECISION = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +112,36 @@ def approach_2(flops: float) -> tuple[float, float]:
     """
     parameters = 67e9 * (flops / 5.76e23) ** 0.49
     return parameters, flops / FLOPS_PER_PARAMETER / parameters
+
+
+def golden_section(cost: Callable[[float], float], low: float, high: float) -> float:
+    """Returns where a function with one minimum between `low` and `high` has it, to within 1e-9."""
+    ratio = (math.sqrt(5.0) - 1.0) / 2.0
+    while high - low > _PRECISION:
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, right) if cost(left) < cost(right) else (left, high)
+    return (low + high) / 2
+
+
+def cheapest_for_loss(loss: float, served_tokens: float, law: ScalingLaw = BESIROGLU) -> Allocation:
+    """Returns the model with this loss whose training and serving need the fewest FLOPs together.
+
+    Raises ValueError if the law never reaches the loss. The cost, 6 N D + 2 N D_inf, is convex in log N, so a
+    golden-section search finds its minimum.
+    """
+    if loss <= law.irreducible:
+        raise ValueError(f"a loss of {loss} is not above the irreducible {law.irreducible} of {law.name}")
+    smallest = (law.parameter_factor / (loss - law.irreducible)) ** (1.0 / law.parameter_exponent)
+
+    def cost(excess: float) -> float:
+        parameters = smallest * (1.0 + math.exp(excess))
+        tokens = law.tokens_for(parameters, loss)
+        return math.log(parameters) + math.log(FLOPS_PER_PARAMETER * tokens + _SERVED * served_tokens)
+
+    parameters = smallest * (1.0 + math.exp(golden_section(cost, math.log(1e-6), math.log(1e6))))
+    return law.allocation(parameters, law.tokens_for(parameters, loss))
+
+
+def over_trained(flops: float, served_tokens: float, law: ScalingLaw = BESIROGLU) -> Allocation:
+    """Returns the cheapest model over its life that is as good as the compute-optimal one of `flops`."""
+    return cheapest_for_loss(law.optimum(flops).loss, served_tokens, law)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from raytide.sizing.scaling.laws import FLOPS_PER_PARAMETER
+from raytide.sizing.scaling.laws import FLOPS_PER_PARAMETER, golden_section
 
 LOG_A, LOG_B, LOG_E = 6.255414, 7.3049974, 0.6254804
 EXPONENT = 0.3526596
@@ -14,7 +14,6 @@ DATA_DECAY, SIZE_DECAY = 15.387756, 5.309743
 """R*_D and R*_N: the number of repetitions after which more of them add little."""
 BALANCE = math.exp((LOG_A - LOG_B) / (2 * EXPONENT))
 """G of the fit, 0.225802: N = G (C / 6)^0.5."""
-_PRECISION = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +58,11 @@ def repeated_optimum(flops: float, unique_tokens: float) -> RepeatedPlan:
     Sizes run from a hundredth to a hundred times the optimum of unlimited data.
     """
     middle = math.log(BALANCE * math.sqrt(flops / FLOPS_PER_PARAMETER))
-    low, high = middle - math.log(100.0), middle + math.log(100.0)
-    ratio = (math.sqrt(5.0) - 1.0) / 2.0
 
     def loss(log_parameters: float) -> float:
         parameters = math.exp(log_parameters)
         return repeated_loss(parameters, flops / FLOPS_PER_PARAMETER / parameters, unique_tokens)
 
-    while high - low > _PRECISION:
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        low, high = (low, right) if loss(left) < loss(right) else (left, high)
-    parameters = math.exp((low + high) / 2)
+    parameters = math.exp(golden_section(loss, middle - math.log(100.0), middle + math.log(100.0)))
     tokens = flops / FLOPS_PER_PARAMETER / parameters
     return RepeatedPlan(parameters, tokens, min(unique_tokens, tokens), loss(math.log(parameters)))

@@ -1,7 +1,8 @@
 """The time of a training step by what it is spent on: the iceberg below the model's own arithmetic.
 
 Compute is a roofline: matrix products and attention at a share of the device's peak, everything else at the bandwidth
-of its memory. Collectives follow the alpha-beta model; what hides behind compute is not counted.
+of its memory. Collectives follow the alpha-beta model, T = alpha * hops + bytes / bandwidth, with ring algorithms; what
+hides behind compute is not counted.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from raytide.sizing.devices import Accelerator
 from raytide.sizing.memory import activations
 from raytide.sizing.memory.activations import Slice
 from raytide.sizing.memory.states import StateBytes, busiest_pipeline_ranks, rank_states
-from raytide.sizing.step.collectives import axis_links
 from raytide.sizing.workload import STATE_BYTES, Strategy, TrainWorkload
+from dataclasses import dataclass
+from raytide.core.specs.parallelism import AXES, Sizes
+from raytide.sizing.devices import Accelerator
 
 _FORWARD_PASSES, _BACKWARD_PASSES = 2.0, 3.0
 """The number of times that each saved activation passes memory: written and read; then read, its gradient written and
@@ -29,6 +32,55 @@ _UPDATE_OPERATIONS = 12
 _PCIE = 20e9
 """Bytes a second between a GPU and the node's memory, for what is offloaded."""
 _DISK = 2e9
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The connection between the ranks of one mesh axis."""
+
+    ranks: int
+    bandwidth: float
+    """Bytes a second that each rank sends and receives."""
+    latency_s: float
+
+    def all_gather(self, whole_bytes: float) -> float:
+        """Returns the seconds to gather, or to reduce and scatter, `whole_bytes`: (n-1)/n of them pass each rank."""
+        if self.ranks == 1:
+            return 0.0
+        hops = self.ranks - 1
+        return self.latency_s * hops + whole_bytes * hops / self.ranks / self.bandwidth
+
+    def all_reduce(self, nbytes: float) -> float:
+        """Returns the seconds to sum `nbytes` on all ranks: a reduce-scatter and an all-gather."""
+        return 2.0 * self.all_gather(nbytes)
+
+    def send(self, nbytes: float) -> float:
+        return 0.0 if self.ranks == 1 else self.latency_s + nbytes / self.bandwidth
+
+
+def axis_links(sizes: Sizes, device: Accelerator, devices_per_node: int) -> dict[str, Link]:
+    """Returns the link of each axis. Ranks are numbered with the tensor axis innermost, so an axis whose ranks lie
+    within a node uses the node's own links.
+
+    An axis that spans nodes is as fast as its ranks' share of the node's network: those of one node work together, and
+    the groups of the other ranks share it at the same time.
+    """
+    links, inside = dict[str, Link](), 1
+    for axis in reversed(AXES):
+        ranks = getattr(sizes, axis)
+        if inside * ranks <= devices_per_node:
+            links[axis] = Link(ranks, device.link, device.link_latency_s)
+        else:
+            together = max(1, devices_per_node // inside)
+            bandwidth = min(device.link, device.network * together) if together > 1 else device.network
+            links[axis] = Link(ranks, bandwidth, device.network_latency_s)
+        inside *= ranks
+    joined = Link(
+        sizes.shard * sizes.context,
+        min(links["shard"].bandwidth, links["context"].bandwidth) if sizes.context > 1 else links["shard"].bandwidth,
+        max(links["shard"].latency_s, links["context"].latency_s) if sizes.context > 1 else links["shard"].latency_s,
+    )
+    return {**links, "shard": joined if sizes.shard * sizes.context > 1 else links["shard"]}
 
 
 @dataclass(frozen=True)
