@@ -69,7 +69,7 @@ from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.tenancy import Tenancy
 from raytide.gateway.tracing import RequestTracing
-from raytide.core.telemetry.tracing_settings import TracingSection
+from raytide.core.telemetry.settings import TracingSection
 port, spec, engine_port, secret, control = sys.argv[1:]
 address = ReplicaAddress("127.0.0.1", int(engine_port), secret)
 entry = EndpointEntry(ServeSpec.model_validate_json(spec), 1.0, {"r1": address})

@@ -14,7 +14,7 @@ from tests.gateway.conftest import running_gateway
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.core.logs import JsonLines
 from raytide.core.telemetry.metrics import HistogramSample
-from raytide.core.telemetry.tracing_settings import TracingSection
+from raytide.core.telemetry.settings import TracingSection
 from raytide.gateway.tracing import RequestTracing
 
 TRACE, PARENT = "ab" * 16, "cd" * 8

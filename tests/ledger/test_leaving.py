@@ -11,7 +11,7 @@ from tests.ledger.test_occupancy import JOB, TOTAL, lease, view
 from raytide.core.objects.gang import MemberState
 from raytide.core.objects.ledger_entry import EntryKind, Occupancy
 from raytide.core.objects.snapshot import Snapshot
-from raytide.ledger.leaving import GRACE_S, RecentlyReleased
+from raytide.ledger.occupancy import GRACE_S, RecentlyReleased
 from raytide.ledger.occupancy import holders, occupancies
 
 HELD = Snapshot(

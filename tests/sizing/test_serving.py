@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.objects.endpoint import Speed
-from raytide.sizing.catalogue import MODELS
+from raytide.sizing.model_shape import MODELS
 from raytide.sizing.devices import DEVICES
 from raytide.sizing.serving import ServingLoad, decode_seconds, kv_room, plan_replicas, prefill_seconds
 

@@ -59,7 +59,7 @@ from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Store
 from raytide.core.state.write import REMOVED_AT_ONCE
 from raytide.core.telemetry.job_trace import JobTraces
-from raytide.ledger.leaving import RecentlyReleased
+from raytide.ledger.occupancy import RecentlyReleased
 from raytide.ledger.occupancy import holders, occupancies
 from raytide.queue.admission.priority import LAST_SHARE
 from raytide.queue.admission.scheduler import queued_jobs

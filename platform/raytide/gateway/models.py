@@ -338,7 +338,8 @@ class EndpointModels:
         """Returns the application that serves an endpoint or an adapter of it. Raises ApiError for an unknown one."""
         entry = self._listing.get(endpoint_of_model(model))
         if entry is None or not _has(entry, model):
-            raise _unknown(model)
+            message = f"The model {model!r} does not exist."
+            raise invalid(message, param="model", code="model_not_found", status=404)
         return self._applications[entry.spec.name]
 
     def _names(self, name: str) -> tuple[str, ...]:
@@ -389,6 +390,3 @@ def _has(entry: EndpointEntry, model: str) -> bool:
     _, separator, adapter = model.partition(ADAPTER_SEPARATOR)
     return not separator or adapter in entry.spec.adapters
 
-
-def _unknown(model: str) -> ApiError:
-    return invalid(f"The model {model!r} does not exist.", param="model", code="model_not_found", status=404)

@@ -3,6 +3,10 @@
 A holder's weight is its dominant share of the node: a job with 1 of 8 CPUs and 4 of 8 GPUs holds half. The rest is a
 share of its own (idle, start-up or waste), so weights sum to one, or to more if holders dominate different resources;
 then each pays in proportion. A member counts from its assignment, used or not.
+
+While Ray still reports recently released resources in use, their former holder pays for them: between the end of a
+lease and the end of its placement group's workers, and while a removed replica answers its last requests, Ray reports
+usage that no record explains.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ from raytide.core.objects.ledger_entry import EntryKind, Occupancy, Share
 from raytide.core.objects.node import NodeState, Resources, minus, plus
 from raytide.core.objects.plan import UNMANAGED
 from raytide.core.objects.snapshot import NodeView, Snapshot
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from raytide.core.objects.node import Resources, minus, plus
 
 Holder = tuple[EntryKind, str, str]
 """Kind, subject, team."""
@@ -24,6 +31,8 @@ _OBJECT_STORE = "object_store_memory"
 """Objects outlive the work that made them, so the memory they take does not count as use of a node."""
 _NOISE = 1e-6
 """Ray counts in ten-thousandths; smaller remainders are rounding."""
+GRACE_S = 30.0
+"""Usage that lasts longer after a release belongs to something else."""
 
 
 def occupancies(snapshot: Snapshot, left: Held | None = None) -> dict[str, Occupancy]:
@@ -101,3 +110,38 @@ def _weight(need: Resources, total: Resources) -> float:
     """Returns the dominant share of `need` in `total`, at most one; rounded so that equal occupancies compare equal."""
     shares = [amount / total[name] for name, amount in need.items() if total.get(name, 0.0) > 0]
     return round(min(1.0, max(shares, default=0.0)), 9)
+
+
+@dataclass(frozen=True, slots=True)
+class _Released:
+    resources: Resources
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RecentlyReleased:
+    """The resources that were released but may still be in use. Kept in memory: a new controller starts without any.
+    Call `observe` at each tick; `held` is an argument of `occupancies`.
+    """
+
+    before: Held = field(default_factory=dict)
+    released: Mapping[tuple[str, Holder], _Released] = field(default_factory=dict)
+
+    @property
+    def held(self) -> Held:
+        held: dict[str, dict[Holder, Resources]] = {}
+        for (node_id, holder), released in self.released.items():
+            held.setdefault(node_id, {})[holder] = released.resources
+        return held
+
+    def observe(self, now: Held, now_s: float) -> RecentlyReleased:
+        """Adds what holders have released since the last call."""
+        left = {key: released for key, released in self.released.items() if now_s < released.until_s}
+        for node_id, holders in self.before.items():
+            for holder, previous in holders.items():
+                rest = minus(previous, now.get(node_id, {}).get(holder, {}))
+                if less := {name: amount for name, amount in rest.items() if amount > 0}:
+                    key = (node_id, holder)
+                    earlier = left[key].resources if key in left else {}
+                    left[key] = _Released(plus(earlier, less), now_s + GRACE_S)
+        return RecentlyReleased(now, left)

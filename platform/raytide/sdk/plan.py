@@ -17,7 +17,7 @@ from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.node import NodeType
 from raytide.core.specs.train import MemorySpec, Precision, TrainSpec
 from raytide.sizing.calibration import Corrections
-from raytide.sizing.catalogue import MODELS
+from raytide.sizing.model_shape import MODELS
 from raytide.sizing.devices import device_of
 from raytide.sizing.model_shape import ModelShape
 from raytide.sizing.scaling.laws import BESIROGLU

@@ -40,7 +40,7 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_part(
     def full(path: str) -> None:
         raise OSError(code, "simulated")
 
-    monkeypatch.setattr(storage, "_sync", full)
+    monkeypatch.setattr(storage, "sync", full)
     with pytest.raises(StorageError, match=words):
         storage.write_bytes(url, b"new")
     assert storage.read_bytes(url) == b"old"

@@ -19,7 +19,7 @@ from raytide.core.state.records import Event
 from raytide.core.telemetry import tracing
 from raytide.core.telemetry.job_trace import JobTraces, StepTraces, job_spans, root_of
 from raytide.core.telemetry.tracing import SpanId, Tracer, TraceSampler
-from raytide.core.telemetry.tracing_settings import TracingSection
+from raytide.core.telemetry.settings import TracingSection
 
 VALID = f"00-{'ab' * 16}-{'cd' * 8}-01"
 ON = TracingSection(otlp="http://127.0.0.1:1", sample=0.0)

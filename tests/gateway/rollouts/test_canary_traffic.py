@@ -19,7 +19,7 @@ from raytide.core.specs.rollout import RolloutReport
 from raytide.gateway.replicas import routed_engine
 from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.registry.rollout.routes import RolloutRoute
-from raytide.registry.rollout.traffic import TrafficSplit
+from raytide.registry.rollout.routes import TrafficSplit
 
 
 async def begin(

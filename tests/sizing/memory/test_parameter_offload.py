@@ -6,7 +6,7 @@ import pytest
 
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import MemorySpec
-from raytide.sizing.catalogue import MODELS
+from raytide.sizing.model_shape import MODELS
 from raytide.sizing.devices import DEVICES
 from raytide.sizing.memory.estimate import Hardware, estimate_rank
 from raytide.sizing.memory.states import rank_states

@@ -17,7 +17,7 @@ from raytide.core.objects.node import ACCELERATOR_LABEL, TYPE_LABEL, NodeType
 from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import MemorySpec, TrainSpec
-from raytide.sizing.catalogue import MODELS
+from raytide.sizing.model_shape import MODELS
 from raytide.sizing.devices import DEVICES, GB, device_of, find_device, gpu_memory_gb
 from raytide.sizing.memory.estimate import estimate
 from raytide.sizing.model_shape import ModelShape

@@ -109,13 +109,11 @@ def promote(
     if remove:
         change = models.remove_alias(which, alias, why=why)
     else:
-        change = models.promote(which, alias, why=why, if_version=if_version, rule=_rule(rule))
+        asked = None if rule is None else PromotionRule.parse(load_yaml(rule), where=str(rule))
+        change = models.promote(which, alias, why=why, if_version=if_version, rule=asked)
     text = f"{change.name}@{change.alias} names {_named(change.after)}; before, {_named(change.before)}"
     as_result(change, text, json)
 
-
-def _rule(path: Path | None) -> PromotionRule | None:
-    return None if path is None else PromotionRule.parse(load_yaml(path), where=str(path))
 
 
 @model.command()

@@ -165,7 +165,8 @@ def _problems_of_api(unpacked: Unpacked, state: Path) -> list[str]:
             process.kill()
             process.wait()
     if isinstance(found, str):
-        return [f"the restored API did not answer: {found} {_tail(log)}".rstrip()]
+        tail = " ".join(log.read_text(errors="replace").split())[-300:]
+        return [f"the restored API did not answer: {found} {tail}".rstrip()]
     with closing(Store.open(f"sqlite:///{state}")) as store:
         live = {node.id for node in store.nodes(live=True)}
     missing = live - found
@@ -222,7 +223,3 @@ def _free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
-
-
-def _tail(log: Path) -> str:
-    return " ".join(log.read_text(errors="replace").split())[-300:]

@@ -114,9 +114,7 @@ class Repository:
         if self._call(["cat", "config"], timeout_s=_QUERY_S).returncode == 0:
             return False
         more = [] if like is None else ["--copy-chunker-params"]
-        done = self._call(["init", *more], timeout_s=_QUERY_S, other=like)
-        if done.returncode != 0:
-            raise self._failed("cannot be created", done)
+        self._checked(["init", *more], "cannot be created", other=like)
         return True
 
     def backup(
@@ -193,18 +191,12 @@ class Repository:
         All of it is read from the repository, not from the cache. What restic writes is checked against its hashes.
         """
         command = ["restore", snapshot, "--target", str(target), "--no-cache"]
-        done = self._call([*command, *(f"--include={path}" for path in include)], timeout_s=_TRANSFER_S)
-        if done.returncode == 0:
-            return ()
-        return tuple(line for line in done.stderr.splitlines() if line.strip()) or ("restic failed",)
+        return _problems(self._call([*command, *(f"--include={path}" for path in include)], timeout_s=_TRANSFER_S))
 
     def check(self, part: int | None = None, parts: int = 1) -> tuple[str, ...]:
         """Returns the problems of the repository's structure, and of the `part`-th of `parts` of its data if given."""
         command = ["check", *([] if part is None else [f"--read-data-subset={part}/{parts}"])]
-        done = self._call(command, timeout_s=_TRANSFER_S)
-        if done.returncode == 0:
-            return ()
-        return tuple(line for line in done.stderr.splitlines() if line.strip()) or ("restic failed",)
+        return _problems(self._call(command, timeout_s=_TRANSFER_S))
 
     def forget(self, cluster: str, keep: Mapping[str, int]) -> tuple[int, int]:
         """Removes the snapshots that no rule keeps, and the data that no other uses; returns the numbers of those that
@@ -218,12 +210,13 @@ class Repository:
 
     def copy_from(self, other: Repository, snapshots: Sequence[str]) -> None:
         """Copies snapshots of another repository that this one does not have."""
-        done = self._call(["copy", *snapshots], timeout_s=_TRANSFER_S, other=other)
-        if done.returncode != 0:
-            raise self._failed("did not take the copy", done)
+        self._checked(["copy", *snapshots], "did not take the copy", timeout_s=_TRANSFER_S, other=other)
 
-    def _checked(self, command: Sequence[str], what: str, *, timeout_s: float = _QUERY_S) -> Any:
-        done = self._call(command, timeout_s=timeout_s)
+    def _checked(
+        self, command: Sequence[str], what: str, *, timeout_s: float = _QUERY_S, other: Repository | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs restic, and raises the error that `what` describes if it fails."""
+        done = self._call(command, timeout_s=timeout_s, other=other)
         if done.returncode != 0:
             raise self._failed(what, done)
         return done
@@ -332,6 +325,13 @@ def has_all(done: subprocess.CompletedProcess[str], may_vanish: Sequence[str]) -
         and bool(lost)
         and all(not os.path.lexists(path) and any(path.is_relative_to(each) for each in allowed) for path in lost)
     )
+
+
+def _problems(done: subprocess.CompletedProcess[str]) -> tuple[str, ...]:
+    """Returns what restic says of its failure; empty if it succeeded."""
+    if done.returncode == 0:
+        return ()
+    return tuple(line for line in done.stderr.splitlines() if line.strip()) or ("restic failed",)
 
 
 def _json(line: str) -> Any:

@@ -201,24 +201,17 @@ def below(root: Path, path: str) -> Path:
 
 def _put_folder(folder: SavedFolder, found: Path) -> str:
     """Moves one folder to its path; returns why not, or nothing. A folder that is there and whole stays."""
-    target = Path(folder.path)
-    if folder.kind in ("run", "path"):
-        if not found.exists():
-            return "" if folder.kind == "run" else f"{folder.path} was not restored."
-        try:
-            with full_disk_is_an_error(str(target)):
-                _merge(found, target) if found.is_dir() else _move(found, target)
-        except RaytideError as error:
-            return str(error)
-        return ""
-    if target.exists():
+    target, is_merged = Path(folder.path), folder.kind in ("run", "path")
+    if is_merged and not found.exists():
+        return "" if folder.kind == "run" else f"{folder.path} was not restored."
+    if not is_merged and target.exists():
         problem = problem_of(folder, target)
         return f"{problem} It was there already: move it away, and restore again." if problem else ""
-    if problem := problem_of(folder, found):
+    if not is_merged and (problem := problem_of(folder, found)):
         return problem
     try:
         with full_disk_is_an_error(str(target)):
-            _move(found, target)
+            _merge(found, target) if is_merged and found.is_dir() else _move(found, target)
     except RaytideError as error:
         return str(error)
     return ""

@@ -7,10 +7,9 @@ one kind of store to the other.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -92,13 +91,10 @@ def _copy_rows(source: Database, url: str) -> None:
             for table in metadata.sorted_tables:
                 rows = old.execution_options(yield_per=_ROWS).execute(table.select())
                 for part in rows.partitions(_ROWS):
-                    _insert(new, table, part)
+                    new.execute(table.insert(), [dict(row._mapping) for row in part])
             if not target.is_sqlite:
                 _advance_sequences(new)
 
-
-def _insert(c: sa.Connection, table: sa.Table, rows: Sequence[sa.Row[Any]]) -> None:
-    c.execute(table.insert(), [dict(row._mapping) for row in rows])
 
 
 def _require_empty(c: sa.Connection, url: str) -> None:

@@ -134,27 +134,12 @@ def _owned(cluster: RunningCluster, config: ClusterConfig, clock: Clock, *, only
     """Returns the providers of own machines and of Slurm."""
     hosts, slurm = config.settings.hosts, config.settings.slurm
     sources: dict[str, Provider] = {}
-    host_cluster = _host_cluster(cluster, config.settings)
+    shared = (config.node_types, _host_cluster(cluster, config.settings), cluster.run_dir, clock)
     if hosts is not None:
-        sources[HOSTS] = HostsProvider(
-            hosts,
-            config.node_types,
-            host_cluster,
-            cluster.run_dir,
-            clock,
-            SshConnection(hosts, cluster.cluster_id),
-            starts_nodes=not only_ends,
-        )
+        ssh = SshConnection(hosts, cluster.cluster_id)
+        sources[HOSTS] = HostsProvider(hosts, *shared, ssh, starts_nodes=not only_ends)
     if slurm is not None:
-        sources[SLURM] = SlurmProvider(
-            slurm,
-            config.node_types,
-            host_cluster,
-            cluster.run_dir,
-            clock,
-            SlurmCommands(slurm),
-            starts_nodes=not only_ends,
-        )
+        sources[SLURM] = SlurmProvider(slurm, *shared, SlurmCommands(slurm), starts_nodes=not only_ends)
     return sources
 
 

@@ -85,7 +85,8 @@ def _torch() -> Finding:
     if done.returncode == 0:
         have, gpus = done.stdout.split()[-2:]
         return Finding("torch", "ok", f"{have}, {gpus} GPUs")
-    return Finding("torch", "fail", _last_line(done.stderr), "Install torch (`./dev setup`).")
+    last_line = (done.stderr.strip().splitlines() or ["it ended without output"])[-1]
+    return Finding("torch", "fail", last_line, "Install torch (`./dev setup`).")
 
 
 def _torch_companions() -> Finding:
@@ -181,9 +182,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _user,
 )
 
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it ended without output"])[-1]
 
 
 def _gib(count: int) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from raytide.core.errors import ConflictError, RaytideError
 from raytide.core.io.atomic_file import write_json
 from raytide.core.io.process import Process
-from raytide.core.io.storage import full_disk_is_an_error, is_local, join
+from raytide.core.io.storage import full_disk_is_an_error, is_local, join, open_url
 
 _log = logging.getLogger(__name__)
 
@@ -200,8 +200,6 @@ def read_claim(place: str) -> ClaimRecord | None:
         if is_local(place):
             body = json.loads((Path(place) / NAME).read_bytes())
         else:
-            from raytide.core.io.storage import open_url
-
             fs, path = open_url(join(place, NAME))
             fs.invalidate_cache()
             body = json.loads(fs.cat_file(path))
@@ -278,8 +276,6 @@ def _write(place: str, held: ClaimRecord) -> None:
         with full_disk_is_an_error(place):
             write_json(Path(place) / NAME, asdict(held), mode=0o644)
         return
-    from raytide.core.io.storage import open_url
-
     fs, path = open_url(join(place, NAME))
     with full_disk_is_an_error(place):
         fs.makedirs(fs._parent(path), exist_ok=True)
@@ -290,8 +286,6 @@ def _remove(place: str) -> None:
     if is_local(place):
         (Path(place) / NAME).unlink(missing_ok=True)
         return
-    from raytide.core.io.storage import open_url
-
     fs, path = open_url(join(place, NAME))
     fs.rm_file(path)
 

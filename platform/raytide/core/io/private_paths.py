@@ -189,11 +189,7 @@ def _staged() -> str:
 def _resolved(raytide_home: str, home_dir: str, ray_token: str) -> tuple[str, ...]:
     own = [f"{raytide_home}/clusters", f"{raytide_home}/nodes", *([ray_token] if ray_token else [])]
     own += [f"{home_dir}/{name}" for name in _IN_CACHE]
-    return tuple(os.path.realpath(place) for place in own) + tuple(_both(_OF_SYSTEM))
-
-
-def _both(places: Iterable[str]) -> Iterable[str]:
-    return {*places, *map(os.path.realpath, places)}
+    return (*map(os.path.realpath, own), *{*_OF_SYSTEM, *map(os.path.realpath, _OF_SYSTEM)})
 
 
 def _roots() -> tuple[str, ...]:

@@ -8,9 +8,11 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytide.core.errors import DataError, StorageError
+from raytide.core.io.atomic_file import sync
 from raytide.core.io.private_paths import check_path
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def write_parts(url: str, parts: Sequence[bytes | memoryview], *, is_durable: bo
                     for each in parts:
                         file.write(each)
                 if is_durable:
-                    _sync(part)
+                    sync(Path(part))
                 os.replace(part, path)
             else:
                 fs.pipe_file(part, b"".join(parts))
@@ -159,8 +161,3 @@ def is_full_disk(error: BaseException) -> bool:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__
     return cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _sync(path: str) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

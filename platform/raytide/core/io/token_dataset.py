@@ -12,9 +12,9 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
@@ -46,27 +46,22 @@ _REBUILD = "Build the dataset again."
 _NAME = re.compile(r"[^\x00-\x1f\x7f\\/:]{1,255}")
 
 
-def inside(value: str) -> str:
-    """Returns the path if it stays inside its folder; raises ValueError for any other."""
-    parts = value.split("/")
-    if len(value) > 1024 or any(not _NAME.fullmatch(part) or part in (".", "..") for part in parts):
-        raise ValueError("lies inside its dataset")
-    return value
+def _inside(what: str) -> AfterValidator:
+    """Returns the check that a path stays inside its dataset."""
+
+    def check(path: str) -> str:
+        if len(path) > 1024 or any(not _NAME.fullmatch(part) or part in (".", "..") for part in path.split("/")):
+            raise ValueError(f"{what} lies inside its dataset, and {path[:100]!r} does not")
+        return path
+
+    return AfterValidator(check)
 
 
 class DatasetFile(Config):
     """A file that a manifest names; its path is relative to the dataset."""
 
-    file: str
+    file: Annotated[str, _inside("a shard")]
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-
-    @field_validator("file")
-    @classmethod
-    def _inside(cls, value: str) -> str:
-        try:
-            return inside(value)
-        except ValueError as error:
-            raise ValueError(f"a shard {error}, and {value[:100]!r} does not") from None
 
 
 class DocumentIndex(DatasetFile):
@@ -117,7 +112,7 @@ class TokenManifest(Config):
 
     version: Literal[1, 2] = VERSION
     format: ShardFormat = "bin"
-    tokenizer: str = "tokenizer.json"
+    tokenizer: Annotated[str, _inside("the tokenizer")] = "tokenizer.json"
     tokenizer_sha256: str | None = None
     vocab_size: int = Field(ge=1, le=1 << 32)
     eos_id: int = Field(ge=0)
@@ -128,13 +123,6 @@ class TokenManifest(Config):
     texts: tuple[TextFile, ...] = ()
     source: Source = Source()
 
-    @field_validator("tokenizer")
-    @classmethod
-    def _inside(cls, value: str) -> str:
-        try:
-            return inside(value)
-        except ValueError as error:
-            raise ValueError(f"the tokenizer {error}, and {value[:100]!r} does not") from None
 
     @model_validator(mode="after")
     def _adds_up(self) -> TokenManifest:
@@ -173,10 +161,6 @@ class TokenManifest(Config):
         """Serializes the manifest; equal manifests give equal bytes."""
         return (json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n").encode()
 
-
-def token_bytes(dtype: TokenDtype) -> int:
-    """Returns the bytes of a token."""
-    return 2 if dtype == "uint16" else 4
 
 
 def dtype_for(vocab_size: int) -> TokenDtype:

@@ -25,7 +25,7 @@ from raytide.core.objects.node import CapacityType, Meter, NodeType, ScheduledMi
 from raytide.core.objects.snapshot import Unmanaged
 from raytide.core.objects.team import CLASSES, TeamSpec, check_tree
 from raytide.core.telemetry.settings import MonitoringSection
-from raytide.core.telemetry.tracing_settings import TracingSection
+from raytide.core.telemetry.settings import TracingSection
 
 GPU_BUSY_ABOVE = 0.05
 ProviderName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$", max_length=30)]

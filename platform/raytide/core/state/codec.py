@@ -128,11 +128,8 @@ def lease(row: Row[Any], members: Iterable[Row[Any]]) -> Lease:
     """Returns the lease of a row. `members` must be ordered by index."""
     shape = read_config(Shape, row.shape)[0] or _ONE_CPU  # its job is unreadable too, and ends
     fields = {**fields_of(row, _LEASE), "state": LeaseState(row.state)}
-    return Lease(**fields, shape=shape, members=tuple(_member(member) for member in members))
-
-
-def _member(row: Row[Any]) -> Member:
-    return Member(**{**fields_of(row, _MEMBER), "state": MemberState(row.state)})
+    found = tuple(Member(**{**fields_of(each, _MEMBER), "state": MemberState(each.state)}) for each in members)
+    return Lease(**fields, shape=shape, members=found)
 
 
 def node_values(node: Node) -> Values:

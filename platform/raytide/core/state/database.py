@@ -12,7 +12,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,16 @@ class Database:
             connection = plain.execution_options(isolation_level=level) if level else plain
             with connection.begin():
                 yield connection
+
+    def rows(self, query: sa.Select[Any]) -> Sequence[sa.Row[Any]]:
+        """Returns all rows of one query, in a transaction of its own."""
+        with self.read() as c:
+            return c.execute(query).all()
+
+    def first(self, query: sa.Select[Any]) -> sa.Row[Any] | None:
+        """Returns the first row of one query, in a transaction of its own."""
+        with self.read() as c:
+            return c.execute(query).first()
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
@@ -151,6 +161,13 @@ class Database:
                             raise StorageError(f"the upgrade would leave rows of {lost[0]} without their {lost[2]}.")
                 finally:
                     plain.execute("PRAGMA foreign_keys=ON").close()
+
+
+class DatabaseAccess:
+    """The base of the classes that read and write one part of the database."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
 
 
 def _engine(url: str) -> sa.Engine:

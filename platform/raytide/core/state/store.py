@@ -36,7 +36,7 @@ from raytide.core.state.registry.models import ModelRecords
 from raytide.core.state.registry.orders import OrderRecords, end_orders, open_orders
 from raytide.core.state.registry.revisions import RevisionRecords
 from raytide.core.state.registry.rollouts import RolloutRecords, all_serving, commit_rollouts, unended
-from raytide.core.state.registry.signals import SignalRecords, reported
+from raytide.core.state.registry.endpoints import SignalRecords, reported
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.tenancy.keys import touch_key_table
 from raytide.core.state.tenancy.records import TenancyRecords
@@ -113,7 +113,8 @@ class Store:
         unfinished jobs or their specs are too large together.
         """
         with self._db.write() as c:
-            if key is not None and (row := c.execute(_job_of_key(spec.team, key)).first()):
+            of_key = t.jobs.select().where(t.jobs.c.team == spec.team, t.jobs.c.client_key == key)
+            if key is not None and (row := c.execute(of_key).first()):
                 if row.client_digest not in (None, digest):
                     raise ConflictError(
                         f"the key {key} of team {spec.team} was used for {row.id}, with another request.",
@@ -336,32 +337,28 @@ class Store:
             query = query.where(t.nodes.c.state != NodeState.GONE)
         if ray_node_ids is not None:
             query = query.where(t.nodes.c.ray_node_id.in_(ray_node_ids))
-        with self._db.read() as c:
-            return tuple(codec.node(row) for row in c.execute(query))
+        return tuple(codec.node(row) for row in self._db.rows(query))
 
     def teams(self) -> tuple[StoredTeam, ...]:
         with self._db.read() as c:
             return _teams(c)
 
     def pools(self) -> tuple[Pool, ...]:
-        with self._db.read() as c:
-            return tuple(codec.pool(row) for row in c.execute(t.pools.select()))
+        return tuple(codec.pool(row) for row in self._db.rows(t.pools.select()))
 
     def events(self, subject: str | None = None, *, limit: int = 100) -> tuple[Event, ...]:
         """Returns the newest events of a subject, or of all, oldest first."""
         query = t.events.select().order_by(t.events.c.number.desc()).limit(limit)
         if subject is not None:
             query = query.where(t.events.c.subject == subject)
-        with self._db.read() as c:
-            return tuple(codec.event(row) for row in c.execute(query))[::-1]
+        return tuple(codec.event(row) for row in self._db.rows(query))[::-1]
 
     def plans(self, *, limit: int = 20, since_s: float = 0.0, until_s: float | None = None) -> tuple[StoredPlan, ...]:
         """Returns the newest plans that were valid at `since_s` or later and made by `until_s`, oldest first."""
         query = t.plans.select().where(t.plans.c.last_at_s >= since_s).order_by(t.plans.c.number.desc()).limit(limit)
         if until_s is not None:
             query = query.where(t.plans.c.at_s <= until_s)
-        with self._db.read() as c:
-            return tuple(codec.stored_plan(row) for row in c.execute(query))[::-1]
+        return tuple(codec.stored_plan(row) for row in self._db.rows(query))[::-1]
 
     def _write_job(self, job_id: str, action: str = "", **values: object) -> Job:
         with self._db.write() as c:
@@ -388,6 +385,3 @@ def _teams(c: sa.Connection) -> tuple[StoredTeam, ...]:
 def _job(job_id: str) -> sa.Select[Any]:
     return t.jobs.select().where(t.jobs.c.id == job_id)
 
-
-def _job_of_key(team: str, key: str) -> sa.Select[Any]:
-    return t.jobs.select().where(t.jobs.c.team == team, t.jobs.c.client_key == key)

@@ -17,7 +17,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Literal, Self
 
 from raytide.core.logs import TRACE_ID
-from raytide.core.telemetry.tracing_settings import TracingSection
+from raytide.core.telemetry.settings import TracingSection
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

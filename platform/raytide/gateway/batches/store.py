@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytide.actors.serving.openai_api.errors import ApiError, invalid
+from raytide.actors.serving.openai_api.errors import invalid
 from raytide.gateway.batches.objects import FINAL, BatchList, BatchObject, BatchRequest, BatchStatus
 from raytide.gateway.files.store import FileStore, PartialFile
 
@@ -172,7 +172,7 @@ def _found(connection: sqlite3.Connection, batch_id: str, team: str | None = Non
         "SELECT record FROM batches WHERE id = ? AND (? IS NULL OR team = ?)", (batch_id, team, team)
     ).fetchone()
     if row is None:
-        raise _unknown(batch_id)
+        raise invalid(f"No batch found with id '{batch_id}'.", param="id", status=404)
     return _batch(row)
 
 
@@ -185,6 +185,3 @@ def _record(batch: BatchObject) -> str:
 def _batch(row: sqlite3.Row) -> BatchObject:
     return BatchObject.model_validate_json(row["record"])
 
-
-def _unknown(batch_id: str) -> ApiError:
-    return invalid(f"No batch found with id '{batch_id}'.", param="id", status=404)

@@ -99,12 +99,10 @@ class Directory:
 
 
 def _read(gcs: Any) -> dict[bytes, bytes]:
-    keys = [key for key in gcs.internal_kv_keys(b"", KV_NAMESPACE, timeout=_TIMEOUT_S) if _is_listed(key)]
+    found = gcs.internal_kv_keys(b"", KV_NAMESPACE, timeout=_TIMEOUT_S)
+    keys = [key for key in found if key.endswith(b"/spec") or b"/replica/" in key or key.startswith(ROUTES)]
     return dict(gcs.internal_kv_multi_get(keys, KV_NAMESPACE, timeout=_TIMEOUT_S)) if keys else {}
 
-
-def _is_listed(key: bytes) -> bool:
-    return key.endswith(b"/spec") or b"/replica/" in key or key.startswith(ROUTES)
 
 
 def listing(found: Mapping[bytes, bytes]) -> Listing:

@@ -222,12 +222,13 @@ class RoutedEngine(Engine):
         """
         patience_s = max(self.patience_s, _RESUME_S) if may_wait else self._patience_s()
         deadline_s = time.monotonic() + patience_s
+        first_output = request.resume[0].token_ids if request.resume else ()
         while True:
             ready = await self._replicas.wait_ready(patience_s, request.lora)
             open_to_it = {replica.name: replica for replica in ready if replica.name not in full}
             if open_to_it:
                 route = self._replicas.router.route(
-                    [] if isinstance(request.prompt, str) else [*request.prompt, *_first_output(request)],
+                    [] if isinstance(request.prompt, str) else [*request.prompt, *first_output],
                     [replica.routing_state() for replica in open_to_it.values()],
                     lora=request.lora,
                     cache_salt=request.salt,
@@ -240,9 +241,6 @@ class RoutedEngine(Engine):
             full.clear()
             await asyncio.sleep(_FULL_PAUSE_S)
 
-
-def _first_output(request: GenRequest) -> tuple[int, ...]:
-    return request.resume[0].token_ids if request.resume else ()
 
 
 def _found(request: GenRequest, chunk: GenChunk) -> int | None:

@@ -11,7 +11,7 @@ from tests.control.api.test_routes import LOCAL
 from tests.stores import new_store
 
 from raytide.control.api.services.limits import LimitsService
-from raytide.control.api.services.metrics.costs import cost_samples
+from raytide.control.api.services.metrics.cluster import cost_samples
 from raytide.control.api.services.metrics.endpoints import ReplicaRestarts
 from raytide.control.api.services.metrics.jobs import MOST_REPORTS, job_samples
 from raytide.control.api.services.metrics.page import ApiMetrics

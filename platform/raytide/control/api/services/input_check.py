@@ -23,7 +23,7 @@ from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.core.errors import ConflictError, DataError, RaytideError
 from raytide.core.io.private_paths import check_named
 from raytide.core.io.storage import check_url, join, local_path
-from raytide.core.io.token_dataset import MANIFEST, parse_manifest, token_bytes
+from raytide.core.io.token_dataset import ITEM_BYTES, MANIFEST, parse_manifest
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.train import TrainSpec
 
@@ -106,7 +106,7 @@ class Inputs:
         if content is None:
             return 0
         manifest = parse_manifest(content, where)
-        return manifest.tokens * token_bytes(manifest.dtype)
+        return manifest.tokens * ITEM_BYTES[manifest.dtype]
 
     def training_config(self, spec: TrainSpec, caller: Caller) -> dict[str, object] | None:
         """Returns the `config.json` of the model that a spec trains; None if it cannot be read here."""

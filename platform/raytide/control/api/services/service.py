@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raytide.autoscaler.providers.base import Bill
-from raytide.control.accounting.cost_report import cost_report
+from raytide.control.accounting.final_accounting import cost_report
 from raytide.control.api.auth import Caller
 from raytide.control.api.health import HealthMonitor
 from raytide.control.api.services.endpoints import EndpointService

@@ -14,7 +14,7 @@ from raytide.core.objects.job import FINAL_STATES, JobState
 from raytide.core.objects.node import NodeState
 from raytide.core.state import codec
 from raytide.core.state import tables as t
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 
 T = TypeVar("T")
 
@@ -69,15 +69,11 @@ class NodeEnds(NamedTuple):
     """They never joined."""
 
 
-class JobQueries:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class JobQueries(DatabaseAccess):
     def jobs(self) -> dict[str, int]:
         """Returns the number of stored jobs, by state."""
         query = sa.select(t.jobs.c.state, sa.func.count()).group_by(t.jobs.c.state)
-        with self._db.read() as c:
-            return {str(row[0]): int(row[1]) for row in c.execute(query)}
+        return {str(row[0]): int(row[1]) for row in self._db.rows(query)}
 
     def live_jobs(self) -> dict[tuple[str, str, str], int]:
         """Returns the number of unfinished jobs by (kind, team, state)."""
@@ -92,23 +88,20 @@ class JobQueries:
         m = t.members.c
         held = sa.select(t.leases.c.id).where(t.leases.c.state != LeaseState.RELEASED)
         query = sa.select(m.state, sa.func.count()).where(m.lease_id.in_(held)).group_by(m.state)
-        with self._db.read() as c:
-            return {str(row[0]): int(row[1]) for row in c.execute(query)}
+        return {str(row[0]): int(row[1]) for row in self._db.rows(query)}
 
     def held_jobs(self, most: int = 1000) -> list[HeldJob]:
         """Returns the newest jobs that hold a gang."""
         j = t.jobs.c
         query = sa.select(j.id, j.team, j.kind, j.restarts, j.progress).order_by(j.number.desc()).limit(most)
-        with self._db.read() as c:
-            return [HeldJob(*row) for row in c.execute(query.where(j.state.in_(_HELD)))]
+        return [HeldJob(*row) for row in self._db.rows(query.where(j.state.in_(_HELD)))]
 
     def longest_waiting(self, most: int = 5) -> list[WaitingJob]:
         """Returns the jobs that have waited longest since they were submitted or last preempted."""
         j = t.jobs.c
         since_s = sa.func.coalesce(j.preempted_at_s, j.submitted_at_s)
         query = sa.select(j.id, j.team, since_s).where(j.state == JobState.QUEUED).order_by(since_s).limit(most)
-        with self._db.read() as c:
-            return [WaitingJob(*row) for row in c.execute(query)]
+        return [WaitingJob(*row) for row in self._db.rows(query)]
 
     def node_ends(self, taken_back: str, by_provider: str, cancelled: str) -> list[NodeEnds]:
         """Returns the nodes that ended unasked; the arguments are the reasons of such nodes, the last one's of nodes
@@ -124,8 +117,7 @@ class JobQueries:
         )
         sums = (sa.func.sum(sa.case((condition, 1), else_=0)) for condition in conditions)
         query = sa.select(n.type, n.zone, n.market, *sums).group_by(n.type, n.zone, n.market)
-        with self._db.read() as c:
-            return [NodeEnds(*row[:3], *map(int, row[3:])) for row in c.execute(query)]
+        return [NodeEnds(*row[:3], *map(int, row[3:])) for row in self._db.rows(query)]
 
     def oldest_s(self, share: float, now_s: float) -> float:
         """Returns the age in seconds that only this share of all jobs exceeded (at their end, or now)."""
@@ -149,8 +141,7 @@ class JobQueries:
     def job_owner(self, job_id: str) -> tuple[str, str, JobState] | None:
         """Returns a job's user, team and state, but not its spec, because every request of a driver needs them."""
         j = t.jobs.c
-        with self._db.read() as c:
-            row = c.execute(sa.select(j.user, j.team, j.state).where(j.id == job_id)).first()
+        row = self._db.first(sa.select(j.user, j.team, j.state).where(j.id == job_id))
         return None if row is None else (row[0], row[1], JobState(row[2]))
 
     def touched_since(self, version: int) -> set[str]:

@@ -10,14 +10,11 @@ import sqlalchemy as sa
 from raytide.core.objects.ledger_entry import DAY_US, CostBy, Entry, EntryKind, Line, OpenInterval, Spent
 from raytide.core.state import codec
 from raytide.core.state import tables as t
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.queries.jobs import chunked
 
 
-class LedgerQueries:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class LedgerQueries(DatabaseAccess):
     def entries(
         self, *, node_id: str | None = None, subject: str | None = None, ending_after_us: int = 0
     ) -> tuple[Entry, ...]:
@@ -27,13 +24,11 @@ class LedgerQueries:
             query = query.where(t.entries.c.node_id == node_id)
         if subject is not None:
             query = query.where(t.entries.c.subject == subject)
-        with self._db.read() as c:
-            return tuple(codec.entry(row) for row in c.execute(query))
+        return tuple(codec.entry(row) for row in self._db.rows(query))
 
     def intervals(self) -> tuple[OpenInterval, ...]:
         """Returns the open intervals, one per billed node, which are not booked yet."""
-        with self._db.read() as c:
-            return tuple(codec.interval(row) for row in c.execute(t.open_intervals.select()))
+        return tuple(codec.interval(row) for row in self._db.rows(t.open_intervals.select()))
 
     def booked(self, by: CostBy, *, only: Sequence[str] | None = None, team: str | None = None) -> dict[str, int]:
         """Returns the sum of all entries in micro-dollars by kind, job, endpoint, team or node.

@@ -12,7 +12,7 @@ from raytide.core.objects.ledger_entry import Entry, EntryKind
 from raytide.core.objects.node import Node
 from raytide.core.state import codec
 from raytide.core.state import tables as t
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 
 _LONGEST_ENTRY_US = 600_000_000
 """Intervals are booked every minute; only a controller that was away books longer ones."""
@@ -53,17 +53,13 @@ class NodeHours(NamedTuple):
     amount_micro_usd: int
 
 
-class OverviewQueries:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class OverviewQueries(DatabaseAccess):
     def jobs(self, *, ended_after_s: float, limit: int) -> list[JobRow]:
         """Returns unfinished jobs and those that ended after this time, newest first."""
         j = t.jobs.c
         shown = sa.or_(j.state.not_in(FINAL_STATES), j.ended_at_s > ended_after_s)
         query = sa.select(*(j[name] for name in JobRow._fields)).where(shown)
-        with self._db.read() as c:
-            return [JobRow(*row) for row in c.execute(query.order_by(j.number.desc()).limit(limit))]
+        return [JobRow(*row) for row in self._db.rows(query.order_by(j.number.desc()).limit(limit))]
 
     def plan_number(self) -> int:
         """Returns the number of the newest stored plan; 0 without any."""
@@ -92,15 +88,13 @@ class OverviewQueries:
         n = t.nodes.c
         query = t.nodes.select().where(n.requested_at_s <= at_s).order_by(n.number)
         query = query.where(sa.or_(n.ended_at_s.is_(None), n.ended_at_s > at_s))
-        with self._db.read() as c:
-            return tuple(codec.node(row) for row in c.execute(query))
+        return tuple(codec.node(row) for row in self._db.rows(query))
 
     def entries_at(self, at_us: int) -> tuple[Entry, ...]:
         """Returns the entries that cover this moment: who held which node."""
         e = t.entries.c
         query = t.entries.select().where(e.from_us <= at_us, e.to_us > at_us, e.from_us > at_us - _LONGEST_ENTRY_US)
-        with self._db.read() as c:
-            return tuple(codec.entry(row) for row in c.execute(query.order_by(e.number)))
+        return tuple(codec.entry(row) for row in self._db.rows(query.order_by(e.number)))
 
     def entries(
         self,
@@ -117,5 +111,4 @@ class OverviewQueries:
         query = t.entries.select().where(*(column == value for column, value in given.items() if value is not None))
         if until_us is not None:
             query = query.where(e.from_us < until_us)
-        with self._db.read() as c:
-            return tuple(codec.entry(row) for row in c.execute(query.order_by(e.from_us.desc(), e.number).limit(limit)))
+        return tuple(codec.entry(row) for row in self._db.rows(query.order_by(e.from_us.desc(), e.number).limit(limit)))

@@ -7,11 +7,11 @@ from typing import Any
 import sqlalchemy as sa
 
 from raytide.core.errors import NotFoundError
-from raytide.core.io.token_dataset import dtype_for, token_bytes
+from raytide.core.io.token_dataset import ITEM_BYTES, dtype_for
 from raytide.core.objects.job import JobKind
 from raytide.core.specs.data import DatasetUse, DatasetVersion, DatasetVersionSpec, RegisteredDataset
 from raytide.core.state import tables as core
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.registry import tables as t
 from raytide.core.state.registry.versions import add_version, newest_of, newest_rows, version_rows
 from raytide.core.state.tenancy.audit import record
@@ -19,10 +19,7 @@ from raytide.core.state.tenancy.audit import record
 _MOST_USES = 100
 
 
-class DatasetRecords:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class DatasetRecords(DatabaseAccess):
     def register(self, spec: DatasetVersionSpec, user: str, now_s: float) -> DatasetVersion:
         """Adds a version; returns the existing one with the same manifest, if there is one.
 
@@ -42,8 +39,7 @@ class DatasetRecords:
         query = t.datasets.select().where(d.name == name).order_by(d.version.desc()).limit(1)
         if version is not None:
             query = query.where(d.version == version)
-        with self._db.read() as c:
-            row = c.execute(query).first()
+        row = self._db.first(query)
         if row is None:
             what = name if version is None else f"{name}:{version}"
             raise NotFoundError(f"dataset {what} is not registered.", hint="`raytide data list` lists datasets.")
@@ -65,12 +61,11 @@ class DatasetRecords:
         """Returns the bytes of the tokens of the team's newest version at this location; 0 if none is registered."""
         d = t.datasets.c
         here = sa.and_(d.team == team, d.spec["location"].as_string() == location)
-        with self._db.read() as c:
-            row = c.execute(t.datasets.select().where(here).order_by(d.created_at_s.desc()).limit(1)).first()
+        row = self._db.first(t.datasets.select().where(here).order_by(d.created_at_s.desc()).limit(1))
         if row is None:
             return 0
         spec = _version(row).spec
-        return spec.tokens * token_bytes(dtype_for(spec.vocab_size))
+        return spec.tokens * ITEM_BYTES[dtype_for(spec.vocab_size)]
 
     def uses(self, spec: DatasetVersionSpec) -> DatasetUse:
         """Returns the newest jobs of the team that read the location, and models whose lineage has the manifest."""

@@ -1,4 +1,7 @@
-"""Writes of endpoints: each spec is a revision, and goes to the application that serves the endpoint."""
+"""Writes of endpoints: each spec is a revision, and goes to the application that serves the endpoint.
+
+The values that users report for endpoints to scale on are written by the API and read by the controller.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,14 @@ from raytide.core.state.registry.rollouts import live, refuse_during_rollout, se
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.tenancy.keys import touch_key_table
 from raytide.core.state.write import note, update
+from collections.abc import Mapping
+import sqlalchemy as sa
+from raytide.core.objects.node import Signal
+from raytide.core.state.database import Database
+from raytide.core.state.registry.tables import signals
+from raytide.core.state.write import upsert
+
+_KEPT_S = 86_400.0
 
 
 def save_endpoint(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str) -> Endpoint:
@@ -81,3 +92,21 @@ def served_endpoint(c: sa.Connection, name: str) -> Endpoint:
 
 def _endpoint(name: str) -> sa.Select[Any]:
     return t.endpoints.select().where(t.endpoints.c.name == name)
+
+
+class SignalRecords:
+    """The last value of each signal that users report."""
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def save(self, endpoint: str, values: Mapping[str, float], now_s: float) -> None:
+        """Keeps the values in place of earlier ones."""
+        rows = [{"name": endpoint, "signal": name, "value": value, "at_s": now_s} for name, value in values.items()]
+        with self._db.write() as c:
+            c.execute(signals.delete().where(signals.c.at_s < now_s - _KEPT_S))
+            upsert(c, signals, rows)
+
+
+def reported(c: sa.Connection) -> dict[tuple[str, str], Signal]:
+    """Returns the last values by endpoint and signal."""
+    return {(row.name, row.signal): Signal(row.value, row.at_s) for row in c.execute(signals.select())}

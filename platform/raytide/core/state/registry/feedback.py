@@ -17,15 +17,12 @@ from raytide.core.specs.rollout import (
     served_revision,
 )
 from raytide.core.state import tables as core
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.registry import tables as t
 from raytide.core.state.write import upsert
 
 
-class FeedbackRecords:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class FeedbackRecords(DatabaseAccess):
     def save(self, given: Feedback, now_s: float) -> int:
         """Keeps the judgement of a request, in place of an earlier one; returns the revision that answered it.
 
@@ -77,8 +74,7 @@ class FeedbackRecords:
         """Returns (endpoint, revision, thumbs up, thumbs down) of all endpoints."""
         f = t.feedback.c
         query = sa.select(f.model, f.revision, *thumbs()).group_by(f.model, f.revision).order_by(f.model, f.revision)
-        with self._db.read() as c:
-            rows = c.execute(query).all()
+        rows = self._db.rows(query)
         return [(row.model, row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows]
 
     def groups(self, name: str, since_s: float, metric: str | None = None) -> dict[int, dict[int, tuple[int, float]]]:

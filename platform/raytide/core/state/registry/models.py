@@ -16,7 +16,7 @@ from raytide.core.specs.model_version import (
     ModelVersionSpec,
     RegisteredModel,
 )
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.registry import tables as t
 from raytide.core.state.registry.versions import (
     COUNTER,
@@ -30,10 +30,7 @@ from raytide.core.state.tenancy.audit import record
 from raytide.core.state.write import next_number
 
 
-class ModelRecords:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class ModelRecords(DatabaseAccess):
     def register(self, spec: ModelVersionSpec, user: str, now_s: float) -> ModelVersion:
         """Adds a version; returns the existing one if the same was registered before, so that clients may retry.
 
@@ -120,8 +117,7 @@ class ModelRecords:
             query = query.where(a.alias == alias)
         if until_s is not None:
             query = query.where(a.at_s <= until_s)
-        with self._db.read() as c:
-            return tuple(_change(row) for row in c.execute(query))
+        return tuple(_change(row) for row in self._db.rows(query))
 
 
 def _find(c: sa.Connection, reference: ModelReference) -> ModelVersion:

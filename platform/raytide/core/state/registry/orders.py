@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from raytide.core.errors import ConflictError, NotFoundError, QuotaError
 from raytide.core.specs.order import HOLD, Order, OrderSpec
 from raytide.core.state import codec
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.tables import orders
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.write import update
@@ -20,10 +20,7 @@ _KEPT_S = 30 * 86_400.0
 _FIELDS = codec.shared(Order, orders)
 
 
-class OrderRecords:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class OrderRecords(DatabaseAccess):
     def add(self, spec: OrderSpec, user: str, now_s: float) -> Order:
         """Adds an intervention, or returns the one of this id.
 
@@ -56,8 +53,7 @@ class OrderRecords:
             record(c, action, object, detail)
 
     def get(self, id: str) -> Order:
-        with self._db.read() as c:
-            row = c.execute(orders.select().where(orders.c.id == id)).first()
+        row = self._db.first(orders.select().where(orders.c.id == id))
         if row is None:
             raise NotFoundError(f"there is no order {id}.", hint="Orders are kept for 30 days.")
         return _order(row)

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from raytide.core.errors import NotFoundError
 from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
 from raytide.core.state import codec
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.queries.pages import paged
 from raytide.core.state.registry import tables as t
 
@@ -41,10 +41,7 @@ def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why
     return number
 
 
-class RevisionRecords:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class RevisionRecords(DatabaseAccess):
     def page(self, name: str, *, team: str, limit: int = KEPT_REVISIONS) -> tuple[EndpointRevision, ...]:
         """Returns the revisions that a team gave an endpoint of this name, newest first."""
         r = t.revisions.c
@@ -56,8 +53,7 @@ class RevisionRecords:
         """Returns a revision. Raises NotFoundError if there is none of that number."""
         r = t.revisions.c
         query = t.revisions.select().where(r.name == name, r.team == team, r.number == number)
-        with self._db.read() as c:
-            row = c.execute(query).first()
+        row = self._db.first(query)
         if row is None:
             raise NotFoundError(
                 f"endpoint {name} has no revision {number}.", hint=f"`raytide endpoint history {name}` lists revisions."

@@ -21,7 +21,7 @@ from raytide.core.specs.rollout import (
 from raytide.core.state import codec
 from raytide.core.state import tables as core
 from raytide.core.state.caps import check_live_endpoints
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.queries.jobs import no_endpoint
 from raytide.core.state.records import Event
 from raytide.core.state.registry import tables as t
@@ -37,10 +37,7 @@ _COUNTS = ("requests", "errors", "started", "late", "first_token_ms", "compared"
 _FIELDS = codec.shared(Rollout, t.rollouts)
 
 
-class RolloutRecords:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class RolloutRecords(DatabaseAccess):
     def start(
         self, spec: ServeSpec, kind: RolloutKind, plan: Mapping[str, Any], user: str, now_s: float, why: str
     ) -> Rollout:
@@ -109,8 +106,7 @@ class RolloutRecords:
         """Returns the rollouts of an endpoint, newest first."""
         r = t.rollouts.c
         query = t.rollouts.select().where(r.name == name, r.team == team).order_by(r.number.desc()).limit(limit)
-        with self._db.read() as c:
-            return tuple(_rollout(row) for row in c.execute(query))
+        return tuple(_rollout(row) for row in self._db.rows(query))
 
     def last_test(self, *, team: str, champion: str, challenger: str) -> Rollout | None:
         """Returns the newest A/B test of two registered versions in the team's endpoints; None if there is none."""

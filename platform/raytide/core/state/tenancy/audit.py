@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from raytide.core.bounds import MOST_PAGE_BYTES, storable
 from raytide.core.objects.api_key import AuditEntry, ChainVerdict
 from raytide.core.state import tables as t
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.queries.jobs import chunked
 from raytide.core.state.queries.pages import paged
 from raytide.core.state.write import append, next_number
@@ -73,10 +73,7 @@ def digest_of_rows(rows: Sequence[Mapping[str, Any]]) -> str:
 _COVERED = [column.name for column in t.usage.c if column.name != "number"]
 
 
-class AuditLog:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class AuditLog(DatabaseAccess):
     def entries(
         self,
         *,

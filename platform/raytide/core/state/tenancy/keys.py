@@ -11,7 +11,7 @@ from raytide.core.errors import ConflictError, NotFoundError, QuotaError
 from raytide.core.objects.api_key import ApiKey, KeySpec
 from raytide.core.state import codec
 from raytide.core.state import tables as t
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.write import next_number, update
 
@@ -26,10 +26,7 @@ def touch_key_table(c: sa.Connection) -> int:
     return next_number(c, _REVISION)
 
 
-class KeyRecords:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class KeyRecords(DatabaseAccess):
     def create(self, spec: KeySpec, user: str, digest: str, now_s: float) -> ApiKey:
         """Stores a new key by the SHA-256 of its secret. Raises QuotaError if the team has too many."""
         with self._db.write() as c:
@@ -87,8 +84,7 @@ class KeyRecords:
             query = query.where(k.team == team)
         if valid_at_s is not None:
             query = query.where(k.revoked_at_s.is_(None), sa.or_(k.expires_at_s.is_(None), k.expires_at_s > valid_at_s))
-        with self._db.read() as c:
-            return tuple(_key(row) for row in c.execute(query))
+        return tuple(_key(row) for row in self._db.rows(query))
 
     def revision(self) -> int:
         """Returns the number of the newest change of keys, prices or weights."""

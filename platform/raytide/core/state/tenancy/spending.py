@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from raytide.core.money import month_of, to_us
 from raytide.core.objects.api_key import LIFE, AskedReservation, KeySpending, RequestUsage, billed_micro_usd
 from raytide.core.state import tables as t
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.queries.jobs import chunked
 from raytide.core.state.tenancy.audit import REQUESTS, add_entry, digest_of_rows
 from raytide.core.state.write import append, upsert
@@ -53,10 +53,7 @@ class _Account:
         return billed, amount - billed
 
 
-class SpendingRecords:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class SpendingRecords(DatabaseAccess):
     def reserve(
         self, gateway: str, asked: Sequence[AskedReservation], now_s: float, silent_before_s: float | None = None
     ) -> dict[str, Refusal]:

@@ -11,7 +11,7 @@ from raytide.core.money import MICRO
 from raytide.core.objects.api_key import UsageBy, UsageRow, UsageSum
 from raytide.core.objects.ledger_entry import DAY_US
 from raytide.core.state import tables as t
-from raytide.core.state.database import Database
+from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.tenancy.audit import BATCH, USAGE_PRUNED, add_entry
 
 _DAY_S = DAY_US // MICRO
@@ -40,10 +40,7 @@ class UsageFilter:
         return query if self._until_s is None else query.where(t.usage.c.at_s < self._until_s)
 
 
-class UsageQueries:
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
+class UsageQueries(DatabaseAccess):
     def rows(
         self, which: UsageFilter, *, before: int | None = None, limit: int = 100
     ) -> tuple[tuple[UsageRow, ...], int | None]:

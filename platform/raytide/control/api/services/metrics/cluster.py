@@ -1,4 +1,4 @@
-"""Metrics of nodes, GPUs, the queue and the controller."""
+"""Metrics of nodes, GPUs, the queue, the controller, money and backups."""
 
 from __future__ import annotations
 
@@ -16,6 +16,20 @@ from raytide.core.objects.node import Node, NodeMeasurement
 from raytide.core.state import Store
 from raytide.core.state.queries.jobs import HeldJob
 from raytide.core.telemetry.catalogue import control, cost, infrastructure, queue
+from raytide.core.telemetry.metrics import MetricSample
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from raytide.core.money import MICRO, month_of
+from raytide.core.objects.ledger_entry import OpenInterval
+from raytide.core.objects.team import TeamSpec
+from raytide.core.state.queries.ledger import LedgerQueries
+from raytide.core.telemetry.catalogue import cost
+from raytide.core.telemetry.metrics import MetricSample
+from raytide.ledger.report import hours_left_in_month, rates
+from collections.abc import Iterator
+from raytide.control.backup.results import BackupResults
+from raytide.core.objects.cluster_config import BackupSection
+from raytide.core.telemetry.catalogue import control
 from raytide.core.telemetry.metrics import MetricSample
 
 _USES = {
@@ -121,3 +135,41 @@ def _machine_samples(node_id: str, measured: NodeMeasurement) -> Iterator[Metric
         yield MetricSample(infrastructure.NODE_POWER, watts, (node_id, source))
     for source, joules in measured.joules.items():
         yield MetricSample(infrastructure.NODE_ENERGY, joules, (node_id, source))
+
+
+def cost_samples(
+    books: LedgerQueries, teams: Mapping[str, TeamSpec], intervals: Sequence[OpenInterval], now_us: int
+) -> Iterator[MetricSample]:
+    """Yields what is booked, and how far teams are into their budgets."""
+    booked = books.booked("kind")
+    yield from (MetricSample(cost.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
+    spent = books.spent([], month_of(now_us)).teams_month
+    burn: Counter[str] = Counter()
+    for (_, _, team, _), micro_usd_h in rates(intervals).items():
+        burn[team] += round(micro_usd_h)
+    for name, spec in sorted(teams.items()):
+        budget_usd = spec.budget.soft_usd if spec.budget.hard_usd is None else spec.budget.hard_usd
+        if budget_usd:
+            amount = spent.get(name, 0)
+            at_end = amount + burn[name] * hours_left_in_month(now_us)
+            yield MetricSample(cost.BUDGET_USED, amount / MICRO / budget_usd, (name,))
+            yield MetricSample(cost.BUDGET_FORECAST, at_end / MICRO / budget_usd, (name,))
+
+
+def backup_samples(settings: BackupSection, results: BackupResults, now_s: float) -> Iterator[MetricSample]:
+    """Yields the age and failures of backups, and what the last drill measured. Yields nothing for a task that was
+    never done and did not fail: a new cluster is not late."""
+    tasks = [("backup", results.backup, settings.every_s), ("drill", results.drill, settings.drill_every_s)]
+    if settings.cold_repository:
+        tasks.append(("cold", results.cold, settings.cold_every_s))
+    for task, run, period_s in tasks:
+        yield MetricSample(control.BACKUP_FAILING, bool(run.error), (task,))
+        if run.at_s:
+            yield MetricSample(control.BACKUP_OVERDUE, max(0.0, now_s - run.at_s) / period_s, (task,))
+    if results.backup.at_s:
+        yield MetricSample(control.BACKUP_AGE, max(0.0, now_s - results.backup.at_s))
+        yield MetricSample(control.BACKUP_ADDED, results.backup.added_bytes)
+    if (found := results.found) is not None:
+        yield MetricSample(control.BACKUP_RESTORE, found.restore_s)
+        yield MetricSample(control.BACKUP_LOST, found.lost_s)
+        yield MetricSample(control.BACKUP_PROBLEMS, len(found.problems))
