@@ -1,7 +1,7 @@
 """The tasks of a cluster's backups are due at their times."""
 
 from raytide.control.backup.results import BackupResults, LastRun
-from raytide.control.backup.schedule import due_tasks
+from raytide.control.backup.upkeep import due_tasks
 from raytide.core.objects.cluster_config import BackupSection
 
 SETTINGS = BackupSection(repository="/r", password_file="/p", every_s=900, drill_every_s=86_400)

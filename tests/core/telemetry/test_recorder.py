@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from raytide.core.telemetry.catalogue.application import FIRST_TOKEN_SECONDS, REQUESTS
 from raytide.core.telemetry.metrics import Metric, MetricSample, render
-from raytide.core.telemetry.recorder import HistogramRecorder, ValueRecorder
+from raytide.core.telemetry.metrics import HistogramRecorder, ValueRecorder
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -23,7 +23,7 @@ from raytide.core.objects.cluster_config import HostedApi
 from raytide.core.state import Store
 from raytide.core.state.tenancy.usage import UsageFilter
 from raytide.gateway.hosted.api import HostedApis
-from raytide.gateway.hosted.usage_reader import UsageReader
+from raytide.gateway.hosted.api import UsageReader
 
 URL, KEY = "http://hosted.example/v1", "sk-very-secret"
 BACKEND = {"base_url": URL, "model": "big", "price": {"prompt": 3.0, "completion": 7.0}, "max_tokens": 50}

@@ -1,10 +1,8 @@
 """The routes of registered models and datasets, and of the revisions of endpoints."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 from fastapi import APIRouter
 
 from raytide.control.api import queries as q
@@ -13,7 +11,6 @@ from raytide.control.api.services.registry.datasets import DatasetService
 from raytide.control.api.services.registry.models import ModelService
 from raytide.control.views import to_json
 
-T = TypeVar("T")
 _MOST = 1000
 
 
@@ -21,12 +18,9 @@ def model_routes(models: ModelService, datasets: DatasetService, endpoints: Endp
     router = APIRouter(prefix="/v1")
     submissions = CapacityLimiter(4)
 
-    async def run(work: Callable[..., T], *args: Any) -> T:
-        return await to_thread.run_sync(partial(work, *args), limiter=submissions)
-
     @router.post("/models")
     async def register(caller: q.CallerInput, body: q.Body) -> Any:
-        return to_json(await run(models.register, body, caller))
+        return to_json(await q.in_pool(submissions, models.register, body, caller))
 
     @router.get("/models")
     def registered(caller: q.CallerInput, limit: q.Limit = 100, offset: q.Offset = 0) -> Any:
@@ -56,7 +50,7 @@ def model_routes(models: ModelService, datasets: DatasetService, endpoints: Endp
 
     @router.post("/datasets")
     async def register_dataset(caller: q.CallerInput, body: q.Body) -> Any:
-        return to_json(await run(datasets.register, body, caller))
+        return to_json(await q.in_pool(submissions, datasets.register, body, caller))
 
     @router.get("/datasets")
     def registered_datasets(caller: q.CallerInput, limit: q.Limit = 100, offset: q.Offset = 0) -> Any:
@@ -84,11 +78,11 @@ def model_routes(models: ModelService, datasets: DatasetService, endpoints: Endp
 
     @router.post("/endpoints/{name}/rollback")
     async def roll_back(caller: q.CallerInput, name: q.Name, revision: q.Revision) -> Any:
-        return to_json(await run(endpoints.roll_back, name, revision, caller))
+        return to_json(await q.in_pool(submissions, endpoints.roll_back, name, revision, caller))
 
     @router.post("/rollouts")
     async def start_rollout(caller: q.CallerInput, body: q.Body) -> Any:
-        return to_json(await run(endpoints.start_rollout, body, caller))
+        return to_json(await q.in_pool(submissions, endpoints.start_rollout, body, caller))
 
     @router.get("/endpoints/{name}/rollouts")
     def rollouts(caller: q.CallerInput, name: q.Name, limit: q.Limit = 100) -> Any:
@@ -98,7 +92,7 @@ def model_routes(models: ModelService, datasets: DatasetService, endpoints: Endp
     async def end_rollout(
         caller: q.CallerInput, name: q.Name, end: Literal["stop", "promote"], why: q.Word = None
     ) -> Any:
-        return to_json(await run(endpoints.end_rollout, name, end, why or "", caller))
+        return to_json(await q.in_pool(submissions, endpoints.end_rollout, name, end, why or "", caller))
 
     @router.get("/endpoints/{name}/feedback")
     def feedback(caller: q.CallerInput, name: q.Name) -> Any:
@@ -106,16 +100,16 @@ def model_routes(models: ModelService, datasets: DatasetService, endpoints: Endp
 
     @router.post("/gateway/feedback")
     async def save_feedback(body: q.Body) -> Any:
-        return {"revision": await run(endpoints.save_feedback, body)}
+        return {"revision": await q.in_pool(submissions, endpoints.save_feedback, body)}
 
     @router.post("/gateway/rollouts")
     async def count_rollouts(body: q.Body) -> Any:
-        await run(endpoints.count_rollouts, body)
+        await q.in_pool(submissions, endpoints.count_rollouts, body)
         return {}
 
     @router.get("/endpoints/{name}/logs")
     async def logs(caller: q.CallerInput, name: q.Name, after: q.LogPlaces = "", tail: q.Tail = None) -> Any:
-        return to_json(await run(endpoints.logs, name, after, tail, caller))
+        return to_json(await q.in_pool(submissions, endpoints.logs, name, after, tail, caller))
 
     @router.post("/endpoints/{name}/signals")
     def report(caller: q.CallerInput, name: q.Name, body: q.Body) -> Any:
@@ -124,10 +118,10 @@ def model_routes(models: ModelService, datasets: DatasetService, endpoints: Endp
 
     @router.post("/endpoints/{name}/adapters")
     async def adapters(caller: q.CallerInput, name: q.Name, body: q.Body) -> Any:
-        return to_json(await run(endpoints.change_adapters, name, body, caller))
+        return to_json(await q.in_pool(submissions, endpoints.change_adapters, name, body, caller))
 
     @router.post("/endpoints/{name}/weights")
     async def weights(caller: q.CallerInput, name: q.Name, body: q.Body) -> Any:
-        return to_json(await run(endpoints.change_weights, name, body, caller))
+        return to_json(await q.in_pool(submissions, endpoints.change_weights, name, body, caller))
 
     return router

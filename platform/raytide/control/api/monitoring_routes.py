@@ -1,10 +1,8 @@
 """The routes of the history, of latencies at clients, of alerts and what they do, and of orders to the controller."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 from fastapi import APIRouter, Query, Request
 
 from raytide.control.api import queries as q
@@ -12,8 +10,6 @@ from raytide.control.api.services.metrics.client_latency import ClientLatencies
 from raytide.control.views import to_json
 from raytide.core.errors import UsageError
 from raytide.dashboards.alerts.service import MonitoringService
-
-T = TypeVar("T")
 
 _MOST = 1000
 _MOST_FILTERS = 16
@@ -31,9 +27,6 @@ def monitoring_routes(service: MonitoringService, latencies: ClientLatencies) ->
     router = APIRouter(prefix="/v1")
     curves, writes = CapacityLimiter(2), CapacityLimiter(4)
 
-    async def run(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=pool)
-
     @router.get("/history")
     async def history(
         request: Request,
@@ -49,67 +42,67 @@ def monitoring_routes(service: MonitoringService, latencies: ClientLatencies) ->
         if len(where) > _MOST_FILTERS:
             raise UsageError(f"a query has at most {_MOST_FILTERS} labels.", hint="Leave some out.")
         labels = None if by is None else [name for name in by.split(",") if name]
-        found = await run(
+        found = await q.in_pool(
             curves, service.history, metric, where, since_s, step_s, is_rate=rate, quantile=quantile, by=labels
         )
         return {"series": [{"labels": dict(curve.labels), "points": curve.points} for curve in found]}
 
     @router.get("/history/metrics")
     async def metrics(caller: q.CallerInput) -> Any:
-        return await run(curves, service.metrics)
+        return await q.in_pool(curves, service.metrics)
 
     @router.get("/alerts")
     async def alerts(caller: q.CallerInput) -> Any:
-        return await run(writes, service.alerts, caller)
+        return await q.in_pool(writes, service.alerts, caller)
 
     @router.get("/alerts/history")
     async def episodes(caller: q.CallerInput, limit: q.Limit = 100, name: q.Word = None) -> Any:
-        return [to_json(each) for each in await run(writes, service.episodes, caller, min(limit, _MOST), name)]
+        return [to_json(each) for each in await q.in_pool(writes, service.episodes, caller, min(limit, _MOST), name)]
 
     @router.get("/alerts/actions")
     async def actions(caller: q.CallerInput, limit: q.Limit = 100) -> Any:
-        return [to_json(each) for each in await run(writes, service.actions, caller, min(limit, _MOST))]
+        return [to_json(each) for each in await q.in_pool(writes, service.actions, caller, min(limit, _MOST))]
 
     @router.post("/alerts/actions")
     async def note_action(caller: q.CallerInput, body: q.Body) -> Any:
-        await run(writes, service.note_action, body, caller)
+        await q.in_pool(writes, service.note_action, body, caller)
         return {}
 
     @router.post("/alerts/webhook")
     async def webhook(caller: q.CallerInput, body: q.Body) -> Any:
-        return {"alerts": await run(writes, service.receive, body, caller)}
+        return {"alerts": await q.in_pool(writes, service.receive, body, caller)}
 
     @router.get("/alerts/silences")
     async def silences(caller: q.CallerInput) -> Any:
-        return [to_json(each) for each in await run(writes, service.silences)]
+        return [to_json(each) for each in await q.in_pool(writes, service.silences)]
 
     @router.post("/alerts/silences")
     async def silence(caller: q.CallerInput, body: q.Body) -> Any:
-        return to_json(await run(writes, service.silence, body, caller))
+        return to_json(await q.in_pool(writes, service.silence, body, caller))
 
     @router.post("/alerts/test")
     async def test(caller: q.CallerInput, body: q.Body) -> Any:
-        return await run(writes, service.test, body, caller)
+        return await q.in_pool(writes, service.test, body, caller)
 
     @router.get("/probes")
     async def probes(caller: q.CallerInput) -> Any:
-        return await run(writes, service.probes)
+        return await q.in_pool(writes, service.probes)
 
     @router.get("/anomalies")
     async def anomalies(caller: q.CallerInput) -> Any:
-        return await run(writes, service.anomalies)
+        return await q.in_pool(writes, service.anomalies)
 
     @router.post("/endpoints/{name}/latency")
     async def latency(caller: q.CallerInput, name: q.Name, body: q.Body) -> Any:
-        await run(writes, latencies.report, name, body, caller)
+        await q.in_pool(writes, latencies.report, name, body, caller)
         return {}
 
     @router.post("/orders")
     async def order(caller: q.CallerInput, body: q.Body) -> Any:
-        return to_json(await run(writes, service.order, body, caller))
+        return to_json(await q.in_pool(writes, service.order, body, caller))
 
     @router.get("/orders/{order_id}")
     async def find_order(caller: q.CallerInput, order_id: q.Name) -> Any:
-        return to_json(await run(writes, service.find_order, order_id, caller))
+        return to_json(await q.in_pool(writes, service.find_order, order_id, caller))
 
     return router

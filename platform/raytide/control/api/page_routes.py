@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
@@ -55,12 +55,11 @@ def page_routes(service: ApiService, tokens: Tokens) -> APIRouter:
 
     @router.get("/v1/tide")
     async def tide(caller: q.CallerInput, since_s: Since = 86_400.0, step_s: Step = 900.0) -> Any:
-        work = partial(service.tide.view, caller, since_s, step_s)
-        return to_json(await to_thread.run_sync(work, limiter=slow))
+        return to_json(await q.in_pool(slow, service.tide.view, caller, since_s, step_s))
 
     @router.get("/v1/fleet")
     async def fleet(caller: q.CallerInput, at_s: At) -> Any:
-        return await to_thread.run_sync(partial(service.fleet, caller, at_s), limiter=slow)
+        return await q.in_pool(slow, service.fleet, caller, at_s)
 
     @router.get("/v1/ledger")
     def ledger(

@@ -1,4 +1,4 @@
-"""The types of request paths, queries and bodies, with their bounds.
+"""The types of request paths, queries and bodies, with their bounds; and the threads in which routes wait.
 
 Every route takes its input through these types, so that no number is infinite or beyond 64 bits, no text contains
 control characters, and no body has more depth or values than a spec.
@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, NoReturn, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Path, Query
 from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 
 from raytide.control.api.auth import Caller
 from raytide.core.errors import UsageError
+
+T = TypeVar("T")
 
 MOST_DEPTH = 64
 MOST_VALUES = 20_000
@@ -69,6 +74,11 @@ class Poll(BaseModel):
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             raise UsageError(f"malformed request: {where}: {first['msg']}.", hint="Correct it.") from None
+
+
+async def in_pool(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Returns the result of blocking work, which runs in one of the threads of this pool."""
+    return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=pool)
 
 
 def checked_name(name: str) -> str:

@@ -3,11 +3,9 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
@@ -35,8 +33,6 @@ _UPLOADS = 3
 _METRICS_S = 1.0
 """The age up to which a reading of the metrics is reused, so that requests cause at most one reading a second."""
 
-T = TypeVar("T")
-
 
 class Pools:
     """Thread limits for requests that wait for something other than the store, separate from all other routes."""
@@ -44,10 +40,6 @@ class Pools:
     def __init__(self) -> None:
         self.health, self.metrics = CapacityLimiter(1), CapacityLimiter(1)
         self.submissions, self.slow, self.uploads = CapacityLimiter(8), CapacityLimiter(8), CapacityLimiter(4)
-
-
-async def _in(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=pool)
 
 
 def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
@@ -92,7 +84,7 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Any:
-        return await _in(pools.health, service.health)
+        return await q.in_pool(pools.health, service.health)
 
     def measure() -> bytes:
         if time.monotonic() - measured["at_s"] >= _METRICS_S:
@@ -103,11 +95,11 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(await _in(pools.metrics, measure), media_type=CONTENT_TYPE)
+        return Response(await q.in_pool(pools.metrics, measure), media_type=CONTENT_TYPE)
 
     @app.get("/v1/targets")
     async def targets() -> Any:
-        return discovery(await _in(pools.metrics, service.targets))
+        return discovery(await q.in_pool(pools.metrics, service.targets))
 
     @app.get("/v1/status")
     def status(caller: q.CallerInput) -> Any:
@@ -115,16 +107,16 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.post("/v1/jobs")
     async def submit(caller: q.CallerInput, body: q.Body, key: q.Key = None) -> Any:
-        return to_json(await _in(pools.submissions, service.jobs.submit, body, caller, key))
+        return to_json(await q.in_pool(pools.submissions, service.jobs.submit, body, caller, key))
 
     @app.put("/v1/packages/{digest}")
     async def upload(caller: q.CallerInput, digest: q.Digest, request: Request) -> Any:
         length = request.headers.get("content-length", "")
         async with uploads[caller.home]:
-            await _in(pools.uploads, service.jobs.make_room, caller, int(length) if length else None)
+            await q.in_pool(pools.uploads, service.jobs.make_room, caller, int(length) if length else None)
             with service.packages.receive(digest, caller.home) as part:
                 async for chunk in request.stream():
-                    await _in(pools.uploads, part.write, chunk)
+                    await q.in_pool(pools.uploads, part.write, chunk)
         return {}
 
     @app.get("/v1/packages/{digest}")
@@ -145,7 +137,7 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.post("/v1/jobs/{job_id}/retry")
     async def retry(caller: q.CallerInput, job_id: q.Name, key: q.Key = None) -> Any:
-        return to_json(await _in(pools.submissions, service.jobs.retry, job_id, caller, key))
+        return to_json(await q.in_pool(pools.submissions, service.jobs.retry, job_id, caller, key))
 
     @app.get("/v1/jobs/{job_id}/why")
     def why(caller: q.CallerInput, job_id: q.Name) -> Any:
@@ -159,11 +151,11 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.get("/v1/jobs/{job_id}/logs")
     async def logs(caller: q.CallerInput, job_id: q.Name, after: q.Place = "", tail: q.Tail = None) -> Any:
-        return to_json(await _in(pools.slow, service.jobs.logs, job_id, caller, after, tail))
+        return to_json(await q.in_pool(pools.slow, service.jobs.logs, job_id, caller, after, tail))
 
     @app.get("/v1/jobs/{job_id}/metrics")
     async def curves(caller: q.CallerInput, job_id: q.Name, points: q.Points = 500) -> Any:
-        return to_json(await _in(pools.slow, service.jobs.curves, job_id, caller, points))
+        return to_json(await q.in_pool(pools.slow, service.jobs.curves, job_id, caller, points))
 
     @app.post("/v1/jobs/{job_id}/report")
     def report(caller: q.CallerInput, job_id: q.Name, body: q.Body) -> Any:
@@ -177,7 +169,7 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.post("/v1/endpoints")
     async def serve(caller: q.CallerInput, body: q.Body) -> Any:
-        return to_json(await _in(pools.submissions, service.endpoints.serve, body, caller))
+        return to_json(await q.in_pool(pools.submissions, service.endpoints.serve, body, caller))
 
     @app.get("/v1/endpoints")
     def endpoints(caller: q.CallerInput) -> Any:
@@ -201,7 +193,7 @@ def create_app(service: ApiService, tokens: Tokens) -> FastAPI:
 
     @app.get("/v1/snapshot")
     async def snapshot(caller: q.CallerInput) -> Response:
-        return Response(await _in(pools.slow, service.snapshot, caller), media_type="application/json")
+        return Response(await q.in_pool(pools.slow, service.snapshot, caller), media_type="application/json")
 
     @app.get("/v1/cost")
     def cost(caller: q.CallerInput) -> Any:

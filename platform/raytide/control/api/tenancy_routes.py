@@ -3,11 +3,9 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
@@ -24,15 +22,10 @@ _LEAVING_S = 2.0
 """The time between two looks whether a gateway that polls is still there."""
 _MOST, _LONGEST_POLL_S = 1000, 30.0
 
-T = TypeVar("T")
-
 
 def tenancy_routes(service: TenancyService) -> APIRouter:
     router = APIRouter(prefix="/v1")
     slow, polls, reports = CapacityLimiter(2), CapacityLimiter(4), CapacityLimiter(4)
-
-    async def run(pool: CapacityLimiter, work: Callable[..., T], *args: Any) -> T:
-        return await to_thread.run_sync(partial(work, *args), limiter=pool)
 
     latest = {"read_s": -POLL_S, "revision": -1}
 
@@ -40,7 +33,7 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
         """Returns the revision of the key table, at most half as old as the time between two looks."""
         if time.monotonic() - latest["read_s"] >= POLL_S / 2:
             latest["read_s"] = time.monotonic()
-            latest["revision"] = await run(polls, service.revision)
+            latest["revision"] = await q.in_pool(polls, service.revision)
         return int(latest["revision"])
 
     @router.post("/keys")
@@ -65,11 +58,11 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
 
     @router.get("/usage")
     async def usage(which: _Filter, limit: q.Limit = 100, before: q.Number = None) -> Any:
-        return to_json(await run(slow, service.usage, which, before, min(limit, _MOST)))
+        return to_json(await q.in_pool(slow, service.usage, which, before, min(limit, _MOST)))
 
     @router.get("/usage/{by}")
     async def usage_sums(which: _Filter, by: UsageBy) -> Any:
-        return [to_json(each) for each in await run(slow, service.usage_sums, which, by)]
+        return [to_json(each) for each in await q.in_pool(slow, service.usage_sums, which, by)]
 
     @router.get("/audit")
     def audit(
@@ -96,14 +89,14 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
     @router.get("/audit/verify")
     async def verify_audit(caller: q.CallerInput, head: q.Head = None) -> Any:
         seq, _, hash = (head or "").partition(":")
-        return to_json(await run(slow, service.audit(caller).verify, (int(seq), hash) if head else None))
+        return to_json(await q.in_pool(slow, service.audit(caller).verify, (int(seq), hash) if head else None))
 
     @router.get("/gateway/keys")
     async def key_table(request: Request) -> Response:
         """Responds once the revision differs from `newer_than`, or on a timeout."""
         poll = q.Poll.from_request(request)
         if poll.gateway:
-            await run(reports, service.seen, poll.gateway)
+            await q.in_pool(reports, service.seen, poll.gateway)
         until_s = time.monotonic() + min(poll.timeout_s, _LONGEST_POLL_S)
         leaving_s = time.monotonic() + _LEAVING_S
         while poll.newer_than == await revision() and time.monotonic() < until_s:
@@ -112,16 +105,16 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
                 leaving_s += _LEAVING_S
                 if await request.is_disconnected():
                     break
-        found = to_json(await run(polls, service.key_table, poll.newer_than))
+        found = to_json(await q.in_pool(polls, service.key_table, poll.newer_than))
         return Response(json.dumps(found), media_type="application/json")
 
     @router.post("/gateway/reservations")
     async def reserve(body: q.Body) -> Any:
-        return await run(reports, service.reserve, body)
+        return await q.in_pool(reports, service.reserve, body)
 
     @router.post("/gateway/usage")
     async def settle(body: q.Body) -> Any:
-        return {"new": await run(reports, service.settle, body)}
+        return {"new": await q.in_pool(reports, service.settle, body)}
 
     return router
 

@@ -1,4 +1,4 @@
-"""The store's database: the engine for SQLite or PostgreSQL, its transactions and its migrations.
+"""The store's database: the engine for SQLite or PostgreSQL, its transactions, its pages and its migrations.
 
 SQLite uses a write-ahead log. Writes take the lock when they begin, because a lock requested later fails at once.
 """
@@ -23,6 +23,11 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from raytide.core.bounds import encodable
 from raytide.core.errors import ConfigError, ConflictError, StorageError
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+import sqlalchemy as sa
+from raytide.core.bounds import MOST_PAGE_BYTES
 
 BUSY_TIMEOUT_S = 30.0
 PAUSED_TRANSACTION_S = 10
@@ -280,3 +285,16 @@ def _storable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_storable(inner) for inner in value]
     return value
+
+
+def paged(
+    c: sa.Connection,
+    query: sa.Select[Any],
+    column: sa.ColumnElement[Any],
+    limit: int,
+    most_bytes: int = MOST_PAGE_BYTES,
+) -> Sequence[sa.Row[Any]]:
+    """Returns the first `limit` rows; fewer if the texts in `column` exceed `most_bytes` in total, but never none."""
+    sizes = c.execute(query.with_only_columns(sa.func.length(sa.cast(column, sa.Text))).limit(limit)).scalars()
+    within = sum(total <= most_bytes for total in accumulate(sizes))
+    return c.execute(query.limit(min(limit, max(1, within)))).all()

@@ -26,7 +26,7 @@ from raytide.core.state.leader import Leader
 from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, leases_where, no_job
 from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.core.state.queries.overview import OverviewQueries
-from raytide.core.state.queries.pages import paged
+from raytide.core.state.database import paged
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.registry.datasets import DatasetRecords
 from raytide.core.state.registry.endpoints import request_delete, save_endpoint, served_endpoint

@@ -1,4 +1,7 @@
-"""The planner at submission: fills in what a training leaves to it, and refuses one that cannot fit its GPUs."""
+"""The planner at submission: fills in what a training leaves to it, and refuses one that cannot fit its GPUs.
+
+Its corrections are learned from the trainings that a cluster has run.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,28 @@ from raytide.sizing.calibration import Corrections
 from raytide.sizing.model_shape import ModelShape
 from raytide.sizing.search.automatic import fill_in
 from raytide.sizing.search.fixes import check_training
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from raytide.core.clock import Clock
+from raytide.core.errors import RaytideError
+from raytide.core.objects.job import Job, JobKind, JobState
+from raytide.core.objects.node import NodeType
+from raytide.core.specs.train import TrainSpec
+from raytide.core.state import Store
+from raytide.sizing.calibration import Corrections, MeasuredRun, learn
+from raytide.sizing.devices import device_of
+from raytide.sizing.workload import Strategy, TrainWorkload
 
 ReadConfig = Callable[[TrainSpec], Mapping[str, object] | None]
 """It returns the `config.json` of the model that a spec trains; None if that cannot be read."""
+_JOBS = 200
+"""The newest jobs that are looked at."""
+_LEAST_STEPS = 20
+"""A shorter run measured its start."""
+_EVERY_S = 60.0
+
+ReadConfigOfJob = Callable[[TrainSpec, Job], Mapping[str, object] | None]
+"""It returns the `config.json` of the model that a job trained; None if that cannot be read."""
 
 
 def plan_training(
@@ -67,3 +89,61 @@ def model_of(spec: TrainSpec, read_config: ReadConfig) -> ModelShape | None:
         return None if config is None else model_shape(architecture_of(config, spec.name), spec.name)
     except (ConfigError, DataError):
         return None  # the driver says what is wrong with it
+
+
+class LearnedCorrections:
+    """Learns from the trainings that succeeded, on nodes of one type, and looks for new ones once a minute at most."""
+
+    def __init__(
+        self, store: Store, node_types: Sequence[NodeType], read_config: ReadConfigOfJob, clock: Clock
+    ) -> None:
+        self._store, self._read_config, self._clock = store, read_config, clock
+        self._types = {node_type.name: node_type for node_type in node_types}
+        self._lock = threading.Lock()
+        self._runs: dict[str, MeasuredRun | None] = {}
+        self._found, self._at_s = Corrections(), float("-inf")
+
+    def current(self) -> Corrections:
+        with self._lock:
+            if self._clock.now_s() - self._at_s >= _EVERY_S:
+                self._at_s = self._clock.now_s()
+                self._refresh()
+            return self._found
+
+    def _refresh(self) -> None:
+        finished = {
+            job.id: job
+            for job in self._store.jobs(limit=_JOBS)
+            if job.spec.kind is JobKind.TRAIN and job.state is JobState.SUCCEEDED
+        }
+        new = [job for job in finished.values() if job.id not in self._runs]
+        if new:
+            type_of = {node.id: node.type for node in self._store.nodes()}
+            self._runs |= {job.id: self._measured(job, type_of) for job in new}
+        self._runs = {job_id: run for job_id, run in self._runs.items() if job_id in finished}
+        self._found = learn(run for run in self._runs.values() if run is not None)
+
+    def _measured(self, job: Job, type_of: Mapping[str, str]) -> MeasuredRun | None:
+        lease = self._store.lease_of(job.id)
+        types = {type_of.get(member.node_id or "") for member in lease.members} - {None} if lease is not None else set()
+        node_type = self._types.get(types.pop() or "") if len(types) == 1 else None
+        return None if node_type is None else measured_run(job, node_type, self._read_config)
+
+
+def measured_run(job: Job, node_type: NodeType, read_config: ReadConfigOfJob) -> MeasuredRun | None:
+    """Returns what a training on nodes of one type measured; None if that cannot be compared with a prediction."""
+    device = device_of(node_type)
+    step_s, world, steps = (job.progress_number(name) for name in ("step_s", "world", "step"))
+    if device is None or not step_s or not world or (steps or 0) < _LEAST_STEPS:
+        return None
+    try:
+        spec = TrainSpec.parse(job.spec.config, where=job.id)
+        model = model_of(spec, lambda each: read_config(each, job))
+        if model is None:
+            return None
+        workload, strategy = TrainWorkload.from_spec(spec, model), Strategy.from_spec(spec, int(world))
+    except RaytideError:
+        return None
+    shapes = job.spec.gang.shapes
+    devices = max(1, int(shapes[0].resources.get("GPU", 1.0))) if shapes else 1
+    return MeasuredRun(workload, strategy, device, devices, step_s)

@@ -36,7 +36,7 @@ from raytide.core.state import Store
 from raytide.core.telemetry.job_trace import StepTraces
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.queue.lifecycle.deadline_check import resolve_deadline
-from raytide.queue.lifecycle.learned_pace import LearnedCorrections
+from raytide.queue.lifecycle.training_plan import LearnedCorrections
 from raytide.queue.lifecycle.pending_reason import given_away_text
 from raytide.queue.lifecycle.training_plan import plan_training
 from raytide.scheduling.diagnosis import check_possible

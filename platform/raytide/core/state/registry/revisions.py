@@ -11,7 +11,7 @@ from raytide.core.errors import NotFoundError
 from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
 from raytide.core.state import codec
 from raytide.core.state.database import DatabaseAccess
-from raytide.core.state.queries.pages import paged
+from raytide.core.state.database import paged
 from raytide.core.state.registry import tables as t
 
 KEPT_REVISIONS = 100

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import sqlalchemy as sa
 
 from raytide.core.errors import ConflictError, QuotaError
-from raytide.core.state.queries.pages import paged
+from raytide.core.state.database import paged
 from raytide.core.state.write import next_number
 
 MOST_VERSIONS = 10_000
