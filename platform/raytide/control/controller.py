@@ -66,7 +66,7 @@ from raytide.queue.admission.scheduler import queued_jobs
 from raytide.queue.admission.start_forecast import forecast_starts
 from raytide.registry.rollout.lifecycle import advance_all, judged_by, losing_endpoints
 from raytide.registry.rollout.routes import EndpointRoute, routes
-from raytide.registry.rollout.shares import with_shares
+from raytide.registry.rollout.lifecycle import with_shares
 
 log = logger(__name__)
 

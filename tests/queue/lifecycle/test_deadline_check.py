@@ -10,7 +10,7 @@ from tests.queue.cluster import H100, gpus, spec
 from raytide.core.errors import CapacityError, UsageError
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import MARKET_LABEL, CapacityType
-from raytide.queue.lifecycle.deadline_check import resolve_deadline
+from raytide.queue.lifecycle.submission import resolve_deadline
 
 NOW_S = datetime(2026, 11, 21, 20, tzinfo=UTC).timestamp()
 SPOT = H100.model_copy(update={"name": "h100x8.spot", "market": CapacityType.SPOT})

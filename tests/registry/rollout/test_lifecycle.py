@@ -23,7 +23,7 @@ from raytide.registry.rollout.lifecycle import (
     losing_endpoints,
 )
 from raytide.registry.rollout.routes import routes
-from raytide.registry.rollout.shares import with_shares
+from raytide.registry.rollout.lifecycle import with_shares
 from raytide.registry.rollout.spec import RolloutSpec
 
 PLAN = RolloutSpec.model_validate(

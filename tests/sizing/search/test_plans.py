@@ -24,7 +24,7 @@ from raytide.sizing.model_shape import ModelShape
 from raytide.sizing.search.automatic import fill_in
 from raytide.sizing.search.candidates import is_possible, layouts
 from raytide.sizing.search.fixes import check_training
-from raytide.sizing.search.gpu_memory import select_gpu_memory
+from raytide.queue.lifecycle.submission import select_gpu_memory
 from raytide.sizing.search.plans import Objective, PlanSearch, SearchOptions, hardware_of, search_plans
 from raytide.sizing.step.step_time import step_time
 from raytide.sizing.workload import TrainWorkload

@@ -18,13 +18,15 @@ from pydantic import BaseModel
 
 from raytide.actors.serving.openai_api.errors import ApiError, invalid
 from raytide.core.errors import StorageError
-from raytide.core.io.atomic_file import sweep
+from raytide.core.io.atomic_file import sweep, sync
 from raytide.core.io.storage import full_disk_is_an_error
 from raytide.gateway.files.database import FileDatabase
 
 UPLOAD_PURPOSES = ("assistants", "batch", "evals", "fine-tune", "user_data", "vision")
 _KEEP_BATCH_S = 30 * 86_400
 """The time for which the input of a batch is kept, as at OpenAI, unless the upload says otherwise."""
+_SHOWN = ("id", "bytes", "created_at", "expires_at", "filename", "purpose")
+"""The columns of a file that clients see."""
 _CONTENT = re.compile(r"file-[0-9a-f]{32}")
 _ORPHAN_S = 3600.0
 
@@ -155,7 +157,7 @@ class FileStore:
         )
         with full_disk_is_an_error("the file"):
             os.replace(part.path, self.content_path(part.id))
-            _sync_folder(self.folder)
+            sync(self.folder)
         return FileObject(
             id=part.id, bytes=part.size, created_at=now, expires_at=expires_at, filename=filename, purpose=purpose
         )
@@ -247,14 +249,7 @@ class FileStore:
 
 
 def _file(row: sqlite3.Row) -> FileObject:
-    return FileObject(
-        id=row["id"],
-        bytes=row["bytes"],
-        created_at=row["created_at"],
-        expires_at=row["expires_at"],
-        filename=row["filename"],
-        purpose=row["purpose"],
-    )
+    return FileObject(**{name: row[name] for name in _SHOWN})
 
 
 def _unknown(file_id: str) -> ApiError:
@@ -274,10 +269,3 @@ def _is_old(path: Path) -> bool:
         return time.time() - path.stat().st_mtime > _ORPHAN_S
     return False
 
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -20,7 +20,7 @@ from raytide.core.objects.job import Job, JobState
 from raytide.core.objects.node import ACCELERATOR_LABEL, TYPE_LABEL, CapacityType, Node, NodeState
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Changes, Store
-from raytide.queue.lifecycle.training_plan import measured_run
+from raytide.queue.lifecycle.submission import measured_run
 from raytide.sizing.calibration import Corrections
 from raytide.sizing.search import automatic
 from raytide.sizing.step.step_time import step_time

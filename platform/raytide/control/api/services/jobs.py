@@ -35,12 +35,12 @@ from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
 from raytide.core.telemetry.job_trace import StepTraces
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
-from raytide.queue.lifecycle.deadline_check import resolve_deadline
-from raytide.queue.lifecycle.training_plan import LearnedCorrections
+from raytide.queue.lifecycle.submission import resolve_deadline
+from raytide.queue.lifecycle.submission import LearnedCorrections
 from raytide.queue.lifecycle.pending_reason import given_away_text
-from raytide.queue.lifecycle.training_plan import plan_training
+from raytide.queue.lifecycle.submission import plan_training
 from raytide.scheduling.diagnosis import check_possible
-from raytide.sizing.search.gpu_memory import select_gpu_memory
+from raytide.queue.lifecycle.submission import select_gpu_memory
 
 _ALL = 2**31 - 1
 

@@ -1,6 +1,8 @@
-"""The planner at submission: fills in what a training leaves to it, and refuses one that cannot fit its GPUs.
+"""What becomes of a job's spec at submission.
 
-Its corrections are learned from the trainings that a cluster has run.
+The planner fills in what a training leaves to it, and refuses one that cannot fit its GPUs; its corrections are learned
+from the trainings that a cluster has run. A deadline must be one that can be met at all. GPU memory is a resource of
+shapes: "GPUs with 40 GB each" becomes a selector of the node types that have them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,19 @@ from raytide.core.state import Store
 from raytide.sizing.calibration import Corrections, MeasuredRun, learn
 from raytide.sizing.devices import device_of
 from raytide.sizing.workload import Strategy, TrainWorkload
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from raytide.core.clock import moment
+from raytide.core.errors import CapacityError, UsageError
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.job import JobSpec
+from raytide.core.objects.node import CapacityType, NodeType
+from raytide.scheduling.diagnosis import copies_that_fit, open_zones
+from collections.abc import Sequence
+from raytide.core.errors import CapacityError
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.node import TYPE_LABEL, NodeType, labels_match
+from raytide.sizing.devices import gpu_memory_gb
 
 ReadConfig = Callable[[TrainSpec], Mapping[str, object] | None]
 """It returns the `config.json` of the model that a spec trains; None if that cannot be read."""
@@ -147,3 +162,64 @@ def measured_run(job: Job, node_type: NodeType, read_config: ReadConfigOfJob) ->
     shapes = job.spec.gang.shapes
     devices = max(1, int(shapes[0].resources.get("GPU", 1.0))) if shapes else 1
     return MeasuredRun(workload, strategy, device, devices, step_s)
+
+
+def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float) -> JobSpec:
+    """Returns the spec with its deadline as a point in time.
+
+    Raises UsageError if there is not enough time, CapacityError if only spot nodes could hold its gang.
+    """
+    if spec.deadline is None:
+        return spec
+    deadline = spec.deadline
+    if isinstance(deadline, timedelta):
+        deadline = datetime.fromtimestamp(now_s, tz=UTC) + deadline
+    left_s = deadline.timestamp() - now_s
+    if left_s <= 0:
+        raise UsageError(
+            f"the deadline of {spec.name}, {moment(deadline.timestamp())}, is past.", hint="Name a later one."
+        )
+    if spec.estimate_h is not None and spec.estimate_h * 3600.0 > left_s:
+        raise UsageError(
+            f"{spec.name} cannot be done by {moment(deadline.timestamp())}: it needs {spec.estimate_h:g} h by its own "
+            f"estimate, even on demand, and there are {left_s / 3600:.1f} h.",
+            hint="Name a later deadline, or a larger gang with a smaller estimate_h.",
+        )
+    if not any(_holds(shape, node_type) for shape in spec.gang.shapes for node_type in node_types):
+        raise CapacityError(
+            f"no deadline can be promised for {spec.name}: only spot nodes could hold its gang.",
+            hint="Add an on-demand node type that holds it, allow it in the shape's labels, or leave the deadline out.",
+        )
+    return spec.model_copy(update={"deadline": deadline})
+
+
+def _holds(shape: Shape, node_type: NodeType) -> bool:
+    """Returns True if the type is on-demand and can hold a member."""
+    is_open = node_type.market is CapacityType.ON_DEMAND and node_type.max_nodes > 0 and open_zones(shape, node_type)
+    return bool(is_open and copies_that_fit(shape.resources, node_type.resources))
+
+
+def select_gpu_memory(gang: GangSpec, node_types: Sequence[NodeType], *, subject: str) -> GangSpec:
+    """Returns the gang with `gpu_memory_gb` of each shape replaced by a label. Raises CapacityError if no node type
+    that a shape's other labels allow has GPUs with that much."""
+    if all(shape.gpu_memory_gb is None for shape in gang.shapes):
+        return gang
+    shapes = tuple(_selected(shape, node_types, subject) for shape in gang.shapes)
+    return gang.model_copy(update={"shapes": shapes})
+
+
+def _selected(shape: Shape, node_types: Sequence[NodeType], subject: str) -> Shape:
+    if shape.gpu_memory_gb is None:
+        return shape
+    allowed = [each for each in node_types if any(labels_match(shape.labels, each.all_labels(z)) for z in each.zones)]
+    known = {each.name: memory for each in allowed if (memory := gpu_memory_gb(each)) is not None}
+    enough = sorted(name for name, memory in known.items() if memory >= shape.gpu_memory_gb)
+    if not enough:
+        most = max(known.values(), default=0.0)
+        has = f"the largest have {most:g} GB" if known else "none has GPUs of known memory"
+        raise CapacityError(
+            f"no node type fits {subject}: needs GPUs with {shape.gpu_memory_gb:g} GB; {has}.",
+            hint="Ask for less, add a node type, or declare gpu_memory_gb in metadata.raytide.node_types.",
+        )
+    wanted = enough[0] if len(enough) == 1 else f"in({','.join(enough)})"
+    return shape.model_copy(update={"labels": {**shape.labels, TYPE_LABEL: wanted}, "gpu_memory_gb": None})
