@@ -10,8 +10,7 @@ from typing import Literal
 from raytide.actors.engine.types import EngineStats, Timing
 from raytide.core.logs import TRACE_ID
 from raytide.core.telemetry.catalogue import application, model
-from raytide.core.telemetry.metrics import MetricSample, Sample
-from raytide.core.telemetry.metrics import HistogramRecorder, ValueRecorder
+from raytide.core.telemetry.metrics import HistogramRecorder, MetricSample, Sample, ValueRecorder
 
 Outcome = Literal["ok", "aborted", "invalid", "limited", "rejected", "error"]
 """`aborted`: the client went away; `invalid`: 4xx; `limited`: its own limit or budget is reached; `rejected`: the

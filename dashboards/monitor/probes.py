@@ -22,8 +22,7 @@ from raytide.core.errors import RaytideError
 from raytide.core.io.atomic_file import read_json, write_json
 from raytide.core.logs import logger
 from raytide.core.telemetry.catalogue import monitoring as m
-from raytide.core.telemetry.metrics import MetricSample, Sample
-from raytide.core.telemetry.metrics import HistogramRecorder
+from raytide.core.telemetry.metrics import HistogramRecorder, MetricSample, Sample
 from raytide.core.telemetry.settings import ProbeSection
 from raytide.dashboards.alerts.service import PROBES_FILE
 

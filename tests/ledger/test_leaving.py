@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis import given
 from tests.ledger.test_occupancy import JOB, TOTAL, lease, view
 
 from raytide.core.objects.gang import MemberState
 from raytide.core.objects.ledger_entry import EntryKind, Occupancy
 from raytide.core.objects.snapshot import Snapshot
-from raytide.ledger.occupancy import GRACE_S, RecentlyReleased
-from raytide.ledger.occupancy import holders, occupancies
+from raytide.ledger.occupancy import GRACE_S, RecentlyReleased, holders, occupancies
 
 HELD = Snapshot(
     10.0, (), nodes=(view(available={"CPU": 7.0, "GPU": 3.0}),), jobs=(JOB,), leases=(lease(MemberState.READY),)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis import given
 
 from raytide.core.objects.endpoint import Speed
-from raytide.sizing.model_shape import MODELS
 from raytide.sizing.devices import DEVICES
+from raytide.sizing.model_shape import MODELS
 from raytide.sizing.serving import ServingLoad, decode_seconds, kv_room, plan_replicas, prefill_seconds
 
 H100, A100 = DEVICES["H100"], DEVICES["A100"]

@@ -14,8 +14,7 @@ from tests.workflows.test_planner import flow_of
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError
 from raytide.core.objects.job import JobState
-from raytide.workflows.driver import FAILED, STOPPED, FlowDriver, StateFile
-from raytide.workflows.driver import begins_because, next_time_s
+from raytide.workflows.driver import FAILED, STOPPED, FlowDriver, StateFile, begins_because, next_time_s
 from raytide.workflows.spec import FlowSpec, ScheduleSpec
 
 NOON_S = datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp()

@@ -59,14 +59,12 @@ from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Store
 from raytide.core.state.write import REMOVED_AT_ONCE
 from raytide.core.telemetry.job_trace import JobTraces
-from raytide.ledger.occupancy import RecentlyReleased
-from raytide.ledger.occupancy import holders, occupancies
+from raytide.ledger.occupancy import RecentlyReleased, holders, occupancies
 from raytide.queue.admission.priority import LAST_SHARE
 from raytide.queue.admission.scheduler import queued_jobs
 from raytide.queue.admission.start_forecast import forecast_starts
-from raytide.registry.rollout.lifecycle import advance_all, judged_by, losing_endpoints
+from raytide.registry.rollout.lifecycle import advance_all, judged_by, losing_endpoints, with_shares
 from raytide.registry.rollout.routes import EndpointRoute, routes
-from raytide.registry.rollout.lifecycle import with_shares
 
 log = logger(__name__)
 

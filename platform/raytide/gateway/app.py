@@ -11,22 +11,19 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from raytide.actors.serving.http.app import openai_app
+from raytide.actors.serving.http.app import error_response, openai_app
 from raytide.actors.serving.http.headers import ResponseHeaders
+from raytide.actors.serving.openai_api.admission import CALLER
+from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.actors.serving.protocols.responses_api.stored import ResponseStore
 from raytide.core.telemetry.metrics import CONTENT_TYPE, render
 from raytide.gateway.models import ENDPOINT, EndpointModels
 from raytide.gateway.rollouts.feedback import add_feedback_routes
 from raytide.gateway.tenancy.tenancy import Tenancy
 from raytide.gateway.tracing import RequestTracing, TracedRequests
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
-from raytide.actors.serving.http.app import error_response
-from raytide.actors.serving.openai_api.admission import CALLER
-from raytide.actors.serving.openai_api.errors import ApiError
-from raytide.gateway.tenancy.tenancy import Tenancy
 
 _OWN = frozenset({"v1", "v2", "health", "metrics", "docs", "openapi.json", "redoc"})
 _BARE = frozenset({"tokenize", "detokenize", "score", "rerank", "version"})

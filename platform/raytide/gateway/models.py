@@ -29,8 +29,7 @@ from raytide.core.objects.api_key import HostedBackend
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, ServeSpec, adapted_models, adapter_id
 from raytide.core.specs.rollout import CountedRevision, served_version
 from raytide.core.telemetry.catalogue.application import REQUESTS
-from raytide.core.telemetry.metrics import Sample
-from raytide.core.telemetry.metrics import ValueRecorder
+from raytide.core.telemetry.metrics import Sample, ValueRecorder
 from raytide.gateway.answers.answer_quality import AnswerQuality
 from raytide.gateway.hosted.api import HostedApis, fallback_of
 from raytide.gateway.replicas.directory import Directory, EndpointEntry, Listing

@@ -9,8 +9,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raytide.actors.serving.request_trace import RequestTrace
-from raytide.core.telemetry.tracing import TRACEPARENT, Tracer, TraceSampler, traced_logs
 from raytide.core.telemetry.settings import TracingSection
+from raytide.core.telemetry.tracing import TRACEPARENT, TraceSampler, Tracer, traced_logs
 
 TRACE_ID_HEADER = "x-trace-id"
 _NAME = TRACEPARENT.encode()

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from raytide.core.objects.ledger_entry import EntryKind, Occupancy, Share
 from raytide.core.objects.node import NodeState, Resources, minus, plus
 from raytide.core.objects.plan import UNMANAGED
 from raytide.core.objects.snapshot import NodeView, Snapshot
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from raytide.core.objects.node import Resources, minus, plus
 
 Holder = tuple[EntryKind, str, str]
 """Kind, subject, team."""

@@ -17,9 +17,8 @@ from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.node import NodeType
 from raytide.core.specs.train import MemorySpec, Precision, TrainSpec
 from raytide.sizing.calibration import Corrections
-from raytide.sizing.model_shape import MODELS
 from raytide.sizing.devices import device_of
-from raytide.sizing.model_shape import ModelShape
+from raytide.sizing.model_shape import MODELS, ModelShape
 from raytide.sizing.scaling.laws import BESIROGLU
 from raytide.sizing.search.fixes import misfit
 from raytide.sizing.search.plans import Objective, PlanSearch, SearchOptions, TrainingPlan, search_plans

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from raytide.control.client import ApiClient
 from raytide.core.clock import Clock, SystemClock
@@ -27,8 +28,6 @@ from raytide.workflows.spec import FlowSpec, ScheduleSpec
 from raytide.workflows.stages.runner import ApiRunner
 from raytide.workflows.state import FlowState
 from raytide.workflows.view import as_progress
-from datetime import UTC, datetime
-from raytide.workflows.spec import ScheduleSpec
 
 FAILED = 79
 """The exit code of a flow in which a stage failed: it is not started again."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis import given
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from raytide.core.telemetry.catalogue.application import FIRST_TOKEN_SECONDS, REQUESTS
-from raytide.core.telemetry.metrics import Metric, MetricSample, render
-from raytide.core.telemetry.metrics import HistogramRecorder, ValueRecorder
+from raytide.core.telemetry.metrics import HistogramRecorder, Metric, MetricSample, ValueRecorder, render
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

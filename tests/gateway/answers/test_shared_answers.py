@@ -13,8 +13,7 @@ from raytide.actors.engine.types import GenChunk, GenRequest, SampleProgress, To
 from raytide.actors.serving.openai_api.respond import KEPT
 from raytide.core.errors import EngineError
 from raytide.core.objects.endpoint import AnswerCachePolicy
-from raytide.gateway.answers.shared_answers import MAX_TOKENS, AnswerCache
-from raytide.gateway.answers.shared_answers import Reuse, SharedAnswers, answer_key
+from raytide.gateway.answers.shared_answers import MAX_TOKENS, AnswerCache, Reuse, SharedAnswers, answer_key
 
 GREEDY = SamplingParams(temperature=0)
 REQUEST = GenRequest(request_id="a", prompt=[1, 2, 3], sampling=GREEDY, keep_answer=True)

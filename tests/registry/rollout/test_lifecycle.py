@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis import given
 
 from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.endpoint_load import EndpointLoad
@@ -21,9 +21,9 @@ from raytide.registry.rollout.lifecycle import (
     intervals,
     judged_by,
     losing_endpoints,
+    with_shares,
 )
 from raytide.registry.rollout.routes import routes
-from raytide.registry.rollout.lifecycle import with_shares
 from raytide.registry.rollout.spec import RolloutSpec
 
 PLAN = RolloutSpec.model_validate(

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis import given
 
-from raytide.sizing.scaling.laws import cheapest_for_loss, over_trained
-from raytide.sizing.scaling.laws import APPROACH_1, BESIROGLU, HOFFMANN, Allocation, ScalingLaw, approach_1, approach_2
+from raytide.sizing.scaling.laws import (
+    APPROACH_1,
+    BESIROGLU,
+    HOFFMANN,
+    Allocation,
+    ScalingLaw,
+    approach_1,
+    approach_2,
+    cheapest_for_loss,
+    over_trained,
+)
 from raytide.sizing.scaling.repeated_data import BALANCE, repeated_loss, repeated_optimum
 
 

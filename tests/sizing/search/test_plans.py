@@ -17,14 +17,13 @@ from raytide.core.objects.node import ACCELERATOR_LABEL, TYPE_LABEL, NodeType
 from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import MemorySpec, TrainSpec
-from raytide.sizing.model_shape import MODELS
+from raytide.queue.lifecycle.submission import select_gpu_memory
 from raytide.sizing.devices import DEVICES, GB, device_of, find_device, gpu_memory_gb
 from raytide.sizing.memory.estimate import estimate
-from raytide.sizing.model_shape import ModelShape
+from raytide.sizing.model_shape import MODELS, ModelShape
 from raytide.sizing.search.automatic import fill_in
 from raytide.sizing.search.candidates import is_possible, layouts
 from raytide.sizing.search.fixes import check_training
-from raytide.queue.lifecycle.submission import select_gpu_memory
 from raytide.sizing.search.plans import Objective, PlanSearch, SearchOptions, hardware_of, search_plans
 from raytide.sizing.step.step_time import step_time
 from raytide.sizing.workload import TrainWorkload

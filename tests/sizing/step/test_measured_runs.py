@@ -10,11 +10,11 @@ from tests.sizing.published_models import gpt
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import MemorySpec
 from raytide.sizing.calibration import Corrections, MeasuredRun, learn, solve_pace
-from raytide.sizing.model_shape import MODELS
 from raytide.sizing.devices import DEVICES, Accelerator, cpu_device, with_figures
 from raytide.sizing.memory.activations import Slice, last_bytes
 from raytide.sizing.memory.estimate import CONTEXT_BYTES, FRAGMENTATION, Hardware, estimate
 from raytide.sizing.memory.states import rank_states
+from raytide.sizing.model_shape import MODELS
 from raytide.sizing.step.step_time import step_time
 from raytide.sizing.workload import Strategy, TrainWorkload
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from raytide.cli.show import ClusterName, Json, as_json, as_lines, as_list, as_result, local_time
-from raytide.control.client import ApiClient
-from raytide.control.views import to_json
-from raytide.core.specs.data import RegisteredDataset
-from raytide.sdk.registry.datasets import DatasetRegistry
 import json as jsonlib
 from pathlib import Path
 from typing import Annotated, Any
+
 import typer
-from raytide.cli.show import Json, as_json, as_table
+
+from raytide.cli.show import ClusterName, Json, as_json, as_lines, as_list, as_result, as_table, local_time
+from raytide.control.client import ApiClient
+from raytide.control.views import to_json
 from raytide.core.bounds import printable
 from raytide.core.errors import DataError
+from raytide.core.specs.data import RegisteredDataset
+from raytide.sdk.registry.datasets import DatasetRegistry
 
 Reference = Annotated[str, typer.Argument(help="A version: NAME:VERSION, or NAME for the newest.")]
 _SHOWN_SPEC = ("inputs", "include", "exclude", "filter", "cleaning", "tokenizer", "seed")

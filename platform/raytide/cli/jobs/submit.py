@@ -11,8 +11,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.jobs.datasets import diff, list_datasets, register, show
-from raytide.cli.jobs.datasets import inspect
+from raytide.cli.jobs.datasets import diff, inspect, list_datasets, register, show
 from raytide.cli.options import (
     Budget,
     Cpus,

@@ -5,29 +5,25 @@ The costs up to any moment, compared with the provider's bill, are its cost repo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.accounting.billing_intervals import update_intervals
-from raytide.control.views import CostReport
+from raytide.control.views import CostLine, CostReport
 from raytide.core.errors import ConflictError
 from raytide.core.money import to_us
 from raytide.core.objects.endpoint import EndpointState
 from raytide.core.objects.job import JobState
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.state import Changes, Store
-from raytide.ledger.reconcile import Difference, reconcile
-from raytide.queue.lifecycle import leases
-from collections import Counter
-from collections.abc import Iterable
-from raytide.autoscaler.providers.base import Machine
-from raytide.control.views import CostLine, CostReport
 from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.ledger.cost import accrued
-from raytide.ledger.reconcile import bill
+from raytide.ledger.reconcile import Difference, bill, reconcile
+from raytide.queue.lifecycle import leases
 
 _WHY = "the cluster was ended"
 

@@ -14,8 +14,7 @@ from raytide.control.backup.drill import drill
 from raytide.control.backup.place import BackupPlace, place_of
 from raytide.control.backup.results import read_results
 from raytide.control.backup.run import back_up
-from raytide.control.backup.upkeep import BackupTask, due_tasks
-from raytide.control.backup.upkeep import copy_to_cold, create_repositories, forget
+from raytide.control.backup.upkeep import BackupTask, copy_to_cold, create_repositories, due_tasks, forget
 from raytide.control.supervision.daemon import hold_lock
 from raytide.core.errors import RaytideError
 from raytide.core.logs import log_to, logger

@@ -7,7 +7,6 @@ one kind of store to the other.
 from __future__ import annotations
 
 import sqlite3
-
 from contextlib import closing
 from pathlib import Path
 

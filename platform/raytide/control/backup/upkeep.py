@@ -4,14 +4,13 @@ the cold repository."""
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 from raytide.control.backup.place import BackupPlace
 from raytide.control.backup.repository import Repository
-from raytide.control.backup.results import failures_recorded, record_run
+from raytide.control.backup.results import BackupResults, LastRun, failures_recorded, record_run
 from raytide.control.backup.run import working
 from raytide.core.errors import ConfigError
-from typing import Literal
-from raytide.control.backup.results import BackupResults, LastRun
 from raytide.core.objects.cluster_config import BackupSection
 
 BackupTask = Literal["backup", "cold", "forget", "drill"]

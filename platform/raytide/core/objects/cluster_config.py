@@ -24,8 +24,7 @@ from raytide.core.objects.hardware.transfer import TransferSection
 from raytide.core.objects.node import CapacityType, Meter, NodeType, ScheduledMinimum
 from raytide.core.objects.snapshot import Unmanaged
 from raytide.core.objects.team import CLASSES, TeamSpec, check_tree
-from raytide.core.telemetry.settings import MonitoringSection
-from raytide.core.telemetry.settings import TracingSection
+from raytide.core.telemetry.settings import MonitoringSection, TracingSection
 
 GPU_BUSY_ABOVE = 0.05
 ProviderName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$", max_length=30)]

@@ -15,19 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from raytide.core.bounds import encodable
+from raytide.core.bounds import MOST_PAGE_BYTES, encodable
 from raytide.core.errors import ConfigError, ConflictError, StorageError
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
-import sqlalchemy as sa
-from raytide.core.bounds import MOST_PAGE_BYTES
 
 BUSY_TIMEOUT_S = 30.0
 PAUSED_TRANSACTION_S = 10

@@ -18,25 +18,29 @@ from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, Job, JobSpec
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.snapshot import Pool
-from raytide.core.state import codec
 from raytide.core.state import tables as t
+from raytide.core.state import codec
 from raytide.core.state.caps import check_live_jobs, check_progress
-from raytide.core.state.database import Database, WriteFailure
+from raytide.core.state.database import Database, WriteFailure, paged
 from raytide.core.state.leader import Leader
 from raytide.core.state.queries.jobs import CHANGES, JobQueries, chunked, leases_where, no_job
 from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.core.state.queries.overview import OverviewQueries
-from raytide.core.state.database import paged
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.registry.datasets import DatasetRecords
-from raytide.core.state.registry.endpoints import request_delete, save_endpoint, served_endpoint
+from raytide.core.state.registry.endpoints import (
+    SignalRecords,
+    reported,
+    request_delete,
+    save_endpoint,
+    served_endpoint,
+)
 from raytide.core.state.registry.feedback import FeedbackRecords
 from raytide.core.state.registry.heads import HeadLease, HeadView, check_head, view_heads
 from raytide.core.state.registry.models import ModelRecords
 from raytide.core.state.registry.orders import OrderRecords, end_orders, open_orders
 from raytide.core.state.registry.revisions import RevisionRecords
 from raytide.core.state.registry.rollouts import RolloutRecords, all_serving, commit_rollouts, unended
-from raytide.core.state.registry.endpoints import SignalRecords, reported
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.tenancy.keys import touch_key_table
 from raytide.core.state.tenancy.records import TenancyRecords

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from raytide.core.objects.job import Job, JobState
 from raytide.core.state import Store
 from raytide.core.state.records import Event
-from raytide.core.telemetry.tracing import Attributes, SpanId, Tracer
 from raytide.core.telemetry.settings import TracingSection
+from raytide.core.telemetry.tracing import Attributes, SpanId, Tracer
 
 _MOST_EVENTS = 1000
 _SERVICE, _STEPS_SERVICE = "raytide-controller", "raytide-api"

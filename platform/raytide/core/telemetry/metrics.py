@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import math
+import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
-import time
-from bisect import bisect_left
-from collections.abc import Iterator
 
 MetricType = Literal["gauge", "counter", "histogram"]
 Layer = Literal["client", "application", "model", "infrastructure", "training", "queue", "cost", "monitoring"]

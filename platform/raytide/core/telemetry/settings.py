@@ -9,9 +9,6 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from raytide.core.config import Config
-from typing import Annotated
-from pydantic import Field
-from raytide.core.config import Config
 
 AlertName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,99}$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,199}$")]

@@ -9,8 +9,10 @@ model only writes calls, which the client makes.
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -18,13 +20,8 @@ from typing import Literal
 
 from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
 from raytide.actors.engine.types import GenChunk, GenRequest, as_request_error
-from raytide.core.errors import EngineError
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from raytide.actors.engine.types import GenChunk
 from raytide.actors.serving.openai_api.respond import KEPT
+from raytide.core.errors import EngineError
 from raytide.core.objects.endpoint import AnswerCachePolicy
 
 _TURN_CHUNKS = 256

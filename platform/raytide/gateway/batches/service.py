@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query, Request
 
 from raytide.actors.serving.openai_api.admission import CALLER, caller_of
-from raytide.actors.serving.openai_api.errors import ApiError
+from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody
+from raytide.gateway.batches.objects import BatchList, BatchObject, BatchRequest
 from raytide.gateway.batches.runner import BatchRunner
 from raytide.gateway.batches.store import BatchStore
 from raytide.gateway.files.database import FileDatabase
-from raytide.gateway.files.routes import add_file_routes
+from raytide.gateway.files.routes import Cursor, add_file_routes, team_of
 from raytide.gateway.files.store import FileStore
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.tenancy.tenancy import Tenancy
-from typing import Annotated
-from fastapi import FastAPI, Query, Request
-
-from raytide.actors.serving.openai_api.errors import ErrorBody
-from raytide.gateway.batches.objects import BatchList, BatchObject, BatchRequest
-from raytide.gateway.batches.store import BatchStore
-from raytide.gateway.files.routes import Cursor, team_of
 
 _MOST_LISTED = 100
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from raytide.actors.engine.types import TokenUsage
 from raytide.actors.serving.metrics import RequestTracker
 from raytide.actors.serving.openai_api.admission import HEADERS, Grant, caller_of
 from raytide.actors.serving.openai_api.errors import RETRY_AFTER_S, ApiError, invalid, overloaded, to_api_error
@@ -24,11 +25,6 @@ from raytide.core.errors import EngineError, RaytideError
 from raytide.core.objects.api_key import HostedBackend
 from raytide.core.objects.cluster_config import HostedApi
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR, ServeSpec
-import json
-from collections.abc import Iterator
-from typing import Any
-from raytide.actors.engine.types import TokenUsage
-from raytide.core.errors import EngineError
 
 HOSTED = "hosted"
 """The value of `x-raytide-replica` for such an answer."""

@@ -6,14 +6,12 @@ Reports are totals, so none counts twice.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from raytide.actors.serving.metrics import Outcome, RequestTracker, ServingMetrics
-from raytide.core.specs.rollout import CountedRevision
-import asyncio
-import logging
-from collections.abc import Callable, Sequence
 from raytide.core.errors import RaytideError
 from raytide.core.specs.rollout import CountedRevision, RolloutReport
 from raytide.gateway.tenancy.control_api import ControlApi

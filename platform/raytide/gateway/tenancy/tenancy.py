@@ -29,8 +29,7 @@ from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.endpoint import ADAPTER_SEPARATOR
 from raytide.core.specs.rollout import id_in_group
 from raytide.core.telemetry.catalogue.application import RATE_LIMITED, TOKENS
-from raytide.core.telemetry.metrics import Sample
-from raytide.core.telemetry.metrics import ValueRecorder
+from raytide.core.telemetry.metrics import Sample, ValueRecorder
 from raytide.gateway.tenancy.budgets import KeyBudgets
 from raytide.gateway.tenancy.control_api import ControlApi
 from raytide.gateway.tenancy.key_table import KeyTable, unauthorized, unavailable

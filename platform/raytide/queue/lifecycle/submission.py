@@ -7,41 +7,24 @@ shapes: "GPUs with 40 GB each" becomes a selector of the node types that have th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 
-from raytide.core.errors import ConfigError, DataError
-from raytide.core.objects.gang import Shape
-from raytide.core.objects.job import JobSpec
-from raytide.core.objects.node import NodeType
+from raytide.core.clock import Clock, moment
+from raytide.core.errors import CapacityError, ConfigError, DataError, RaytideError, UsageError
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import TYPE_LABEL, CapacityType, NodeType, labels_match
 from raytide.core.specs.train import TrainSpec
-from raytide.sizing.calibration import Corrections
+from raytide.core.state import Store
+from raytide.scheduling.diagnosis import copies_that_fit, open_zones
+from raytide.sizing.calibration import Corrections, MeasuredRun, learn
+from raytide.sizing.devices import device_of, gpu_memory_gb
 from raytide.sizing.model_shape import ModelShape
 from raytide.sizing.search.automatic import fill_in
 from raytide.sizing.search.fixes import check_training
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from raytide.core.clock import Clock
-from raytide.core.errors import RaytideError
-from raytide.core.objects.job import Job, JobKind, JobState
-from raytide.core.objects.node import NodeType
-from raytide.core.specs.train import TrainSpec
-from raytide.core.state import Store
-from raytide.sizing.calibration import Corrections, MeasuredRun, learn
-from raytide.sizing.devices import device_of
 from raytide.sizing.workload import Strategy, TrainWorkload
-from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
-from raytide.core.clock import moment
-from raytide.core.errors import CapacityError, UsageError
-from raytide.core.objects.gang import Shape
-from raytide.core.objects.job import JobSpec
-from raytide.core.objects.node import CapacityType, NodeType
-from raytide.scheduling.diagnosis import copies_that_fit, open_zones
-from collections.abc import Sequence
-from raytide.core.errors import CapacityError
-from raytide.core.objects.gang import GangSpec, Shape
-from raytide.core.objects.node import TYPE_LABEL, NodeType, labels_match
-from raytide.sizing.devices import gpu_memory_gb
 
 ReadConfig = Callable[[TrainSpec], Mapping[str, object] | None]
 """It returns the `config.json` of the model that a spec trains; None if that cannot be read."""

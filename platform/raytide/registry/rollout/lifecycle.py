@@ -19,13 +19,6 @@ from raytide.registry.rollout.ab_test import Arm, last_look, look
 from raytide.registry.rollout.canary import CRITERIA, CanaryState, RevisionCounts, begin, decide
 from raytide.registry.rollout.share_test import BadShare
 from raytide.registry.rollout.spec import AbTestSpec, RolloutSpec
-import math
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from raytide.core.objects.endpoint import Endpoint
-from raytide.core.objects.endpoint_load import EndpointLoad
-from raytide.core.specs.rollout import Rollout
-from raytide.registry.rollout.spec import RolloutSpec
 
 GRACE_S = 3.0
 """The time from an outcome until the application that lost begins to drain: by then gateways send it nothing."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from raytide.core.config import Config
 from raytide.core.specs.rollout import Rollout, RolloutState, Serving
 from raytide.registry.rollout.spec import RolloutSpec
-from hashlib import blake2b
-from pydantic import Field, model_validator
-from raytide.core.config import Config
 
 SLOTS = 10_000
 """The slots that units are hashed into; a share of traffic is a number of them."""

@@ -9,8 +9,7 @@ from raytide.core.errors import CapacityError
 from raytide.core.money import MICRO
 from raytide.core.objects.node import NodeType
 from raytide.sizing.devices import device_of
-from raytide.sizing.scaling.laws import over_trained
-from raytide.sizing.scaling.laws import BESIROGLU, HOFFMANN, approach_1, approach_2
+from raytide.sizing.scaling.laws import BESIROGLU, HOFFMANN, approach_1, approach_2, over_trained
 from raytide.sizing.scaling.repeated_data import repeated_optimum
 
 ASSUMED_MFU = 0.35

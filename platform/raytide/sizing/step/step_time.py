@@ -11,15 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from raytide.core.specs.parallelism import SPLIT_BACKWARD, V_SHAPED, Schedule
+from raytide.core.specs.parallelism import AXES, SPLIT_BACKWARD, V_SHAPED, Schedule, Sizes
 from raytide.sizing.devices import Accelerator
 from raytide.sizing.memory import activations
 from raytide.sizing.memory.activations import Slice
 from raytide.sizing.memory.states import StateBytes, busiest_pipeline_ranks, rank_states
 from raytide.sizing.workload import STATE_BYTES, Strategy, TrainWorkload
-from dataclasses import dataclass
-from raytide.core.specs.parallelism import AXES, Sizes
-from raytide.sizing.devices import Accelerator
 
 _FORWARD_PASSES, _BACKWARD_PASSES = 2.0, 3.0
 """The number of times that each saved activation passes memory: written and read; then read, its gradient written and

@@ -35,12 +35,9 @@ from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
 from raytide.core.telemetry.job_trace import StepTraces
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
-from raytide.queue.lifecycle.submission import resolve_deadline
-from raytide.queue.lifecycle.submission import LearnedCorrections
 from raytide.queue.lifecycle.pending_reason import given_away_text
-from raytide.queue.lifecycle.submission import plan_training
+from raytide.queue.lifecycle.submission import LearnedCorrections, plan_training, resolve_deadline, select_gpu_memory
 from raytide.scheduling.diagnosis import check_possible
-from raytide.queue.lifecycle.submission import select_gpu_memory
 
 _ALL = 2**31 - 1
 

@@ -5,29 +5,27 @@ The values that users report for endpoints to scale on are written by the API an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sqlalchemy as sa
 
 from raytide.core.errors import ConflictError
 from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.objects.node import Signal
 from raytide.core.specs.rollout import Serving
-from raytide.core.state import codec
 from raytide.core.state import tables as t
+from raytide.core.state import codec
 from raytide.core.state.caps import check_live_endpoints
+from raytide.core.state.database import Database
 from raytide.core.state.queries.jobs import no_endpoint
 from raytide.core.state.records import Event
 from raytide.core.state.registry.revisions import add_revision
 from raytide.core.state.registry.rollouts import live, refuse_during_rollout, serving, set_serving
+from raytide.core.state.registry.tables import signals
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.tenancy.keys import touch_key_table
-from raytide.core.state.write import note, update
-from collections.abc import Mapping
-import sqlalchemy as sa
-from raytide.core.objects.node import Signal
-from raytide.core.state.database import Database
-from raytide.core.state.registry.tables import signals
-from raytide.core.state.write import upsert
+from raytide.core.state.write import note, update, upsert
 
 _KEPT_S = 86_400.0
 

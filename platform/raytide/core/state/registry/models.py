@@ -18,14 +18,7 @@ from raytide.core.specs.model_version import (
 )
 from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.registry import tables as t
-from raytide.core.state.registry.versions import (
-    COUNTER,
-    add_version,
-    newest_of,
-    newest_rows,
-    owner_of,
-    version_rows,
-)
+from raytide.core.state.registry.versions import COUNTER, add_version, newest_of, newest_rows, owner_of, version_rows
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.write import next_number
 

@@ -10,8 +10,7 @@ import sqlalchemy as sa
 from raytide.core.errors import NotFoundError
 from raytide.core.objects.endpoint import EndpointRevision, ServeSpec
 from raytide.core.state import codec
-from raytide.core.state.database import DatabaseAccess
-from raytide.core.state.database import paged
+from raytide.core.state.database import DatabaseAccess, paged
 from raytide.core.state.registry import tables as t
 
 KEPT_REVISIONS = 100

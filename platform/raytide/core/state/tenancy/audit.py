@@ -17,9 +17,8 @@ import sqlalchemy as sa
 from raytide.core.bounds import MOST_PAGE_BYTES, storable
 from raytide.core.objects.api_key import AuditEntry, ChainVerdict
 from raytide.core.state import tables as t
-from raytide.core.state.database import DatabaseAccess
+from raytide.core.state.database import DatabaseAccess, paged
 from raytide.core.state.queries.jobs import chunked
-from raytide.core.state.database import paged
 from raytide.core.state.write import append, next_number
 
 REQUESTS, PRUNED, USAGE_PRUNED = "gateway.requests", "audit.prune", "usage.prune"

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from raytide.autoscaler.nodes.lifecycle import CANCELLED, ENDED_BY_PROVIDER, TAKEN_BACK
 from raytide.control.api.health import HealthMonitor
+from raytide.control.backup.results import BackupResults
 from raytide.control.views import Live
-from raytide.core.money import MICRO
-from raytide.core.objects.cluster_config import ClusterConfig
+from raytide.core.money import MICRO, month_of
+from raytide.core.objects.cluster_config import BackupSection, ClusterConfig
 from raytide.core.objects.job import JobKind
 from raytide.core.objects.ledger_entry import EntryKind, OpenInterval, Share
 from raytide.core.objects.node import Node, NodeMeasurement
+from raytide.core.objects.team import TeamSpec
 from raytide.core.state import Store
 from raytide.core.state.queries.jobs import HeldJob
+from raytide.core.state.queries.ledger import LedgerQueries
 from raytide.core.telemetry.catalogue import control, cost, infrastructure, queue
 from raytide.core.telemetry.metrics import MetricSample
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from raytide.core.money import MICRO, month_of
-from raytide.core.objects.ledger_entry import OpenInterval
-from raytide.core.objects.team import TeamSpec
-from raytide.core.state.queries.ledger import LedgerQueries
-from raytide.core.telemetry.catalogue import cost
-from raytide.core.telemetry.metrics import MetricSample
 from raytide.ledger.report import hours_left_in_month, rates
-from collections.abc import Iterator
-from raytide.control.backup.results import BackupResults
-from raytide.core.objects.cluster_config import BackupSection
-from raytide.core.telemetry.catalogue import control
-from raytide.core.telemetry.metrics import MetricSample
 
 _USES = {
     EntryKind.ENDPOINT: "serving",

@@ -14,8 +14,7 @@ from raytide.core.objects.ledger_entry import EntryKind, OpenInterval
 from raytide.core.specs.rollout import endpoint_of
 from raytide.core.state import Store
 from raytide.core.telemetry.catalogue import application, client, cost, model
-from raytide.core.telemetry.metrics import MetricSample
-from raytide.core.telemetry.metrics import ValueRecorder
+from raytide.core.telemetry.metrics import MetricSample, ValueRecorder
 from raytide.ledger.cost import rate_micro_usd_h
 
 _ERROR_BUDGET = 0.01
