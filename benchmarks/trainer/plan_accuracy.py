@@ -35,7 +35,7 @@ from raytide.sdk.bench.node.measure import compute_figures
 from raytide.sdk.plan import plan_workload
 from raytide.sizing.calibration import MeasuredRun, learn
 from raytide.sizing.devices import Accelerator, cpu_device, with_figures
-from raytide.sizing.step.step_time import step_time
+from raytide.sizing.step_time import step_time
 from raytide.sizing.workload import Strategy
 
 TIMEOUT_S = 600.0

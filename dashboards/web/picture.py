@@ -21,8 +21,7 @@ from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Sh
 from raytide.core.objects.node import Node, NodeType
 from raytide.core.state import Store
 from raytide.core.state.queries.overview import JobRow
-from raytide.ledger.cost import accrued
-from raytide.ledger.report import rates
+from raytide.ledger.report import accrued, rates
 
 Row = dict[str, Any]
 Table = Mapping[str, Row]

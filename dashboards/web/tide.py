@@ -15,7 +15,7 @@ from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.state import Store
 from raytide.core.state.queries.overview import NodeHours
 from raytide.dashboards.web.picture import use_of
-from raytide.ledger.cost import accrued
+from raytide.ledger.report import accrued
 
 FRESH_S = 15.0
 """The age up to which a reading of the unfinished steps is reused."""

@@ -18,7 +18,7 @@ from raytide.actors.engine.base import Engine
 from raytide.actors.serving.ray_serve.keys import ReplicaAddress
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.gateway.app import create_app
-from raytide.gateway.hosted.api import HostedApis
+from raytide.gateway.hosted import HostedApis
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import EndpointEntry
 from raytide.gateway.tenancy.control_api import ControlApi

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis import given
 
 from raytide.core.money import cumulative, to_us
 from raytide.core.objects.ledger_entry import Entry, EntryKind, Occupancy, OpenInterval, Share
 from raytide.ledger.book import MAX_OPEN_US, book, close, cost_of, open_interval
-from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.ledger.reconcile import reconcile
+from raytide.ledger.report import accrued, costs, rate_micro_usd_h
 
 JOB = Share(EntryKind.JOB, "job-1", "blue", 0.75)
 OTHER = Share(EntryKind.ENDPOINT, "tiny", "red", 0.5)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raytide.core.objects.ledger_entry import Entry, EntryKind
-from raytide.ledger.book import close, open_interval
-from raytide.ledger.losses import lost
+from raytide.ledger.book import close, lost, open_interval
 
 S = 1_000_000
 

@@ -6,18 +6,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.stores import new_store
 
 from raytide.core.money import cumulative, micro_usd
 from raytide.core.objects.ledger_entry import DAY_US, Entry, EntryKind, Line, OpenInterval, Share
 from raytide.core.state import Changes
-from raytide.ledger.book import book, close, open_interval
-from raytide.ledger.cost import accrued
-from raytide.ledger.losses import lost
-from raytide.ledger.report import By, as_lines, rates, rows
+from raytide.ledger.book import book, close, lost, open_interval
+from raytide.ledger.report import By, accrued, as_lines, rates, rows
 
 NOW_US = int(datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()) * 1_000_000
 HOUR_US = 3_600_000_000

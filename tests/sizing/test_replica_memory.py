@@ -7,7 +7,7 @@ import pytest
 from raytide.core.errors import CapacityError
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.node import ACCELERATOR_LABEL, TYPE_LABEL, NodeType
-from raytide.sizing.replica_memory import check_memory
+from raytide.sizing.serving import check_memory
 
 L4 = NodeType(name="l4", resources={"GPU": 1}, labels={ACCELERATOR_LABEL: "L4"}, price_micro_usd_h=1)
 H100 = NodeType(name="h100", resources={"GPU": 8}, labels={ACCELERATOR_LABEL: "H100"}, price_micro_usd_h=9)

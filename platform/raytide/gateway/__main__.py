@@ -27,7 +27,7 @@ from raytide.core.telemetry.vllm_names import with_vllm_names
 from raytide.gateway.answers.stored_responses import SharedResponses
 from raytide.gateway.app import create_app
 from raytide.gateway.batches.service import BatchService
-from raytide.gateway.hosted.api import HostedApis
+from raytide.gateway.hosted import HostedApis
 from raytide.gateway.models import EndpointModels
 from raytide.gateway.replicas.directory import Directory, Listing
 from raytide.gateway.rollouts.counting import RolloutReporter

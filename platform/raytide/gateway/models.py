@@ -31,7 +31,7 @@ from raytide.core.specs.rollout import CountedRevision, served_version
 from raytide.core.telemetry.catalogue.application import REQUESTS
 from raytide.core.telemetry.metrics import Sample, ValueRecorder
 from raytide.gateway.answers.answer_quality import AnswerQuality
-from raytide.gateway.hosted.api import HostedApis, fallback_of
+from raytide.gateway.hosted import HostedApis, fallback_of
 from raytide.gateway.replicas.directory import Directory, EndpointEntry, Listing
 from raytide.gateway.replicas.prefill_pool import PrefillPool
 from raytide.gateway.replicas.replica_set import ReplicaSet

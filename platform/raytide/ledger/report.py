@@ -1,4 +1,5 @@
-"""Cost reports: every micro-dollar of the ledger in exactly one row, for each grouping."""
+"""Cost reports: every micro-dollar of the ledger in exactly one row, for each grouping; and the costs up to now, with
+the open intervals."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from raytide.core.objects.ledger_entry import DAY_US, Entry, EntryKind, Line, OpenInterval
+from raytide.core.objects.ledger_entry import DAY_US, CostBy, Entry, EntryKind, Line, OpenInterval
+from raytide.ledger.book import cost_of
 
 By = Literal["team", "project", "job", "model", "node", "day"]
 Tags = Mapping[str, Mapping[str, str]]
@@ -16,6 +18,42 @@ Tags = Mapping[str, Mapping[str, str]]
 MJ_PER_KWH = 3_600_000_000
 Rates = Mapping[tuple[EntryKind, str, str, str], float]
 """Present micro-dollars an hour by kind, subject, team and node."""
+
+
+def accrued(intervals: Iterable[OpenInterval], now_us: int) -> tuple[Entry, ...]:
+    """Returns the entries that a cut of all open intervals would book now."""
+    return tuple(entry for interval in intervals for entry in cost_of(interval, now_us))
+
+
+def costs(booked: Mapping[str, int], open_entries: Iterable[Entry], by: CostBy) -> dict[str, int]:
+    """Adds open entries to `Books.booked(by)`, micro-dollars by the same key."""
+    total = dict(booked)
+    for entry in open_entries:
+        if (key := _entry_key(entry, by)) is not None:
+            total[key] = total.get(key, 0) + entry.amount_micro_usd
+    return total
+
+
+def rate_micro_usd_h(intervals: Iterable[OpenInterval], kind: EntryKind, subject: str) -> float:
+    """Returns the present cost rate of a subject, in micro-dollars an hour."""
+    return sum(
+        interval.price_micro_usd_h * share.weight / sum(s.weight for s in interval.occupancy)
+        for interval in intervals
+        for share in interval.occupancy
+        if (share.kind, share.subject) == (kind, subject)
+    )
+
+
+def _entry_key(entry: Entry, by: CostBy) -> str | None:
+    match by:
+        case "kind":
+            return str(entry.kind)
+        case "team":
+            return entry.team
+        case "node":
+            return entry.node_id
+        case "job" | "endpoint":
+            return entry.subject if entry.kind == EntryKind(by) else None
 
 
 @dataclass(frozen=True, slots=True)

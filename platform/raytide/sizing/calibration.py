@@ -9,7 +9,7 @@ from statistics import median
 
 from raytide.sizing.devices import Accelerator
 from raytide.sizing.memory.estimate import Hardware, estimate
-from raytide.sizing.step.step_time import step_time
+from raytide.sizing.step_time import step_time
 from raytide.sizing.workload import Strategy, TrainWorkload
 
 _LEAST, _MOST = 0.2, 20.0

@@ -20,7 +20,7 @@ from raytide.control.api.services import input_check
 from raytide.control.api.services.input_check import check_file
 from raytide.core.errors import DataError
 from raytide.core.io.storage import check_url
-from raytide.sizing import replica_memory
+from raytide.sizing import serving
 
 __all__ = ["client", "clock", "desk"]
 
@@ -222,7 +222,7 @@ def test_a_gguf_file_or_a_packaged_model_needs_no_directory(shared: Path) -> Non
 def test_a_model_that_its_part_of_a_gpu_does_not_hold_is_refused(
     client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_memory, "gpu_memory_gb", lambda _: 35.0)
+    monkeypatch.setattr(serving, "gpu_memory_gb", lambda _: 35.0)
     (tmp_path / "config.json").write_text("{}")
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(3 * 10**9)  # a hole: it takes no room

@@ -10,7 +10,7 @@ from raytide.sizing.devices import DEVICES
 from raytide.sizing.memory.estimate import Hardware, estimate_rank
 from raytide.sizing.memory.states import rank_states
 from raytide.sizing.model_shape import MODELS
-from raytide.sizing.step.step_time import step_time
+from raytide.sizing.step_time import step_time
 from raytide.sizing.workload import STATE_BYTES, Strategy, TrainWorkload
 
 

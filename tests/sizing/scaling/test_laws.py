@@ -8,6 +8,7 @@ from hypothesis import given
 
 from raytide.sizing.scaling.laws import (
     APPROACH_1,
+    BALANCE,
     BESIROGLU,
     HOFFMANN,
     Allocation,
@@ -16,8 +17,9 @@ from raytide.sizing.scaling.laws import (
     approach_2,
     cheapest_for_loss,
     over_trained,
+    repeated_loss,
+    repeated_optimum,
 )
-from raytide.sizing.scaling.repeated_data import BALANCE, repeated_loss, repeated_optimum
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,17 @@ from raytide.sizing.devices import DEVICES, GB, device_of, find_device, gpu_memo
 from raytide.sizing.memory.estimate import estimate
 from raytide.sizing.model_shape import MODELS, ModelShape
 from raytide.sizing.search.automatic import fill_in
-from raytide.sizing.search.candidates import is_possible, layouts
 from raytide.sizing.search.fixes import check_training
-from raytide.sizing.search.plans import Objective, PlanSearch, SearchOptions, hardware_of, search_plans
-from raytide.sizing.step.step_time import step_time
+from raytide.sizing.search.plans import (
+    Objective,
+    PlanSearch,
+    SearchOptions,
+    hardware_of,
+    is_possible,
+    layouts,
+    search_plans,
+)
+from raytide.sizing.step_time import step_time
 from raytide.sizing.workload import TrainWorkload
 
 ROOT = Path(__file__).resolve().parents[3]

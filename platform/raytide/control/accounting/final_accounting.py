@@ -21,8 +21,8 @@ from raytide.core.objects.job import JobState
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.state import Changes, Store
 from raytide.core.state.queries.ledger import LedgerQueries
-from raytide.ledger.cost import accrued
 from raytide.ledger.reconcile import Difference, bill, reconcile
+from raytide.ledger.report import accrued
 from raytide.queue.lifecycle import leases
 
 _WHY = "the cluster was ended"

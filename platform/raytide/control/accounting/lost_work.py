@@ -13,7 +13,7 @@ from raytide.core.money import to_us
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job
 from raytide.core.objects.ledger_entry import Entry
-from raytide.ledger.losses import lost
+from raytide.ledger.book import lost
 
 CAUSE_WINDOW_S = 60.0
 """The most seconds between the driver's interruption and the controller's observation of its cause."""

@@ -15,7 +15,7 @@ from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.node import Node
 from raytide.core.objects.snapshot import Limits, Snapshot, SpotForecast
 from raytide.core.state import Store
-from raytide.ledger.cost import accrued
+from raytide.ledger.report import accrued
 
 SPEND_PERIOD_S = 60.0
 """The interval of summing the month's spending, in seconds."""

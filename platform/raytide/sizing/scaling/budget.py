@@ -9,8 +9,7 @@ from raytide.core.errors import CapacityError
 from raytide.core.money import MICRO
 from raytide.core.objects.node import NodeType
 from raytide.sizing.devices import device_of
-from raytide.sizing.scaling.laws import BESIROGLU, HOFFMANN, approach_1, approach_2, over_trained
-from raytide.sizing.scaling.repeated_data import repeated_optimum
+from raytide.sizing.scaling.laws import BESIROGLU, HOFFMANN, approach_1, approach_2, over_trained, repeated_optimum
 
 ASSUMED_MFU = 0.35
 """The utilization that turns dollars into FLOPs before a model is known: that of published runs is 0.3 to 0.5."""

@@ -13,7 +13,7 @@ from raytide.core.specs.train import TrainSpec
 from raytide.sizing.devices import GB, Accelerator, device_of
 from raytide.sizing.memory.estimate import Hardware, MemoryEstimate, estimate
 from raytide.sizing.model_shape import ModelShape
-from raytide.sizing.step.step_time import step_time
+from raytide.sizing.step_time import step_time
 from raytide.sizing.workload import Strategy, TrainWorkload
 
 _LEAST_CONTEXT = 0.5e9

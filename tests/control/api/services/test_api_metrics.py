@@ -11,9 +11,8 @@ from tests.control.api.test_routes import LOCAL
 from tests.stores import new_store
 
 from raytide.control.api.services.limits import LimitsService
-from raytide.control.api.services.metrics.cluster import cost_samples
+from raytide.control.api.services.metrics.cluster import MOST_REPORTS, cost_samples, job_samples
 from raytide.control.api.services.metrics.endpoints import ReplicaRestarts
-from raytide.control.api.services.metrics.jobs import MOST_REPORTS, job_samples
 from raytide.control.api.services.metrics.page import ApiMetrics
 from raytide.control.views import Live
 from raytide.core.objects.cluster_config import load_cluster

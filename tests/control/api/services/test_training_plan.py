@@ -23,7 +23,7 @@ from raytide.core.state import Changes, Store
 from raytide.queue.lifecycle.submission import measured_run
 from raytide.sizing.calibration import Corrections
 from raytide.sizing.search import automatic
-from raytide.sizing.step.step_time import step_time
+from raytide.sizing.step_time import step_time
 
 CLUSTER = Path(__file__).parents[4] / "cluster.yaml"
 H100 = next(each for each in load_cluster(CLUSTER).node_types if each.name == "h100x8")

@@ -38,11 +38,11 @@ from raytide.core.specs.rollout import (
     endpoint_of,
 )
 from raytide.core.state import Store
-from raytide.ledger.cost import accrued, costs
+from raytide.ledger.report import accrued, costs
 from raytide.registry.rollout.lifecycle import intervals
 from raytide.registry.rollout.spec import NewRollout
 from raytide.scheduling.diagnosis import check_possible
-from raytide.sizing.replica_memory import check_memory
+from raytide.sizing.serving import check_memory
 
 
 class EndpointService:

@@ -34,7 +34,7 @@ from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
 from raytide.core.telemetry.job_trace import StepTraces
-from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
+from raytide.ledger.report import accrued, costs, rate_micro_usd_h
 from raytide.queue.lifecycle.pending_reason import given_away_text
 from raytide.queue.lifecycle.submission import LearnedCorrections, plan_training, resolve_deadline, select_gpu_memory
 from raytide.scheduling.diagnosis import check_possible

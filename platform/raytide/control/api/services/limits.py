@@ -16,7 +16,7 @@ from raytide.core.objects.job import BudgetPer, Job, JobKind, JobSpec
 from raytide.core.objects.team import TeamSpec, merged
 from raytide.core.state import Store
 from raytide.ledger import report
-from raytide.ledger.cost import accrued
+from raytide.ledger.report import accrued
 from raytide.queue.admission.usage import fleet_capacity
 
 

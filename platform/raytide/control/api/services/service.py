@@ -32,8 +32,7 @@ from raytide.core.telemetry.targets import Target, announced
 from raytide.dashboards.alerts.service import MonitoringService
 from raytide.dashboards.web.picture import Pictures
 from raytide.dashboards.web.tide import Tide
-from raytide.ledger.cost import accrued
-from raytide.ledger.report import By, rates
+from raytide.ledger.report import By, accrued, rates
 
 
 class ApiService:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from raytide.autoscaler.nodes.lifecycle import CANCELLED, ENDED_BY_PROVIDER, TAKEN_BACK
 from raytide.control.api.health import HealthMonitor
@@ -16,10 +18,10 @@ from raytide.core.objects.ledger_entry import EntryKind, OpenInterval, Share
 from raytide.core.objects.node import Node, NodeMeasurement
 from raytide.core.objects.team import TeamSpec
 from raytide.core.state import Store
-from raytide.core.state.queries.jobs import HeldJob
+from raytide.core.state.queries.jobs import HeldJob, WaitingJob
 from raytide.core.state.queries.ledger import LedgerQueries
-from raytide.core.telemetry.catalogue import control, cost, infrastructure, queue
-from raytide.core.telemetry.metrics import MetricSample
+from raytide.core.telemetry.catalogue import control, cost, infrastructure, queue, training
+from raytide.core.telemetry.metrics import Metric, MetricSample
 from raytide.ledger.report import hours_left_in_month, rates
 
 _USES = {
@@ -29,6 +31,26 @@ _USES = {
     EntryKind.WASTE: "idle",
     EntryKind.STARTUP: "starting",
 }
+MOST_REPORTS = 20
+"""The values of one job's own that are shown, the first by name."""
+_REPORTED: Mapping[str, Metric] = {
+    "step": training.JOB_STEP,
+    "loss": training.JOB_LOSS,
+    "tokens_per_s": training.JOB_TOKENS_PER_SECOND,
+    "mfu": training.JOB_MFU,
+    "step_s": training.JOB_STEP_SECONDS,
+    "data_wait": training.JOB_DATA_WAIT,
+    "scaling": training.JOB_SCALING,
+}
+_AGES: Mapping[str, Metric] = {"step_at_s": training.JOB_LAST_STEP_AGE, "saved_at_s": training.JOB_CHECKPOINT_AGE}
+"""Metrics whose value is the time since a reported moment."""
+_ANOTHER_WAY = frozenset(
+    {
+        "steps", "restarts", "resizes", "steps_lost", "recovery_s", "world", "settled", "left_s", "redo_s", "lost_s",
+        "lost_at_s",
+    }
+)  # fmt: skip
+"""Reports of raytide's own drivers for its decisions, which are no values of the user's."""
 
 
 def cluster_samples(
@@ -163,3 +185,29 @@ def backup_samples(settings: BackupSection, results: BackupResults, now_s: float
         yield MetricSample(control.BACKUP_RESTORE, found.restore_s)
         yield MetricSample(control.BACKUP_LOST, found.lost_s)
         yield MetricSample(control.BACKUP_PROBLEMS, len(found.problems))
+
+
+def job_samples(held: Iterable[HeldJob], waiting: Iterable[WaitingJob], now_s: float) -> Iterator[MetricSample]:
+    """Yields the last values of the jobs that hold a gang, and the times of those that wait longest for one."""
+    for job in held:
+        labels = (job.id, job.team)
+        yield MetricSample(training.JOB_RESTARTS, job.restarts + (_number(job.progress, "restarts") or 0), labels)
+        for name, metric in _REPORTED.items():
+            if (value := _number(job.progress, name)) is not None:
+                yield MetricSample(metric, value, labels)
+        for name, metric in _AGES.items():
+            if (at_s := _number(job.progress, name)) is not None:
+                yield MetricSample(metric, max(0.0, now_s - at_s), labels)
+        own = sorted(job.progress.keys() - _REPORTED.keys() - _AGES.keys() - _ANOTHER_WAY)
+        numbers = ((name, value) for name in own if (value := _number(job.progress, name)) is not None)
+        for name, value in islice(numbers, MOST_REPORTS):
+            yield MetricSample(training.JOB_REPORT, value, (*labels, name))
+    for each in waiting:
+        yield MetricSample(queue.GANG_PENDING, max(0.0, now_s - each.since_s), (each.id, each.team))
+
+
+def _number(progress: Mapping[str, object], name: str) -> float | None:
+    value = progress.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None

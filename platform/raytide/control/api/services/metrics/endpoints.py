@@ -15,7 +15,7 @@ from raytide.core.specs.rollout import endpoint_of
 from raytide.core.state import Store
 from raytide.core.telemetry.catalogue import application, client, cost, model
 from raytide.core.telemetry.metrics import MetricSample, ValueRecorder
-from raytide.ledger.cost import rate_micro_usd_h
+from raytide.ledger.report import rate_micro_usd_h
 
 _ERROR_BUDGET = 0.01
 """The share of requests that may miss the promised first token, where the endpoint does not say it."""

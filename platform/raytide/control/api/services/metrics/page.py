@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from raytide.control.api.health import HealthMonitor
 from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.metrics.client_latency import ClientLatencies
-from raytide.control.api.services.metrics.cluster import backup_samples, cluster_samples, cost_samples
+from raytide.control.api.services.metrics.cluster import backup_samples, cluster_samples, cost_samples, job_samples
 from raytide.control.api.services.metrics.endpoints import ReplicaRestarts, endpoint_samples
-from raytide.control.api.services.metrics.jobs import job_samples
 from raytide.control.backup.results import read_results, work_dir_of
 from raytide.control.views import Live
 from raytide.core.money import to_us

@@ -6,7 +6,7 @@ import pytest
 from tests.sizing.published_models import gpt
 
 from raytide.sizing.model_shape import ModelShape
-from raytide.sizing.step.step_time import bubble_ratio
+from raytide.sizing.step_time import bubble_ratio
 
 DAY_S = 86_400.0
 

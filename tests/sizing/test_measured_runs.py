@@ -15,7 +15,7 @@ from raytide.sizing.memory.activations import Slice, last_bytes
 from raytide.sizing.memory.estimate import CONTEXT_BYTES, FRAGMENTATION, Hardware, estimate
 from raytide.sizing.memory.states import rank_states
 from raytide.sizing.model_shape import MODELS
-from raytide.sizing.step.step_time import step_time
+from raytide.sizing.step_time import step_time
 from raytide.sizing.workload import Strategy, TrainWorkload
 
 GIB = 2**30

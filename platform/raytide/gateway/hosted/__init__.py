@@ -1,1 +1,0 @@
-"""Models that somebody else's OpenAI-compatible API hosts: the engine of an endpoint, or its fallback."""

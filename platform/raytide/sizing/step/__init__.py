@@ -1,1 +1,0 @@
-"""The seconds of a step, by term."""
