@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis import given
 
 from raytide.core.specs.model_version import Lineage, ModelVersion, ModelVersionSpec
-from raytide.registry.diff import FieldChange, differences
+from raytide.registry.lineage import FieldChange, differences
 
 
 def version(number: int = 1, config: dict[str, object] | None = None, **fields: object) -> ModelVersion:

@@ -1,16 +1,22 @@
-"""The lineage of a model from the record of the job that made it."""
+"""The lineage of a model from the record of the job that made it, and the differences of two versions of models, or of
+datasets."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from raytide.core.errors import ConfigError, ConflictError
 from raytide.core.io.storage import join
 from raytide.core.objects.job import Job, JobKind, JobState
-from raytide.core.specs.model_version import Lineage, ModelVersionSpec
+from raytide.core.specs.data import DatasetVersion
+from raytide.core.specs.model_version import Lineage, ModelVersion, ModelVersionSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
 
 _REPORTED = {"loss": "train_loss", "step": "steps"}
 """Metrics of a version by the name in the job's progress."""
+Version = ModelVersion | DatasetVersion
 
 
 def exported_model(job: Job) -> str:
@@ -59,3 +65,26 @@ def with_lineage(spec: ModelVersionSpec, job: Job, code: str) -> ModelVersionSpe
         if isinstance(value := job.progress.get(word), int | float)
     }
     return spec.model_copy(update={"lineage": lineage, "metrics": {**reported, **spec.metrics}})
+
+
+@dataclass(frozen=True, slots=True)
+class FieldChange:
+    field: str
+    """`lineage.config.optim.lr`"""
+    before: object
+    after: object
+
+
+def differences(before: Version, after: Version) -> tuple[FieldChange, ...]:
+    """Returns the fields whose values differ, by name; a missing value is None. Team, user and time do not count."""
+    a, b = (dict(_leaves(each.spec.model_dump(mode="json", exclude={"team"}))) for each in (before, after))
+    changed = sorted(field for field in a.keys() | b.keys() if a.get(field) != b.get(field))
+    return tuple(FieldChange(field, a.get(field), b.get(field)) for field in changed)
+
+
+def _leaves(value: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _leaves(inner, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", inner

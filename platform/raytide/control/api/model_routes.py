@@ -7,8 +7,7 @@ from fastapi import APIRouter
 
 from raytide.control.api import queries as q
 from raytide.control.api.services.endpoints import EndpointService
-from raytide.control.api.services.registry.datasets import DatasetService
-from raytide.control.api.services.registry.models import ModelService
+from raytide.control.api.services.registry import DatasetService, ModelService
 from raytide.control.views import to_json
 
 _MOST = 1000

@@ -6,7 +6,7 @@ from anyio import CapacityLimiter
 from fastapi import APIRouter, Query, Request
 
 from raytide.control.api import queries as q
-from raytide.control.api.services.metrics.client_latency import ClientLatencies
+from raytide.control.api.services.metrics.page import ClientLatencies
 from raytide.control.views import to_json
 from raytide.core.errors import UsageError
 from raytide.dashboards.alerts.service import MonitoringService

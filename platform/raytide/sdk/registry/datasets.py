@@ -12,7 +12,7 @@ from raytide.core.io.html import ShownList
 from raytide.core.io.storage import local_path
 from raytide.core.io.token_dataset import TokenManifest, load_manifest, sha256_of, verify
 from raytide.core.specs.data import DatasetUse, DatasetVersion, DatasetVersionSpec, RegisteredDataset
-from raytide.registry.diff import FieldChange, differences
+from raytide.registry.lineage import FieldChange, differences
 
 _REFERENCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,9}))?")
 

@@ -23,8 +23,7 @@ from raytide.core.specs.model_version import (
     RegisteredModel,
 )
 from raytide.registry.content_digest import ContentDigest, digest_of_directory
-from raytide.registry.diff import FieldChange, differences
-from raytide.registry.lineage import exported_model
+from raytide.registry.lineage import FieldChange, differences, exported_model
 
 _JOB = re.compile("job-[0-9]+")
 

@@ -15,7 +15,7 @@ from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.logs import endpoint_log
 from raytide.control.api.services.logs.endpoint_log import LogFiles
-from raytide.control.api.services.registry.models import ModelService
+from raytide.control.api.services.registry import ModelService
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.views import EndpointLogPart, EndpointStatus, Live, RevisionOutcome, RolloutStatus
 from raytide.core.clock import Clock

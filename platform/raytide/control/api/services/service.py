@@ -14,8 +14,7 @@ from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.jobs import JobService
 from raytide.control.api.services.limits import LimitsService
 from raytide.control.api.services.metrics.page import ApiMetrics
-from raytide.control.api.services.registry.datasets import DatasetService
-from raytide.control.api.services.registry.models import ModelService
+from raytide.control.api.services.registry import DatasetService, ModelService
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.api.services.tenancy import TenancyService
 from raytide.control.api.services.uploads import Packages

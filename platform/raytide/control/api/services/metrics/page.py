@@ -1,21 +1,73 @@
-"""Collects the page of the API's metrics."""
+"""Collects the page of the API's metrics, and the latencies that clients report for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Annotated
 
+from pydantic import Field, model_validator
+
+from raytide.control.api.auth import Caller
 from raytide.control.api.health import HealthMonitor
 from raytide.control.api.services.limits import LimitsService
-from raytide.control.api.services.metrics.client_latency import ClientLatencies
 from raytide.control.api.services.metrics.cluster import backup_samples, cluster_samples, cost_samples, job_samples
 from raytide.control.api.services.metrics.endpoints import ReplicaRestarts, endpoint_samples
 from raytide.control.backup.results import read_results, work_dir_of
 from raytide.control.views import Live
+from raytide.core.config import Config
 from raytide.core.money import to_us
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.state import Store
-from raytide.core.telemetry.metrics import Sample, render
+from raytide.core.telemetry.catalogue.client import CLIENT_FIRST_TOKEN_SECONDS, CLIENT_REQUEST_SECONDS
+from raytide.core.telemetry.metrics import HistogramSample, Metric, Sample, render
 from raytide.core.telemetry.series_limits import SeriesLimits
+
+Counts = tuple[Annotated[int, Field(ge=0, le=1_000_000)], ...]
+Total = Annotated[float, Field(ge=0, le=1e12)]
+
+
+class ClientLatencyReport(Config):
+    """Observations since the last report: a count for each bucket of the two histograms, and their sums in seconds."""
+
+    requests: Counts = Field(max_length=len(CLIENT_REQUEST_SECONDS.buckets) + 1)
+    requests_s: Total
+    first_tokens: Counts = Field(max_length=len(CLIENT_FIRST_TOKEN_SECONDS.buckets) + 1)
+    first_tokens_s: Total
+
+    @model_validator(mode="after")
+    def _whole(self) -> ClientLatencyReport:
+        for counts, metric in (
+            (self.requests, CLIENT_REQUEST_SECONDS),
+            (self.first_tokens, CLIENT_FIRST_TOKEN_SECONDS),
+        ):
+            if len(counts) != len(metric.buckets) + 1:
+                raise ValueError(f"{metric.name} has {len(metric.buckets) + 1} buckets, not {len(counts)}")
+        return self
+
+
+class ClientLatencies:
+    """The sums of what was reported since this process started. Thread-safe."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._lock = store, threading.Lock()
+        self._sums: dict[tuple[str, Metric], tuple[list[int], float]] = {}
+
+    def report(self, endpoint: str, body: Mapping[str, object], caller: Caller) -> None:
+        caller.require_team(self._store.endpoint(endpoint).spec.team)
+        found = ClientLatencyReport.parse(body, where="latency")
+        with self._lock:
+            self._add((endpoint, CLIENT_REQUEST_SECONDS), found.requests, found.requests_s)
+            self._add((endpoint, CLIENT_FIRST_TOKEN_SECONDS), found.first_tokens, found.first_tokens_s)
+
+    def samples(self) -> Iterator[HistogramSample]:
+        with self._lock:
+            for (endpoint, metric), (counts, total) in self._sums.items():
+                yield HistogramSample(metric, tuple(counts), total, (endpoint,))
+
+    def _add(self, key: tuple[str, Metric], counts: Counts, total: float) -> None:
+        before, sum_before = self._sums.get(key, ([0] * len(counts), 0.0))
+        self._sums[key] = [a + b for a, b in zip(before, counts, strict=True)], sum_before + total
 
 
 class ApiMetrics:

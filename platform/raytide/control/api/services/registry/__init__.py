@@ -1,1 +1,0 @@
-"""The registry of models and datasets."""
