@@ -6,11 +6,13 @@ Their tables have the columns name, version, team, user, created_at_s, digest an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import sqlalchemy as sa
 
 from raytide.core.errors import ConflictError, QuotaError
+from raytide.core.specs.data import DatasetVersionSpec
+from raytide.core.specs.model_version import ModelVersionSpec
 from raytide.core.state.database import paged
 from raytide.core.state.write import next_number
 
@@ -19,18 +21,14 @@ MOST_VERSIONS = 10_000
 COUNTER = "registry"
 
 
-class NamedSpec(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def team(self) -> str: ...
-
-    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
-
 
 def add_version(
-    c: sa.Connection, table: sa.Table, spec: NamedSpec, digest: str, user: str, now_s: float
+    c: sa.Connection,
+    table: sa.Table,
+    spec: ModelVersionSpec | DatasetVersionSpec,
+    digest: str,
+    user: str,
+    now_s: float,
 ) -> tuple[sa.Row[Any], bool]:
     """Adds a version, or finds the one of this digest; returns its row and whether it is new.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,27 +18,23 @@ from raytide.core.state.tenancy.audit import BATCH, USAGE_PRUNED, add_entry
 _DAY_S = DAY_US // MICRO
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UsageFilter:
     """The requests that are meant; a filter that is None matches all."""
 
-    def __init__(
-        self,
-        *,
-        key: str | None = None,
-        team: str | None = None,
-        user: str | None = None,
-        model: str | None = None,
-        since_s: float = 0.0,
-        until_s: float | None = None,
-    ) -> None:
-        given = {"key": key, "team": team, "user": user, "model": model}
-        self._wanted = {name: value for name, value in given.items() if value is not None}
-        self._since_s, self._until_s = since_s, until_s
+    key: str | None = None
+    team: str | None = None
+    user: str | None = None
+    model: str | None = None
+    since_s: float = 0.0
+    until_s: float | None = None
 
     def applied_to(self, query: sa.Select[Any]) -> sa.Select[Any]:
-        query = query.where(*(t.usage.c[name] == value for name, value in self._wanted.items()))
-        query = query.where(t.usage.c.at_s >= self._since_s)
-        return query if self._until_s is None else query.where(t.usage.c.at_s < self._until_s)
+        u = t.usage.c
+        given = {u.key: self.key, u.team: self.team, u.user: self.user, u.model: self.model}
+        query = query.where(*(column == value for column, value in given.items() if value is not None))
+        query = query.where(u.at_s >= self.since_s)
+        return query if self.until_s is None else query.where(u.at_s < self.until_s)
 
 
 class UsageQueries(DatabaseAccess):
