@@ -22,8 +22,7 @@ from raytide.actors.serving.openai_api.server import Server
 from raytide.core.objects.cluster_config import HostedApi
 from raytide.core.state import Store
 from raytide.core.state.tenancy.usage import UsageFilter
-from raytide.gateway.hosted import HostedApis
-from raytide.gateway.hosted import UsageReader
+from raytide.gateway.hosted import HostedApis, UsageReader
 
 URL, KEY = "http://hosted.example/v1", "sk-very-secret"
 BACKEND = {"base_url": URL, "model": "big", "price": {"prompt": 3.0, "completion": 7.0}, "max_tokens": 50}

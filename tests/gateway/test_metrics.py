@@ -9,8 +9,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from tests.gateway.conftest import Gateway, running_gateway, until
-from tests.gateway.test_hosted import HOSTED, hosted_gateway
 from tests.gateway.tenancy.conftest import Line, line, secret_of, store  # noqa: F401
+from tests.gateway.test_hosted import HOSTED, hosted_gateway
 
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.core.telemetry.catalogue import METRICS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import strategies as st
 from hypothesis import given
+from hypothesis import strategies as st
 
 from raytide.core.money import cumulative, to_us
 from raytide.core.objects.ledger_entry import Entry, EntryKind, Occupancy, OpenInterval, Share

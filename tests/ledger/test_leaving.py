@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import strategies as st
 from hypothesis import given
+from hypothesis import strategies as st
 from tests.ledger.test_occupancy import JOB, TOTAL, lease, view
 
 from raytide.core.objects.gang import MemberState

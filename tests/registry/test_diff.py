@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from hypothesis import strategies as st
 from hypothesis import given
+from hypothesis import strategies as st
 
 from raytide.core.specs.model_version import Lineage, ModelVersion, ModelVersionSpec
 from raytide.registry.lineage import FieldChange, differences

@@ -388,4 +388,3 @@ def endpoint_of_model(model: str) -> str:
 def _has(entry: EndpointEntry, model: str) -> bool:
     _, separator, adapter = model.partition(ADAPTER_SEPARATOR)
     return not separator or adapter in entry.spec.adapters
-

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raytide.actors.serving.request_trace import RequestTrace
 from raytide.core.telemetry.settings import TracingSection
-from raytide.core.telemetry.tracing import TRACEPARENT, TraceSampler, Tracer, traced_logs
+from raytide.core.telemetry.tracing import TRACEPARENT, Tracer, TraceSampler, traced_logs
 
 TRACE_ID_HEADER = "x-trace-id"
 _NAME = TRACEPARENT.encode()

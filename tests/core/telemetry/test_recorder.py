@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import strategies as st
 from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families

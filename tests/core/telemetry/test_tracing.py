@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import strategies as st
 from hypothesis import given
+from hypothesis import strategies as st
 from tests.collector_fixture import running_collector
 from tests.stores import new_store
 
@@ -19,7 +19,7 @@ from raytide.core.state.records import Event
 from raytide.core.telemetry import tracing
 from raytide.core.telemetry.job_trace import JobTraces, StepTraces, job_spans, root_of
 from raytide.core.telemetry.settings import TracingSection
-from raytide.core.telemetry.tracing import SpanId, TraceSampler, Tracer
+from raytide.core.telemetry.tracing import SpanId, Tracer, TraceSampler
 
 VALID = f"00-{'ab' * 16}-{'cd' * 8}-01"
 ON = TracingSection(otlp="http://127.0.0.1:1", sample=0.0)

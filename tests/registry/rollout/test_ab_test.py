@@ -6,8 +6,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import strategies as st
 from hypothesis import given
+from hypothesis import strategies as st
 
 from raytide.registry.rollout.ab_test import AbSpec, Arm, Comparison, look
 from raytide.registry.rollout.routes import TrafficSplit

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 from hypothesis import given
+from hypothesis import strategies as st
 
 from raytide.core.objects.endpoint import Endpoint, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.endpoint_load import EndpointLoad

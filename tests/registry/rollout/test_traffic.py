@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import strategies as st
 from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from raytide.registry.rollout.routes import GROUPS, SLOTS, TrafficSplit, slot_of

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import strategies as st
 from hypothesis import given
+from hypothesis import strategies as st
 
 from raytide.sizing.scaling.laws import (
     APPROACH_1,

@@ -115,7 +115,6 @@ def promote(
     as_result(change, text, json)
 
 
-
 @model.command()
 def history(
     name: ModelName,

@@ -95,7 +95,6 @@ def _copy_rows(source: Database, url: str) -> None:
                 _advance_sequences(new)
 
 
-
 def _require_empty(c: sa.Connection, url: str) -> None:
     for table in metadata.sorted_tables:
         if c.execute(sa.select(sa.literal(1)).select_from(table).limit(1)).first() is not None:

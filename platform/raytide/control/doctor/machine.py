@@ -183,6 +183,5 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-
 def _gib(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB"

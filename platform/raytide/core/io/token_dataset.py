@@ -123,7 +123,6 @@ class TokenManifest(Config):
     texts: tuple[TextFile, ...] = ()
     source: Source = Source()
 
-
     @model_validator(mode="after")
     def _adds_up(self) -> TokenManifest:
         names = [file.file for file in self.files]
@@ -160,7 +159,6 @@ class TokenManifest(Config):
     def to_bytes(self) -> bytes:
         """Serializes the manifest; equal manifests give equal bytes."""
         return (json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n").encode()
-
 
 
 def dtype_for(vocab_size: int) -> TokenDtype:

@@ -18,8 +18,8 @@ from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, Job, JobSpec
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.snapshot import Pool
-from raytide.core.state import tables as t
 from raytide.core.state import codec
+from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_jobs, check_progress
 from raytide.core.state.database import Database, WriteFailure, paged
 from raytide.core.state.leader import Leader
@@ -388,4 +388,3 @@ def _teams(c: sa.Connection) -> tuple[StoredTeam, ...]:
 
 def _job(job_id: str) -> sa.Select[Any]:
     return t.jobs.select().where(t.jobs.c.id == job_id)
-

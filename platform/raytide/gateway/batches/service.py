@@ -24,9 +24,7 @@ _MOST_LISTED = 100
 class BatchService:
     """Adds the routes to the gateway's app. `run` works on batches until it is cancelled."""
 
-    def __init__(
-        self,
-        app: FastAPI, models: EndpointModels, tenancy: Tenancy, folder: Path) -> None:
+    def __init__(self, app: FastAPI, models: EndpointModels, tenancy: Tenancy, folder: Path) -> None:
         files = FileStore(FileDatabase(folder))
         batches = BatchStore(files)
         add_file_routes(app, files)
@@ -48,7 +46,6 @@ class BatchService:
         except ApiError:
             return False
         return server.is_described and "priority" in server.info.features
-
 
 
 def add_batch_routes(app: FastAPI, batches: BatchStore) -> None:

@@ -184,4 +184,3 @@ def _record(batch: BatchObject) -> str:
 
 def _batch(row: sqlite3.Row) -> BatchObject:
     return BatchObject.model_validate_json(row["record"])
-

@@ -268,4 +268,3 @@ def _is_old(path: Path) -> bool:
     with suppress(FileNotFoundError):
         return time.time() - path.stat().st_mtime > _ORPHAN_S
     return False
-

@@ -104,7 +104,6 @@ def _read(gcs: Any) -> dict[bytes, bytes]:
     return dict(gcs.internal_kv_multi_get(keys, KV_NAMESPACE, timeout=_TIMEOUT_S)) if keys else {}
 
 
-
 def listing(found: Mapping[bytes, bytes]) -> Listing:
     """Returns the endpoints of these keys. An unreadable one is left out, and hides no other.
 

@@ -242,7 +242,6 @@ class RoutedEngine(Engine):
             await asyncio.sleep(_FULL_PAUSE_S)
 
 
-
 def _found(request: GenRequest, chunk: GenChunk) -> int | None:
     """Returns the tokens that an engine found in its cache; None where it may not have looked for all of them."""
     looked = not request.resume and request.sampling.prompt_logprobs is None

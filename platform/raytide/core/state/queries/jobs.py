@@ -12,8 +12,8 @@ from raytide.core.errors import NotFoundError
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, JobState
 from raytide.core.objects.node import NodeState
-from raytide.core.state import tables as t
 from raytide.core.state import codec
+from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
 
 T = TypeVar("T")

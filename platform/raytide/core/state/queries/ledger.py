@@ -8,8 +8,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from raytide.core.objects.ledger_entry import DAY_US, CostBy, Entry, EntryKind, Line, OpenInterval, Spent
-from raytide.core.state import tables as t
 from raytide.core.state import codec
+from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.queries.jobs import chunked
 

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from raytide.core.objects.job import FINAL_STATES
 from raytide.core.objects.ledger_entry import Entry, EntryKind
 from raytide.core.objects.node import Node
-from raytide.core.state import tables as t
 from raytide.core.state import codec
+from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
 
 _LONGEST_ENTRY_US = 600_000_000

@@ -14,8 +14,8 @@ from raytide.core.errors import ConflictError
 from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.core.objects.node import Signal
 from raytide.core.specs.rollout import Serving
-from raytide.core.state import tables as t
 from raytide.core.state import codec
+from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_endpoints
 from raytide.core.state.database import Database
 from raytide.core.state.queries.jobs import no_endpoint
@@ -94,6 +94,7 @@ def _endpoint(name: str) -> sa.Select[Any]:
 
 class SignalRecords:
     """The last value of each signal that users report."""
+
     def __init__(self, database: Database) -> None:
         self._db = database
 

@@ -18,8 +18,8 @@ from raytide.core.specs.rollout import (
     Serving,
     application_of,
 )
-from raytide.core.state import tables as core
 from raytide.core.state import codec
+from raytide.core.state import tables as core
 from raytide.core.state.caps import check_live_endpoints
 from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.queries.jobs import no_endpoint

@@ -21,7 +21,6 @@ MOST_VERSIONS = 10_000
 COUNTER = "registry"
 
 
-
 def add_version(
     c: sa.Connection,
     table: sa.Table,

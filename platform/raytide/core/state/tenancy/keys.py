@@ -9,8 +9,8 @@ import sqlalchemy as sa
 
 from raytide.core.errors import ConflictError, NotFoundError, QuotaError
 from raytide.core.objects.api_key import ApiKey, KeySpec
-from raytide.core.state import tables as t
 from raytide.core.state import codec
+from raytide.core.state import tables as t
 from raytide.core.state.database import DatabaseAccess
 from raytide.core.state.tenancy.audit import record
 from raytide.core.state.write import next_number, update
