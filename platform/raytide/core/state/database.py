@@ -17,13 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVarTuple
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from raytide.core.bounds import MOST_PAGE_BYTES, encodable
 from raytide.core.errors import ConfigError, ConflictError, StorageError
+
+Ts = TypeVarTuple("Ts")
 
 BUSY_TIMEOUT_S = 30.0
 PAUSED_TRANSACTION_S = 10
@@ -72,12 +74,12 @@ class Database:
             with connection.begin():
                 yield connection
 
-    def rows(self, query: sa.Select[Any]) -> Sequence[sa.Row[Any]]:
+    def rows(self, query: sa.Select[*Ts]) -> Sequence[sa.Row[*Ts]]:
         """Returns all rows of one query, in a transaction of its own."""
         with self.read() as c:
             return c.execute(query).all()
 
-    def first(self, query: sa.Select[Any]) -> sa.Row[Any] | None:
+    def first(self, query: sa.Select[*Ts]) -> sa.Row[*Ts] | None:
         """Returns the first row of one query, in a transaction of its own."""
         with self.read() as c:
             return c.execute(query).first()
