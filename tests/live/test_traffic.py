@@ -29,7 +29,7 @@ from raytide.control.views import RolloutStatus
 from raytide.core.objects.api_key import ApiKey, KeyBudget, KeySpec, TokenPrice, UsageRow
 from raytide.core.objects.endpoint import EndpointState
 from raytide.core.specs.rollout import RolloutState
-from raytide.registry.rollout.routes import TrafficSplit
+from raytide.registry.rollout.traffic import TrafficSplit
 
 pytestmark = pytest.mark.cluster
 

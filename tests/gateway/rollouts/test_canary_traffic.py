@@ -18,7 +18,8 @@ from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.specs.rollout import RolloutReport
 from raytide.gateway.replicas import routed_engine
 from raytide.gateway.replicas.directory import EndpointEntry
-from raytide.registry.rollout.routes import RolloutRoute, TrafficSplit
+from raytide.registry.rollout.routes import RolloutRoute
+from raytide.registry.rollout.traffic import TrafficSplit
 
 
 async def begin(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.registry.rollout.ab_test import AbSpec, Arm, Comparison, look
-from raytide.registry.rollout.routes import TrafficSplit
+from raytide.registry.rollout.traffic import TrafficSplit
 
 SPLIT = TrafficSplit(endpoint="chat", champion=1, challenger=2, percent=50)
 Outcome = Callable[[float, random.Random], float]

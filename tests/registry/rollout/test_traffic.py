@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from raytide.registry.rollout.routes import GROUPS, SLOTS, TrafficSplit, slot_of
+from raytide.registry.rollout.traffic import GROUPS, SLOTS, TrafficSplit, slot_of
 
 USERS = [f"user-{number}" for number in range(20_000)]
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from raytide.core.config import Config
-from raytide.registry.rollout.routes import GROUPS
+from raytide.registry.rollout.traffic import GROUPS
 
 _LEAST_GROUPS = 20
 
