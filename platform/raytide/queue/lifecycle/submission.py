@@ -1,4 +1,4 @@
-"""What becomes of a job's spec at submission.
+"""Checks a job's spec at submission, and fills in what it leaves to raytide.
 
 The planner fills in what a training leaves to it, and refuses one that cannot fit its GPUs; its corrections are learned
 from the trainings that a cluster has run. A deadline must be one that can be met at all. GPU memory is a resource of
