@@ -118,12 +118,12 @@ class QuantizedWeight:
 def round_to_nearest(
     weight_NK: Tensor, bits: Literal[4, 8], group_size: int | None = None, symmetric: bool = True
 ) -> QuantizedWeight:
-    """Returns the weight rounded to 8 or 4 bits in groups of `group_size` inputs of an output; None makes each output
-    one group. For heads that are quantised at load, and as the simplest way to compress.
+    """Returns the weight rounded to 8 or 4 bits, with one scale for each group of `group_size` inputs of an output.
+    None makes each output one group. The engine quantises output heads with it at load.
 
-    A symmetric scale is the group's largest amount / 127.5 (7.5 with 4 bits), as compressed-tensors has it: codes reach
-    from -128 to 127. Otherwise the scale is the group's range, zero included, / 255 (15), and there are offsets.
-    Raises ConfigError if the groups do not divide the inputs, or a number is not finite.
+    A symmetric scale is the group's largest magnitude / 127.5 (7.5 with 4 bits), as in compressed-tensors; codes lie in
+    -128 to 127 (-8 to 7). An asymmetric one is the group's range, extended to include 0, / 255 (15), with an offset.
+    Raises ConfigError if the groups do not divide the inputs, or if a weight is not finite.
     """
     width, size = weight_NK.shape[1], group_size or weight_NK.shape[1]
     if size < 1 or width % size:

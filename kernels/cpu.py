@@ -46,7 +46,9 @@ def can_pack() -> bool:
 
 @register("linear", "cpu", probe=can_pack)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Packs the weight once, and keeps the plain one for single rows in float32, for which it is faster."""
+    """Returns a linear layer that packs its weight once. In float32 the layer also keeps the unpacked weight, which is
+    faster for a single row.
+    """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
     plain = weight if weight.dtype == torch.float32 else None
 

@@ -73,7 +73,7 @@ def _special(path: str, info: dict[str, Any]) -> InputFile:
 
 
 def plan_chunks(spec: DataSpec, files: list[InputFile]) -> list[InputChunk]:
-    """Returns the chunks of a corpus, which depend on the files alone, so that every gang has the same ones."""
+    """Returns the chunks of a corpus. They depend on the files and the spec alone, so every gang has the same ones."""
     even_bytes = sum(file.size for file in files) // CHUNKS
     return group_chunks(
         split_parts(files, spec),

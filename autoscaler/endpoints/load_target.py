@@ -87,8 +87,11 @@ def _work_target(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: fl
 
 
 def replicas_for(work: float, traffic: Traffic) -> float:
-    """Returns the replicas that do `work`, in units of a replica on the slowest node type: existing ones first, then
-    new ones where the next costs least for its work. Serve chooses the replicas to stop, at worst the fastest."""
+    """Returns the number of replicas that do `work`, which is in units of a replica on the slowest node type.
+
+    More replicas are counted on the node type that is cheapest for its work. Fewer are counted as if Serve, which
+    chooses the replicas to stop, stopped the fastest.
+    """
     if not traffic.paces:
         return work
     held = sorted(traffic.held, reverse=True)

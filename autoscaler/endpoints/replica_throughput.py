@@ -66,7 +66,7 @@ class ThroughputMeter:
             del self._waiting[replica.id]
 
     def retain(self, replicas: Iterable[ReplicaLoad]) -> None:
-        """Forgets replicas that have ended while requests waited on them."""
+        """Drops the unfinished stretches of replicas that are not in `replicas`: they have ended."""
         ids = {replica.id for replica in replicas}
         self._waiting = {id: waiting for id, waiting in self._waiting.items() if id in ids}
 

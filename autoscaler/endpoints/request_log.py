@@ -98,7 +98,9 @@ class RouterQueue:
     """Requests at replicas that were reported late here, and that the replicas have not reported yet."""
 
     def record_interval(self, taken: int, length: int, from_s: float, until_s: float) -> int:
-        """Returns the arrivals of an interval: `taken` requests went to replicas, and `length` wait at its end."""
+        """Records the arrivals of an interval and returns their number: in it `taken` requests went to replicas, and at
+        its end `length` wait.
+        """
         count = max(0, taken + length - len(self.arrival_s))
         self.arrival_s.extend(spread(count, from_s, until_s))
         left = len(self.arrival_s) - length

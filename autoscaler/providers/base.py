@@ -47,12 +47,16 @@ class Bill(Protocol):
 
 
 class Provider(Bill, Protocol):
-    """A source of nodes. Calls may be repeated after a crash: the same node id never buys twice. A class that derives
-    from this one has no notices, no prices of its own and no problems, unless it says otherwise."""
+    """A source of nodes. Calls may be repeated after a crash: the same node id never buys twice.
+
+    A subclass must have `launch`, `terminate` and `machines`. By default it has no notices, no prices of its own and no
+    problems, and `watch` and `close` do nothing.
+    """
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        """Buys the machine, unless it was bought before. ProviderError means that the pool has none, and the node is
-        cancelled; after any other error the call is repeated."""
+        """Buys the machine, unless it was bought before. Raises ProviderError if the pool has no machine: the node is
+        then cancelled. After any other error the call is repeated.
+        """
 
     def terminate(self, node_id: str) -> None:
         """Terminates the machine; does nothing if it has ended or was never bought."""

@@ -57,7 +57,9 @@ def due_actions(
     silenced: Collection[str],
     now_s: float,
 ) -> list[DueAction]:
-    """Returns the actions of alerts that fire and are not silenced, but those that were begun already."""
+    """Returns the actions of alerts that fire and are not silenced, without those that were begun already. Actions that
+    cool-down or rate limit hold back are included, with the reason in `held`.
+    """
     begun = {record.key for record in log if record.state != "held"}
     done = [record for record in log if record.state != "held"]
     due: list[DueAction] = []

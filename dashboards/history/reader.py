@@ -44,8 +44,8 @@ class HistoryReader:
     ) -> list[tuple[Labels, list[Point]]]:
         """Returns the points of the series that have these labels, from `start_s` to `end_s`.
 
-        They are as fine as they are kept, or `step_s` is: then a point is the last value of its step. A counter never
-        falls in them, though it began again in between.
+        Without `step_s` the points have the finest resolution that is kept. With it they have the coarsest one up to
+        `step_s`, and each point is the last value of its step. A counter's resets are taken out, so it never falls.
         """
         found, is_counter = self._rows(metric, where, start_s, end_s, step_s)
         if is_counter:

@@ -43,7 +43,7 @@ def share(count: int, total: int) -> str:
 
 
 def lengths_of(report: CleaningReport) -> list[tuple[str, int, int]]:
-    """Returns rows (characters, kept, dropped) of the buckets that are not empty."""
+    """Returns a row for each range of document lengths that occurs: (range in characters, kept, dropped)."""
     return [
         (f"{(1 << size) >> 1:,} to {(1 << size) - 1:,}", kept, dropped)
         for size, (kept, dropped) in enumerate(zip(report.kept_lengths, report.dropped_lengths, strict=True))

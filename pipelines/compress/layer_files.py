@@ -99,7 +99,7 @@ def digest_in(folder: Path) -> str | None:
 
 
 def remove_others(target: Path, digest: str) -> None:
-    """Removes what steps with another digest left behind beside the target."""
+    """Removes the unfinished folders that steps with another digest left beside the target."""
     for folder in target.parent.glob(f".{target.name}.*.part"):
         if folder.name != f".{target.name}.{digest[:12]}.part":
             shutil.rmtree(folder, ignore_errors=True)

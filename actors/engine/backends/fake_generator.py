@@ -128,7 +128,7 @@ def _shared(one: bytes, other: bytes) -> int:
 
 
 def direction(text: bytes) -> list[float]:
-    """Returns a vector of eight numbers and length 1 that depend on the text alone."""
+    """Returns a unit vector of eight numbers, a function of the text alone."""
     raw = [byte - 127.5 for byte in hashlib.blake2b(text, digest_size=8).digest()]
     length = sum(each * each for each in raw) ** 0.5
     return [each / length for each in raw]

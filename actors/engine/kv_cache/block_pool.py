@@ -111,7 +111,7 @@ class BlockPool:
         return sum(on_host or refs[block] == 0 for on_host, block in places)
 
     def add_reference(self, places: Sequence[Place]) -> None:
-        """Adds one reference each."""
+        """Adds one reference to the block at each of these places."""
         for on_host, block in places:
             (self.host if on_host else self.device).add_reference(block)
 

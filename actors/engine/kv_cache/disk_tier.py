@@ -207,7 +207,7 @@ class DiskTier:
         return True
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until all is written that was to be."""
+        """Waits until all blocks queued so far are written, or for `timeout_s`."""
         if self.is_on:
             self._writer.wait(timeout_s)
 

@@ -19,9 +19,10 @@ _MAX_ID_CHARS = 256
 
 
 class ResponseHeaders:
-    """Middleware that adds response headers: `x-request-id` (the client's own, if it sent one), also as `request-id`,
-    where Anthropic's clients look for it, `openai-processing-ms` and `x-raytide-replica`. A HEAD is answered as a GET,
-    whose body the HTTP server leaves out.
+    """Middleware that adds `x-request-id`, `request-id`, `openai-processing-ms` and `x-raytide-replica` to a response.
+
+    Both ids are the client's `x-request-id`, if it sent one; Anthropic's clients read `request-id`. A HEAD request is
+    answered as a GET, and the HTTP server leaves the body out.
 
     Plain ASGI: Starlette's BaseHTTPMiddleware would hide a client's disconnect from the routes.
     """

@@ -1,1 +1,1 @@
-"""Ray Serve: the deployment of replicas, their control, the proxy in front and the scaling policy."""
+"""Ray Serve: the deployment of replicas, their control, and the scaling policy."""

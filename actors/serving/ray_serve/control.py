@@ -1,7 +1,7 @@
 """Controls Ray Serve for raytide's controller: deploys endpoints, publishes their replica counts, reads their loads.
 
-Calls block, each with a timeout. Nothing here owns anything: Serve's controller and proxy are detached actors, so
-endpoints answer while raytide's controller is down, and a new controller makes the same calls again.
+Calls block, each with a timeout. Nothing here owns anything: Serve's controller is a detached actor, so endpoints
+answer while raytide's controller is down, and a new controller makes the same calls again.
 """
 
 from __future__ import annotations

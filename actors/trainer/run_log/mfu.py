@@ -36,7 +36,7 @@ class MfuMeter:
         return tokens * flops_per_token(self._arch, span, frozen=self._frozen) / (seconds * self._peak)
 
     def memory_bytes(self) -> int:
-        """Returns this rank's peak memory: allocated on its GPU, or of the process."""
+        """Returns this rank's peak memory in bytes: allocated on its GPU, or resident in its process without a GPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB

@@ -1,4 +1,4 @@
-"""Rounds a model's linear layers to nearest and writes compressed-tensors, a layer in memory at a time."""
+"""Quantises a model's linear layers by rounding to nearest, and writes compressed-tensors, one layer at a time."""
 
 from __future__ import annotations
 

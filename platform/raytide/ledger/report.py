@@ -26,7 +26,7 @@ def accrued(intervals: Iterable[OpenInterval], now_us: int) -> tuple[Entry, ...]
 
 
 def costs(booked: Mapping[str, int], open_entries: Iterable[Entry], by: CostBy) -> dict[str, int]:
-    """Adds open entries to `Books.booked(by)`, micro-dollars by the same key."""
+    """Returns the costs by key in micro-dollars: `booked`, from `LedgerQueries.booked(by)`, plus the open entries."""
     total = dict(booked)
     for entry in open_entries:
         if (key := _entry_key(entry, by)) is not None:

@@ -147,7 +147,7 @@ def plan(
 
 
 def plan_workload(spec: TrainSpec) -> tuple[TrainWorkload, MemorySpec]:
-    """Returns the work of a spec's steps, with its model's sizes, and the spec's memory options."""
+    """Returns the workload of a spec, which includes the sizes of its model, and the spec's memory options."""
     return TrainWorkload.from_spec(spec, _model_of(spec)), spec.memory
 
 

@@ -84,7 +84,9 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """All weights but the experts that a token does not use, as published formulas of serving count them."""
+        """The weights that a token uses: all but the experts to which it is not routed. Published formulas for serving
+        count these.
+        """
         unused = len(self.sparse_layers) * (self.experts - self.experts_per_token) * 3 * self.width * self.expert_ffn
         return self.parameters - unused
 

@@ -1,8 +1,8 @@
-"""The time of a training step by what it is spent on: the iceberg below the model's own arithmetic.
+"""Predicts the time of a training step, split by cause: the model's own arithmetic, and each cost beyond it.
 
-Compute is a roofline: matrix products and attention at a share of the device's peak, everything else at the bandwidth
-of its memory. Collectives follow the alpha-beta model, T = alpha * hops + bytes / bandwidth, with ring algorithms; what
-hides behind compute is not counted.
+Compute follows a roofline: matrix products and attention at a share of the device's peak, everything else at the
+bandwidth of its memory. Collectives follow the alpha-beta model, T = alpha * hops + bytes / bandwidth, with ring
+algorithms; the part that overlaps with compute is not counted.
 """
 
 from __future__ import annotations

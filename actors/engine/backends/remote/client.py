@@ -136,7 +136,7 @@ class RemoteEngine(Engine):
         return bool(await self._call("abort", request_id))
 
     async def stats(self) -> EngineStats:
-        """Returns the present statistics; `status` has those that were pushed last, without a question."""
+        """Asks the process for its present statistics and returns them; `status` has the last ones that it pushed."""
         return wire.unpack_stats(await self._call("stats"))
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:

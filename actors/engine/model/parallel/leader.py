@@ -223,7 +223,7 @@ class GroupLeader:
 
 
 class LeaderDecoder(ShardedDecoder):
-    """The leader's part of the model. Its calls make all members compute theirs."""
+    """The leader's part of the model. Each call makes the other members compute their parts too."""
 
     def __init__(
         self, leader: GroupLeader, number: int, computation: Computation, model_dir: Path, group: Collectives

@@ -1,4 +1,4 @@
-"""page, token: the way from the terminal to the web page."""
+"""page, token: opens the web page, and prints the API token that the page asks for."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ CONFIG = "cluster.yaml"
 
 @dataclass(frozen=True, slots=True)
 class BackupPlace:
-    """A cluster whose configuration asks for backups."""
+    """The run folder, the state database and the settings of a cluster whose configuration asks for backups."""
 
     cluster: str
     run_dir: Path

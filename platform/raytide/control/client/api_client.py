@@ -256,7 +256,9 @@ class ApiClient:
         return from_json(list[AliasChange], self._get(f"/v1/models/{name}/history", query))
 
     def plans(self, *, limit: int = 50, until_s: float | None = None) -> list[dict[str, Any]]:
-        """Returns the latest plans (made by `until_s`) with actions, newest last, in the format of Plan.to_json."""
+        """Returns the latest plans, newest last, with their actions as `Plan.to_json` writes them. With `until_s`, only
+        those made by then.
+        """
         return list(self._get("/v1/plans", {"limit": limit, "until_s": until_s}))
 
     def corrections(self) -> Corrections:

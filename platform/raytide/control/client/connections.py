@@ -15,7 +15,7 @@ from raytide.core.errors import ConfigError
 class HttpConnections:
     """Connections to one HTTP server, kept open between requests. Thread-safe.
 
-    The standard library's client does it, because the imports of others cost `raytide ps` more than its whole work.
+    They use the standard library's client: to import another one takes longer than all else that `raytide ps` does.
     """
 
     def __init__(self, address: str, headers: Mapping[str, str]) -> None:

@@ -70,7 +70,7 @@ class RevisionCounts:
     """The number of values and of the bad ones, by metric."""
 
     def share(self, criterion: str) -> BadShare:
-        """Returns the bad share by one of CRITERIA, or by a metric."""
+        """Returns the number of observations by a criterion (one of CRITERIA, or a metric), and of the bad ones."""
         if criterion == "errors":
             return BadShare(self.requests, self.errors)
         if criterion == "late":

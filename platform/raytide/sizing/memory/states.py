@@ -146,7 +146,7 @@ def with_adapters(weights: Iterator[WeightTensor], lora: LoraSpec | None, model:
 
 
 def busiest_pipeline_ranks(layout: Parallelism) -> Sequence[int]:
-    """Returns the pipeline ranks among which one needs the most memory: the first, the last and one between."""
+    """Returns the first, the middle and the last pipeline rank, without repeats: one of them needs the most memory."""
     return sorted({0, layout.pipeline // 2, layout.pipeline - 1})
 
 

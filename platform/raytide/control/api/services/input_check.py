@@ -132,7 +132,7 @@ class Inputs:
         return None
 
     def check_build(self, spec: DataSpec) -> None:
-        """Raises DataError if a URL is not allowed. The driver lists the inputs, which may be many."""
+        """Raises DataError if a URL is not allowed. It does not list the inputs, which may be many; the driver does."""
         beside = spec.cleaning.urls if spec.cleaning else ()
         for url in (*spec.inputs, spec.out, *([spec.tokenizer.file] if spec.tokenizer.file else []), *beside):
             check_url(url)

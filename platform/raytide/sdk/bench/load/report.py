@@ -58,7 +58,9 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorLoad:
-    """The generator's own part: a figure of a busy or late generator says more about it than about the endpoint."""
+    """The load of the generator itself: how busy and how late it was. If it was either, the report measures it and not
+    the endpoint.
+    """
 
     cpu_share: float
     """The share of one core that its thread used."""
