@@ -95,7 +95,7 @@ class Scenario:
                 low = middle + 1
         return best
 
-    def _setup_of(self, name: str) -> ServingSetup:
+    def setup_of(self, name: str) -> ServingSetup:
         """Returns the setup with the order of waiting requests, and what happens to those of lost nodes."""
         setup, is_raytide = self.setup, name == "raytide"
         queue = setup.queue or ("deadline" if is_raytide else "first-come")
@@ -103,8 +103,8 @@ class Scenario:
         return setup.model_copy(update={"queue": queue, "resumes": resumes})
 
     def _run(self, name: str, chosen: FleetPolicy) -> Result:
-        fleet = SimulatedFleet(self._setup_of(name), self.work, self.zones)
-        samples = _live(fleet, chosen)
+        fleet = SimulatedFleet(self.setup_of(name), self.work, self.zones)
+        samples = simulate(fleet, chosen)
         hours = fleet.node_hours()
         ttft = np.array(fleet.first_token_s) - self.work.arrival_s
         never_s = self.setup.horizon_s - self.work.arrival_s + self.setup.slo_ttft_s
@@ -143,8 +143,9 @@ def policy(name: str, stage: Scenario) -> FleetPolicy:
     return named[name]()
 
 
-def _live(fleet: SimulatedFleet, chosen: FleetPolicy) -> list[FleetSample]:
-    """Steps from event to event: capacity changes, notices, replicas that become ready, ticks."""
+def simulate(fleet: SimulatedFleet, chosen: FleetPolicy) -> list[FleetSample]:
+    """Runs the policy to the end, and returns the fleet at each tick. Steps from event to event: capacity changes,
+    notices, replicas that become ready, ticks."""
     setup, zones = fleet.setup, fleet.zones
     changes = deque(zones.times_s[1:])
     notices = deque(at - setup.notice_s for at in changes if at > setup.notice_s > 0)

@@ -1,0 +1,170 @@
+"""Splits the cost of raytide's serving policy by what it does not know: each row makes one more thing ideal.
+
+    benchmarks/autoscaler/serving_ideals.py --recording code.csv --recording chat.jsonl --spot S.json --case 0
+
+On one case of serving_targets.py, in multiples of the lower bound, which buys fractions of nodes. From the second row
+on the price of a late request is constant, and such that just the asked share is in time (interpolated between runs at
+two or three prices). The first hour is in the cost but not in the share: it holds the first start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from serving_costs import with_plenty_of_spot
+from serving_floor import WholeNodeFloor
+from serving_targets import CASES, scenario
+
+from raytide.autoscaler.endpoints.replica_value import SloShadowPrice
+from raytide.autoscaler.endpoints.traffic import RateForecast
+from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
+from raytide.core.objects.node import CapacityType
+from raytide.simulate.serving.compare import Scenario, simulate
+from raytide.simulate.serving.fleet import SimulatedFleet
+from raytide.simulate.serving.raytide import RaytidePolicy
+from raytide.simulate.serving.requests import Floats
+from raytide.simulate.serving.router import SimulatedReplica
+
+IDEALS = ("rate", "losses", "start", "scarcity")
+NAMES = {
+    "rate": "the mean rate around the time of serving is known",
+    "losses": "a reclaimed node goes on, at the price of on demand, and none is expected",
+    "start": "a start takes a second",
+    "scarcity": "spot is never scarce",
+}
+FIRST_S = 3600.0
+FIRST_LOG_PRICE = -0.5
+
+
+@dataclass(slots=True)
+class ConstantPrice(SloShadowPrice):
+    log_price: float = 0.0
+    """The logarithm of the price relative to the initial one."""
+
+    @property
+    def _log_price(self) -> float:
+        return self.log_price
+
+
+@dataclass(slots=True)
+class KnownRate(RateForecast):
+    """The mean rate over twice the time ahead: its middle is when a replica that is bought now begins to serve."""
+
+    arrival_s: Floats = field(default_factory=lambda: np.zeros(0))
+    ahead_s: float = 0.0
+
+    def observe(self, requests: int, dt_s: float, ahead_s: float) -> None:
+        self._now_s += dt_s
+        self.ahead_s = ahead_s
+
+    @property
+    def rps(self) -> float:
+        window_s = 2 * self.ahead_s
+        first, last = np.searchsorted(self.arrival_s, (self._now_s, self._now_s + window_s))
+        return float(last - first) / window_s if window_s else 0.0
+
+
+class NoLosses(ReclaimHazard):
+    def losses(
+        self, held: Mapping[str, float], now_s: float, recovery_s: float
+    ) -> Iterator[tuple[float, Sequence[str]]]:
+        return iter(())
+
+    def per_h(self, name: str, now_s: float) -> float:
+        return 0.0
+
+
+class MovedFleet(SimulatedFleet):
+    """Nodes that would be reclaimed go on at the price of on demand."""
+
+    moved: list[tuple[SimulatedReplica, float]]
+
+    def reclaim(self) -> None:
+        self.moved = getattr(self, "moved", [])
+        for zone, room in enumerate(self.zones.at(self.now_s)):
+            for replica in [replica for replica in self.alive if replica.zone == zone][room:]:
+                self.moved.append((replica, self.now_s))
+                replica.zone = None
+
+    def node_hours(self) -> dict[CapacityType, float]:
+        hours = super().node_hours()
+        for replica, at_s in getattr(self, "moved", []):
+            on_spot_h = (at_s - replica.launched_s) / 3600.0
+            hours[CapacityType.SPOT] += on_spot_h
+            hours[CapacityType.ON_DEMAND] -= on_spot_h
+        return hours
+
+
+def run(stage: Scenario, ideals: Sequence[str], log_price: float | None) -> tuple[float, float]:
+    """Returns the cost, and the late share after the first hour. `log_price`: None for the policy's own price."""
+    setup = stage.setup_of("raytide")
+    if "start" in ideals:
+        setup = setup.model_copy(update={"cold_start_s": 1.0})
+    zones = (with_plenty_of_spot(stage) if "scarcity" in ideals else stage).zones
+    policy = RaytidePolicy(setup, stage.work, zones, stage.usd_h)
+    if log_price is not None:
+        policy.model.price = ConstantPrice(setup.slo_target, log_price=log_price)
+    if "rate" in ideals:
+        policy.model.usual_rate = KnownRate(arrival_s=stage.work.arrival_s)
+    if "losses" in ideals:
+        policy.hazard = NoLosses()
+    fleet = (MovedFleet if "losses" in ideals else SimulatedFleet)(setup, stage.work, zones)
+    simulate(fleet, policy)
+    usd = sum(hours * stage.usd_h[market] for market, hours in fleet.node_hours().items())
+    counted = stage.work.arrival_s >= FIRST_S
+    is_late = np.array(fleet.first_token_s) - stage.work.arrival_s > setup.slo_ttft_s + 1e-9
+    return usd, float(is_late[counted].mean())
+
+
+def usd_at_target(stage: Scenario, ideals: Sequence[str]) -> float:
+    """Returns the cost at which just the asked share is in time: linear in the logarithm of the late share, which falls
+    by about as much as the logarithm of the price rises."""
+    allowed = 1.0 - stage.setup.slo_target
+    log_price, points = FIRST_LOG_PRICE, list[tuple[float, float]]()
+    while len(points) < 3:
+        usd, late = run(stage, ideals, log_price)
+        points.append((math.log(max(late, 1e-6) / allowed), usd))
+        sides = {beyond > 0 for beyond, _ in points}
+        if len(sides) == 2:
+            break
+        log_price += 1.3 * points[-1][0] + math.copysign(0.1, points[-1][0])
+    (low, low_usd), (high, high_usd) = sorted(sorted(points, key=lambda point: abs(point[0]))[:2])
+    return low_usd + (high_usd - low_usd) * (0.0 - low) / (high - low)
+
+
+def print_ideals(stage: Scenario) -> None:
+    bound_usd, target = stage.lower_bound_usd(), stage.setup.slo_target
+    usd, late = run(stage, (), None)
+    print("| ideal | x bound |\n|---|---|")
+    print(f"| nothing; {100 * (1 - late):.2f} % attained after the first hour | {usd / bound_usd:.2f} |", flush=True)
+    print(f"| the price | {usd_at_target(stage, ()) / bound_usd:.2f} |", flush=True)
+    for count, name in enumerate(IDEALS, start=1):
+        print(f"| and {NAMES[name]} | {usd_at_target(stage, IDEALS[:count]) / bound_usd:.2f} |", flush=True)
+    print(f"| an omniscient buyer of whole nodes | {WholeNodeFloor(stage).usd(target) / bound_usd:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recording", type=Path, action="append", required=True, help="twice: code, then chat")
+    parser.add_argument("--envelope", type=Path)
+    parser.add_argument("--spot", type=Path, required=True)
+    parser.add_argument("--days", type=float, default=3.0)
+    parser.add_argument("--case", type=int, action="append", help="index in CASES; by default the first")
+    parser.add_argument("--target", type=float, action="append")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for at in args.case or [0]:
+            stage = scenario(CASES[at], args.recording, args.envelope, args.spot, args.days, Path(folder))
+            for target in args.target or [0.99]:
+                print(f"\n### case {at}, {100 * target:g} % asked, {args.days:g} days\n")
+                print_ideals(replace(stage, setup=stage.setup.model_copy(update={"slo_target": target})))
+
+
+if __name__ == "__main__":
+    main()
