@@ -1,4 +1,4 @@
-"""Splits the cost of raytide's serving policy by what it does not know: each row makes one more thing ideal.
+"""Splits the cost of raytide's serving policy by what it cannot know or avoid: each row makes one thing ideal.
 
     benchmarks/autoscaler/serving_ideals.py --recording code.csv --recording chat.jsonl --spot S.json --case 0
 
@@ -31,8 +31,7 @@ from raytide.simulate.serving.raytide import RaytidePolicy
 from raytide.simulate.serving.requests import Floats
 from raytide.simulate.serving.router import SimulatedReplica
 
-IDEALS = ("rate", "losses", "start", "scarcity")
-NAMES = {
+IDEALS = {
     "rate": "the mean rate around the time of serving is known",
     "losses": "a reclaimed node goes on, at the price of on demand, and none is expected",
     "start": "a start takes a second",
@@ -133,7 +132,7 @@ def usd_at_target(stage: Scenario, ideals: Sequence[str]) -> float:
         sides = {beyond > 0 for beyond, _ in points}
         if len(sides) == 2:
             break
-        log_price += 1.3 * points[-1][0] + math.copysign(0.1, points[-1][0])
+        log_price += points[-1][0] + math.copysign(0.2, points[-1][0])
     (low, low_usd), (high, high_usd) = sorted(sorted(points, key=lambda point: abs(point[0]))[:2])
     return low_usd + (high_usd - low_usd) * (0.0 - low) / (high - low)
 
@@ -143,9 +142,9 @@ def print_ideals(stage: Scenario) -> None:
     usd, late = run(stage, (), None)
     print("| ideal | x bound |\n|---|---|")
     print(f"| nothing; {100 * (1 - late):.2f} % attained after the first hour | {usd / bound_usd:.2f} |", flush=True)
-    print(f"| the price | {usd_at_target(stage, ()) / bound_usd:.2f} |", flush=True)
-    for count, name in enumerate(IDEALS, start=1):
-        print(f"| and {NAMES[name]} | {usd_at_target(stage, IDEALS[:count]) / bound_usd:.2f} |", flush=True)
+    print(f"| the price of a late request | {usd_at_target(stage, ()) / bound_usd:.2f} |", flush=True)
+    for ideal, name in IDEALS.items():
+        print(f"| {name} | {usd_at_target(stage, (ideal,)) / bound_usd:.2f} |", flush=True)
     print(f"| an omniscient buyer of whole nodes | {WholeNodeFloor(stage).usd(target) / bound_usd:.2f} |", flush=True)
 
 
