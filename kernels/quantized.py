@@ -26,9 +26,9 @@ class _Weight(ctypes.Structure):
     """The struct of quantized.c."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("packed", "scales", "offsets", "bias", "columns")),
+        *((name, ctypes.c_void_p) for name in ("packed", "bias", "columns")),
         *((name, ctypes.c_int64) for name in ("n", "k", "groups", "parts")),
-        *((name, ctypes.c_int32) for name in ("bits", "int8")),
+        *((name, ctypes.c_int32) for name in ("bits", "int8", "half", "has_offsets")),
     ]
 
 
@@ -36,25 +36,31 @@ class _Weight(ctypes.Structure):
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
     """Packs the weight once; the codes are not kept."""
     lib = compiled.loaded_library()
-    (size, width), groups, is_int8 = weight.codes_NK.shape, weight.scales_NG.shape[1], input_as == "int8"
+    (size, width), groups = weight.codes_NK.shape, weight.scales_NG.shape[1]
     parts = -(-weight.group_size // INPUT_GROUP)
-    packed = torch.zeros(lib.quantized_bytes(size, groups * parts, weight.bits) + _ALIGNMENT, dtype=torch.uint8)
-    start = packed.data_ptr() + -packed.data_ptr() % _ALIGNMENT
-    codes_NK = weight.codes_NK.contiguous()
-    lib.pack_quantized(codes_NK.data_ptr(), start, size, width, weight.group_size, weight.bits, is_int8)
-    scales, offsets = _panels(weight.scales_NG, lib.panel()), _panels(weight.offsets_NG, lib.panel())
     columns, wide_bias = _columns(weight, parts), None if bias is None else bias.float().contiguous()
-    kept = packed, scales, offsets, columns, wide_bias
-    described = _Weight(start, *map(_start, (scales, offsets, wide_bias, columns)), size, width, groups, parts)
-    described.bits, described.int8 = weight.bits, is_int8
-    here, call = ctypes.addressof(described), lib.quantized_linear
+    codes, scales = weight.codes_NK.contiguous(), _stored(weight.scales_NG)
+    offsets = None if weight.offsets_NG is None else weight.offsets_NG.float().contiguous()
+    described = _Weight(None, *map(_start, (wide_bias, columns)), size, width, groups, parts, weight.bits)
+    described.int8, described.half = input_as == "int8", scales.dtype == torch.float16
+    described.has_offsets = offsets is not None
+    here = ctypes.addressof(described)
+    packed = torch.zeros(lib.quantized_bytes(here) + _ALIGNMENT, dtype=torch.uint8)
+    described.packed = packed.data_ptr() + -packed.data_ptr() % _ALIGNMENT
+    lib.pack_quantized(here, codes.data_ptr(), scales.data_ptr(), _start(offsets))
+    kept, call = (packed, columns, wide_bias, described), lib.quantized_linear
 
-    def apply(x_TK: Tensor, kept: object = (kept, described)) -> Tensor:
-        x = (x_TK if x_TK.dtype == torch.bfloat16 else x_TK.float()).contiguous()
-        out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
-        if call(here, x.data_ptr(), out.data_ptr(), x.numel() // width, x.dtype == torch.bfloat16) != 0:
-            raise MemoryError(f"quantized_linear: no memory for {x.numel() // width} rows of {width} inputs")
-        return out.to(x_TK.dtype)
+    def apply(x_TK: Tensor, kept: object = kept) -> Tensor:
+        dtype = x_TK.dtype
+        is_bf16 = dtype is torch.bfloat16
+        x = (x_TK if is_bf16 else x_TK.float()).contiguous()
+        rows = x.numel() // width
+        out = torch.empty(rows, size, dtype=x.dtype)
+        if call(here, x.data_ptr(), out.data_ptr(), rows, is_bf16) != 0:
+            raise MemoryError(f"quantized_linear: no memory for {rows} rows of {width} inputs")
+        if x.ndim != 2:
+            out = out.view(*x.shape[:-1], size)
+        return out if out.dtype is dtype else out.to(dtype)
 
     return apply
 
@@ -63,13 +69,10 @@ def _start(array: Tensor | None) -> int | None:
     return None if array is None else array.data_ptr()
 
 
-def _panels(numbers_NG: Tensor | None, panel: int) -> Tensor | None:
-    """Returns the numbers as [panel, group, output of the panel], the last panel filled up with zeros."""
-    if numbers_NG is None:
-        return None
-    padded = F.pad(numbers_NG.float(), (0, 0, 0, -numbers_NG.shape[0] % panel))
-    panels: Tensor = padded.unflatten(0, (-1, panel)).transpose(1, 2).contiguous()
-    return panels
+def _stored(scales_NG: Tensor) -> Tensor:
+    """Returns the scales in float16 if that is exact, as it is for those of most files; else in float32."""
+    halves_NG = scales_NG.half()
+    return (halves_NG if torch.equal(halves_NG.float(), scales_NG.float()) else scales_NG.float()).contiguous()
 
 
 def _columns(weight: QuantizedWeight, parts: int) -> Tensor | None:

@@ -16,23 +16,28 @@
 #define WORTH_TILES 8 /* rows */
 #define LINE 64 /* bytes */
 #define PAGE 4096
+#define LINES_OF_PAGE 4 /* that make the processor ask for the others */
+#define FEW_ROWS (VL == 16 ? 2 : 0) /* with more the processor does not look far enough ahead */
 
-/* The struct of quantized.py. Codes are packed as pack_quantized does it, scales and offsets are [panel, group, PANEL].
- * Input k of the packed weight is input columns[k] of x, or a zero if that is negative; none: x's own order. */
+/* The struct of quantized.py. `packed` is [panel, group], and of each the codes of its parts, PANEL scales, in float16 if
+ * `half`, and PANEL offsets, if any: one stream of memory. Input k of the packed weight is input columns[k] of x, or a
+ * zero if that is negative; none: x's own order. */
 typedef struct {
     const void *packed;
-    const float *scales, *offsets, *bias;
+    const float *bias;
     const int32_t *columns;
     int64_t n, k, groups, parts; /* parts of a group */
-    int32_t bits, int8;
+    int32_t bits, int8, half, has_offsets;
 } Weight;
 
 static int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
-static int64_t part_bytes(int bits) { return PART * PANEL * bits / 8; }
+INLINE int64_t part_bytes(int bits) { return PART * PANEL * bits / 8; }
+INLINE int64_t scales_bytes(const Weight *w) { return PANEL * (w->half ? 2 : 4); }
+INLINE int64_t group_bytes(const Weight *w, int bits) {
+    return w->parts * part_bytes(bits) + scales_bytes(w) + (w->has_offsets ? PANEL * 4 : 0);
+}
 
-EXPORT int64_t raytide_quantized_bytes(int64_t n, int64_t parts, int bits) { return panels_of(n) * parts * part_bytes(bits); }
-
-EXPORT int64_t raytide_panel(void) { return PANEL; }
+EXPORT int64_t raytide_quantized_bytes(const Weight *w) { return panels_of(w->n) * w->groups * group_bytes(w, w->bits); }
 
 /* Where the code of input k and output j lies in a part: the byte, and the bits in it. With int8 inputs, words of four
  * inputs; with float ones the outputs follow each other, and two inputs of 4 bits share a byte. */
@@ -48,18 +53,22 @@ INLINE void place(int bits, int int8, int k, int j, int *byte, int *shift) {
     if (bits == 8) *shift = 0;
 }
 
-/* Codes [n, k] in groups of `size` inputs, packed part after part in panels; `packed` is zeroed memory. */
-EXPORT void raytide_pack_quantized(const int8_t *codes, uint8_t *packed, int64_t n, int64_t k, int64_t size, int bits,
-                                   int int8) {
-    int64_t parts = (size + PART - 1) / PART, all = k / size * parts;
-    int added = int8 ? zero_point(bits) : 0, mask = bits == 4 ? 15 : 255;
-    for (int64_t row = 0; row < n; row++)
-        for (int64_t column = 0; column < k; column++) {
-            int64_t part = column / size * parts + column % size / PART;
-            int byte, shift;
-            place(bits, int8, (int)(column % size % PART), (int)(row % PANEL), &byte, &shift);
-            int code = (codes[row * k + column] + added) & mask;
-            packed[(row / PANEL * all + part) * part_bytes(bits) + byte] |= (uint8_t)(code << shift);
+/* Codes [n, k], scales and offsets [n, groups] into w->packed, which is zeroed memory. */
+EXPORT void raytide_pack_quantized(const Weight *w, const int8_t *codes, const char *scales, const float *offsets) {
+    int64_t size = w->k / w->groups, each = w->half ? 2 : 4;
+    int bits = w->bits, int8 = w->int8, added = int8 ? zero_point(bits) : 0, mask = bits == 4 ? 15 : 255;
+    for (int64_t row = 0; row < w->n; row++)
+        for (int64_t group = 0; group < w->groups; group++) {
+            uint8_t *to = (uint8_t *)w->packed + (row / PANEL * w->groups + group) * group_bytes(w, bits);
+            for (int64_t column = 0; column < size; column++) {
+                int byte, shift;
+                place(bits, int8, (int)(column % PART), (int)(row % PANEL), &byte, &shift);
+                int code = (codes[row * w->k + group * size + column] + added) & mask;
+                to[column / PART * part_bytes(bits) + byte] |= (uint8_t)(code << shift);
+            }
+            to += w->parts * part_bytes(bits);
+            memcpy(to + row % PANEL * each, scales + (row * w->groups + group) * each, each);
+            if (w->has_offsets) memcpy(to + scales_bytes(w) + row % PANEL * 4, offsets + row * w->groups + group, 4);
         }
 }
 
@@ -107,7 +116,7 @@ INLINE void prepare_row(const Call *c, int64_t row, int int8, int bits, int bf16
                 }
             }
         }
-        if (w->offsets) sums[group] = total;
+        if (w->has_offsets) sums[group] = total;
     }
 }
 
@@ -138,22 +147,34 @@ INLINE void part_products(int bits, int mr, const char *x, int64_t stride, const
             }
 }
 
+/* The scales of outputs j * VL to (j + 1) * VL of a panel. */
+INLINE vf load_scales(const Weight *w, const char *scales, int j) {
+    return w->half ? load_half((const uint16_t *)scales + j * VL) : load_f32((const float *)scales + j * VL);
+}
+
+/* Asks for the first lines of the next page where a part is the first to begin in a page. The processor asks for the rest
+ * itself, faster than each line's own request would, but it does not look past the end of a page. */
+INLINE void prefetch_next_page(const char *codes, int bits) {
+    if (((uintptr_t)codes & (PAGE - 1)) >= (uintptr_t)part_bytes(bits) + PANEL * 8) return; /* 8: scale and offset */
+    const char *next = codes - ((uintptr_t)codes & (PAGE - 1)) + PAGE;
+    for (int64_t at = 0; at < LINES_OF_PAGE * LINE; at += LINE) __builtin_prefetch(next + at);
+}
+
 /* The sums of `mr` rows from `row` on with a panel's outputs, into sums [mr, PANEL]. `parts` is w->parts; as a constant 1
- * it keeps the sums over groups in registers. Each part asks for `lines` of what lies at `ahead`. */
+ * it keeps the sums over groups in registers. Each part asks for `lines` of what lies at `ahead`; 0: of its own next page. */
 INLINE void quantized_tile(const Call *c, int64_t row, int64_t panel, float *sums, int mr, int int8, int bits,
                            int64_t parts, const char *ahead, int lines) {
     const Weight *w = c->w;
     const char *x = c->rows + row * c->stride;
-    const char *codes = (const char *)w->packed + panel * w->groups * parts * part_bytes(bits);
+    const char *codes = (const char *)w->packed + panel * w->groups * group_bytes(w, bits);
     vf y[TILE_ROWS][2] = {0};
     for (int64_t group = 0, at = 0; group < w->groups; group++) {
         vf totals[TILE_ROWS][2];
-        const char *later_scales = (const char *)(w->scales + (panel * w->groups + group) * PANEL) + PAGE / 2;
-        for (int64_t line = 0; line < PANEL * 4; line += LINE) __builtin_prefetch(later_scales + line);
 #pragma GCC unroll 8
         for (int i = 0; i < mr; i++) totals[i][0] = totals[i][1] = (vf){0};
 #pragma GCC unroll 1
         for (int64_t part = 0; part < parts; part++, at++, codes += part_bytes(bits)) {
+            if (!lines) prefetch_next_page(codes, bits);
             for (const char *end = ahead + lines * LINE; ahead < end; ahead += LINE) __builtin_prefetch(ahead);
             if (!int8) {
                 part_products(bits, mr, x + at * PART * 4, c->stride, codes, totals);
@@ -171,12 +192,15 @@ INLINE void quantized_tile(const Call *c, int64_t row, int64_t panel, float *sum
         }
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
-            int64_t number = (panel * w->groups + group) * PANEL + j * VL;
-            vf scale = load_f32(w->scales + number);
+            vf scale = load_scales(w, codes, j);
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++) y[i][j] = fused(totals[i][j], scale, y[i][j]);
-            if (!w->offsets) continue;
-            vf offset = load_f32(w->offsets + number);
+        }
+        codes += scales_bytes(w);
+        if (!w->has_offsets) continue;
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++, codes += VL * 4) {
+            vf offset = load_f32((const float *)codes);
 #pragma GCC unroll 8
             for (int i = 0; i < mr; i++)
                 y[i][j] = fused(splat(((const float *)(x + i * c->stride + c->sums))[group]), offset, y[i][j]);
@@ -192,10 +216,10 @@ INLINE void quantized_tile(const Call *c, int64_t row, int64_t panel, float *sum
  * ask for the next one, each for its share of it; a tile without others asks for its own weights, a page ahead. */
 INLINE void any_quantized_tile(const Call *c, int64_t row, int64_t panel, float *sums, int mr, int int8, int bits,
                                int64_t begin, int64_t rows) {
-    int64_t parts = c->w->groups * c->w->parts, each = part_bytes(bits) / LINE;
-    const char *ahead = (const char *)c->w->packed + panel * parts * part_bytes(bits);
-    int lines = (int)((each * mr + rows - 1) / rows);
-    ahead += mr == rows ? PAGE : (parts + parts * (row - begin) / rows) * part_bytes(bits);
+    int64_t bytes = c->w->groups * group_bytes(c->w, bits), each = (group_bytes(c->w, bits) / c->w->parts + LINE - 1) / LINE;
+    const char *ahead = (const char *)c->w->packed + panel * bytes;
+    int lines = rows <= FEW_ROWS ? 0 : (int)((each * mr + rows - 1) / rows);
+    ahead += mr == rows ? PAGE : bytes + bytes * (row - begin) / rows;
 #define CASE(ROWS)                                                                                           \
     case ROWS:                                                                                               \
         if (c->w->parts == 1)                                                                                \
@@ -228,8 +252,9 @@ typedef struct {
 } Sums;
 
 /* Adds a part's products to the totals of its group, and the group's, if it is complete, to y. */
-INLINE void add_part(const Call *c, const char *x, Sums *s, int rows, int64_t group, int64_t at, const float *scales,
-                     const float *offsets, int is_first, int is_last, int has_offsets) {
+INLINE void add_part(const Call *c, const char *x, Sums *s, int rows, int64_t group, int64_t at, const char *scales,
+                     int is_first, int is_last, int has_offsets) {
+    const float *offsets = (const float *)(scales + scales_bytes(c->w));
     for (int i = 0; i < rows; i++, x += c->stride) {
         vi start = splat_int(x + c->starts + at * 4);
         vf scale = splat(((const float *)(x + c->scales))[at]);
@@ -242,7 +267,7 @@ INLINE void add_part(const Call *c, const char *x, Sums *s, int rows, int64_t gr
                 s->totals[i][j] = total;
                 continue;
             }
-            vf y = fused(total, load_f32(scales + j * VL), s->y[i][j]);
+            vf y = fused(total, load_scales(c->w, scales, j), s->y[i][j]);
             s->y[i][j] = has_offsets ? fused(inputs, load_f32(offsets + j * VL), y) : y;
         }
     }
@@ -252,11 +277,10 @@ INLINE void add_part(const Call *c, const char *x, Sums *s, int rows, int64_t gr
 INLINE void amx_tile(const Call *c, int64_t row, int64_t panel, Sums *s, int rows, int bits) {
     const Weight *w = c->w;
     const char *x = c->rows + row * c->stride;
-    const char *codes = (const char *)w->packed + panel * w->groups * w->parts * part_bytes(bits);
+    const char *codes = (const char *)w->packed + panel * w->groups * group_bytes(w, bits);
     memset(s->y, 0, sizeof s->y);
     for (int64_t group = 0, at = 0; group < w->groups; group++) {
-        int64_t number = (panel * w->groups + group) * PANEL;
-        const float *scales = w->scales + number, *offsets = w->offsets ? w->offsets + number : 0;
+        const char *scales = codes + w->parts * part_bytes(bits);
         for (int64_t part = 0; part < w->parts; part++, at++, codes += part_bytes(bits)) {
             vu words[PART / 4 * 2];
             if (bits == 4) unpack(codes, words);
@@ -264,16 +288,17 @@ INLINE void amx_tile(const Call *c, int64_t row, int64_t panel, Sums *s, int row
             tile_sums(rows, x + at * PART, c->stride, bits == 4 ? (const void *)words : codes, s->products);
             if (part < w->parts - 1) {
                 if (part == 0)
-                    add_part(c, x, s, rows, group, at, scales, offsets, 1, 0, 0);
+                    add_part(c, x, s, rows, group, at, scales, 1, 0, 0);
                 else
-                    add_part(c, x, s, rows, group, at, scales, offsets, 0, 0, 0);
-            } else if (w->offsets)
-                add_part(c, x, s, rows, group, at, scales, offsets, part == 0, 1, 1);
+                    add_part(c, x, s, rows, group, at, scales, 0, 0, 0);
+            } else if (w->has_offsets)
+                add_part(c, x, s, rows, group, at, scales, part == 0, 1, 1);
             else if (part == 0)
-                add_part(c, x, s, rows, group, at, scales, offsets, 1, 1, 0);
+                add_part(c, x, s, rows, group, at, scales, 1, 1, 0);
             else
-                add_part(c, x, s, rows, group, at, scales, offsets, 0, 1, 0);
+                add_part(c, x, s, rows, group, at, scales, 0, 1, 0);
         }
+        codes = scales + group_bytes(w, bits) - w->parts * part_bytes(bits);
     }
 }
 

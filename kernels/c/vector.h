@@ -63,6 +63,19 @@ INLINE vi load_int8(const void *p) {
     return __builtin_convertvector(*(const vb_mem *)p, vi);
 #endif
 }
+/* VL float16, exactly, whatever the processor does with numbers below the normal ones. */
+INLINE vf load_half(const uint16_t *p) {
+#if VL == 16
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif VL == 8 && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    vi half = __builtin_convertvector(*(const vh_mem *)p, vi), amount = half & 0x7fff;
+    vf small = __builtin_convertvector(amount, vf) * 5.9604644775390625e-8f; /* 2^-24 */
+    vi normal = (amount << 13) + (112 << 23), is_small = amount < 0x400;
+    return (vf)((((vi)small & is_small) | (normal & ~is_small)) | (half & 0x8000) << 16);
+#endif
+}
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 #if VL == 16 /* compilers make masks and blends of the general way */
 INLINE vf maximum(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }

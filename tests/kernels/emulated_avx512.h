@@ -30,6 +30,15 @@ static inline int emulated_sum(__m512i x) {
     for (int i = 0; i < 16; i++) sum += lanes[i];
     return sum;
 }
+static inline __m512 emulated_halves(__m256i x) {
+    __m512 y;
+    __m256 *parts = (__m256 *)&y;
+    parts[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(x));
+    parts[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1));
+    return y;
+}
+#undef _mm512_cvtph_ps
+#define _mm512_cvtph_ps emulated_halves
 #undef _mm512_reduce_max_epi32
 #define _mm512_reduce_max_epi32 emulated_largest_int
 #undef _mm512_reduce_add_epi32

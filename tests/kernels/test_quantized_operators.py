@@ -21,17 +21,19 @@ GROUP_SIZES = [1, 7, 16, 24, 31, 32, 33, 64, 96, 128]
 
 @st.composite
 def weights(draw: st.DrawFn) -> QuantizedWeight:
-    """Codes of every kind, the lowest among them or alone, in groups that fit 32 or do not."""
+    """Codes of every kind, the lowest among them or alone, in groups that fit 32 or do not; scales of every kind, those
+    that float16 has, below its normal ones too, and others."""
     bits = draw(st.sampled_from([4, 8]))
     size, groups = draw(st.sampled_from(GROUP_SIZES)), draw(st.sampled_from([1, 1, 2, 5]))
     outputs, width = draw(st.sampled_from([1, 15, 16, 33, 75])), groups * size
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     lowest = -(2 ** (bits - 1))
     highest = draw(st.sampled_from([-lowest, lowest + 1]))
+    scales = torch.rand(outputs, groups, generator=generator) * draw(st.sampled_from([0.01, -0.01, 1e-5]))
     return QuantizedWeight(
         bits,  # type: ignore[arg-type]
         torch.randint(lowest, highest, (outputs, width), dtype=torch.int8, generator=generator),
-        torch.rand(outputs, groups, generator=generator) * 0.01,
+        scales.half().float() if draw(st.booleans()) else scales,
         torch.randn(outputs, groups, generator=generator) * 0.01 if draw(st.booleans()) else None,
         torch.randperm(width, generator=generator) if draw(st.booleans()) else None,
     )
