@@ -13,6 +13,7 @@ the spread is how far the worst was below it.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -82,6 +83,8 @@ def native(model: str, new_tokens: int) -> None:
     sets = compiled.loaded_library().instructions().decode() if compiled.can_run() else "torch's operators"
     print(json.dumps({"instructions": f"{sets}; {core.info.quantization}"}), flush=True)
     sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    gc.collect()
+    gc.freeze()  # as an engine's own process does
     for line in sys.stdin:
         began, firsts = time.perf_counter(), dict[str, float]()
         for index, prompt in enumerate(json.loads(line)):

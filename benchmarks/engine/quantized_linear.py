@@ -1,9 +1,10 @@
 """Measures the linears of a decoding step, all layers and the head: 8 and 4 bits beside bfloat16 and float32.
 
-Weights are random; every layer has its own, so that caches see what they see in a model. "native" is what the engine
-chooses for the dtype on this machine, oneDNN where that is faster. Forms take turns, and the best of the rounds counts,
-in milliseconds of a step of `rows` tokens; the ratio is bfloat16's time over the form's. CPU time of all threads is
-divided by their number, since it stands other work beside it better than wall time does.
+Weights are random, their scales those of float16, as in GGUF's Q8_0 and Q4_0; every layer has its own, so that caches
+see what they see in a model. "native" is what the engine chooses for the dtype on this machine, oneDNN where that is
+faster. Forms take turns, and the best of the rounds counts, in milliseconds of a step of `rows` tokens; the ratio is
+bfloat16's time over the form's. CPU time of all threads is divided by their number, since it stands other work beside
+it better than wall time does.
 
     python benchmarks/engine/quantized_linear.py --shape 28M 350M --threads 1
     python benchmarks/engine/quantized_linear.py --march x86-64-v3 --rows 1 64
@@ -83,8 +84,8 @@ def linear(weight: torch.Tensor, form: str, group: int, is_here: bool) -> Linear
     kind, input_as = form.split()
     bits, most = (8, 127) if kind == "int8" else (4, 7)
     grouped = weight.unflatten(1, (-1, group or weight.shape[1]))
-    scales = grouped.abs().amax(-1, keepdim=True) / most
-    codes = (grouped / scales).round().to(torch.int8).flatten(1)
+    scales = (grouped.abs().amax(-1, keepdim=True) / most).half().float()
+    codes = (grouped / scales).round().clamp(-most - 1, most).to(torch.int8).flatten(1)
     as_int8: LinearInput = "int8" if input_as == "int8" else "float"
     return ops.quantized_linear(QuantizedWeight(bits, codes, scales[..., 0]), None, as_int8)  # type: ignore[arg-type]
 
