@@ -50,7 +50,8 @@ def check(weight: QuantizedWeight, x: torch.Tensor, bias: torch.Tensor | None) -
     assert torch.equal(quantized.quantized_linear(weight, bias, "int8")(x), exact)
     got = quantized.quantized_linear(weight, bias, "float")(x)
     weight_NK, x_TK = weight.dequantized().double(), x.double()
-    parts = replace(weight, codes_NK=weight.codes_NK.short().abs(), offsets_NG=_amount(weight.offsets_NG))
+    codes_NK, scales_NG = weight.codes_NK.short().abs(), weight.scales_NG.abs()
+    parts = replace(weight, codes_NK=codes_NK, scales_NG=scales_NG, offsets_NG=_amount(weight.offsets_NG))
     amounts = x_TK.abs() @ parts.dequantized().double().t() + 1  # sums may cancel, their rounding does not
     oracle = x_TK @ weight_NK.t() + (0 if bias is None else bias.double())
     close = 1e-5 if x.dtype == torch.float32 else 4e-3

@@ -53,7 +53,7 @@ def processor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         if source.suffix == ".h" or source.name in UNITS:
             (folder / source.name).symlink_to(source.resolve())
     others = [flag for flag in library._FLAGS if flag not in ("-march=native", "-O3")]
-    exported = {"threads", "instructions", "panel", "quantized_bytes", "pack_quantized", "quantized_linear"}
+    exported = {"threads", "instructions", "quantized_bytes", "pack_quantized", "quantized_linear"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_SOURCES", folder)
         patch.setattr(library, "_FLAGS", (level, *flags, *others))
