@@ -35,7 +35,7 @@ IDEALS = {
     "rate": "the mean rate around the time of serving is known",
     "losses": "a reclaimed node goes on, at the price of on demand, and none is expected",
     "start": "a start takes a second",
-    "scarcity": "spot is never scarce nor reclaimed",
+    "scarcity": "spot is never scarce",
 }
 FIRST_S = 3600.0
 FIRST_LOG_PRICE = -0.5
