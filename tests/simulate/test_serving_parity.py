@@ -12,7 +12,7 @@ from raytide.core.objects.endpoint_load import EndpointLoad, ReplicaLoad, Traffi
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Launch
 from raytide.core.objects.snapshot import EndpointView, NodeView, Pool, Quote, Snapshot
-from raytide.simulate.serving.compare import Scenario, _live
+from raytide.simulate.serving.compare import Scenario, simulate
 from raytide.simulate.serving.fleet import SimulatedFleet
 from raytide.simulate.serving.raytide import ONDEMAND, RaytidePolicy
 from raytide.simulate.serving.setup import ServingSetup
@@ -105,5 +105,5 @@ def _view(node: FleetNode, node_type: NodeType, now_s: float) -> NodeView:
 def test_the_controller_buys_and_lets_go_what_the_simulator_does(setup: ServingSetup) -> None:
     stage = Scenario.of(setup)
     policy = Watched(setup, stage.work, stage.zones, stage.usd_h)
-    _live(SimulatedFleet(setup, stage.work, stage.zones), policy)
+    simulate(SimulatedFleet(setup, stage.work, stage.zones), policy)
     assert policy.compared > 400 and policy.launches > 20 and policy.releases > 5

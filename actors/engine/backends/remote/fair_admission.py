@@ -71,7 +71,7 @@ class FairAdmission:
         engine behind that question, and so misses no step.
         """
         self._aborting: set[asyncio.Task[None]] = set()
-        self._asked = self._used = self._kv_tokens = self._unanswered = 0
+        self._asked = self._used = self._leaving = self._kv_tokens = self._unanswered = 0
         self._starts = itertools.count(1)
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -252,6 +252,8 @@ class FairAdmission:
                     self._preempt(victim)
                 if not victims and not (room + self._spare > 0 and fits_kv):
                     return
+            if self._used + self._leaving + head.places > self._info.max_running + self._info.max_waiting:
+                return  # until some have left: the engine would refuse it
             self._start(self._queue.pop(now_s), now_s)
 
     def _start(self, entry: AdmissionEntry, now_s: float) -> None:
@@ -265,6 +267,7 @@ class FairAdmission:
         entry.is_running = False
         if entry in self._preempting:
             self._preempting.discard(entry)
+            self._leaving -= entry.places
         else:
             self._count_places(entry, -1)
         self._dispatch()
@@ -355,10 +358,12 @@ class FairAdmission:
                 is_ending = await self._engine.abort(victim.request.request_id)
             if not is_ending and victim in self._preempting:
                 self._preempting.discard(victim)
+                self._leaving -= victim.places
                 self._count_places(victim, 1)
                 self._dispatch()
 
         self._count_places(victim, -1)
+        self._leaving += victim.places
         self._preempting.add(victim)
         self._aborting.add(task := asyncio.create_task(abort()))
         task.add_done_callback(self._aborting.discard)
