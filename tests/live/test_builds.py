@@ -87,7 +87,10 @@ def kill_at_random(live: LocalCluster, tide: rt.Client, run: rt.Run, chosen: ran
             nodes = [member.node_id for member in tide.client.lease(run.id).usable]
     workers = worker_pids(live)
     if nodes:
-        kill_raylet(live, chosen.choice(nodes))
+        try:
+            kill_raylet(live, chosen.choice(nodes))
+        except psutil.NoSuchProcess:  # it has just ended of an earlier kill
+            return False
     elif workers:
         os.kill(chosen.choice(workers), signal.SIGKILL)
     return bool(nodes or workers)
