@@ -105,7 +105,7 @@ Dollars = Annotated[float, Field(gt=0, le=MOST_USD)]
 
 
 def storable(text: str) -> str:
-    """Returns the text without what databases and JSON encoders reject: no NUL, and U+FFFD for lone surrogates."""
+    """Returns the text as databases and JSON encoders accept it: without NULs, and with U+FFFD for lone surrogates."""
     return _UNSTORABLE.sub(lambda found: "" if found[0] == "\0" else "\ufffd", text)
 
 

@@ -16,8 +16,9 @@ class Clock(Protocol):
         """Returns seconds since the epoch."""
 
     def wall_ahead_s(self) -> float:
-        """Returns how far the wall clock is ahead of `now_s`, in seconds; timestamps of other processes are ahead by it
-        too."""
+        """Returns how far the wall clock is ahead of `now_s`, in seconds: timestamps of other processes are ahead by as
+        much.
+        """
 
     def sleep(self, seconds: float) -> None: ...
 
@@ -42,8 +43,9 @@ class SteadyClock:
         self._now_s, self._at_s = wall_s(), monotonic_s()
 
     def go_on_from(self, at_s: float) -> None:
-        """Advances to the last time of an earlier process, unless that is over a day ahead, which means its clock was
-        wrong."""
+        """Advances the clock to `at_s`, the last time of an earlier process. A time over a day ahead is ignored,
+        because the clock of that process was wrong.
+        """
         with self._lock:
             if self._now_s < at_s <= self._now_s + MOST_S:
                 self._now_s = at_s

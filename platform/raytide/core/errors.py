@@ -167,7 +167,8 @@ def _rebuild(cls: type[RaytideError], message: str, hint: str) -> RaytideError:
 
 
 def _tree(cls: type[RaytideError]) -> dict[str, type[RaytideError]]:
-    """Returns the classes by code. One without a code of its own is its parent to other processes."""
+    """Returns the error classes by code, except those that inherit their code: other processes get their parent class.
+    """
     found = {cls.code: cls} if "code" in vars(cls) else {}
     for sub in cls.__subclasses__():
         found |= _tree(sub)

@@ -42,8 +42,9 @@ def scrubbed(text: str) -> str:
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """Returns the fields that the caller passed: all attributes but Python's own, those of a library's record factory
-    (vLLM's), and the private ones that Ray adds."""
+    """Returns the fields that the caller passed: all attributes of the record except Python's own, those that a
+    library's record factory (vLLM's) sets, and the private ones that Ray adds.
+    """
     usual = vars(logging.makeLogRecord({})).keys() | _WRITTEN_LATER
     return {name: value for name, value in vars(record).items() if name not in usual and not name.startswith("_")}
 

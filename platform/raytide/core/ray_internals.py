@@ -92,7 +92,9 @@ def hush_node_deaths() -> None:
 
 
 def use_ray_at(environment: Mapping[str, str]) -> None:
-    """Makes Ray connect as these variables say. Ray reads its token settings at import, so they are read again."""
+    """Makes this process connect to Ray as these variables say. Ray reads its token settings at import, so this reads
+    them again.
+    """
     from ray import _raylet
 
     os.environ.update(environment)
@@ -113,7 +115,7 @@ def label_in_operator() -> int:
 
 
 def combine_bundles(requests: Iterable[Any]) -> list[Any]:
-    """Returns the bundles of a placement group, with those that must share a node (STRICT_PACK) combined."""
+    """Returns the bundles of a placement group; those that must share a node (STRICT_PACK) are combined into one."""
     from ray.autoscaler.v2.utils import ResourceRequestUtil
 
     return list(ResourceRequestUtil.combine_requests_with_affinity(list(requests)))
@@ -184,9 +186,9 @@ _NODE_PORTS = (
 def start_raylet(parameters: Mapping[str, Any]) -> int:
     """Starts a node's raylet with these RayParams and returns its pid at once; it joins the cluster seconds later.
 
-    This replaces `ray start`, which has three problems. Two of them in one second choose the same socket name, and one
-    dies. Ray ends a node that does not join within 30 s, which a busy machine may need. And Ray does not pass on the
-    port of the dashboard agent, so the raylet waits for the agent to report it, and aborts after 15 s.
+    This replaces `ray start`, which has three problems. Two calls in one second choose the same socket name, and one
+    raylet dies. Ray ends a node that does not join within 30 s, which a busy machine may need. And Ray does not pass on
+    the port of the dashboard agent, so the raylet waits for the agent to report it, and aborts after 15 s.
     """
     from ray import _raylet
     from ray._private import services
@@ -225,7 +227,7 @@ def set_up_head(cloud: Any, config: Mapping[str, Any]) -> None:
 
 
 def with_environment(command: str, variables: Mapping[str, Any]) -> str:
-    """Returns the command as Ray's updater sends it."""
+    """Returns the command with these variables set, as Ray's updater sends it."""
     from ray.autoscaler._private.command_runner import _with_environment_variables
 
     return str(_with_environment_variables(command, dict(variables)))
@@ -307,7 +309,7 @@ def set_up_worker(
 
 
 def ray_train() -> Any:
-    """Returns the internals of Ray Train's `fit` that raytide extends and replaces, by name."""
+    """Returns a namespace of the internals of Ray Train's `fit` that raytide extends or replaces."""
     from types import SimpleNamespace
 
     from ray.train.v2._internal.execution.controller.controller import TrainController

@@ -20,8 +20,8 @@ _LEFT_BEHIND_S = 60.0
 def write_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600, is_kept: bool = True) -> None:
     """Replaces the file atomically.
 
-    The new text survives a power loss once this returns, unless `is_kept` is false: then the machine may come back with
-    the old text or an empty file. An OSError leaves the old text and no other file.
+    The new text survives a power loss once this returns, unless `is_kept` is false: after a power loss the file may
+    then have the old text or be empty. An OSError leaves the old text and no other file.
     """
     write_text(path, _json(data), mode=mode, is_kept=is_kept)
 
@@ -63,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def check_room(folder: Path, size: int = 4096) -> None:
-    """Raises OSError if a file of `size` bytes cannot be written there now. Leaves no file."""
+    """Raises OSError if a file of `size` bytes cannot be written to the folder now. Leaves no file in it."""
     staged = folder / f".room.{os.getpid()}.{secrets.token_hex(4)}.part"
     try:
         _write(staged, b"\0" * size, 0o600, is_kept=True)
@@ -85,7 +85,9 @@ def sweep(folders: Iterable[Path]) -> int:
 
 
 def _is_left_behind(staged: Path, pid: int) -> bool:
-    """Checks the age too, because the pid may belong to another container."""
+    """Returns whether the writer is dead and the file is old. The age counts because the pid may belong to another
+    container.
+    """
     try:
         return not Path("/proc", str(pid)).exists() and abs(time.time() - staged.stat().st_mtime) > _LEFT_BEHIND_S
     except FileNotFoundError:
@@ -118,7 +120,7 @@ def _write(path: Path, data: bytes, mode: int, *, is_kept: bool) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content durable, or the names in a folder."""
+    """Flushes a file's content, or the names in a folder, to the disk (fsync)."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

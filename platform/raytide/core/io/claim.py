@@ -144,8 +144,9 @@ class Claim:
         return claim
 
     def _may_take(self, place: str, found: ClaimRecord) -> bool:
-        """Returns whether the holder is known to be over; if unknown, heartbeats decide. Raises ConflictError if it
-        lives."""
+        """Returns whether the holder has ended, so that its claim may be taken over. If that is unknown, heartbeats
+        decide. Raises ConflictError if the holder is alive.
+        """
         if found.holder == self.holder or self._is_over(found.holder):
             return True
         if found.boot != _boot() or (alive := _is_alive(found)) is None:
@@ -292,7 +293,7 @@ def _remove(place: str) -> None:
 
 @contextmanager
 def _locked(place: str) -> Iterator[None]:
-    """Locks the claim file of a local folder, which is created; does nothing at a URL."""
+    """Locks the claim file of a local folder, and creates the file if needed; does nothing for a URL."""
     if not is_local(place):
         yield
         return

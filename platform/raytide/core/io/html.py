@@ -1,6 +1,7 @@
 """Objects as HTML for notebooks: one style for all, readable on light and dark ground, every text escaped.
 
-The style takes colours from the text around it. It is part of each piece, since a notebook shows them one by one.
+The style takes its colours from the text around it. Each piece of HTML contains it, since a notebook shows the pieces
+one by one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ShownAsHtml:
 
 
 class ShownList(list[T]):
-    """A list that notebooks show as a table. It is a list in all else."""
+    """A list that notebooks show as a table. Otherwise it behaves as a list."""
 
     def __init__(
         self, items: Iterable[T], title: str, columns: Sequence[str], row_of: Callable[[T], Sequence[object]]
@@ -55,7 +56,7 @@ class ShownList(list[T]):
 
 
 class ShownText(str):
-    """A text that notebooks show as prose, without quotation marks. It is a string in all else."""
+    """A text that notebooks show as prose, without quotation marks. Otherwise it behaves as a string."""
 
     __slots__ = ()
 
@@ -64,7 +65,7 @@ class ShownText(str):
 
 
 def framed(*parts: str) -> str:
-    """Returns the parts in the common style."""
+    """Returns the parts as one HTML element in the common style."""
     return f'<div class="raytide">{STYLE}{"".join(parts)}</div>'
 
 
@@ -85,12 +86,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def bar(done: float, total: float) -> str:
-    """Returns a bar of how much is done."""
+    """Returns a progress bar at `done` of `total`."""
     return f'<progress value="{done:g}" max="{total:g}">{done:g} of {total:g}</progress>'
 
 
 def pairs_of(value: object) -> list[tuple[str, str]]:
-    """Returns the fields of a dataclass or Config, named without their units, which their values have."""
+    """Returns the name and value of each field of a dataclass or Config. A field's unit stands with its value, not in
+    its name.
+    """
     if is_dataclass(value):
         names = [field.name for field in fields(value)]
     else:
@@ -99,7 +102,7 @@ def pairs_of(value: object) -> list[tuple[str, str]]:
 
 
 def text_of(value: Any) -> str:
-    """Returns a value in few words."""
+    """Returns a value as a short text; `-` for an empty value."""
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):

@@ -43,7 +43,9 @@ def private_folder(*names: str) -> Path:
 
 @contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
-    """Yields whether this process holds the lock. The lock is released when the process ends."""
+    """Tries to take the lock without waiting, and yields whether it did. The lock is released at the end of the block,
+    or of the process.
+    """
     handle = lock_file(path)
     try:
         yield take(handle, fcntl.LOCK_EX)
@@ -53,7 +55,7 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Wait for the lock. WaitTimeoutError after `timeout_s`."""
+    """Waits for the lock and holds it inside the block. Raises WaitTimeoutError after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         with try_lock(path) as held:
@@ -66,13 +68,17 @@ def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
 
 
 def lock_file(path: Path) -> int:
-    """Opens the file of a lock, which it creates. The caller closes it, which frees the lock."""
+    """Opens the file of a lock, and creates it if needed; returns its descriptor. The caller closes it, which frees the
+    lock.
+    """
     with full_disk_is_an_error(str(path)):
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def take(handle: int, kind: int) -> bool:
-    """Returns whether the lock was free for LOCK_EX or LOCK_SH, and takes it in place of the one that it holds."""
+    """Tries to take the lock (LOCK_EX or LOCK_SH) without waiting, in place of any lock of `handle`; returns whether it
+    did.
+    """
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -87,7 +93,7 @@ def held_too_long(path: Path, timeout_s: float) -> WaitTimeoutError:
 
 
 def require_free_space(folder: Path, needed: int, what: str) -> None:
-    """Raise StorageError if the folder's disk has less than `needed` bytes free."""
+    """Raises StorageError if the folder's disk has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed + MARGIN_BYTES:
         raise StorageError(

@@ -45,15 +45,15 @@ _STORE = re.compile(r"^(s3|s3a|gs|gcs|abfs|abfss|az|hf)://", re.IGNORECASE)
 
 
 def restrict_to(roots: Iterable[str]) -> None:
-    """Restricts specs to these paths and URLs, in this process and those that inherit `ROOTS`. An empty list removes
-    the restriction.
+    """Restricts specs to these paths and URLs, in this process and in processes that inherit the variable `ROOTS`. An
+    empty list removes the restriction.
     """
     os.environ[ROOTS] = json.dumps([*roots])
 
 
 def inherited_restriction() -> dict[str, dict[str, str]] | None:
-    """Returns the `runtime_env` of `ray.init` with which all actors and tasks of this process have its restriction;
-    None without one.
+    """Returns the `runtime_env` for `ray.init` that applies this process's restriction to all its actors and tasks;
+    None if it has no restriction.
     """
     return {"env_vars": {ROOTS: os.environ[ROOTS]}} if _roots() else None
 
@@ -106,7 +106,7 @@ def check_links(folder: str, what: str = "") -> None:
 
 
 def check_named(config: object, where: str, *, links: bool = False) -> None:
-    """Checks every path or URL in a spec, at any depth, and with `links` also the links below them."""
+    """Checks every path or URL in a spec, at any depth; with `links`, also the links below those paths."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             check_named(value, f"{where}.{key}", links=links)

@@ -113,7 +113,7 @@ def marked(name: str, value: str) -> list[Process]:
 
 
 def _processes(is_wanted: Callable[[Path], bool], what: str) -> list[Process]:
-    """Returns the other processes that are wanted by their folders in /proc."""
+    """Returns the other processes whose folder in /proc satisfies `is_wanted`."""
     found = []
     for entry in _PROC.iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

@@ -56,7 +56,9 @@ def write_bytes(url: str, data: bytes, *, is_durable: bool = True) -> None:
 
 
 def write_parts(url: str, parts: Sequence[bytes | memoryview], *, is_durable: bool = True) -> None:
-    """Writes a file of these parts, as `write_bytes` does; a local one without a copy of the whole in memory."""
+    """Writes the parts one after another to a file, as `write_bytes` does. A local file needs no copy of them all in
+    memory.
+    """
     fs, path = open_url(url)
     parent = fs._parent(path)
     part = f"{path}.{uuid.uuid4().hex}.part"
@@ -143,7 +145,7 @@ def sha256(*parts: bytes | memoryview) -> str:
 
 @contextmanager
 def full_disk_is_an_error(what: str) -> Iterator[None]:
-    """Turns a failed write into a StorageError that names the object."""
+    """Turns an OSError inside the block into a StorageError that names the object."""
     try:
         yield
     except OSError as error:

@@ -47,7 +47,7 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f\\/:]{1,255}")
 
 
 def _inside(what: str) -> AfterValidator:
-    """Returns the check that a path stays inside its dataset."""
+    """Returns a validator which checks that a path stays inside its dataset."""
 
     def check(path: str) -> str:
         if len(path) > 1024 or any(not _NAME.fullmatch(part) or part in (".", "..") for part in path.split("/")):
@@ -142,7 +142,7 @@ class TokenManifest(Config):
 
     @property
     def files(self) -> list[DatasetFile]:
-        """All files that have a hash here."""
+        """All files whose hash the manifest has."""
         beside = [self.source.samples, self.source.cleaning, self.source.signatures, *self.texts]
         return [file for file in [*chain(*((s, s.index) for s in self.shards)), *beside] if file is not None]
 
@@ -230,7 +230,7 @@ def document_ends(url: str, manifest: TokenManifest) -> NDArray[np.int64]:
 
 
 def _scanned_ends(url: str, manifest: TokenManifest) -> Iterator[NDArray[np.int64]]:
-    """Yields the ends in each shard of a dataset without an index."""
+    """Yields, for each shard of a dataset without an index, the ends of its documents."""
     import numpy as np
 
     start = 0

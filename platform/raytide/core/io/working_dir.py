@@ -153,7 +153,7 @@ def _named(path: Path, name: str) -> Iterator[None]:
 
 
 def _printable(name: str) -> str:
-    """Returns the name with `?` for bytes that are not UTF-8, which is also a pattern that matches it."""
+    """Returns the name with `?` in place of bytes that are not UTF-8. As a pattern, the result matches the name."""
     return name.encode(errors="replace").decode()
 
 

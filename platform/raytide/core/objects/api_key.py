@@ -118,7 +118,7 @@ class ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class KeySpending:
-    """The spending and the reservations of an account, in micro-dollars."""
+    """The spending and the reservations of a key's account, in micro-dollars."""
 
     month: int = 0
     life: int = 0
@@ -223,11 +223,11 @@ class UsageBatch(Config):
 
 @dataclass(frozen=True, slots=True)
 class KeyTableChange:
-    """The keys, prices and teams for a gateway, whole or as a change of what it knows."""
+    """The keys, prices and weights for a gateway: all keys, or those that changed since the gateway's last revision."""
 
     revision: int
     is_whole: bool
-    """`keys` replaces all that is known."""
+    """True if `keys` replaces all keys that the gateway knows."""
     keys: Mapping[str, ApiKey]
     """Keyed by the SHA-256 of the secret."""
     prices: Mapping[str, TokenPrice]

@@ -62,7 +62,7 @@ class NodeTypeSection(Config):
 
 
 class LimitsSection(Config):
-    """Limits on the cost of the whole fleet and on the rate of change; none where left out."""
+    """Limits on the cost of the whole fleet and on the rate of change. A limit that is left out does not apply."""
 
     soft_usd_h: float | None = Field(default=None, ge=0)
     """Above it only spot is bought."""
@@ -82,7 +82,7 @@ class LimitsSection(Config):
 
 
 class UnmanagedSection(Config):
-    """The nodes that work without a lease (raw tasks, foreign placement groups) may buy."""
+    """The nodes that may be bought for work without a lease (raw tasks, foreign placement groups)."""
 
     max_nodes: int = Field(default=1, ge=0)
     gpu: bool = False
@@ -110,12 +110,12 @@ class GatewaySection(Config):
     """The time after which entries of the audit log, and keys that ended, are deleted; the rest stays verifiable."""
 
     def demands_keys(self, *, is_loopback: bool) -> bool:
-        """Returns whether requests need an API key, for a gateway that listens on a loopback address or not."""
+        """Returns whether requests need an API key: by default, unless the gateway listens on a loopback address."""
         return not is_loopback if self.require_keys == "auto" else self.require_keys
 
 
 class EnergySection(Config):
-    """The figures by which energy is estimated where it is not measured, and turned into emissions."""
+    """The figures that estimate energy where it is not measured, and that turn energy into emissions."""
 
     watts_per_core: float = Field(default=3.5, ge=0, le=1000)
     """The power of a core that works all the time: the Cloud Carbon Footprint project's mean for AWS (2022)."""
@@ -237,7 +237,9 @@ class RaytideSection(Config):
         return self
 
     def owned_node_types(self) -> dict[str, str]:
-        """Returns the node types of own machines and of Slurm's, which no cloud sells, with `hosts` or `slurm`."""
+        """Returns the source of each node type that no cloud sells: `hosts` for own machines, `slurm` for jobs of
+        Slurm.
+        """
         own = {} if self.hosts is None else dict.fromkeys(self.hosts.node_types(), "hosts")
         return own if self.slurm is None else own | dict.fromkeys(self.slurm.node_types, "slurm")
 
@@ -251,8 +253,9 @@ class RaytideSection(Config):
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
 
     def check_packages(self, pip: Collection[str], team: str, what: str) -> None:
-        """Raises DeniedError for packages of a training or an endpoint where `run_as` separates users' code from
-        raytide: they would be installed and run as raytide's user."""
+        """Raises DeniedError for packages of a training or an endpoint if `run_as` gives the team's code a user of its
+        own: the packages would run as raytide's user.
+        """
         if pip and self.user_of(team):
             raise DeniedError(
                 f"{what}: the packages {', '.join(pip)} would run as raytide's user, and this cluster's run_as gives "

@@ -52,7 +52,7 @@ METERS = ("cpu", "gpu", "memory")
 
 
 class ScaleSignal(Config):
-    """A number that replicas follow beside their requests: a meter of their nodes, or one that users report."""
+    """A number besides requests that the replicas' number follows: measured on their nodes, or reported by users."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,62}$")
     """`gpu`, `cpu` or `memory` for the mean use of the nodes with replicas, or the name of a value that
@@ -120,7 +120,7 @@ class Replicas(Config):
         return self
 
     def at(self, at_s: float) -> Replicas:
-        """Returns them with the minimum of that time (seconds since the epoch)."""
+        """Returns these limits with the minimum that is scheduled for that time (seconds since the epoch)."""
         minimums = [entry.min for entry in self.schedule if entry.holds(at_s)]
         return self.model_copy(update={"min": max(minimums)}) if minimums else self
 
@@ -131,13 +131,16 @@ class Replicas(Config):
 
     @property
     def most(self) -> int:
-        """With an SLO there may be more than `max` while spot replicas replace on-demand ones."""
+        """The most replicas at any time: with an SLO twice `max`, because spot replicas overlap the on-demand ones they
+        replace.
+        """
         return self.max if self.slo_target is None else 2 * self.max
 
 
 class AnswerCachePolicy(Config):
-    """Exact answers that the gateway keeps: of greedy and seeded requests, for the team that asked, and with API keys
-    only for those with `answer_cache`."""
+    """The gateway keeps exact answers to greedy and seeded requests, for the team that asked. With API keys it does so
+    only for keys with `answer_cache`.
+    """
 
     ttl_s: float = Field(default=300.0, gt=0, le=86_400)
     max_mb: int = Field(default=64, ge=1, le=4096)
@@ -145,7 +148,9 @@ class AnswerCachePolicy(Config):
 
 
 class PrefillPolicy(Config):
-    """Prompts are computed by another endpoint's replicas, which hand the KV over: decoding never waits for them."""
+    """Another endpoint's replicas compute the prompts and hand the KV cache over, so that decoding never waits for
+    prompts.
+    """
 
     endpoint: str = Field(pattern=ENDPOINT_NAME)
     """An endpoint of the same team with the same model and engine options. While it has no replica, prompts are
@@ -259,8 +264,8 @@ LIVE_FIELDS = frozenset({"adapters", "inputs", "prefill", "weights"})
 
 
 def adapter_id(name: str, location: str) -> str:
-    """Returns the name of an adapter in engines: another one for another location, so that the new one is used while
-    requests finish with the old one.
+    """Returns the engines' name for an adapter. It depends on the location, so that an engine can load a changed
+    adapter while requests finish with the old one.
     """
     return f"{name}-{blake2s(location.encode(), digest_size=4).hexdigest()}"
 
@@ -299,7 +304,8 @@ class Endpoint:
         return self.spec.name
 
     def at(self, at_s: float) -> Endpoint:
-        """Returns the endpoint with the minimum of replicas at that time (seconds since the epoch)."""
+        """Returns the endpoint with the minimum of replicas that is scheduled for that time (seconds since the epoch).
+        """
         if not self.spec.replicas.schedule:
             return self
         replicas = self.spec.replicas.at(at_s)

@@ -94,7 +94,7 @@ LOADING = "loading"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLive:
-    """The state of a running replica by its spec's live fields."""
+    """The adapters and weights of a running replica, which change without a new replica."""
 
     id: str
     adapters: Mapping[str, str] = field(default_factory=dict)

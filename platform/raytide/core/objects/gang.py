@@ -67,8 +67,9 @@ class Shape(Config):
 
     @classmethod
     def computed(cls, resources: Mapping[str, float], labels: Mapping[str, str], together: str = "") -> Self:
-        """Returns one member with computed or reported amounts. They are not validated, because users need not be
-        allowed to ask for them."""
+        """Returns a shape of one member with computed or reported amounts. They are not validated, because users need
+        not be allowed to ask for them.
+        """
         return cls.model_construct(
             members=1,
             min_members=None,
@@ -81,7 +82,7 @@ class Shape(Config):
 
     @classmethod
     def words(cls) -> frozenset[str]:
-        """Returns the keywords with which a spec writes a shape."""
+        """Returns the keywords that a spec may use for a shape."""
         return frozenset({*cls.model_fields, *NODE_WORDS})
 
     @property
@@ -164,7 +165,7 @@ class Member:
 
     @property
     def needs_node(self) -> bool:
-        """True if it has no node, or one that leaves."""
+        """True if the member has no node, or must move because its node leaves."""
         is_moving = self.state is MemberState.LEAVING and not self.gives_way
         return is_moving or self.state is MemberState.WAITING
 
@@ -194,8 +195,9 @@ class Lease:
 
     @property
     def version(self) -> str:
-        """The value that a holder reports as `settled` once nothing runs on the members that this epoch takes from
-        it."""
+        """The value that a holder reports as `settled` once it runs nothing on the members that this epoch takes from
+        it.
+        """
         return f"{self.id}@{self.epoch}"
 
     @property
@@ -220,10 +222,11 @@ class LeaseClient(Protocol):
         """Returns the present lease; raises LeaseLostError once it is over."""
 
     def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
-        """Returns the lease as soon as its epoch is above `newer_than`, or after `timeout_s` as it is then."""
+        """Returns the lease as soon as its epoch is above `newer_than`; after `timeout_s` seconds, the present lease.
+        """
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
-        """Numbers for `raytide ps` and the SDK: step, steps, loss, tokens_per_s, restarts, ..."""
+        """Reports numbers for `raytide ps` and the SDK: step, steps, loss, tokens_per_s, restarts, ..."""
 
 
 class GangClient(LeaseClient, Protocol):

@@ -173,11 +173,11 @@ class Job:
 
     @property
     def redo_s(self) -> float:
-        """The most work, in seconds, that is done again when its gang is lost, as reported."""
+        """The most seconds of work that are repeated if the job loses its gang, as its driver reported."""
         return min(max(0.0, self.progress_number("redo_s") or 0.0), _LONGEST_S)
 
     def progress_number(self, name: str) -> float | None:
-        """Returns a number of its progress; None if it reported none, or an implausible one."""
+        """Returns a number from the job's reported progress; None if it is missing or implausible."""
         return _plausible_number(self.progress, name)
 
 

@@ -46,11 +46,11 @@ Use = Mapping[Meter, Signal]
 
 @dataclass(frozen=True, slots=True)
 class NodeReading:
-    """The last words of Ray's agent and an exporter on a machine; None for a value that neither gives."""
+    """The last values that Ray's agent and an exporter reported of a machine; None for a value that neither reports."""
 
     at_s: float
     memory_use: float | None = None
-    """Shares of memory and disk in use."""
+    """The shares of memory and disk in use, 0 to 1."""
     disk_use: float | None = None
     network_in_bps: float | None = None
     """Bytes a second."""
@@ -101,7 +101,7 @@ class ScheduledMinimum(Config):
     @field_validator("begin", "end", mode="before")
     @classmethod
     def _minutes(cls, value: object) -> object:
-        """Takes what YAML makes of an unquoted 20:00: the number of minutes."""
+        """Converts 1200, which YAML makes of an unquoted 20:00, back to the text 20:00."""
         is_minutes = isinstance(value, int) and 0 <= value <= _DAY_MINUTES
         return f"{value // 60:02}:{value % 60:02}" if is_minutes else value  # type: ignore[operator]
 
@@ -116,7 +116,7 @@ class ScheduledMinimum(Config):
         return self
 
     def holds(self, at_s: float) -> bool:
-        """Returns whether the local time at `at_s` (seconds since the epoch) lies in the hours of such a day."""
+        """Returns whether the schedule applies at `at_s` (seconds since the epoch), by the clocks of its time zone."""
         local = datetime.fromtimestamp(at_s, ZoneInfo(self.time_zone))
         today, now = WEEKDAYS[local.weekday()], local.hour * 60 + local.minute
         begin, end = (int(text[:2]) * 60 + int(text[3:]) for text in (self.begin, self.end))
@@ -169,7 +169,7 @@ class NodeType(Config):
         return self
 
     def at(self, at_s: float) -> NodeType:
-        """Returns the type with the minimum of that time, which is never above `max_nodes`."""
+        """Returns the type with the minimum that is scheduled for that time, at most `max_nodes`."""
         minimums = [entry.min for entry in self.schedule if entry.holds(at_s)]
         if not minimums:
             return self
@@ -179,7 +179,8 @@ class NodeType(Config):
         return self.zone_prices_micro_usd_h.get(zone, self.price_micro_usd_h)
 
     def all_labels(self, zone: str) -> dict[str, str]:
-        """Returns the labels of its nodes in Ray, market, zone and type included."""
+        """Returns the labels that the type's nodes in this zone have in Ray, including market, zone, type and provider.
+        """
         labels = {**self.labels, MARKET_LABEL: str(self.market), ZONE_LABEL: zone, TYPE_LABEL: self.name}
         return {**labels, PROVIDER_LABEL: self.provider} if self.provider else labels
 
@@ -251,7 +252,7 @@ def plus(first: Resources, second: Resources) -> dict[str, float]:
 
 
 def add(total: dict[str, float], more: Resources) -> None:
-    """Adds to `total` in place: for sums of many."""
+    """Adds `more` to `total` in place, which saves copies where many are added up."""
     for name, amount in more.items():
         total[name] = total.get(name, 0.0) + amount
 

@@ -86,8 +86,9 @@ class Requeue:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """Preempts members of an elastic gang, which continues without them. They stay usable until `leaves_at_s`, or
-    until they are left."""
+    """Preempts members of an elastic gang, which continues without them. They stay usable until `leaves_at_s`, or until
+    their holder has vacated them.
+    """
 
     job_id: str
     lease_id: str

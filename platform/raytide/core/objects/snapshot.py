@@ -38,7 +38,7 @@ class NodeView:
 
     @property
     def stable_total(self) -> Resources:
-        """`total` without the object store: Ray subtracts from it what objects fill."""
+        """`total` without the object store, whose total varies: Ray subtracts from it what objects fill."""
         return {name: amount for name, amount in self.total.items() if name != "object_store_memory"}
 
 

@@ -125,8 +125,8 @@ class DataSpec(Config):
         """Returns a hash of all that decides the dataset's bytes: the spec, the inputs' (url, size, version), and the
         versions of the libraries that encode.
 
-        Team, workers and output path do not change it. Without `engines` it is the digest of pipeline 1, which named
-        none and had none of the fields in _ADDED.
+        Team, workers and output path do not change it. Without `engines` it is the digest of pipeline 1, which did not
+        record library versions and had none of the fields in _ADDED.
         """
         body = self.model_dump(mode="json", exclude={"name", "team", "out", "gang", "workers", "stall_timeout_s"})
         for field in _ADDED:
@@ -165,7 +165,9 @@ class DatasetVersionSpec(Config):
 
     @classmethod
     def of(cls, manifest: TokenManifest, sha256: str, *, name: str, location: str, job: str = "") -> DatasetVersionSpec:
-        """Returns the version of a manifest whose file has this hash. Characters that no name has become `-`."""
+        """Returns the version that a manifest describes; `sha256` is the hash of the manifest's file. Characters that
+        names must not contain become `-`.
+        """
         source = manifest.source
         return cls(
             name=_NOT_OF_NAMES.sub("-", name).strip("-._")[:100] or "dataset",

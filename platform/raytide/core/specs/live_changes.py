@@ -19,7 +19,9 @@ class AdapterChange(Config):
     unload: tuple[AdapterName, ...] = Field(default=(), max_length=MOST_ADAPTERS)
 
     def applied_to(self, spec: ServeSpec) -> dict[str, str]:
-        """Returns the spec's adapters after the change. Raises NotFoundError for one to unload that is not there."""
+        """Returns the spec's adapters after the change. Raises NotFoundError for an adapter to unload that the spec
+        lacks.
+        """
         for name in self.unload:
             if name not in spec.adapters:
                 raise NotFoundError(f"endpoint {spec.name} has no adapter {name}.", hint="List them without options.")

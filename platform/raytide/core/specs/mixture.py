@@ -46,7 +46,9 @@ class MixtureSource(Config):
 
 
 class MixturePhase(Config):
-    """Other weights from a step on, until the next phase. A source that is left out has weight 0."""
+    """Weights that replace the sources' own from a step on, until the next phase. A source that is left out has weight
+    0.
+    """
 
     from_step: int = Field(ge=1)
     """The first step, counted from 0, that draws by these weights."""
@@ -121,7 +123,9 @@ class MaskedInputs(Config):
 
     @property
     def start_rate(self) -> float:
-        """Returns the share of positions that start a span: 1 - (1 - s) ** span = rate, since spans may overlap."""
+        """Returns the share s of positions that start a span. Spans may overlap, so s solves 1 - (1 - s) ** span =
+        rate.
+        """
         return 1.0 - float((1.0 - self.rate) ** (1.0 / self.span))
 
 

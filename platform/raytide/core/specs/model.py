@@ -123,7 +123,7 @@ class QatSpec(Config):
 
     @property
     def group_size(self) -> int | None:
-        """The inputs of a group; None for whole outputs."""
+        """The number of inputs that share a scale; None if all inputs of an output do."""
         return 32 if self.group is None and self.scheme == "w4a16" else self.group
 
 

@@ -15,8 +15,9 @@ Schedule = Literal["cosine", "linear", "constant", "wsd"]
 class OuterSpec(Config):
     """Replicas that train apart and meet every few steps (local SGD; DiLoCo, Douillard et al. 2023).
 
-    Between two meetings a replica updates its weights by the gradients of its own part of each batch. Then the mean
-    of what all have moved is taken as the gradient of SGD with Nesterov momentum, and its result is where all go on.
+    Between two meetings each replica updates its weights with the gradients of its own part of each batch. At a meeting
+    the mean change of the replicas' weights serves as the gradient of one SGD step with Nesterov momentum, and all
+    replicas continue from the result of that step.
     """
 
     every: int = Field(default=50, ge=1)

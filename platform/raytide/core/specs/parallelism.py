@@ -40,12 +40,12 @@ class Sizes:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes in the order of AXES."""
+        """The sizes of the axes in the order of AXES."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def data(self) -> int:
-        """The number of parts of a global batch."""
+        """The number of parts into which the data ranks split a global batch."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
@@ -112,8 +112,8 @@ class Parallelism(Config):
     def microbatches(self, rows: int, size: int) -> tuple[int, int]:
         """Returns the number and size of the micro-batches for `rows` sequences of a data rank; none exceeds `size`.
 
-        A pipeline needs at least as many as it has stages, and full rounds of them: micro-batches get smaller if there
-        are enough rows, else some are padding.
+        A pipeline needs at least `min_microbatches` of them, and most looped schedules a multiple of the pipeline's
+        ranks. For that, micro-batches get smaller; if there are too few rows, some micro-batches are padding.
         """
         if self.pipeline == 1:
             return math.ceil(rows / size), size

@@ -34,11 +34,11 @@ class RolloutState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A challenger of an endpoint. Its revisions are Serve applications of their own."""
+    """A rollout: a challenger beside an endpoint's champion. Each of the two is a Serve application."""
 
     number: int
     name: str
-    """The endpoint's."""
+    """The name of the endpoint."""
     team: str
     user: str
     kind: RolloutKind
@@ -68,7 +68,7 @@ class Rollout:
 
     @property
     def loser(self) -> str:
-        """The application that ends with the rollout."""
+        """The application that ends with the rollout: the champion's after a promotion, else the challenger's."""
         return self.champion_application if self.state is RolloutState.PROMOTED else self.challenger_application
 
 
@@ -88,7 +88,8 @@ _Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class CountedRevision(Config):
-    """The counts of one revision by one gateway since the gateway started, so that a repeated report adds nothing.
+    """One gateway's counts of one revision. They are totals since the gateway started, so a repeated report adds
+    nothing.
 
     `RevisionCounts` in `raytide.registry.rollout.canary` says what the counts mean.
     """
@@ -163,7 +164,7 @@ class RevisionFeedback:
 
 
 class MetricLimit(Config):
-    """The values of a metric that a good answer does not have."""
+    """The bounds of a metric's good values: an answer below `below` or above `above` is bad."""
 
     below: MetricValue | None = None
     above: MetricValue | None = None
@@ -179,8 +180,9 @@ _SERVED = re.compile(r"(?:^| )r([0-9]+)$")
 
 
 def served_version(version: str, revision: int) -> str:
-    """Returns the version in the usage of requests: the registered version and the revision, such as `chat:2 r7`, as
-    far as they are known."""
+    """Returns the version in usage records: the registered version and the revision, such as `chat:2 r7`. A part that
+    is unknown is left out.
+    """
     return " ".join(filter(None, [version, f"r{revision}" if revision else ""]))
 
 
@@ -191,8 +193,9 @@ def served_revision(served: str) -> int:
 
 
 def id_in_group(request_id: str, group: int) -> str:
-    """Returns the id of a request with its user's group in an A/B test, below 100, as its last two digits: a judgement
-    of the answer is then known to be of that group."""
+    """Returns the request's id with its last two digits replaced by its user's group (0 to 99) in an A/B test, so that
+    a judgement of the answer tells the group.
+    """
     return f"{request_id[:-2]}{group:02d}"
 
 
@@ -207,8 +210,9 @@ def application_of(endpoint: str, revision: int) -> str:
 
 
 def revision_of(application: str) -> str:
-    """Returns the revision in the name of a challenger's application; "" for the one that began as the endpoint's own,
-    which serves one revision after the other."""
+    """Returns the revision in the name of a challenger's application. The endpoint's first application serves one
+    revision after another, so its name has none: returns "".
+    """
     return application.partition(REVISION_SEPARATOR)[2]
 
 

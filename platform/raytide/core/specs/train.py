@@ -323,7 +323,7 @@ class TrainSpec(Config):
 
     @property
     def asks(self) -> GangSpec:
-        """The gang that the job requests: its own and the spares, which are not needed to start."""
+        """The gang that the job requests: its own gang plus spare members, which are not needed to start."""
         if not self.spares:
             return self.gang
         shapes = (
@@ -354,18 +354,18 @@ class TrainSpec(Config):
 
     @property
     def takes_snapshots(self) -> bool:
-        """Returns whether peers keep copies of the state in memory; not of one that is on a disk for its size."""
+        """Returns whether peers keep copies of the state in memory. A state that is on disk is too large for that."""
         return bool(self.snapshot_every) and self.memory.parameters != "disk"
 
     @property
     def replicas_reduce_themselves(self) -> bool:
-        """Returns whether replicas exchange something else than each step's gradients in full."""
+        """Returns whether replicas exchange something other than the full gradients of each step."""
         return self.memory.compression != "none" or self.optim.outer is not None
 
     def is_due(self, every: int, step: int) -> bool:
-        """Returns whether what is done each `every` steps (0: never) is done after `step`.
+        """Returns whether an action that is due each `every` steps (0: never) takes place after `step`.
 
-        Replicas that train apart do it when they next meet, which they also do after the last step.
+        Replicas that train apart postpone it to their next meeting; they also meet after the last step.
         """
         if self.optim.outer is None or not every:
             return bool(every) and step % every == 0
@@ -373,11 +373,11 @@ class TrainSpec(Config):
         return step == self.steps or (step % together == 0 and step // every > (step - together) // every)
 
     def are_replicas_equal(self, step: int) -> bool:
-        """Returns whether replicas have the same weights after `step`, other than while they train apart."""
+        """Returns whether all replicas have the same weights after `step`; between meetings they do not."""
         return self.optim.outer is None or step % self.optim.outer.every == 0 or step == self.steps
 
     def first_micro_batch(self, sizes: Sizes) -> int:
-        """Returns the micro-batch that ranks start with. A pipeline needs at least one micro-batch for each stage."""
+        """Returns the micro-batch size, in sequences, to start with: for `auto`, one micro-batch per pipeline rank."""
         if self.micro_batch != "auto":
             return self.micro_batch
         return max(1, math.ceil(self.global_batch / sizes.data) // sizes.pipeline)

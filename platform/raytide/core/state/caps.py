@@ -19,7 +19,9 @@ _LIVE = [state for state in JobState if state not in FINAL_STATES]
 
 
 def check_live_jobs(c: sa.Connection, spec: JobSpec, most: int) -> None:
-    """Raises QuotaError if the team has `most` unfinished jobs, or if their specs would be too large with this one."""
+    """Raises QuotaError if the team has `most` unfinished jobs, or if this job would make the specs of all of them too
+    large.
+    """
     team, text = spec.team, sa.cast(t.jobs.c.spec, sa.Text)
     size = sa.func.coalesce(sa.func.sum(sa.func.length(text)), 0)
     # As text: the databases' JSON functions fail on values that earlier releases may have stored.
@@ -46,7 +48,9 @@ def check_live_jobs(c: sa.Connection, spec: JobSpec, most: int) -> None:
 
 
 def check_live_endpoints(c: sa.Connection, spec: ServeSpec) -> None:
-    """Raises QuotaError if the team has the most endpoints allowed, or would have too many replicas with this one."""
+    """Raises QuotaError if the team already has the most endpoints allowed, or if this one would give it too many
+    replicas.
+    """
     e = t.endpoints.c
     live = sa.and_(e.state != EndpointState.DELETED, e.team == spec.team, e.name != spec.name)
     replicas = [_most_members(row.spec) for row in c.execute(sa.select(e.spec).where(live))]
@@ -64,7 +68,7 @@ def check_live_endpoints(c: sa.Connection, spec: ServeSpec) -> None:
 
 
 def _most_members(spec: object) -> int:
-    """Returns the most member processes of a stored spec, or 1 if the spec cannot be read."""
+    """Returns the largest number of member processes that a stored spec allows; 1 if the spec cannot be read."""
     try:
         return int(spec["members"]) * int(spec["replicas"]["max"])  # type: ignore[index]
     except (KeyError, TypeError, ValueError):

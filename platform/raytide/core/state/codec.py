@@ -94,8 +94,9 @@ _ONE_CPU = Shape(resources={"CPU": 1.0})
 
 
 def job(row: Row[Any]) -> Job:
-    """Returns the job of any row. If this release rejects the stored spec, the job is `unreadable` and has a
-    placeholder."""
+    """Returns the job of a row, whatever its spec. If this release rejects the stored spec, the job has a placeholder,
+    and `unreadable` says why.
+    """
     spec, unreadable = read_config(JobSpec, row.spec)
     if spec is None:
         name, gang = printable(row.name, 100) or row.id, GangSpec(shapes=(_ONE_CPU,))
@@ -174,7 +175,9 @@ def endpoint(row: Row[Any]) -> Endpoint:
 
 
 def audited(spec: JobSpec | ServeSpec) -> Values:
-    """Returns what the audit log keeps of a spec: no configuration, which may hold secrets, but its hash."""
+    """Returns the fields of a spec that the audit log keeps. The configuration may hold secrets, so only its hash is
+    kept.
+    """
     kept = ("kind", "name", "team", "priority", "model", "version", "budget_usd", "soft_budget_usd", "budget_per")
     fields = {name: getattr(spec, name) for name in kept if hasattr(spec, name)}
     return {**fields, "sha256": hashlib.sha256(spec.model_dump_json().encode()).hexdigest()}

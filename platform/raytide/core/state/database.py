@@ -101,8 +101,9 @@ class Database:
 
     @contextmanager
     def _my_turn(self) -> Iterator[None]:
-        """Lets the threads of this process write to SQLite one after the other: it would make them sleep for up to a
-        tenth of a second at a time until they find it free."""
+        """Lets the threads of this process write to SQLite one after another. Otherwise SQLite makes a thread that
+        finds it locked sleep for up to a tenth of a second at a time.
+        """
         is_mine = self.is_sqlite and self._turn.acquire(timeout=BUSY_TIMEOUT_S)
         try:
             yield
@@ -141,7 +142,7 @@ class Database:
 
     @contextmanager
     def _exclusive(self) -> Iterator[sa.Connection]:
-        """Yields a write transaction while no other process opens the store."""
+        """Yields a write transaction during which no other process opens the store."""
         if not self.is_sqlite:
             with self.write() as connection:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
@@ -292,7 +293,9 @@ def paged(
     limit: int,
     most_bytes: int = MOST_PAGE_BYTES,
 ) -> Sequence[sa.Row[Any]]:
-    """Returns the first `limit` rows; fewer if the texts in `column` exceed `most_bytes` in total, but never none."""
+    """Returns the first `limit` rows; fewer if the texts in `column` exceed `most_bytes` in total, but at least one
+    row.
+    """
     sizes = c.execute(query.with_only_columns(sa.func.length(sa.cast(column, sa.Text))).limit(limit)).scalars()
     within = sum(total <= most_bytes for total in accumulate(sizes))
     return c.execute(query.limit(min(limit, max(1, within)))).all()

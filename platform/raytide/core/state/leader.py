@@ -27,7 +27,7 @@ _NAME = "controller"
 class Leader:
     """The leadership of one controller.
 
-    A holder of the same name is the predecessor on the same machine, which a lock there has shown to be dead.
+    A lease under this controller's own name is its predecessor's, which a lock on the machine has shown to be dead.
     """
 
     def __init__(
@@ -38,7 +38,9 @@ class Leader:
         *,
         always_asks: bool = False,
     ) -> None:
-        """With `always_asks`, `check` reads the database each time, because a head's lease is shorter than this one."""
+        """With `always_asks`, `check` reads the database each time, because a head's lease is shorter than a
+        controller's.
+        """
         self._db, self._holder, self._monotonic_s = database, holder, monotonic_s
         self._checked_s = 0.0 if always_asks else LEASE_S / 2
         self._epoch: int | None = None

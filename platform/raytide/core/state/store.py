@@ -82,8 +82,9 @@ class Store:
 
     @classmethod
     def open(cls, url: str, *, head_epoch: int = 0) -> Self:
-        """Opens the store after migrating its schema, one process at a time. Raises ConflictError if a newer raytide
-        wrote it. With the epoch of a head, nothing is written after another head took over."""
+        """Opens the store and migrates its schema, one process at a time. Raises ConflictError if a newer raytide wrote
+        the schema. With `head_epoch`, this process writes nothing after another head took over.
+        """
         database = Database(url)
         try:
             database.upgrade()
@@ -213,7 +214,7 @@ class Store:
             return view_heads(c)
 
     def load(self) -> Records:
-        """Returns all records that are not final, and the next numbers."""
+        """Returns all records that are not final, and the next numbers for ids."""
         with self._db.read() as c:
             leases = leases_where(c, t.leases.c.state != LeaseState.RELEASED)
             live_jobs = t.jobs.select().where(t.jobs.c.state.not_in(FINAL_STATES)).order_by(t.jobs.c.number)
@@ -300,8 +301,9 @@ class Store:
         offset: int = 0,
         most_bytes: int | None = None,
     ) -> tuple[Job, ...]:
-        """Returns a page of jobs, newest first, shortened (but never below one job) to specs of `most_bytes` in
-        total."""
+        """Returns a page of jobs, newest first. `most_bytes` limits the size of their specs in total, but never to less
+        than one job.
+        """
         query = t.jobs.select().order_by(t.jobs.c.number.desc()).limit(limit).offset(offset)
         if active:
             query = query.where(t.jobs.c.state.not_in(FINAL_STATES))
@@ -323,7 +325,7 @@ class Store:
         return self.census.leases([job_id]).get(job_id)
 
     def endpoint(self, name: str) -> Endpoint:
-        """Returns the record of the application that serves an endpoint, which has that name in its spec."""
+        """Returns the record of the application that serves an endpoint. The name in its spec is the application's."""
         with self._db.read() as c:
             return served_endpoint(c, name)
 

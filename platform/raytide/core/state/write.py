@@ -92,7 +92,7 @@ def number_reached(c: sa.Connection, name: str, number: int) -> None:
 def transitions(
     c: sa.Connection, key: sa.Column[Any], records: Sequence[Job | Lease | Node | Endpoint], at_s: float
 ) -> list[Event]:
-    """Returns events for the records of which the table of `key` holds another state."""
+    """Returns an event for each record whose state differs from the stored one in the table of `key`."""
     if not records:
         return []
     after = {str(getattr(record, key.name)): record for record in records}
@@ -136,7 +136,9 @@ def store_plan(c: sa.Connection, plan: Plan) -> None:
 
 
 def write_team(c: sa.Connection, name: str, **values: object) -> None:
-    """Writes some columns. The API writes the spec and the controller the usage; other columns keep their values."""
+    """Writes some columns of a team. The API writes the spec and the controller the usage; other columns keep their
+    values.
+    """
     if c.execute(sa.select(teams.c.name).where(teams.c.name == name)).first() is None:
         c.execute(teams.insert(), {"name": name, "spec": None, "recent_gpu_s": 0.0, "recent_at_s": 0.0, **values})
     else:

@@ -36,7 +36,7 @@ class JobSpan:
 
 
 def job_spans(job: Job, events: Sequence[Event], lease_events: Sequence[Event]) -> Iterator[JobSpan]:
-    """Yields the spans of an ended job: the job, each of its states, and its lease with each state of that.
+    """Yields the spans of an ended job: the job, each of its states, its lease, and each state of the lease.
 
     Events are oldest first. A state lasts until the next event, the last one until the job's end.
     """
@@ -79,7 +79,9 @@ class StepTraces:
         self._lock = threading.Lock()
 
     def on_report(self, job: Job, progress: Mapping[str, float | int | str], now_s: float) -> None:
-        """Takes a report. Steps that are done again, after a loss, begin a new span."""
+        """Takes a report, and exports the steps of the last `_STEPS_S` seconds as one span. Steps that are repeated
+        after a loss begin a new span.
+        """
         step = progress.get("step")
         if self._tracer is None or not isinstance(step, int | float) or not math.isfinite(step):
             return
@@ -108,7 +110,7 @@ class JobTraces:
         self._store, self._tracer = store, tracer or Tracer.over_otlp(section, _SERVICE)
 
     def export(self, before: Iterable[Job], after: Mapping[str, Job]) -> None:
-        """Exports those that have ended since `before`; `after` has them by id."""
+        """Exports the traces of those jobs in `before` that have ended since; `after` has the present jobs by id."""
         if self._tracer is None:
             return
         for job in before:

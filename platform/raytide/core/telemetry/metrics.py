@@ -40,7 +40,7 @@ class Metric:
 
     @property
     def exposed_name(self) -> str:
-        """The name in queries: of a counter with `_total`; of a histogram without `_bucket`, `_sum` and `_count`."""
+        """The name in queries: a counter's ends in `_total`, a histogram's lacks `_bucket`, `_sum` and `_count`."""
         return f"{self.name}_total" if self.type == "counter" else self.name
 
 
@@ -57,7 +57,9 @@ def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) ->
 
 
 def _unit_in(name: str) -> str:
-    """Returns the unit that a name has, as Prometheus wants it: `tokens` of `raytide_job_tokens_per_second`."""
+    """Returns the unit in a metric's name, such as `tokens` in `raytide_job_tokens_per_second`, which Prometheus wants
+    to know.
+    """
     return next((word for word in name.split("_") if word in _UNITS), "")
 
 
@@ -73,7 +75,7 @@ class MetricSample:
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """A traced request that one observation in a bucket is of."""
+    """A traced request, which stands for the observations in one bucket of a histogram."""
 
     trace_id: str
     value: float
@@ -82,7 +84,7 @@ class Exemplar:
 
 @dataclass(frozen=True, slots=True)
 class HistogramSample:
-    """One histogram: the observations in each bucket, not cumulated, the last one's bound being infinity."""
+    """One histogram: the number of observations in each bucket, not cumulated. The last bucket has no upper bound."""
 
     metric: Metric
     counts: Sequence[int]
@@ -136,8 +138,9 @@ def _number(value: float) -> str:
 
 
 class HistogramRecorder:
-    """One histogram. Its labels are given when it is read. One thread changes it, so that an observation takes no
-    lock."""
+    """A histogram that only one thread changes, so that an observation takes no lock. Its labels are given when it is
+    read.
+    """
 
     __slots__ = ("_counts", "_exemplars", "_metric", "_sum")
 
@@ -148,7 +151,7 @@ class HistogramRecorder:
         self._exemplars: dict[int, Exemplar] = {}
 
     def observe(self, value: float, times: int = 1, trace_id: str = "") -> None:
-        """Counts a value; of several equal ones all at once. A traced one becomes its bucket's exemplar."""
+        """Counts a value `times` times. With `trace_id`, the observation becomes the exemplar of its bucket."""
         bucket = bisect_left(self._metric.buckets, value)
         self._counts[bucket] += times
         self._sum += value * times
@@ -160,8 +163,9 @@ class HistogramRecorder:
 
 
 class ValueRecorder:
-    """A counter or gauge, with a value for each set of its last labels. Its first labels are given when it is read.
-    One thread changes it."""
+    """A counter or gauge with a value for each set of its last labels. Its first labels are given when it is read. Only
+    one thread changes it.
+    """
 
     __slots__ = ("_metric", "_values")
 

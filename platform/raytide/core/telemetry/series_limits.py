@@ -41,7 +41,7 @@ class SeriesLimits:
     """Limits the values of labels on one page. The first values stay; the counters and histograms of later ones are
     added up under `other`, and their gauges are left out, since ratios and prices do not add up.
 
-    A value keeps its place, in the page or in `other`, while it is on the page: else the counters would jump.
+    As long as a value occurs, it stays on the page or in `other`: otherwise counters would jump.
     """
 
     def __init__(self, most_values: Mapping[str, int] = MOST_VALUES, most_series: int = MOST_SERIES) -> None:
@@ -70,7 +70,7 @@ class SeriesLimits:
         return list(kept.values())
 
     def _named(self, samples: Iterable[Sample]) -> dict[str, dict[str, str | None]]:
-        """Returns the names of all values on this page, those that were on the last one unchanged."""
+        """Returns the names on this page of each label's values. Values that were on the last page keep their names."""
         values: defaultdict[str, dict[str, None]] = defaultdict(dict)
         for sample in samples:
             for label, value in zip(sample.metric.labels, sample.labels, strict=True):
@@ -89,7 +89,7 @@ class SeriesLimits:
 
 
 def _sum(one: Sample, other: Sample) -> Sample:
-    """Returns the sum of two samples of a counter or histogram; of a gauge the first."""
+    """Returns the sum of two samples of a counter or histogram; for a gauge, the first sample."""
     if isinstance(one, HistogramSample) and isinstance(other, HistogramSample):
         counts = [a + b for a, b in zip(one.counts, other.counts, strict=True)]
         return replace(one, counts=counts, sum=one.sum + other.sum)

@@ -49,9 +49,9 @@ def discovery(targets: Iterable[Target]) -> list[dict[str, object]]:
 
 def announce(folder: Path, process: str, target: Target) -> None:
     """Records the page of a process of the head in the run folder, for the API to list. A restarted process overwrites
-    its own; what a stopped one leaves is a target that is down, which is what it is.
+    its record. The record of a stopped process stays, so Prometheus sees a target that is down.
 
-    On a full disk the process runs without it, since its work matters more than its metrics.
+    On a full disk the process runs without a record, since its work matters more than its metrics.
     """
     path = folder / _ANNOUNCED
     try:

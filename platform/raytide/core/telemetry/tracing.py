@@ -36,7 +36,7 @@ Attributes = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class SpanId:
-    """A span's place: its trace, itself, and the span that it is part of (0 for none)."""
+    """The ids of a span: its trace, the span itself, and the span that it is part of (0 for none)."""
 
     trace: int
     span: int
@@ -44,7 +44,7 @@ class SpanId:
 
     @classmethod
     def new(cls, traceparent: str = "") -> Self:
-        """Returns a new span, of the trace that a valid `traceparent` names."""
+        """Returns a new span: part of the span that a valid `traceparent` names, else the root of a new trace."""
         found = _parsed(traceparent)
         trace, parent = (random.getrandbits(128) or 1, 0) if found is None else found[:2]
         return cls(trace, random.getrandbits(64) or 1, parent)
@@ -56,7 +56,7 @@ class SpanId:
         return cls(int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:24]) or 1)
 
     def child(self, name: str = "") -> SpanId:
-        """Returns a span that is part of this one: a new one, or always the same one by this name."""
+        """Returns a span that is part of this one: a new span, or with a name always the same span."""
         own = sha256(f"{self.trace:x} {self.span:x} {name}".encode()).digest()[:8] if name else None
         span = random.getrandbits(64) if own is None else int.from_bytes(own)
         return SpanId(self.trace, span or 1, self.span)
@@ -79,7 +79,9 @@ class TraceSampler:
         self._left, self._at_s = section.most_per_s, time.monotonic()
 
     def sampled(self, traceparent: str = "") -> SpanId | None:
-        """Returns the span of a request that is traced. A valid `traceparent` decides, else chance does."""
+        """Returns the span of a request that is traced, else None. A valid `traceparent` decides, else chance; the rate
+        is limited.
+        """
         if not self._is_on:
             return None
         if traceparent and (found := _parsed(traceparent)) is not None:
@@ -89,7 +91,7 @@ class TraceSampler:
         return SpanId.new(traceparent) if wanted and self._takes_place() else None
 
     def _takes_place(self) -> bool:
-        """A token bucket that holds one second's traces."""
+        """Returns whether this second has room for another trace, and takes the room (a token bucket)."""
         now_s = time.monotonic()
         self._left = min(self._most_per_s, self._left + (now_s - self._at_s) * self._most_per_s)
         self._at_s = now_s
@@ -174,7 +176,7 @@ def traced_logs(place: SpanId) -> Iterator[None]:
 
 
 def _parsed(traceparent: str) -> tuple[int, int, bool] | None:
-    """Returns trace, span and whether the caller samples; None for what is no valid `traceparent`."""
+    """Returns the trace, the span and whether the caller samples; None if `traceparent` is invalid."""
     found = _TRACEPARENT.fullmatch(traceparent)
     if found is None or found[1] == "ff" or (found[1] == "00" and found[5]):
         return None

@@ -43,7 +43,7 @@ _RENAMED: Mapping[Metric, tuple[Metric, ...]] = {
 
 
 def with_vllm_names(samples: Iterable[Sample], query: Mapping[str, Sequence[str]]) -> Iterator[Sample]:
-    """Yields the samples; if the query asks for it, followed by those that vLLM has too, by its names."""
+    """Yields the samples and, with `names=vllm` in the query, those that vLLM has too once more under vLLM's names."""
     found = list(samples)
     yield from found
     if "vllm" in query.get("names", ()):

@@ -1,1 +1,1 @@
-"""Own machines, and the words for what work needs of a machine."""
+"""Own machines, further clouds, Slurm, and the keywords for what work needs of a machine."""

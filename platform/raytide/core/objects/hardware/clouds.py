@@ -1,7 +1,7 @@
-"""`metadata.raytide.providers`: further clouds and regions of one cluster, each in the keys of Ray's own file.
+"""`metadata.raytide.providers`: further clouds and regions of one cluster, each written in the keys of Ray's own file.
 
-Ray's launcher completes the file's own `provider` section only, and leaves `metadata` alone. So a further section has
-its node types itself, and raytide completes it on the head, by the bootstrap that Ray has for that cloud.
+Ray's launcher completes only the file's own `provider` section and leaves `metadata` alone. So a further section lists
+its own node types, and raytide completes it on the head with Ray's bootstrap for that cloud.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ Commands = tuple[Annotated[str, Field(max_length=65_536)], ...]
 
 
 class CloudSection(Config):
-    """One further cloud or region. What is left out is as in the file, but the private key in `auth` is not used, since
-    it belongs to the head's region."""
+    """One further cloud or region. A key that is left out has the file's value, except the private key in `auth`, which
+    belongs to the head's region.
+    """
 
     provider: dict[str, object]
     """Ray's `provider` section: `{type: aws, region: us-west-2, ...}`."""
@@ -53,15 +54,16 @@ class CloudSection(Config):
 
 
 def cloud_files(file: Mapping[str, object], sections: Mapping[str, CloudSection]) -> dict[str, dict[str, Any]]:
-    """Returns each section as a cluster.yaml of its own, by name. Its head is a stand-in."""
+    """Returns each section as a cluster.yaml of its own, by the section's name. Its head is only a placeholder."""
     return {name: _cloud_file(file, section) for name, section in sections.items()}
 
 
 def node_type_sources(
     file: Mapping[str, object], sections: Mapping[str, CloudSection], owned: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the provider's name by node type, the head's type included: that of the section, `hosts`, `slurm`, or the
-    type of the file's own provider. `owned` has the types of own machines and of Slurm."""
+    """Returns the source of each node type, the head's included: its section's name, `hosts`, `slurm`, or the type of
+    the file's own provider. `owned` has the sources of own machines and of Slurm's nodes.
+    """
     section = file.get("provider")
     main = str(section.get("type")) if isinstance(section, Mapping) else ""
     sources = {name: owned.get(name, main) for name in _types(file)}
@@ -78,7 +80,7 @@ def check_clouds(
     *,
     where: str,
 ) -> None:
-    """Raises a ConfigError for sections whose machines, node types or zones could be taken for those of another."""
+    """Raises ConfigError if the machines, node types or zones of two providers could be confused."""
     main = provider_section(file, where=where)
     places = {_place(main): f"provider {main['type']}"}
     names = dict.fromkeys(_types(file), "available_node_types")
@@ -112,7 +114,9 @@ def check_clouds(
 
 
 def _check_zones(node_types: Iterable[NodeType], sources: Mapping[str, str], *, where: str) -> None:
-    """Zones are known by name, in labels, prices and reclaim histories: each is one provider's."""
+    """Raises ConfigError for a zone of two providers: labels, prices and reclaim histories know a zone only by its
+    name.
+    """
     owners: dict[str, str] = {}
     for node_type in node_types:
         source = sources[node_type.name]
@@ -160,7 +164,8 @@ def _cloud_file(file: Mapping[str, object], section: CloudSection) -> dict[str, 
 
 
 def _worker_setup(file: Mapping[str, object]) -> list[object]:
-    """Returns the commands of a worker, in a file that Ray has merged them in, or not yet."""
+    """Returns the set-up commands of a worker, whether or not Ray has merged the shared ones into the file's list yet.
+    """
     shared, workers = (_list(file.get(key)) for key in ("setup_commands", "worker_setup_commands"))
     return workers if workers[: len(shared)] == shared else shared + workers
 

@@ -47,8 +47,9 @@ class Host(Config):
 
 
 class HostsSection(Config):
-    """`metadata.raytide.hosts`: own machines by address. Their node types are started on them, others bought from
-    `provider`."""
+    """`metadata.raytide.hosts`: own machines by address. Nodes of their types are started on them; nodes of other types
+    are bought from `provider`.
+    """
 
     ssh: SshSection
     python: str = Field(default="~/venv/bin/python", pattern=_PATH, max_length=4096)

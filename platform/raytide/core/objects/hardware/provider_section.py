@@ -41,7 +41,9 @@ def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, 
 
 
 def check_owned(kind: str, owned: Collection[str], node_types: Iterable[NodeType], *, where: str) -> None:
-    """Checks that a cluster without a cloud has a source for each node type: `kind` names it."""
+    """Raises ConfigError if a cluster without a cloud has no source (`kind`: own machines or Slurm) for one of its node
+    types.
+    """
     for node_type in node_types:
         if node_type.name not in owned:
             what = "machine" if kind == "hosts" else "job"

@@ -28,11 +28,11 @@ _PREFIXES = ("", "K", "M", "G", "T")
 
 
 def expand(fields: Mapping[str, object], words: frozenset[str] = NODE_WORDS) -> dict[str, Any]:
-    """Returns the fields with these words replaced by `resources` and `labels`, and `nodes` by `members` and
-    `min_members`. Fields without these words are returned as they are.
+    """Returns the fields with the words replaced: `nodes` by `members` and `min_members`, the others by `resources` and
+    `labels`. Fields without these words are returned as they are.
 
-    Without `gpus`, `cpus` and `resources` a node is asked for one CPU. ValueError for a word that makes no sense or
-    that `resources`, `labels` or `members` say too.
+    Without `gpus`, `cpus` and `resources` a node is asked for one CPU. Raises ValueError for a malformed word, and for
+    one that repeats what `resources`, `labels` or `members` says.
     """
     if not words & fields.keys():
         return dict(fields)
@@ -85,8 +85,8 @@ def bytes_of(memory: object) -> float:
 def resolve_accelerator(labels: Mapping[str, str], node_types: Iterable[NodeType]) -> dict[str, str]:
     """Returns the label selector with the accelerator as node types spell it; a node type's name selects that type.
 
-    A selector with operators (`!A100`, `in(...)`) stays as it is. UsageError, which lists the accelerators that exist,
-    for a name that neither a label nor a node type has.
+    A selector with operators (`!A100`, `in(...)`) stays as it is. Raises UsageError, which lists the accelerators that
+    exist, for a name that neither a label nor a node type has.
     """
     name = labels.get(ACCELERATOR_LABEL, "")
     if not name or name.startswith("!") or "(" in name:
@@ -127,7 +127,7 @@ def _number(value: object, word: str) -> float:
 
 
 def _range(nodes: object) -> tuple[object, object]:
-    """Returns the least and the most."""
+    """Returns the smallest and the largest number of nodes."""
     if isinstance(nodes, str):
         low, _, high = nodes.partition(":")
         nodes = (low, high or low)

@@ -86,8 +86,9 @@ class StandbySection(Config):
 def check_standby(
     section: StandbySection, state_url: str, provider: str, saved: Iterable[str] | None, *, where: str
 ) -> None:
-    """Raises ConfigError if a standby could not go on with the state of the head, or with its machines. `saved` are the
-    further paths of backups; None if there are none."""
+    """Raises ConfigError if a standby could not continue with the head's state or with its machines. `saved` are the
+    paths that backups include besides the state; None without backups.
+    """
     if not state_url.startswith(("postgresql", "postgres")):
         has = f"{state_url.partition(':')[0]} is" if state_url else "the default, a SQLite file in the run folder, is"
         raise ConfigError(

@@ -55,14 +55,18 @@ class TransferSection(Config):
         )[1]
 
     def usd_per_gb(self, url: str, node_type: NodeType, zone: str) -> tuple[float, str]:
-        """Returns the price of the cheapest copy for a node there, and its place; nothing if no place is known."""
+        """Returns the lowest price in dollars of copying a gigabyte to such a node, and the place it comes from; (0.0,
+        "") if no place is known.
+        """
         places = self.places_of(url)
         return min(((self._between(place, node_type, zone), place) for place in places), default=(0.0, ""))
 
     def micro_usd_h(
         self, inputs: Iterable[DataInput], node_type: NodeType, zone: str, reclaims_per_h: float = 0.0
     ) -> float:
-        """Returns what one member's data add to the price of an hour on such a node."""
+        """Returns the micro-dollars that reading one member's data adds to an hour on such a node, repeated reads after
+        reclaims included.
+        """
         usd = sum(each.gb * self.usd_per_gb(each.url, node_type, zone)[0] for each in inputs)
         return usd * MICRO * (1.0 / self.stay_h + reclaims_per_h)
 

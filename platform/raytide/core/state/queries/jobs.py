@@ -56,17 +56,17 @@ class WaitingJob(NamedTuple):
 
 
 class NodeEnds(NamedTuple):
-    """The nodes of a type in a zone that raytide did not mean to end."""
+    """The numbers of nodes of one type in one zone that ended, or will end, although raytide did not intend it."""
 
     type: str
     zone: str
     market: str
     lost: int
-    """They had joined Ray."""
+    """Nodes that had joined Ray."""
     taken_back: int
-    """The provider has announced it, or will end them still."""
+    """Nodes whose end the provider announced, those that still run included."""
     failed: int
-    """They never joined."""
+    """Nodes that never joined Ray."""
 
 
 class JobQueries(DatabaseAccess):
@@ -104,8 +104,8 @@ class JobQueries(DatabaseAccess):
         return [WaitingJob(*row) for row in self._db.rows(query)]
 
     def node_ends(self, taken_back: str, by_provider: str, cancelled: str) -> list[NodeEnds]:
-        """Returns the nodes that ended unasked; the arguments are the reasons of such nodes, the last one's of nodes
-        that raytide gave up.
+        """Returns the counts of nodes that ended unasked, by type and zone. The arguments are texts in the nodes'
+        reasons: of nodes that the provider takes back, of those it ended, and of launches that raytide cancelled.
         """
         n = t.nodes.c
         was_taken, is_gone = n.reason.contains(taken_back), n.state == NodeState.GONE
@@ -120,7 +120,8 @@ class JobQueries(DatabaseAccess):
         return [NodeEnds(*row[:3], *map(int, row[3:])) for row in self._db.rows(query)]
 
     def oldest_s(self, share: float, now_s: float) -> float:
-        """Returns the age in seconds that only this share of all jobs exceeded (at their end, or now)."""
+        """Returns the age in seconds that this share of all jobs exceeds. The age of an ended job is that at its end.
+        """
         c_, j = t.counters.c, t.jobs.c
         with self._db.read() as c:
             counts = {
@@ -152,7 +153,7 @@ class JobQueries(DatabaseAccess):
             return {str(job_id) for job_id in c.execute(both).scalars()}
 
     def lease_keys(self, job_ids: Iterable[str]) -> dict[str, LeaseKey]:
-        """Returns the keys of those ids that are jobs."""
+        """Returns the lease keys of those ids that are jobs' ids, by id."""
         j, x = t.jobs.c, t.leases.c
         found: dict[str, LeaseKey] = {}
         with self._db.read() as c:

@@ -33,7 +33,7 @@ class LedgerQueries(DatabaseAccess):
     def booked(self, by: CostBy, *, only: Sequence[str] | None = None, team: str | None = None) -> dict[str, int]:
         """Returns the sum of all entries in micro-dollars by kind, job, endpoint, team or node.
 
-        `only` selects values, and `team` a team: an endpoint's name may belong to another team later.
+        `only` selects such keys, and `team` a team: an endpoint's name may belong to another team later.
         """
         s = t.entries.c if by == "node" else t.totals.c
         key = {"kind": s.kind, "team": s.team, "node": t.entries.c.node_id}.get(by, s.subject)
@@ -80,7 +80,7 @@ class LedgerQueries(DatabaseAccess):
             )
 
     def losses(self, *, since_us: int = 0) -> tuple[Line, ...]:
-        """Returns the part of waste that is lost work of jobs, by node, day (UTC) and cause."""
+        """Returns the sums of jobs' lost work, which is a part of waste, by node, day (UTC) and cause."""
         e = t.entries.c
         keys = (e.kind, e.subject, e.team, e.node_id, (e.from_us // DAY_US).label("day"), e.cause)
         query = sa.select(*keys, sa.func.sum(e.amount_micro_usd)).group_by(*keys)

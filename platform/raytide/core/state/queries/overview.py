@@ -39,7 +39,7 @@ class JobRow(NamedTuple):
 
 
 class NodeHours(NamedTuple):
-    """Node time within one step, by what it was used for."""
+    """Node-hours and their cost within one step, by what the nodes were used for."""
 
     step: int
     """The number of the step from the begin."""
@@ -67,8 +67,9 @@ class OverviewQueries(DatabaseAccess):
             return int(c.execute(sa.select(sa.func.max(t.plans.c.number))).scalar() or 0)
 
     def node_hours(self, from_us: int, until_us: int, step_us: int) -> list[NodeHours]:
-        """Returns the sums of entries that began in [from_us, until_us), by steps. Entries without a price are left
-        out, because only the amount says which share of a node they are."""
+        """Returns the sums of the entries that began in [from_us, until_us), by step. Entries without a price are left
+        out, because a share of a node is computed as its cost by the node's price.
+        """
         e, n, j = t.entries.c, t.nodes.c, t.jobs.c
         step = ((e.from_us - from_us) // step_us).label("step")
         job_kind = sa.func.coalesce(j.kind, "").label("job_kind")

@@ -58,7 +58,9 @@ class DatasetRecords(DatabaseAccess):
             return tuple(RegisteredDataset(row.name, row.team, row.versions, _version(row)) for row in rows)
 
     def bytes_at(self, location: str, team: str) -> int:
-        """Returns the bytes of the tokens of the team's newest version at this location; 0 if none is registered."""
+        """Returns the size in bytes of the tokens in the team's newest version at this location; 0 if none is
+        registered.
+        """
         d = t.datasets.c
         here = sa.and_(d.team == team, d.spec["location"].as_string() == location)
         row = self._db.first(t.datasets.select().where(here).order_by(d.created_at_s.desc()).limit(1))
@@ -68,7 +70,9 @@ class DatasetRecords(DatabaseAccess):
         return spec.tokens * ITEM_BYTES[dtype_for(spec.vocab_size)]
 
     def uses(self, spec: DatasetVersionSpec) -> DatasetUse:
-        """Returns the newest jobs of the team that read the location, and models whose lineage has the manifest."""
+        """Returns the team's newest jobs that read the dataset's location, and its models whose lineage has the
+        manifest's hash.
+        """
         j, m = core.jobs.c, t.models.c
         read = j.spec["config"]["dataset"].as_string() == spec.location
         jobs = sa.select(j.id).where(j.kind == JobKind.TRAIN, j.team == spec.team, read).order_by(j.number.desc())

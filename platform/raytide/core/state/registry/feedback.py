@@ -26,8 +26,8 @@ class FeedbackRecords(DatabaseAccess):
     def save(self, given: Feedback, now_s: float) -> int:
         """Keeps the judgement of a request, in place of an earlier one; returns the revision that answered it.
 
-        Raises NotFoundError for a request that is not in the usage of this team, and UsageError for a metric beyond the
-        most that one may have.
+        Raises NotFoundError for a request that is not in the usage of this team, and UsageError if the request already
+        has the most metrics allowed.
         """
         request_id = given.request_id.replace("_", "-").rpartition("-")[2]
         u = core.usage.c
@@ -78,8 +78,9 @@ class FeedbackRecords(DatabaseAccess):
         return [(row.model, row.revision, int(row.judged - row.disliked), int(row.disliked)) for row in rows]
 
     def groups(self, name: str, since_s: float, metric: str | None = None) -> dict[int, dict[int, tuple[int, float]]]:
-        """Returns the number of judged answers since a time and of the liked ones, by revision and by group of users;
-        with a metric, the number and the sum of its values."""
+        """Returns the numbers of judged and of liked answers since a time, by revision and by group of users; with a
+        metric, the number and the sum of its values.
+        """
         f = t.feedback.c if metric is None else t.feedback_values.c
         liked = sa.case((f.score == "up", 1), else_=0) if metric is None else f.value
         which = [f.model == name, f.at_s >= since_s, *([] if metric is None else [f.metric == metric])]
@@ -94,7 +95,7 @@ class FeedbackRecords(DatabaseAccess):
     def bad_values(
         self, name: str, limits: Mapping[str, MetricLimit], since_s: float
     ) -> dict[int, dict[str, tuple[int, int]]]:
-        """Returns the values of metrics since a time, and the bad ones of them, by revision and metric."""
+        """Returns the number of values since a time, and how many of them are bad, by revision and metric."""
         v = t.feedback_values.c
         found: dict[int, dict[str, tuple[int, int]]] = {}
         with self._db.read() as c:
@@ -116,6 +117,6 @@ class FeedbackRecords(DatabaseAccess):
 
 
 def thumbs() -> tuple[sa.ColumnElement[int], sa.ColumnElement[int]]:
-    """Returns the columns `judged` and `disliked`."""
+    """Returns the SQL columns `judged`, the number of judgements, and `disliked`, the number of thumbs down."""
     down = sa.case((t.feedback.c.score == "down", 1), else_=0)
     return sa.func.count().label("judged"), sa.func.coalesce(sa.func.sum(down), 0).label("disliked")

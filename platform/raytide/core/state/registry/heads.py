@@ -1,8 +1,8 @@
-"""The lease of a cluster's head, where several machines can be it, and the list of those that wait.
+"""The lease of a cluster's head, where several machines can be the head, and the list of those that wait.
 
-A head is Ray's GCS, the controller, the API and the gateways of one machine. Its lease is a row of its own beside that
-of the controller: it is renewed by a small loop, so it may be short, however long a tick takes. A machine that takes it
-over raises the epoch, and ends the controller's lease in the same transaction. Every write of a process of a head
+A head is Ray's GCS, the controller, the API and the gateways of one machine. Its lease has a row of its own beside that
+of the controller's lease. A small loop renews it, so it may be short, however long a tick takes. A machine that takes
+it over raises the epoch, and ends the controller's lease in the same transaction. Every write of a head's process
 checks the epoch (`Database.fence`), so a former head writes nothing from that moment on.
 """
 
@@ -49,7 +49,8 @@ class HeadLease:
         self._watched_s = 0.0
 
     def take(self) -> str:
-        """Tries to become the head. Returns an empty string on success, else the name of the machine that is it."""
+        """Tries to become the head. Returns an empty string on success, else the name of the machine that is the head.
+        """
         began_s = self._monotonic_s()
         try:
             with self._db.write() as c:
@@ -74,7 +75,7 @@ class HeadLease:
         return ""
 
     def renew(self) -> None:
-        """Keeps the lead. Raises ConflictError if another machine took over."""
+        """Renews the lease. Raises ConflictError if another machine took over."""
         began_s = self._monotonic_s()
         with self._db.write() as c:
             mine = sa.and_(leaders.c.name == _RENEWAL, leaders.c.epoch == self.epoch)
@@ -84,12 +85,13 @@ class HeadLease:
 
     @property
     def left_s(self) -> float:
-        """The time until another machine may take over, unless the lease is renewed before."""
+        """The seconds until another machine may take over, unless the lease is renewed before."""
         return self._renewed_s + self._lease_s - self._monotonic_s()
 
     def resign(self, *, ends: bool = False) -> None:
-        """Lets a waiting machine take over at once; with `ends`, lets it end too. Does nothing if this one was
-        replaced."""
+        """Lets a waiting machine take over at once; with `ends`, tells it that the cluster has ended. Does nothing if
+        this machine was replaced.
+        """
         if self.epoch:
             with self._db.write() as c:
                 mine = sa.and_(leaders.c.name == _HEAD, leaders.c.epoch == self.epoch)
@@ -103,7 +105,9 @@ class HeadLease:
             return row is not None and row.holder == _ENDED
 
     def report_waiting(self) -> None:
-        """Shows this machine among those that wait, until it reports no more. The time is the database's."""
+        """Lists this machine among those that wait, until it stops reporting. The recorded time is that of the
+        database.
+        """
         name = _STANDBY + self._holder
         with self._db.write() as c:
             now_s = c.execute(_DATABASE_TIME).scalar_one()
@@ -115,7 +119,7 @@ class HeadLease:
             c.execute(leaders.delete().where(leaders.c.name == _STANDBY + self._holder))
 
     def _is_over(self, epoch: int, renewals: int) -> bool:
-        """Returns whether the lease was not renewed for its time while this process watched it."""
+        """Returns whether the lease was not renewed for `lease_s` while this process watched it."""
         if self._watched != (epoch, renewals):
             self._watched, self._watched_s = (epoch, renewals), self._monotonic_s()
         return self._monotonic_s() - self._watched_s >= self._lease_s

@@ -39,7 +39,7 @@ class ModelRecords(DatabaseAccess):
             return version
 
     def promote(self, name: str, alias: str, change: AliasSpec, user: str, now_s: float) -> AliasChange:
-        """Lets an alias name another version, or none. What it names already leaves no entry.
+        """Lets an alias name another version, or none. Adds no entry if the alias names that version already.
 
         Raises NotFoundError without that version, and ConflictError if the alias does not name `if_version`.
         """

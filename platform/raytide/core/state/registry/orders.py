@@ -22,9 +22,10 @@ _FIELDS = codec.shared(Order, orders)
 
 class OrderRecords(DatabaseAccess):
     def add(self, spec: OrderSpec, user: str, now_s: float) -> Order:
-        """Adds an intervention, or returns the one of this id.
+        """Adds an intervention, or returns the existing one with this id.
 
-        Raises ConflictError if that is another one, and QuotaError if too many are not carried out yet.
+        Raises ConflictError if the existing one asks for something else, and QuotaError if too many are not carried out
+        yet.
         """
         with self._db.write() as c:
             known = c.execute(orders.select().where(orders.c.id == spec.id)).first()

@@ -18,10 +18,10 @@ KEPT_REVISIONS = 100
 
 
 def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str, *, is_new: bool = False) -> int:
-    """Adds a revision unless the newest one of the same team has the same spec, or in any case with `is_new`; returns
-    its number.
+    """Adds a revision and returns its number. Without `is_new`, returns the newest revision's if that has the same team
+    and spec.
 
-    Lock the endpoint's row before.
+    The caller must have locked the endpoint's row.
     """
     r = t.revisions.c
     of_endpoint = t.revisions.select().where(r.name == spec.name)
@@ -61,7 +61,7 @@ class RevisionRecords(DatabaseAccess):
 
 
 def revisions(c: sa.Connection, name: str, numbers: Collection[int]) -> list[EndpointRevision]:
-    """Returns those of an endpoint's revisions that are kept."""
+    """Returns the endpoint's revisions with these numbers, except those that are no longer kept."""
     r = t.revisions.c
     query = t.revisions.select().where(r.name == name, r.number.in_(numbers))
     return [_revision(row) for row in c.execute(query)]

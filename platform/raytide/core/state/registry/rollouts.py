@@ -41,7 +41,8 @@ class RolloutRecords(DatabaseAccess):
     def start(
         self, spec: ServeSpec, kind: RolloutKind, plan: Mapping[str, Any], user: str, now_s: float, why: str
     ) -> Rollout:
-        """Adds a revision with this spec, an application for it with one replica, and the rollout of it.
+        """Adds a revision with this spec, an application that runs it with one replica, and a rollout; returns the
+        rollout.
 
         Raises NotFoundError without the endpoint, and ConflictError if it is not the team's, has a rollout already or
         is being deleted.
@@ -109,7 +110,8 @@ class RolloutRecords(DatabaseAccess):
         return tuple(_rollout(row) for row in self._db.rows(query))
 
     def last_test(self, *, team: str, champion: str, challenger: str) -> Rollout | None:
-        """Returns the newest A/B test of two registered versions in the team's endpoints; None if there is none."""
+        """Returns the newest A/B test of these two registered versions in the team's endpoints; None if there is none.
+        """
         r = t.rollouts.c
         query = t.rollouts.select().where(r.team == team, r.kind == "ab").order_by(r.number.desc())
         with self._db.read() as c:
@@ -132,7 +134,9 @@ class RolloutRecords(DatabaseAccess):
             return all_serving(c)
 
     def report(self, report: RolloutReport) -> None:
-        """Takes over what a gateway has counted since its start. An older report than the last changes nothing."""
+        """Stores a gateway's counts since its start. Counts only grow, so a report that is older than the last changes
+        nothing.
+        """
         columns = {"rollout", "revision", *_COUNTS}
         rows = [{**each.model_dump(include=columns), "gateway": report.gateway} for each in report.counted]
         with self._db.write() as c:
@@ -147,7 +151,7 @@ class RolloutRecords(DatabaseAccess):
             upsert(c, t.rollout_counts, rows)
 
     def counts(self, numbers: Iterable[int]) -> dict[int, dict[int, CountedRevision]]:
-        """Returns the sums over the gateways, by rollout and revision."""
+        """Returns the counts by rollout and revision, summed over the gateways."""
         wanted = list(numbers)
         found: dict[int, dict[int, CountedRevision]] = {number: {} for number in wanted}
         k = t.rollout_counts.c
@@ -165,7 +169,7 @@ class RolloutRecords(DatabaseAccess):
 
 
 def _add_thumbs(c: sa.Connection, number: int, counts: dict[int, CountedRevision]) -> None:
-    """Adds the judgements since the begin of a rollout to the counts of its revisions."""
+    """Sets `judged` and `disliked` in the counts of a rollout's revisions to the judgements since the rollout began."""
     r, f = t.rollouts.c, t.feedback.c
     rollout = c.execute(t.rollouts.select().where(r.number == number)).first()
     if rollout is None:
@@ -179,7 +183,9 @@ def _add_thumbs(c: sa.Connection, number: int, counts: dict[int, CountedRevision
 
 
 def serving(c: sa.Connection, name: str) -> Serving:
-    """Returns what serves an endpoint; without a row its first application, and its newest revision."""
+    """Returns the application and revision that serve an endpoint. Without a row, these are its first application and
+    its newest revision.
+    """
     row = c.execute(t.serving.select().where(t.serving.c.name == name)).first()
     if row is not None:
         return Serving(row.name, row.application, row.revision, row.previous)
@@ -189,7 +195,7 @@ def serving(c: sa.Connection, name: str) -> Serving:
 
 
 def all_serving(c: sa.Connection) -> dict[str, Serving]:
-    """Returns the rows of all endpoints that have one."""
+    """Returns the application and revision that serve each endpoint with a row, by the endpoint's name."""
     return {row.name: Serving(row.name, row.application, row.revision, row.previous) for row in c.execute(_SERVING)}
 
 
@@ -218,14 +224,15 @@ def refuse_during_rollout(c: sa.Connection, name: str) -> None:
 
 
 def unended(c: sa.Connection) -> tuple[Rollout, ...]:
-    """Returns the rollouts of which anything still runs."""
+    """Returns the rollouts that have not ended."""
     query = t.rollouts.select().where(_unended()).order_by(t.rollouts.c.number)
     return tuple(_rollout(row) for row in c.execute(query))
 
 
 def commit_rollouts(c: sa.Connection, changed: Iterable[Rollout], at_s: float) -> None:
-    """Writes what the controller decided. A promotion changes which application serves the endpoint, and each change of
-    a rollout's state or share of traffic is in the audit log."""
+    """Writes the controller's decisions about rollouts. A promotion changes which application serves the endpoint. Each
+    change of a rollout's state or share of traffic gets an entry in the audit log.
+    """
     r = t.rollouts.c
     for rollout in changed:
         before = c.execute(t.rollouts.select().where(r.number == rollout.number)).one()

@@ -55,7 +55,8 @@ def add_version(
 
 
 def newest_of(table: sa.Table, *, team: str | None, name: str | None, limit: int, offset: int) -> sa.Subquery:
-    """Returns a page of names, each with the number of its newest version and how many it has."""
+    """Returns the query of a page of names, each with the number of its newest version and the number of its versions.
+    """
     t = table.c
     newest = sa.select(t.name, sa.func.max(t.version).label("newest"), sa.func.count().label("versions"))
     if team is not None:
@@ -66,7 +67,7 @@ def newest_of(table: sa.Table, *, team: str | None, name: str | None, limit: int
 
 
 def newest_rows(c: sa.Connection, table: sa.Table, page: sa.Subquery, limit: int) -> Sequence[sa.Row[Any]]:
-    """Returns the newest version of each name of a page, with the column `versions`."""
+    """Returns the row of the newest version of each name of a page, with the added column `versions`."""
     t = table.c
     query = sa.select(table, page.c.versions).join(page, sa.and_(t.name == page.c.name, t.version == page.c.newest))
     return paged(c, query.order_by(t.name), t.spec, limit)

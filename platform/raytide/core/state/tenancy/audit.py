@@ -64,7 +64,7 @@ def _hash(seq: int, at_s: float, actor: str, action: str, object: str, detail: s
 
 
 def digest_of_rows(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the SHA-256 of usage rows, by which the log covers them."""
+    """Returns the SHA-256 of usage rows. An audit entry holds it, so that a change of the rows is found."""
     text = json.dumps([[row[name] for name in _COVERED] for row in rows])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -165,7 +165,9 @@ def _problem(row: sa.Row[Any], seq: int, previous: str) -> str:
 
 
 def _compare(c: sa.Connection, entry: AuditEntry, pruned_s: float) -> tuple[int, str]:
-    """Returns the number of usage rows compared with a batch's entry, and what is wrong with them."""
+    """Compares the usage rows of a batch with the batch's entry. Returns the number of rows compared, and the problem
+    if there is one.
+    """
     listed = {str(each[0]): float(each[1]) for each in entry.detail.get("requests", ())}
     found: dict[str, Mapping[str, Any]] = {}
     for part in chunked(listed):

@@ -22,7 +22,7 @@ _FIELDS = codec.shared(ApiKey, t.keys)
 
 
 def touch_key_table(c: sa.Connection) -> int:
-    """Returns a new revision, so that gateways read the table of keys, prices and weights again."""
+    """Raises the revision and returns it, so that gateways read the table of keys, prices and weights again."""
     return next_number(c, _REVISION)
 
 
@@ -92,7 +92,9 @@ class KeyRecords(DatabaseAccess):
             return _revision(c)
 
     def changes(self, since: int, now_s: float) -> tuple[int, dict[str, ApiKey]]:
-        """Returns the revision, and by hash the keys that changed after `since`; all valid ones for `since` = -1."""
+        """Returns the revision, and the keys that changed after `since`, by the hash of their secret; for `since` = -1
+        all valid keys.
+        """
         k = t.keys.c
         query = t.keys.select().where(k.changed > since)
         if since < 0:

@@ -19,7 +19,7 @@ class TenancyRecords:
     def prune(self, usage_before_s: float, audit_before_s: float, now_s: float) -> bool:
         """Deletes a batch of old usage, audit entries and ended keys; returns whether more may be left.
 
-        Entries outlive the usage that they cover, so audit entries go no earlier than usage does.
+        An audit entry is never deleted before the usage that it covers.
         """
         audit_before_s = min(audit_before_s, usage_before_s)
         self.keys.prune(audit_before_s)

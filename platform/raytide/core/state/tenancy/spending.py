@@ -57,10 +57,11 @@ class SpendingRecords(DatabaseAccess):
     def reserve(
         self, gateway: str, asked: Sequence[AskedReservation], now_s: float, silent_before_s: float | None = None
     ) -> dict[str, Refusal]:
-        """Reserves amounts of budgets, each as a whole or not at all; returns the refusal of each request by its id.
+        """Reserves amounts of budgets, each as a whole or not at all; returns each request's refusal by id, "" if
+        granted.
 
-        A reservation that stands already is granted again. Reservations of gateways that were last seen before
-        `silent_before_s` are released first.
+        A reservation that exists already is granted again. Before that, gateways that were last seen before
+        `silent_before_s` lose their reservations.
         """
         month = month_of(to_us(now_s))
         with self._db.write() as c:
@@ -105,10 +106,11 @@ class SpendingRecords(DatabaseAccess):
         released: Sequence[str] = (),
         refused: int = 0,
     ) -> int:
-        """Bills requests, ends their reservations and `released` ones, and returns the number of new requests.
+        """Bills requests, ends their reservations and those in `released`, and returns the number of newly billed
+        requests.
 
-        A request that is billed already changes nothing. An entry of the audit log covers the new ones, and counts
-        `refused` ones without a row.
+        A request that is billed already changes nothing. One audit entry covers the new requests. It also has the
+        number of `refused` requests, which have no row.
         """
         with self._db.write() as c:
             _touch(c, gateway, now_s)
@@ -165,7 +167,7 @@ def _keys(c: sa.Connection, ids: set[str]) -> dict[str, sa.Row[Any]]:
 
 
 def _lock(c: sa.Connection, keys: Iterable[sa.Row[Any]], others: Iterable[str] = ()) -> dict[str, _Account]:
-    """Returns the accounts of these keys, locked until the end of the transaction, in one order for all."""
+    """Returns the accounts of these keys, locked until the end of the transaction, always in the same order."""
     accounts = {other: _Account(other) for other in others}
     for key in keys:
         accounts[key.account] = _Account(key.account, key.budget_micro_usd, key.budget_per)

@@ -53,7 +53,9 @@ class UsageQueries(DatabaseAccess):
         return rows, int(found[-1]["number"]) if len(found) == limit else None
 
     def sums(self, which: UsageFilter, by: UsageBy) -> tuple[UsageSum, ...]:
-        """Returns the usage by group; days are `2026-11-22`, in UTC, in order, other groups by falling cost."""
+        """Returns the usage by group: days (such as `2026-11-22`, in UTC) in order of time, other groups by falling
+        cost.
+        """
         u = t.usage.c
         day = sa.cast(sa.func.floor(u.at_s / _DAY_S), sa.BigInteger)
         group: sa.ColumnElement[Any] = day if by == "day" else u[by]
@@ -70,7 +72,7 @@ class UsageQueries(DatabaseAccess):
     def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
         """Deletes a batch of the oldest usage rows from before this time; returns their number.
 
-        An entry of the audit log tells its check that they are gone. What accounts spent stays.
+        An audit entry records it, so that `verify` does not report the rows as missing. What accounts spent stays.
         """
         u = t.usage.c
         with self._db.write() as c:
