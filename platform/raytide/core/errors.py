@@ -167,8 +167,7 @@ def _rebuild(cls: type[RaytideError], message: str, hint: str) -> RaytideError:
 
 
 def _tree(cls: type[RaytideError]) -> dict[str, type[RaytideError]]:
-    """Returns the error classes by code, except those that inherit their code: other processes get their parent class.
-    """
+    """Returns the error classes by code. Other processes get the parent of a class that inherits its code."""
     found = {cls.code: cls} if "code" in vars(cls) else {}
     for sub in cls.__subclasses__():
         found |= _tree(sub)

@@ -304,8 +304,7 @@ class Endpoint:
         return self.spec.name
 
     def at(self, at_s: float) -> Endpoint:
-        """Returns the endpoint with the minimum of replicas that is scheduled for that time (seconds since the epoch).
-        """
+        """Returns the endpoint with the minimum of replicas scheduled for that time (seconds since the epoch)."""
         if not self.spec.replicas.schedule:
             return self
         replicas = self.spec.replicas.at(at_s)

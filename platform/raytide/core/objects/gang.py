@@ -222,8 +222,7 @@ class LeaseClient(Protocol):
         """Returns the present lease; raises LeaseLostError once it is over."""
 
     def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
-        """Returns the lease as soon as its epoch is above `newer_than`; after `timeout_s` seconds, the present lease.
-        """
+        """Returns the lease as soon as its epoch is above `newer_than`; after `timeout_s` seconds, the present one."""
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
         """Reports numbers for `raytide ps` and the SDK: step, steps, loss, tokens_per_s, restarts, ..."""

@@ -69,7 +69,7 @@ class NodeReading:
 
 @dataclass(frozen=True, slots=True)
 class NodeMeasurement:
-    """A machine's last reading with its power, and its energy since the controller started, by how they are known."""
+    """A machine's last reading, its watts, and its joules since the controller started; the last two by their source."""
 
     reading: NodeReading
     power_w: Mapping[str, float]
@@ -179,8 +179,7 @@ class NodeType(Config):
         return self.zone_prices_micro_usd_h.get(zone, self.price_micro_usd_h)
 
     def all_labels(self, zone: str) -> dict[str, str]:
-        """Returns the labels that the type's nodes in this zone have in Ray, including market, zone, type and provider.
-        """
+        """Returns the labels of the type's nodes in this zone in Ray, including market, zone, type and provider."""
         labels = {**self.labels, MARKET_LABEL: str(self.market), ZONE_LABEL: zone, TYPE_LABEL: self.name}
         return {**labels, PROVIDER_LABEL: self.provider} if self.provider else labels
 

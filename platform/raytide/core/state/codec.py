@@ -175,9 +175,7 @@ def endpoint(row: Row[Any]) -> Endpoint:
 
 
 def audited(spec: JobSpec | ServeSpec) -> Values:
-    """Returns the fields of a spec that the audit log keeps. The configuration may hold secrets, so only its hash is
-    kept.
-    """
+    """Returns what the audit log keeps of a spec: some fields and a hash. Its configuration may hold secrets."""
     kept = ("kind", "name", "team", "priority", "model", "version", "budget_usd", "soft_budget_usd", "budget_per")
     fields = {name: getattr(spec, name) for name in kept if hasattr(spec, name)}
     return {**fields, "sha256": hashlib.sha256(spec.model_dump_json().encode()).hexdigest()}

@@ -164,8 +164,7 @@ def _cloud_file(file: Mapping[str, object], section: CloudSection) -> dict[str, 
 
 
 def _worker_setup(file: Mapping[str, object]) -> list[object]:
-    """Returns the set-up commands of a worker, whether or not Ray has merged the shared ones into the file's list yet.
-    """
+    """Returns a worker's set-up commands, whether or not Ray has merged the shared ones into the file's list yet."""
     shared, workers = (_list(file.get(key)) for key in ("setup_commands", "worker_setup_commands"))
     return workers if workers[: len(shared)] == shared else shared + workers
 

@@ -120,8 +120,7 @@ class JobQueries(DatabaseAccess):
         return [NodeEnds(*row[:3], *map(int, row[3:])) for row in self._db.rows(query)]
 
     def oldest_s(self, share: float, now_s: float) -> float:
-        """Returns the age in seconds that this share of all jobs exceeds. The age of an ended job is that at its end.
-        """
+        """Returns the age in seconds that this share of all jobs exceeds. An ended job's age is that at its end."""
         c_, j = t.counters.c, t.jobs.c
         with self._db.read() as c:
             counts = {

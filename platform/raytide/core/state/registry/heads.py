@@ -49,8 +49,7 @@ class HeadLease:
         self._watched_s = 0.0
 
     def take(self) -> str:
-        """Tries to become the head. Returns an empty string on success, else the name of the machine that is the head.
-        """
+        """Tries to become the head. Returns an empty string on success, else the name of the present head."""
         began_s = self._monotonic_s()
         try:
             with self._db.write() as c:

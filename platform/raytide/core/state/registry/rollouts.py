@@ -110,8 +110,7 @@ class RolloutRecords(DatabaseAccess):
         return tuple(_rollout(row) for row in self._db.rows(query))
 
     def last_test(self, *, team: str, champion: str, challenger: str) -> Rollout | None:
-        """Returns the newest A/B test of these two registered versions in the team's endpoints; None if there is none.
-        """
+        """Returns the team's newest A/B test of these two registered versions; None if there is none."""
         r = t.rollouts.c
         query = t.rollouts.select().where(r.team == team, r.kind == "ab").order_by(r.number.desc())
         with self._db.read() as c:

@@ -55,8 +55,7 @@ def add_version(
 
 
 def newest_of(table: sa.Table, *, team: str | None, name: str | None, limit: int, offset: int) -> sa.Subquery:
-    """Returns the query of a page of names, each with the number of its newest version and the number of its versions.
-    """
+    """Returns the query of a page of names, each with its newest version's number and the number of versions."""
     t = table.c
     newest = sa.select(t.name, sa.func.max(t.version).label("newest"), sa.func.count().label("versions"))
     if team is not None:
