@@ -1,1 +1,1 @@
-"""The ledger: the cost of every node and its split over holders, to the micro-dollar, as pure functions."""
+"""The ledger: the cost of every node and how it is split over holders, to the micro-dollar, as pure functions."""

@@ -1,7 +1,7 @@
 """Books intervals as entries: each moment of each billed node exactly once, whatever crashes happen.
 
-The amounts of one node telescope from the start of its bill, so its entries sum to the provider's bill, however often
-its life is cut. Between two observations the occupancy of the first one counts.
+The amounts of one node telescope from the start of its bill, so its entries sum to the provider's bill, into however
+many intervals its life is cut. The time between two observations is booked with the occupancy of the first one.
 
 The cost of lost work moves from the job to waste, with the cause of the loss. Entries never change: for each entry with
 a part of the loss, a pair is booked over the same span, one that takes the part off the job and one that books it as
@@ -29,8 +29,9 @@ def open_interval(node_id: str, price_micro_usd_h: int, started_us: int, occupan
 def book(
     interval: OpenInterval, now_us: int, occupancy: Occupancy, *, at_once: bool = False, energy_mj: int = 0
 ) -> tuple[tuple[Entry, ...], OpenInterval]:
-    """Books up to now, with the energy since the last entries, if the occupancy changed, the interval is long, or
-    `at_once` is set; else leaves it open. The clock may step back.
+    """Books the interval up to now if the occupancy changed, the interval is long, or `at_once` is set; else leaves it
+    open. Returns the entries and the open interval. `energy_mj`: the node's energy since its last entries. The clock
+    may step back.
     """
     is_due = at_once or occupancy != interval.occupancy or now_us - interval.from_us >= MAX_OPEN_US
     if not is_due:
@@ -48,8 +49,8 @@ def close(
 ) -> tuple[Entry, ...]:
     """Returns the last entries of a node whose bill ends at `end_us`.
 
-    If the provider reports an end before the booked time, `booked` (the node's entries that end after `end_us`) are
-    reversed from `end_us` on. `origins`: the start times of its earlier prices.
+    The provider may report an end before the booked time. Then `booked`, the node's entries that end after `end_us`,
+    are reversed from `end_us` on. `origins`: the start times of the node's earlier prices.
     """
     if end_us >= interval.from_us:
         return cost_of(interval, end_us, energy_mj)
@@ -67,8 +68,8 @@ def close(
 
 
 def cost_of(interval: OpenInterval, until_us: int, energy_mj: int = 0) -> tuple[Entry, ...]:
-    """Returns the entries of the open interval up to `until_us`: booked at a cut, shown as accrued before. The node's
-    energy is split as its cost is.
+    """Returns the entries of the open interval up to `until_us`, to book them or to show them as accrued. The node's
+    energy is split in the same proportions as its cost.
     """
     if until_us <= interval.from_us:
         return ()
@@ -93,8 +94,9 @@ def cost_of(interval: OpenInterval, until_us: int, energy_mj: int = 0) -> tuple[
 
 
 def _reverse(origin_us: int, from_us: int, together: Sequence[Entry]) -> list[Entry]:
-    """Reverses the entries of one span from a moment on, in proportion to what each subject was charged; moved lost
-    work is reversed as waste."""
+    """Returns the reversals of one span's entries from `from_us` on, in proportion to what each subject was charged.
+    Lost work that was moved to waste is reversed as waste.
+    """
     span = together[0]
     stays = interval_cost(span.price_micro_usd_h, origin_us, span.from_us, from_us)
     amount = max(0, sum(entry.amount_micro_usd for entry in together) - stays)
@@ -114,7 +116,7 @@ def _key(of: Share | Entry) -> str:
 def lost(entries: Iterable[Entry], until_us: int, lost_us: int, cause: str) -> tuple[Entry, ...]:
     """Returns the pairs that move the job's charges over the last `lost_us` before `until_us` to waste.
 
-    `entries`: all of the job's that end within that time or after it. No entry is moved twice.
+    `entries`: all entries of the job that end within that time or after it. No entry is moved twice.
     """
     spans: defaultdict[tuple[str, int], list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -124,8 +126,8 @@ def lost(entries: Iterable[Entry], until_us: int, lost_us: int, cause: str) -> t
 
 
 def _moved(together: list[Entry], from_us: int, until_us: int, cause: str) -> tuple[Entry, ...]:
-    """Returns entries that move the lost part to waste. `together`: an entry, the reversals that cut it short, and the
-    pair of an earlier loss, if any.
+    """Returns the pair that moves the lost part of an entry to waste. `together`: the entry, the reversals that cut it
+    short, and the pair of an earlier loss, if there was one.
     """
     first = next((entry for entry in together if not (entry.is_reversal or entry.cause)), None)
     if first is None or any(entry.cause for entry in together):

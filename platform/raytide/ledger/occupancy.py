@@ -1,12 +1,11 @@
 """The shares of each node by holder, from one Snapshot.
 
 A holder's weight is its dominant share of the node: a job with 1 of 8 CPUs and 4 of 8 GPUs holds half. The rest is a
-share of its own (idle, start-up or waste), so weights sum to one, or to more if holders dominate different resources;
-then each pays in proportion. A member counts from its assignment, used or not.
+share of its own (idle, start-up or waste), so weights sum to one. They sum to more if holders dominate different
+resources; then each pays in proportion. A member counts from its assignment, used or not.
 
-While Ray still reports recently released resources in use, their former holder pays for them: between the end of a
-lease and the end of its placement group's workers, and while a removed replica answers its last requests, Ray reports
-usage that no record explains.
+Between the end of a lease and the end of its placement group's workers, and while a removed replica answers its last
+requests, Ray reports usage that no record explains. The former holder of the released resources pays for it.
 """
 
 from __future__ import annotations
@@ -87,7 +86,9 @@ def _occupancy(view: NodeView, held: Mapping[Holder, Resources], left: Mapping[H
 
 
 def _still_used(left: Mapping[Holder, Resources], used: Resources) -> dict[Holder, Resources]:
-    """Returns how much of the released resources is in use, at most what present holders do not explain."""
+    """Returns the part of each former holder's released resources that is still in use. `used`: the usage that present
+    holders do not explain.
+    """
     found: dict[Holder, Resources] = {}
     for holder, resources in left.items():
         use = {name: amount for name, have in resources.items() if (amount := min(have, used.get(name, 0.0))) > _NOISE}
@@ -97,7 +98,7 @@ def _still_used(left: Mapping[Holder, Resources], used: Resources) -> dict[Holde
 
 
 def _whole(shares: list[Share], rest: EntryKind) -> Occupancy:
-    """Adds the rest as a share, and sorts."""
+    """Returns the occupancy: the shares, with the rest of the node as one more share, sorted."""
     left = round(1.0 - sum(share.weight for share in shares), 9)
     if left > _NOISE:
         shares = [*shares, Share(rest, "", "", left)]
@@ -118,8 +119,8 @@ class _Released:
 
 @dataclass(frozen=True, slots=True)
 class RecentlyReleased:
-    """The resources that were released but may still be in use. Kept in memory: a new controller starts without any.
-    Call `observe` at each tick; `held` is an argument of `occupancies`.
+    """The resources that were released but may still be in use. They are kept in memory: a new controller starts
+    without any. Call `observe` at each tick; `held` is an argument of `occupancies`.
     """
 
     before: Held = field(default_factory=dict)
@@ -133,7 +134,9 @@ class RecentlyReleased:
         return held
 
     def observe(self, now: Held, now_s: float) -> RecentlyReleased:
-        """Adds what holders have released since the last call."""
+        """Returns this record with the resources that holders have released since the last call, and without outdated
+        ones.
+        """
         left = {key: released for key, released in self.released.items() if now_s < released.until_s}
         for node_id, holders in self.before.items():
             for holder, previous in holders.items():

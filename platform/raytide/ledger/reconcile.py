@@ -78,8 +78,9 @@ def _compare(machine: Billed, booked: Sequence[Entry]) -> Difference | None:
 
 
 def _reach(booked: Sequence[Entry], start_us: int) -> int | None:
-    """Returns the time to which entries less reversals reach without gap or overlap; None if they do not fit. The pairs
-    that move lost work to waste are left out."""
+    """Returns the time that the entries reach without gap or overlap, cut short by reversals; None if they do not fit
+    together. The pairs that move lost work to waste are left out.
+    """
     reach = start_us
     for from_us, to_us_ in sorted({(e.from_us, e.to_us) for e in booked if not (e.is_reversal or e.cause)}):
         if from_us != reach:

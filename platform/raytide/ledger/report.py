@@ -1,5 +1,6 @@
-"""Cost reports: every micro-dollar of the ledger in exactly one row, for each grouping; and the costs up to now, with
-the open intervals."""
+"""Cost reports: for each grouping, every micro-dollar of the ledger in exactly one row; and the costs up to now, open
+intervals included.
+"""
 
 from __future__ import annotations
 
@@ -79,8 +80,9 @@ class CostRow:
 def rows(
     lines: Iterable[Line], rates: Rates, by: By, tags: Tags, now_us: int, losses: Iterable[Line] = ()
 ) -> tuple[CostRow, ...]:
-    """Returns the rows, the most expensive first. Idle, start-up and waste have their own rows, so the rows sum to the
-    whole. `losses` are parts of `lines`, by cause."""
+    """Returns the rows, the most expensive first. Idle, start-up and waste have rows of their own, so all rows sum to
+    the whole. `losses`: the parts of `lines` that are lost work, by cause.
+    """
     amounts: defaultdict[str, int] = defaultdict(int)
     energy: defaultdict[str, int] = defaultdict(int)
     burn: defaultdict[str, float] = defaultdict(float)

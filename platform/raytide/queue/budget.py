@@ -1,8 +1,8 @@
 """Budgets of teams and jobs: reserved at admission, settled by what the job costs.
 
-A job reserves an hour of its gang's price. What is reserved and not spent yet counts as spent, so jobs that are
-admitted together cannot overdraw together. Before a hard limit is reached, early enough for their checkpoints,
-preemptible jobs are preempted.
+A job reserves the price of its gang for an hour. What is reserved and not spent yet counts as spent, so jobs that are
+admitted together cannot overdraw together. Before a hard limit is reached, preemptible jobs are preempted, early enough
+for their checkpoints.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Budgets:
         return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
 
     def over_soft_limit(self, job: Job) -> str:
-        """Returns the job or its nearest team beyond a soft limit; "" if none is."""
+        """Returns the job if it is beyond its soft limit, else its nearest team that is beyond one; "" if none is."""
         own_usd = job.spec.soft_budget_usd
         if own_usd is not None and _reached(self._cost(job), own_usd):
             return job.id
@@ -100,8 +100,9 @@ class Budgets:
         return None
 
     def may_grow(self, job: Job, held_micro_usd_h: float, more_micro_usd_h: float) -> bool:
-        """Returns True if its own budget lasts for an hour of all its members, so that growing does not get the job
-        preempted."""
+        """Returns True if the job's own budget lasts for an hour of all its members. Otherwise growing would get it
+        preempted.
+        """
         if job.spec.budget_usd is None or more_micro_usd_h <= 0:
             return True
         whole = held_micro_usd_h + more_micro_usd_h
@@ -109,14 +110,17 @@ class Budgets:
         return self._cost(job) + hour + _lead(whole) <= micro_usd(job.spec.budget_usd)
 
     def reserve(self, job: Job, micro_usd_h: float) -> int:
-        """Commits the job's next hour; returns what the job may have cost in total by then."""
+        """Reserves the cost of the job's next hour. Returns the micro-dollars that the job may have cost in total by
+        then.
+        """
         need = self._reservation(job, micro_usd_h)
         self._commit(job.spec.team, need)
         return self.spent.get(job.id, 0) + need
 
     def jobs_over_budget(self, jobs: Mapping[str, tuple[Job, float]], teams: Iterable[Team]) -> dict[str, str]:
-        """Returns the jobs that must be preempted now, with the reason. `jobs`: each with its price in micro-dollars an
-        hour."""
+        """Returns the jobs that must be preempted now, with the reason. `jobs`: jobs with their prices in micro-dollars
+        an hour.
+        """
         burn: defaultdict[str, float] = defaultdict(float)
         spent: defaultdict[str, int] = defaultdict(int)
         for team in teams:
@@ -141,7 +145,7 @@ class Budgets:
         return min(hour, micro_usd(job.spec.budget_usd) - self._cost(job) - round(_lead(micro_usd_h)))
 
     def _cost(self, job: Job) -> int:
-        """Returns the job's cost that its own budgets limit."""
+        """Returns the job's cost so far that its own budget limits, in micro-dollars: in total, or in this month."""
         return (self.spent if job.spec.budget_per == "job" else self.spent_month).get(job.id, 0)
 
     def _commit(self, team: str, amount: int) -> None:

@@ -1,9 +1,9 @@
-"""The resources that each team may hold: its own quota, and what others of the tree leave unused.
+"""The resources that each team may hold: its own quota, and what other teams of the tree leave unused.
 
-The arithmetic is Kueue's. A subtree's quota is the team's own plus what its children lend; what a team does not lend is
-its local quota, and guaranteed. Use beyond the local quota counts at the parent, up to the root. Capacity of the fleet
-beyond all quotas belongs to the root, so a quota for one team takes nothing from teams without one. A resource that no
-team names is unlimited.
+The arithmetic is Kueue's. A subtree's quota is the team's own plus what its children lend. The part that a team does
+not lend is its local quota, which is guaranteed to it. Use beyond the local quota counts at the parent, up to the root.
+Capacity of the fleet beyond all quotas belongs to the root, so a quota for one team takes nothing from teams without
+one. A resource that no team names is unlimited.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Quotas:
                 self._add(self._node(team, name), -need[name])
 
     def held(self, team: str, name: str) -> float:
-        """Returns the usage of the team, and of its children beyond their local quota."""
+        """Returns the usage that counts at the team: its own, and that of its children beyond their local quota."""
         return self._used[self._node(team, name).number] if name in self.limited else 0.0
 
     def available(self, team: str, name: str) -> float:
@@ -104,7 +104,7 @@ class Quotas:
     def lacking(
         self, team: str, need: Resources, *, is_preemptible: bool = True, may_borrow: bool = True
     ) -> str | None:
-        """Returns the first resource whose quota does not allow `need`. Non-preemptible use may not be borrowed."""
+        """Returns the first resource whose quota does not allow `need`. Non-preemptible jobs may not borrow."""
         for name in self.names:
             if name not in need:
                 continue
@@ -117,8 +117,9 @@ class Quotas:
         return None
 
     def nonpreemptible_left(self, team: str, name: str) -> float:
-        """Returns the amount that jobs which cannot be preempted may still reserve: the team's own quota, or without
-        one the unassigned capacity."""
+        """Returns the amount that jobs which cannot be preempted may still reserve: the rest of the team's own quota,
+        or for a team without quota the rest of the unassigned capacity.
+        """
         if name not in self.limited:
             return math.inf
         if (node := self._node(team, name)).is_named:
@@ -146,7 +147,7 @@ class Quotas:
         return any(team in self.borrowers[name] for name in self.limited.intersection(names))
 
     def borrowing(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns the teams that borrow any of these resources: the same object until that changes."""
+        """Returns the teams that borrow any of these resources, as the same object until the set changes."""
         limited = tuple([name for name in self.names if name in names])
         if (found := self._borrowing.get(limited)) is None:
             found = self._borrowing[limited] = frozenset[str]().union(*[self.borrowers[name] for name in limited])
@@ -191,7 +192,9 @@ class Quotas:
         return found
 
     def _add_nodes(self, name: str) -> None:
-        """Creates the root's node first; a team's quota is known once those of its children are."""
+        """Creates the nodes of all teams for a resource, the root's first. A team's quota depends on those of its
+        children.
+        """
         children, shares = defaultdict[str, list[str]](list), dict[str, tuple[float, float]]()
         for team, spec in self.specs.items():
             children[spec.parent].append(team)

@@ -1,4 +1,6 @@
-"""Explains why something cannot be placed: the first unmet constraint, and the nearest change that would meet it."""
+"""Explains why something cannot be placed: the first constraint that is not met, and the smallest change that would
+meet it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ from raytide.scheduling.offerings import Offerings
 
 @dataclass(frozen=True, slots=True)
 class Unschedulable:
-    """The reason why something cannot be placed, by its kind of constraint.
+    """The reason why something cannot be placed, with the kind of the constraint.
 
-    `impossible`: no fleet of these node types could; `capacity`: others hold it; `stock`: its pools back off;
-    `budget` and `rate`: it could be bought, but not within the limits; `deadline`: it has the time to wait for spot.
+    `impossible`: no fleet of these node types could hold it; `capacity`: others hold the nodes; `stock`: its pools back
+    off; `budget` and `rate`: nodes could be bought, but not within the limits; `deadline`: the job has the time to wait
+    for spot.
     """
 
     constraint: Literal["impossible", "capacity", "stock", "budget", "rate", "quota", "behind", "deadline"]
@@ -58,8 +61,8 @@ def open_zones(shape: Shape, node_type: NodeType) -> tuple[str, ...]:
 
 
 def describe_amounts(shape: Shape) -> str:
-    """Returns a text such as `8 x H100 + 4 CPU`: a member's resources, accelerators first, under their own name if the
-    shape names it.
+    """Returns a text such as `8 x H100 + 4 CPU`: a member's resources, accelerators first. Accelerators have their own
+    name if the shape names it.
     """
     ordered = sorted((n for n, amount in shape.resources.items() if amount), key=lambda n: (n != "GPU", n))
     return " + ".join(_amount(name, shape.resources[name], shape.labels) for name in ordered)
@@ -120,7 +123,7 @@ class Holders:
         self._of_type, self._said = _holders(snapshot), dict[tuple[str, ...], list[str]]()
 
     def of(self, types: tuple[str, ...]) -> list[str]:
-        """Returns the names on all these types, sorted."""
+        """Returns the names of the holders on nodes of any of these types, sorted."""
         if types not in self._said:
             self._said[types] = sorted(set().union(*(self._of_type.get(name, set()) for name in types)))
         return self._said[types]
@@ -147,8 +150,9 @@ def _holders(snapshot: Snapshot) -> dict[str, set[str]]:
 def why_not(
     offerings: Offerings, holders: Holders, shape: Shape, count: int, existing: int, subject: str
 ) -> Unschedulable:
-    """Returns why a placement that is not impossible cannot be had now. `existing`: members that fit on existing and
-    starting nodes."""
+    """Returns why members that could be placed in principle cannot be placed now. `existing`: the number of members
+    that fit on existing and starting nodes.
+    """
     holding = offerings.offerings_for(shape)
     types = {offering.node_type.name: (offering.node_type, fit) for offering, fit in holding}
     backed_off = [offering for offering, _ in holding if offerings.retry_at_s(offering) > offerings.at_s]

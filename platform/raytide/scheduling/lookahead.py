@@ -1,8 +1,8 @@
-"""The demand that is still to be placed in this decision, and its value for the room that a new node leaves over.
+"""The demand that is still to be placed in this decision, and the value of a new node's remaining room for it.
 
-Shapes are placed one after another. A node that costs a little more for the first may cost less for all, when its
-remaining room holds others that would need nodes of their own. That room is held for them until their turn: the shapes
-between would take it as free, and others would be bought for those it was meant for.
+Shapes are placed one after another. A node that costs a little more for the first shape may cost less for all of them,
+if its remaining room holds shapes that would need nodes of their own. That room is held for those shapes until they are
+placed: otherwise shapes that are placed before them would take it, and they would need new nodes after all.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ class PendingDemand:
         self._turn = 0
 
     def advance(self, node_table: NodeTable) -> bool:
-        """Turns to the next shape, and frees what is held for it. Returns whether anything was."""
+        """Goes on to the next shape, and frees the room that is held for it. Returns whether there was any."""
         self.remaining = self.remaining.copy()
         self.remaining[self._turn] = 0.0
         self._turn += 1
         return self._free(self._turn - 1, node_table)
 
     def hold(self, node_table: NodeTable, rows: Sequence[int], fits: Floats) -> None:
-        """Holds room on each of these nodes for so many members of each shape."""
+        """Holds room on each of these nodes: for each shape, as many members as `fits` says."""
         for at in np.flatnonzero(fits).tolist():
             members = int(fits[at])
             node_table.reserve_each(rows, self._resources[at], [members] * len(rows))
             self._held = {**self._held, at: (*self._held.get(at, ()), (tuple(rows), members))}
 
     def free_all(self, node_table: NodeTable) -> bool:
-        """Frees what is held for any shape. Returns whether anything was."""
+        """Frees the room that is held for any shape. Returns whether there was any."""
         are_freed = [self._free(at, node_table) for at in self._held]
         return any(are_freed)
 
@@ -81,8 +81,9 @@ class PendingDemand:
         return bool(holds)
 
     def value(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
-        """Returns, for each of these offerings with `members` of this need on a node, the value of its remaining room
-        for other shapes, and how many of each shape it would hold. `left`: how many of each shape remain.
+        """Returns what the remaining room of a node with `members` of this need is worth to the pending shapes, and how
+        many members of each shape it would hold; both for each of these offerings. `left`: the members of each shape
+        still to be placed.
         """
         need_R = self._table.vector(round_up_gpu_share(need))
         free_PR = self._table.totals_PR[rows] - members[:, None] * need_R
@@ -103,5 +104,7 @@ class PendingDemand:
         return float((self._table.cost[holding] / members[holding]).min()) if holding.any() else 0.0
 
     def _is_known(self, shape: Shape) -> bool:
-        """Returns True if it needs something, and only resources that a node type has: others would seem to fit."""
+        """Returns True if the shape needs something, and only resources that a node type has. Others would seem to fit
+        anywhere.
+        """
         return any(shape.resources.values()) and shape.resources.keys() <= self._table.columns.keys()

@@ -12,7 +12,7 @@ from raytide.core.objects.snapshot import MarketConstraint
 def constrain(shapes: Sequence[Shape], constraint: MarketConstraint | None) -> tuple[Shape, ...]:
     """Returns the shapes restricted to the allowed markets, the wanted market first; none while the job waits.
 
-    Unchanged without a constraint, for a late job, and if the shapes name none of the allowed markets.
+    Returns them unchanged without a constraint, for a late job, and if the shapes name none of the allowed markets.
     """
     if constraint is None or constraint.markets is None:
         return tuple(shapes)
@@ -28,15 +28,16 @@ def is_allowed(shape: Shape, constraint: MarketConstraint) -> bool:
 
 
 def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
-    """Returns the original of a shape that `constrain` restricted, because the market of a lease may change: to any
-    market if the original shapes allow each of them."""
+    """Returns the original of a shape that `constrain` restricted, because a lease may change its market. The result
+    names no market if the original shapes allow every market.
+    """
     free = _without_market(shape)
     originals = [each for each in shapes if _without_market(each) == free]
     return free if all(any(_allows(each, market) for each in originals) for market in CapacityType) else originals[0]
 
 
 def alternatives(shape: Shape, shapes: Sequence[Shape], market: CapacityType) -> tuple[Shape, ...]:
-    """Returns the job's shapes that the market allows, if the lease's own shape is not one of them."""
+    """Returns the job's shapes restricted to the market; none if the lease's own shape allows the market already."""
     return () if _allows(shape, market) else tuple(_in_market(each, market) for each in shapes if _allows(each, market))
 
 

@@ -93,8 +93,8 @@ class NodeTable:
             self._free_RN[column, row] += amount
 
     def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
-        """Returns the rows with room, the best first, and the members that each would hold: until `enough` members fit,
-        or all rows.
+        """Returns the rows with room, the best first, and the number of members that each would hold. Stops once
+        `enough` members fit.
         """
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
@@ -115,7 +115,7 @@ class NodeTable:
         return rows[first], copies
 
     def rows_with_room(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
-        """Returns the rows with room, in order, and the members that each would hold."""
+        """Returns the rows with room, in order, and the number of members that each would hold."""
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
         return rows, self._copies(need, rows)
@@ -159,7 +159,7 @@ class NodeTable:
         return reduce(np.logical_and, masks, np.ones(len(self), dtype=np.bool_))
 
     def values(self, key: str, rows: Iterable[int]) -> set[str]:
-        """Returns the values of a label on those of these nodes that have it."""
+        """Returns the values that a label has on these nodes."""
         return {self._labels[row][key] for row in rows if key in self._labels[row]}
 
     def checkpoint(self) -> Callable[[], None]:
@@ -178,7 +178,7 @@ class NodeTable:
             mask[row] = labels_match({key: want}, labels)
 
     def share_taken(self, row: int, total: Resources) -> float:
-        """Returns the used share of the scarcest resource of a node with `total`."""
+        """Returns the largest share in use of any resource on a node with these total resources."""
         return max(
             (1.0 - float(self._free_RN[self._column[n], row]) / amount for n, amount in total.items() if amount > 0),
             default=1.0,
@@ -188,14 +188,16 @@ class NodeTable:
         return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
 
     def have_free(self, amounts: Sequence[Resources]) -> Mask:
-        """Returns, for each row, whether these amounts are free."""
+        """Returns, for each row, whether the row's own entry of `amounts` is free."""
         have = np.ones(len(amounts), dtype=np.bool_)
         for name, at in self._column.items():
             have &= self._free_RN[at, : len(amounts)] + _EPS >= [each.get(name, 0.0) for each in amounts]
         return have
 
     def _fragmentation_by(self, free_RN: Floats, need: Resources) -> Floats:
-        """Returns the increase in fragmentation by one member: GPUs that the usual members can no longer use."""
+        """Returns how much one more member increases each node's fragmentation: GPUs that the usual members can no
+        longer use.
+        """
         gpu = self._column.get(GPU)
         if gpu is None or not len(self._weights_K) or not (has_gpus := free_RN[gpu] > _EPS).any():
             return np.zeros(free_RN.shape[1])

@@ -81,7 +81,7 @@ class OfferingTable:
 
     @classmethod
     def from_snapshot(cls, snapshot: Snapshot) -> OfferingTable:
-        """Returns the offerings of a snapshot. The steps of a decision copy it, and share one table."""
+        """Returns the offerings of a snapshot. All steps of a decision copy the snapshot, and get the same table."""
         made_of = (snapshot.node_types, snapshot.quotes, snapshot.transfer)
         for at_s, known, table in _latest:
             if at_s == snapshot.at_s and all(a is b for a, b in zip(known, made_of, strict=True)):
@@ -91,7 +91,9 @@ class OfferingTable:
         return table
 
     def members(self, shape: Shape) -> Ints:
-        """Returns, for each offering, how many members of this shape a node would hold; 0 where labels do not match."""
+        """Returns, for each offering, how many members of this shape one of its nodes would hold; 0 where labels do not
+        match.
+        """
         key = tuple(shape.resources.items()), tuple(shape.labels.items())
         if (found := self._members.get(key)) is None:
             need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
@@ -104,12 +106,14 @@ class OfferingTable:
         return found
 
     def offerings_for(self, shape: Shape) -> list[tuple[Offering, int]]:
-        """Returns the offerings whose nodes would hold members of this shape, with how many each."""
+        """Returns the offerings whose nodes would hold members of this shape, with the number on one node."""
         members = self.members(shape)
         return [(self.offerings[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
 
     def data_cost(self, shapes: Iterable[Shape]) -> Floats:
-        """Returns, for each offering, what getting their data there adds to an hour, a member of each shape."""
+        """Returns, for each offering, the micro-dollars that getting data there adds to an hour, for one member of each
+        shape.
+        """
         total = np.zeros(len(self.offerings))
         for shape in shapes:
             if shape.inputs and self.transfer is not None:
@@ -139,7 +143,7 @@ class OfferingTable:
         return found
 
     def vector(self, amounts: Resources) -> Floats:
-        """Returns the amounts by column, without resources that no node type has."""
+        """Returns the amounts in the order of `columns`, without resources that no node type has."""
         vector = np.zeros(len(self.columns))
         for name, amount in amounts.items():
             if (at := self.columns.get(name)) is not None:
@@ -233,7 +237,7 @@ class Offerings:
         return sum(max_nodes.values()) >= count
 
     def purchasable(self, purchase: Purchase = _NOTHING) -> Ints:
-        """Returns, for each offering, how many nodes can be bought beside this purchase."""
+        """Returns, for each offering, how many nodes can be bought in addition to this purchase."""
         left = self.left[self.table.type_of]
         if purchase.size:
             taken = np.zeros_like(self.left)
@@ -247,7 +251,7 @@ class Offerings:
         return np.maximum(0, left)
 
     def members_to_buy(self, shape: Shape) -> int:
-        """Returns how many members of this shape purchasable nodes would hold, of each type in its best zone."""
+        """Returns how many members of this shape all purchasable nodes would hold, each type in its best zone."""
         best = np.zeros_like(self.left)
         np.maximum.at(best, self.table.type_of, self.purchasable() * self.table.members(shape))
         return int(best.sum())

@@ -110,7 +110,7 @@ class Candidate:
         return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_split(self, pace: int, needed: int) -> bool:
-        """Returns True if fewer members than needed would be placed with so few new nodes."""
+        """Returns True if fewer than `needed` members would be placed if only `pace` of the new nodes were launched."""
         members = sum(members for _, members in self.existing)
         sizes = [new.members // new.nodes for new in self.new for _ in range(new.nodes)]
         return members + sum(sizes[:pace]) < needed
@@ -124,9 +124,9 @@ def best_candidate(
     request: PlacementRequest,
     needed: int,
 ) -> Candidate:
-    """Places as many of the requested members as possible. `slots`: by row of the node table.
+    """Returns the placement of as many of the requested members as possible. `slots`: by row of the node table.
 
-    It keeps to the nodes that may be launched now, unless that would split the `needed` members of a gang.
+    It launches no more nodes than may be launched now, unless that would split the `needed` members of a gang.
     """
     candidate = _most_members(offerings, node_table, slots, pending, request)
     left = offerings.launches_left
@@ -175,8 +175,9 @@ def _most_members(
 
 
 def spread_over(options: Sequence[Option], zone: Callable[[int], str], by_zone: Counter[str]) -> Option:
-    """Returns the cheapest option; but while its zone holds more than half of the endpoint, one that costs little more
-    in the zone with the fewest."""
+    """Returns the cheapest option. If its zone already holds more than half of the endpoint, returns an option that
+    costs little more, in the zone that holds the fewest.
+    """
     best = min(options)
     if by_zone[zone(best[2])] * 2 <= by_zone.total():
         return best
@@ -192,10 +193,10 @@ def _cheapest(
     zones: Counter[str] | None,
 ) -> NewNodes | None:
     """Returns the nodes to take next: those that cost least for what they would hold, pending demand included. `zones`:
-    members by zone if they are spread.
+    the number of members by zone, if members are to be spread.
 
-    Pending members count as the members of this shape that their price, if placed alone, would pay for. A node that
-    holds fewer members may hold more of the others, so several numbers of members are compared.
+    A pending member counts as the number of members of this shape that could be bought for its price on a node of its
+    own. A node with fewer members of this shape may hold more pending ones, so several numbers are compared.
     """
     table, lacking = offerings.table, request.count - candidate.count
     fits, purchasable = table.members(request.shape), offerings.purchasable(candidate.purchase)
@@ -235,7 +236,7 @@ def _cheapest(
 
 
 def _with_fewer_members(rows: Ints, members: Ints) -> tuple[Ints, Ints]:
-    """Returns each row once for each number of members to consider, from `members` down, with that number."""
+    """Returns each row as often as there are numbers of members to consider, from `members` down, and these numbers."""
     counts = np.minimum(members, COUNTS)
     step = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     rows, members, counts = (np.repeat(each, counts) for each in (rows, members, counts))
@@ -243,8 +244,9 @@ def _with_fewer_members(rows: Ints, members: Ints) -> tuple[Ints, Ints]:
 
 
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:
-    """Returns the most of each resource on one node; infinite for resources that no node type has, so that leftovers of
-    them do not count."""
+    """Returns the most of each resource on one node. It is infinite for resources that no node type has, so that
+    leftovers of them do not count.
+    """
     scale = dict.fromkeys(set().union(*(view.available for view in nodes)), float("inf"))
     names = {name for t in node_types for name in t.resources}
     return scale | {name: max(t.resources.get(name, 0.0) for t in node_types) for name in names}

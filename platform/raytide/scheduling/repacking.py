@@ -60,7 +60,7 @@ def repack(room: SchedulingState) -> Repacking:
 
 
 def _slots_elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> list[Slot]:
-    """Reserves slots for all tenants of this row on other nodes; empty if they do not all fit."""
+    """Reserves slots on other nodes for all tenants of this row; returns none if they do not all fit."""
     restore = room.node_table.checkpoint()
     slots: list[Slot] = []
     for tenant in tenants:
@@ -77,7 +77,9 @@ def _slots_elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> 
 
 
 def _cheaper_offering(room: SchedulingState, offering: Offering, tenants: list[Tenant]) -> Offering | None:
-    """Returns the cheapest offering that holds all of them, if it is cheaper than this one."""
+    """Returns the cheapest offering that holds all of these tenants and costs less than this one; None if there is
+    none.
+    """
     offerings, table = room.offerings, room.offerings.table
     cost = table.cost + table.data_cost(tenant.shape for tenant in tenants)
     able = (cost < cost[offering.row]) & table.could_hold(_total(tenants)) & (offerings.purchasable() > 0)

@@ -24,7 +24,7 @@ def silent_replicas(load: EndpointLoad, now_s: float) -> int:
 
 
 def replica_selector(spec: ServeSpec) -> dict[str, str]:
-    """Returns the label selector of every replica actor of the endpoint."""
+    """Returns the label selector that every replica actor of the endpoint has."""
     return {**spec.labels, REPLICA_LABEL: _mark(spec.name)}
 
 
@@ -46,25 +46,23 @@ def published_members(view: EndpointView) -> int:
 
 
 def departing_nodes(snapshot: Snapshot) -> frozenset[str]:
-    """Returns the Ray ids of the nodes that no replica stays on."""
+    """Returns the Ray ids of the nodes that all replicas leave."""
     gone = (NodeState.DRAINING, NodeState.TERMINATING)
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.state in gone) - {""}
 
 
 def released_nodes(snapshot: Snapshot) -> frozenset[str]:
-    """Returns the Ray ids of the nodes that endpoints release in this decision: their replicas do not stay there
-    either.
-    """
+    """Returns the Ray ids of the nodes that endpoints release in this decision; replicas leave those too."""
     given_up = {node_id for view in snapshot.endpoints for node_id in view.given_up}
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.id in given_up) - {""}
 
 
 def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
-    """Returns the number of members of published replicas that need a node. Those on draining nodes are included
-    because Serve moves them; it moves a replica whole, so no member of one that moves stays.
+    """Returns the number of members of published replicas that need a node. Members on draining nodes are included,
+    because Serve moves them, and it moves a replica with all its members.
 
-    Without a fresh report only replicas that Ray itself cannot place count, so that a restarted controller does not buy
-    nodes for running replicas.
+    Without a fresh report, only replicas that Ray itself cannot place count, so that a restarted controller does not
+    buy nodes for running replicas.
     """
     if view.endpoint.state not in SERVING_STATES:
         return 0
@@ -87,7 +85,7 @@ def is_overloaded(view: EndpointView, now_s: float) -> bool:
 
 
 def is_replica_of(demand: Demand, endpoint: str) -> bool:
-    """Returns True if demand that Ray cannot place is a replica of this endpoint."""
+    """Returns True if the demand is that of a replica of this endpoint."""
     return demand.labels.get(REPLICA_LABEL) == _mark(endpoint)
 
 

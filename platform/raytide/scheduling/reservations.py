@@ -1,8 +1,8 @@
 """Reserves nodes for replicas that do not fit, so that smaller jobs cannot starve them by taking each slot as it frees
 up.
 
-The nodes that lack the least take no new work, so what is lacking only shrinks. Replicas of other endpoints that fit
-there may still use them.
+The nodes that lack the least take no new work, so the room that is lacking there only shrinks. Replicas of other
+endpoints that fit there may still use them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def missing_members(room: SchedulingState, view: EndpointView) -> int:
 
 
 def members_at_once(view: EndpointView, lacking: int) -> int:
-    """Returns how many members, out of `lacking`, belong to one replica; those of a broken replica come first."""
+    """Returns how many of the `lacking` members to place together, as one replica: first those that complete a broken
+    replica.
+    """
     return lacking % view.endpoint.spec.members or view.endpoint.spec.members
 
 
@@ -87,8 +89,9 @@ class _Fleet:
         return cls([view.node.id for view in views], room.node_table, rows, free, most)
 
     def reserve(self, shape: Shape, count: int, to_buy: int) -> Reservation:
-        """Reserves the nodes that lack the least for `count` members, `to_buy` of which fit on new nodes. Empty if not
-        all of them would ever fit."""
+        """Reserves the nodes that lack the least room for `count` members, `to_buy` of which fit on new nodes. Returns
+        an empty reservation if they could never all fit.
+        """
         need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
         if not need:
             return ()
@@ -107,7 +110,9 @@ class _Fleet:
         return tuple((self.ids[row], self._take(row, number, need)) for row, number in chosen.items())
 
     def _take(self, row: int, number: int, need: Resources) -> Resources:
-        """Takes from a node's free resources what `number` members need, and all of that from its future ones."""
+        """Takes the needs of `number` members from a node: from its free resources as far as they are free, from its
+        future ones in full. Returns what it took from the free ones.
+        """
         some = {name: min(float(self.free[name][row]), number * amount) for name, amount in need.items()}
         for name, amount in some.items():
             self.free[name][row] -= amount

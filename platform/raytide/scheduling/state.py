@@ -183,7 +183,7 @@ class SchedulingState:
         return slots
 
     def buy(self, node_type: NodeType) -> Slot | None:
-        """Buys one node of a type, for any use; None if that is not possible."""
+        """Buys one node of a type, for any use; returns None if none can be bought."""
         offerings = [o for o in self.offerings.offerings if o.node_type.name == node_type.name]
         able = [o for o in offerings if self.offerings.refusal(o) is None]
         return self.buy_offer(min(able, key=lambda offering: offering.cost_micro_usd_h)) if able else None
@@ -222,12 +222,12 @@ class SchedulingState:
         )
 
     def advance(self) -> None:
-        """Turns to the next shape of the pending demand."""
+        """Goes on to the next shape of the pending demand."""
         if self.pending is not None and self.pending.advance(self.node_table):
             self.full.clear()
 
     def forget_pending(self) -> None:
-        """Frees the room that is held for pending demand, and places what follows without lookahead."""
+        """Frees the room that is held for pending demand, and makes later placements ignore that demand."""
         self._free_held()
         self.pending = None
 
@@ -236,7 +236,7 @@ class SchedulingState:
             self.full.clear()
 
     def release(self, node_id: str, resources: Resources) -> None:
-        """Frees resources on a node; no effect for nodes that take no work."""
+        """Frees resources on a node; has no effect on a node that takes no work."""
         if (row := self.rows.get(node_id)) is not None:
             self.node_table.reserve(row, resources, -1)
             self.full.clear()
@@ -246,7 +246,7 @@ class SchedulingState:
             self.node_table.reserve(row, resources)
 
     def _slots_for(self, view: EndpointView, missing: int, zone_counts: Counter[str]) -> Placements:
-        """Reserves slots for replicas: free room first, then where their policy decided to buy, or the cheapest."""
+        """Reserves slots for replicas: in free room, then on nodes that their policy chose to buy, or the cheapest."""
         shape, name = replica_shape(view), view.endpoint.name
         if (members := view.endpoint.spec.members) > 1:
             return self._place_whole(shape, missing, members, name)

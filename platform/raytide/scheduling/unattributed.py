@@ -1,4 +1,4 @@
-"""Usage that Ray reports and no known member or replica accounts for: slots just left, replicas just placed."""
+"""Usage that Ray reports but no known member or replica explains: slots just left, replicas just placed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class UnattributedUsage:
         self._snapshot = snapshot
 
     def yielded_slots(self, endpoint_view: EndpointView, starting: int) -> list[tuple[str, Resources]]:
-        """Returns the slots that members yield to the endpoint's replicas, or just left: node ids with resources. Those
-        that starting replicas may have taken are left out."""
+        """Returns the node ids and resources of the slots that members yield, or have just left, to the endpoint's
+        replicas. Slots that starting replicas may have taken are left out.
+        """
         need, found = endpoint_view.endpoint.spec.resources, []
         taken: Resources = {}
         for node_id, resources, is_hidden in self._yielded.get(endpoint_view.endpoint.name, ()):
@@ -38,7 +39,7 @@ class UnattributedUsage:
 
     @cached_property
     def _yielded(self) -> dict[str, list[tuple[str, Resources, bool]]]:
-        """Keyed by endpoint: node id, resources, and whether the member has left but still counts in Ray."""
+        """The yielded slots by endpoint: node id, resources, whether the member has left but still counts in Ray."""
         nodes = {view.node.id: view for view in self._snapshot.nodes}
         remaining: dict[str, Resources] = {}
         found: dict[str, list[tuple[str, Resources, bool]]] = {}
@@ -58,8 +59,8 @@ class UnattributedUsage:
         return found
 
     def starting_replicas(self, endpoint_view: EndpointView, missing: int) -> int:
-        """Returns the number of replicas without a known node that have room nevertheless: their process starts, and
-        until then no node is reported. A replica that Ray still queues has no room.
+        """Returns the number of replicas that have room although their node is not known: their process is starting,
+        and reports no node before it runs. A replica that Ray still queues has no room.
         """
         spec = endpoint_view.endpoint.spec
         queued = sum(d.count for d in self._snapshot.demand if is_replica_of(d, spec.name))
@@ -84,7 +85,7 @@ class UnattributedUsage:
 
     @cached_property
     def _with_unattributed(self) -> list[NodeView]:
-        """Ready nodes with unattributed usage."""
+        """The ready nodes with unattributed usage."""
         return [
             view for view in self._snapshot.nodes if view.node.state is NodeState.READY and self._has_unattributed(view)
         ]
@@ -99,7 +100,7 @@ class UnattributedUsage:
 
     @cached_property
     def _known(self) -> Mapping[str, Mapping[str, float]]:
-        """Resources of each node that known members and replicas hold."""
+        """The resources that known members and replicas hold on each node."""
         known: defaultdict[str, defaultdict[str, float]] = defaultdict(partial(defaultdict, float))
         for lease in self._snapshot.leases:
             for member in lease.members:

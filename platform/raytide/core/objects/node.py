@@ -69,7 +69,7 @@ class NodeReading:
 
 @dataclass(frozen=True, slots=True)
 class NodeMeasurement:
-    """A machine's last reading, its watts, and its joules since the controller started; the last two by their source."""
+    """A machine's last reading, and its watts and its joules since the controller started, both by their source."""
 
     reading: NodeReading
     power_w: Mapping[str, float]

@@ -1,7 +1,8 @@
-"""One scheduling cycle: each waiting row, in order, is admitted to free room, or preempts lower ones.
+"""One scheduling cycle: each waiting row, in order, is admitted to free room, or preempts rows that are lower in the
+order.
 
-The cycle knows nothing of nodes: a `Capacity` does. That of the live queue has nodes, quotas and budgets
-(`preemption.py`), that of the simulator counts GPUs.
+The cycle knows nothing of nodes: a `Capacity` does. The live queue's has nodes, quotas and budgets (`preemption.py`);
+the simulator's counts GPUs.
 
 Preemption cannot go in circles: within a cycle victims are below their preemptor in one order; a preempted job preempts
 none until its cool-down is over; and no job is preempted more than `MAX_PREEMPTIONS` times.
@@ -31,9 +32,9 @@ class Capacity(Protocol):
         ...
 
     def preempt(self, row: int, victims: Victims) -> Sequence[int]:
-        """Admits a row to the room of as few `victims` as necessary, the first of them.
+        """Admits a row to the room of as few as necessary of the `victims`, taken in their order.
 
-        Returns the rows that are preempted whole: none if it was not admitted, or if shrinking gangs was enough.
+        Returns the rows that are preempted whole: none if the row was not admitted, or if shrinking gangs was enough.
         """
         ...
 
@@ -59,5 +60,5 @@ def run_cycle(table: QueueTable, capacity: Capacity) -> Ints:
 
 
 def _below(table: QueueTable, lowest: Ints, height: Ints, row: int, rank: Ints) -> Ints:
-    """Returns the candidates after this row in the order, from the end; none during its cool-down."""
+    """Returns the candidates that come after this row in the order, the last first; none during the row's cool-down."""
     return lowest[: 0 if table.in_cooldown[row] else height.searchsorted(-rank[row])]

@@ -54,8 +54,8 @@ class FitIndex:
         return found
 
     def count(self, request: ShapeRequest, *, ready_only: bool = False) -> FitCount:
-        """Returns an upper bound of the number of members that fit: on ready nodes only, or on all nodes and those that
-        can be bought.
+        """Returns an upper bound of the number of members that fit: with `ready_only` on ready nodes, else on all nodes
+        and on those that can be bought.
         """
         key = (request.member_key, ready_only)
         if (count := self._counts.get(key)) is None:

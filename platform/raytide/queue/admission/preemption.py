@@ -53,7 +53,7 @@ class PreemptionCandidates:
         self.is_candidate[list(rows)] = False
 
     def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
-        """Yields the rows below: borrowers first, then those of any team or of its own only."""
+        """Yields the rows of `lower`: borrowers first, then the rows of any team or, without `any_team`, of its own."""
         borrows = self._belongs_to(borrowing)[lower]
         yield from lower[borrows].tolist()
         others = lower[~borrows]
@@ -61,7 +61,7 @@ class PreemptionCandidates:
 
     def for_owner(self, lower: Ints, borrowing: frozenset[str], team: str) -> Iterator[int]:
         """Yields the candidates for a reclaim of nominal quota: all borrowers first, whatever their place in the order,
-        then the rows below.
+        then the rows of `lower`.
         """
         is_lower = np.zeros(len(self.is_candidate), dtype=bool)
         is_lower[lower] = True
@@ -72,7 +72,9 @@ class PreemptionCandidates:
         yield from lower[~borrowers[lower]].tolist()
 
     def _belongs_to(self, teams: frozenset[str]) -> Bools:
-        """Returns, for each row, whether its team is one of these, which are mostly those of the previous call."""
+        """Returns, for each row, whether its team is one of these. Keeps the last answer, since most calls repeat the
+        teams.
+        """
         if self._last_lookup is None or (self._last_lookup[0] is not teams and self._last_lookup[0] != teams):
             among = np.zeros(len(self.team_numbers) + 1, dtype=bool)
             among[[self.team_numbers.get(team, -1) for team in teams]] = True
@@ -83,7 +85,9 @@ class PreemptionCandidates:
 
 @dataclass(slots=True, eq=False)
 class PreemptibleCapacity:
-    """The room and quota if every candidate were preempted: an upper bound that most hopeless searches fail."""
+    """The room and quota that there would be if every candidate were preempted. A job that does not fit even then, as
+    in most hopeless cases, needs no search.
+    """
 
     index: FitIndex
     quotas: Quotas
@@ -94,7 +98,7 @@ class PreemptibleCapacity:
         self.quotas.release(victim.team, victim.quota)
 
     def reserve(self, state: AdmissionState, row: int) -> None:
-        """Takes out what was just admitted."""
+        """Takes the room and quota of a row that was just admitted."""
         admission, team = state.admitted[row], state.jobs[row].spec.team
         types = usage.placed_types(admission.placed, state.snapshot.node_types)
         quota = usage.quota_usage(admission.shape, types)
@@ -129,9 +133,9 @@ class Preemptor:
         return cls(state, PreemptionCandidates.of(state.jobs, state.leases))
 
     def first(self, waiting: Ints) -> int | None:
-        """Returns the index of the next row to try: the first, until too many rows have preempted others; then None.
+        """Returns the index of the next row to try: 0, or None once too many rows have preempted others.
 
-        The remaining rows get that as their reason.
+        The remaining rows are then refused for that reason.
         """
         if self.count < MOST_PREEMPTORS:
             return 0 if len(waiting) else None
@@ -165,8 +169,9 @@ class Preemptor:
         return found
 
     def evict(self, victims: Sequence[Victim], by: str, place: Callable[[], bool]) -> list[int] | None:
-        """Preempts the victims for `by` and calls `place`. Returns the rows that are preempted whole; None, with
-        everything undone, if `place` fails: members may belong in one domain, or their accelerators exceed a quota."""
+        """Preempts the victims for `by` and calls `place`. Returns the rows that are preempted whole. If `place` fails,
+        undoes everything and returns None: members may belong in one domain, or their accelerators exceed a quota.
+        """
         for victim in victims:
             self.state.release(victim.row, victim.members, by)
         if not place():
@@ -181,7 +186,9 @@ class Preemptor:
         return gone
 
     def _preempt_for(self, row: int, victims: Victims, requests: Sequence[ShapeRequest]) -> list[int] | None:
-        """Admits the row in the place of lower ones; returns the rows that are preempted whole, None if it cannot."""
+        """Admits the row in the place of lower rows. Returns the rows that are preempted whole; None if it cannot be
+        admitted.
+        """
         state, job, is_preemptible = self.state, self.state.jobs[row], self.state.is_preemptible[row]
         is_behind_head = state.head is not None and not is_preemptible
         if is_behind_head or attained_service.in_cooldown(job, state.snapshot.at_s):
@@ -221,7 +228,9 @@ class Preemptor:
         return self._capacity
 
     def _room_after(self, head: Job) -> SchedulingState:
-        """Returns the room left once all that the head waits for has ended or yielded, and the head has started."""
+        """Returns the room left once all that the head of the queue waits for has ended or yielded, and the head has
+        started.
+        """
         state, room = self.state, self.state.room.copy()
         for admission in state.admitted.values():
             for slot in admission.placed:

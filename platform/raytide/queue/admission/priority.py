@@ -1,9 +1,9 @@
 """The order of all jobs, waiting or running: least attained service with corrections.
 
 Plain least attained service starves large gangs and preempts long jobs late. So a gang goes before all but new jobs
-once it has waited longer than smaller jobs do, or longer than it would under first come, first served; a job well into
-its run is preempted for short ones only; and the few oldest jobs, which are late anyhow, go last. Durations are
-unknown.
+once it has waited longer than smaller jobs do, or longer than it would under first come, first served. A job well into
+its run is preempted for short jobs only. The few oldest jobs, which are late anyhow, go last. The durations of jobs are
+not known.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ SETTLE_S = 15.0
 def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
     """Returns Preempts and Shrinks, then an Admit or Wait for each queued job in its order, then Grows.
 
-    `room` is that of the snapshot, if there is one already; it is changed.
+    `room`: the scheduling state of the snapshot, if it was made already; this function changes it.
     """
     if not snapshot.ray_answers:
         silent = "Ray does not answer, so it is unknown which resources are free."
@@ -64,10 +64,10 @@ def queued_jobs(snapshot: Snapshot) -> tuple[Job, ...]:
 
 def within_member_cap(snapshot: Snapshot) -> tuple[Snapshot, tuple[Wait, ...]]:
     """Returns the snapshot without the queued jobs that exceed their team's limit of members, and a Wait for each of
-    them.
+    those jobs.
 
     Every tick visits each member, however small, so their number is limited. A team's jobs are counted in order of
-    submission, so a large one is not passed for ever by smaller ones behind it.
+    submission, so that smaller jobs behind a large one cannot pass it for ever.
     """
     most = snapshot.team_members
     if most is None:
@@ -102,8 +102,8 @@ def _over_cap(job: Job, held: int, most: int) -> Wait:
 
 
 def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> AdmissionState:
-    """Returns the state before the cycle: resources of yielding members are free, those nominated for members are
-    taken.
+    """Returns the state before the cycle. In it the resources of yielding members are free, and the slots nominated for
+    members are taken.
     """
     room, types = (
         room or SchedulingState.from_snapshot(snapshot),
@@ -144,7 +144,7 @@ def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> 
 
 
 def _nominate(snapshot: Snapshot, room: SchedulingState, lease: Lease) -> Placements:
-    """Reserves slots for the members of a lease that need a node, as far as there are any."""
+    """Reserves slots for those members of a lease that need a node, as far as slots are free."""
     count = sum(member.needs_node for member in lease.members)
     for shape in constrain([lease.shape], snapshot.stances.get(lease.job_id)) if count else ():
         if slots := room.place_some(shape, count, paces=snapshot.paces.get(lease.job_id)):
@@ -193,10 +193,10 @@ def queue_table(state: AdmissionState) -> QueueTable:
 
 
 def _within_nominal_quota(state: AdmissionState, table: QueueTable) -> Bools:
-    """Returns, for each row, whether the job and those of its team before it fit into the team's nominal quota.
+    """Returns, for each row, whether the job and the jobs of its team before it fit into the team's nominal quota.
 
-    Once one of a team does not fit, no later one counts, so a job cannot overtake its own team by being small. Jobs
-    that could not start on an empty fleet are left out.
+    Once a job does not fit, no later job of its team counts as within, so a job cannot overtake its own team by being
+    small. Jobs that could not start on an empty fleet are left out.
     """
     within = np.zeros(len(state.jobs), dtype=bool)
     requested: dict[str, Resources] = {}
@@ -215,7 +215,7 @@ def _within_nominal_quota(state: AdmissionState, table: QueueTable) -> Bools:
 
 
 def _leases_by_row(snapshot: Snapshot) -> dict[int, Lease]:
-    """Returns the leases that stay, by the row of their job."""
+    """Returns the leases that are not being given up, by the row of their job."""
     of_job = {lease.job_id: lease for lease in snapshot.leases if not lease.is_preempted}
     return {
         row: of_job[job.id]
@@ -234,8 +234,9 @@ def _enforce_budgets(state: AdmissionState, table: QueueTable) -> list[Preempt]:
 
 
 def _change_shape(state: AdmissionState, table: QueueTable) -> list[Preempt]:
-    """Preempts deadline jobs that must leave spot but hold a spot-only shape, if an on-demand shape of theirs fits, is
-    within quota and is affordable."""
+    """Preempts deadline jobs that must leave spot but hold a spot-only shape, if one of their on-demand shapes fits, is
+    within quota and is affordable.
+    """
     found = []
     for row, lease in list(state.leases.items()):
         job, stance = state.jobs[row], state.snapshot.stances.get(lease.job_id)
@@ -253,7 +254,7 @@ def _change_shape(state: AdmissionState, table: QueueTable) -> list[Preempt]:
 
 
 def _allowed_instead(state: AdmissionState, row: int) -> list[ShapeRequest]:
-    """Returns the shapes that budgets and quota would allow if the job held nothing."""
+    """Returns the shapes that budgets and quota would allow the job if it held nothing."""
     job, quota = state.jobs[row], usage.lease_quota(state.leases[row], state.node_types)
     state.quotas.release(job.spec.team, quota)
     affordable = state.affordable_shapes(row).affordable
@@ -263,7 +264,7 @@ def _allowed_instead(state: AdmissionState, row: int) -> list[ShapeRequest]:
 
 
 def _preempt_whole(state: AdmissionState, table: QueueTable, row: int, why: str) -> Preempt:
-    """Preempts a gang, for no other job."""
+    """Preempts a whole gang for its own sake, not for another job."""
     lease, table.is_preemptible[row] = state.leases[row], False
     state.release(row, usage.retained_members(lease), by=lease.job_id)
     del state.leases[row]

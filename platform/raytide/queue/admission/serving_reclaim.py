@@ -1,8 +1,8 @@
 """The shock absorber: replicas that find no room preempt spare members of elastic gangs.
 
-A gang shrinks in place, never below its minimum, and grows back later. A replica that can wait for a node waits:
-members are preempted for replicas for which no node can be had, and, while the endpoint is overloaded, for those whose
-node would be ready later than a member leaves.
+A gang shrinks in place, never below its minimum, and grows back later. A replica that can wait for a node waits.
+Members are preempted for a replica only if it can have no node, or if the endpoint is overloaded and the replica's node
+would be ready later than a member leaves.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def reclaim_for_serving(preemptor: Preemptor, table: QueueTable) -> None:
 
 
 def _place_replicas(preemptor: Preemptor, view: EndpointView, times: _StartTimes, rank: Mapping[int, int]) -> bool:
-    """Places all replicas that lack room, each of them whole; false if one finds none.
+    """Places all replicas that lack room, each of them whole. Returns False as soon as a replica finds no room.
 
     Replicas of one member use ready nodes only; those of several also use nodes that can be bought.
     """
@@ -86,8 +86,8 @@ def _place_replicas(preemptor: Preemptor, view: EndpointView, times: _StartTimes
 
 
 def _lacking(state: AdmissionState, view: EndpointView, times: _StartTimes) -> list[Slot | None]:
-    """Returns one entry for each member that needs room now: the slot that it would have to wait for, None if there is
-    none.
+    """Returns one entry for each member that needs room now: the slot for which it would have to wait, or None if it
+    has no slot.
     """
     without_slot: list[Slot | None] = [None] * reservations.missing_members(state.room, view)
     if view.endpoint.spec.members > 1:
@@ -127,7 +127,8 @@ class _StartTimes:
 
 class _Donors:
     """The gangs that may shrink for an endpoint, in the order of preemption: borrowers first, then the lowest class,
-    then the fewest GPUs that pause meanwhile, then the last in the order of the queue."""
+    then the fewest GPUs that pause while the gang shrinks, then the last in the order of the queue.
+    """
 
     def __init__(self, state: AdmissionState, view: EndpointView, rank: Mapping[int, int]) -> None:
         self._state, self._rank, self._labels = state, rank, view.endpoint.spec.labels
@@ -142,12 +143,12 @@ class _Donors:
         self._order = sorted(self._keys.values())
 
     def spare_members(self) -> Iterator[Victim]:
-        """Yields the victims: of each gang no more than it has beyond its minimum."""
+        """Yields the possible victims: of each gang at most as many members as it has beyond its minimum."""
         for *_, row in self._order:
             yield from self._victims(row)[: _spare_count(self._state, row)]
 
     def update(self, rows: set[int]) -> None:
-        """To be called when members of these gangs were preempted."""
+        """Updates the order after members of these gangs were preempted."""
         before, self._borrowing = self._borrowing, self._state.quotas.borrowing(self._state.quotas.names)
         for team in before ^ self._borrowing:
             rows |= self._by_team[team]
@@ -158,8 +159,9 @@ class _Donors:
                 insort(self._order, self._keys[row])
 
     def _victims(self, row: int) -> list[Victim]:
-        """Returns the gang's members on ready nodes that match the endpoint's labels; first those of nodes on which the
-        fewest have to leave for a replica, so that the spare members are not scattered over nodes."""
+        """Returns the gang's members on ready nodes that match the endpoint's labels. Nodes on which the fewest members
+        have to leave for a replica come first, so that members do not leave one by one from many nodes.
+        """
         state, nodes, index = self._state, self._state.room.node_table, self._state.index
         by_node: defaultdict[int, list[Victim]] = defaultdict(list)
         need = nodes.columns(state.leases[row].shape.resources)
@@ -235,6 +237,6 @@ def _job_priority(state: AdmissionState, row: int) -> int:
 
 
 def _priority_of(state: AdmissionState, view: EndpointView) -> float:
-    """Returns the endpoint's class; above all others if it names none."""
+    """Returns the value of the endpoint's class; infinity, above all classes, if it names none."""
     priority = view.endpoint.spec.priority
     return math.inf if priority is None else state.snapshot.classes.get(priority, 0)

@@ -1,4 +1,4 @@
-"""The shapes that a job may ask for now, with what each needs; looked up once for all jobs with equal shapes."""
+"""The shapes that a job may ask for now, with what each of them needs. Jobs with equal shapes share one look-up."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ShapeRequests:
     _spot_by_job: dict[str, tuple[ShapeRequest, ...]] = field(default_factory=dict)
 
     def first(self, job: Job) -> ShapeRequest:
-        """Returns the first shape of its spec, in whatever market."""
+        """Returns the first shape of the job's spec, without restriction to a market."""
         is_free = job.id not in self.stances and job.id not in self.throughputs
         return self.for_job(job)[0] if is_free else self.request(job.spec.gang.shapes[0])
 
@@ -68,7 +68,7 @@ class ShapeRequests:
         return found
 
     def on_spot(self, job: Job) -> tuple[ShapeRequest, ...]:
-        """Returns the same shapes, restricted to spot nodes where they name no market."""
+        """Returns the shapes of `for_job`; those that name no market are restricted to spot nodes."""
         if (found := self._spot_by_job.get(job.id)) is None:
             shapes = [each.shape for each in self.for_job(job)]
             spot = [shape.model_copy(update={"labels": {**_SPOT, **shape.labels}}) for shape in shapes]
@@ -125,7 +125,9 @@ class AffordableShapes:
 
     @property
     def can_start(self) -> bool:
-        """True if the job would start once there is room."""
+        """True if the fleet could ever hold one of the affordable shapes, so that the job would start once there is
+        room.
+        """
         return any(request.never is None for request in self.affordable)
 
 
@@ -146,7 +148,9 @@ def _cheapest_first(shapes: Sequence[Shape], offerings: Offerings, throughputs: 
 
 
 def _cost_per_work(shape: Shape, offerings: Offerings, throughputs: Throughputs) -> float:
-    """Returns the cost of the work that one GPU of the slowest node type does in an hour, losses on spot included."""
+    """Returns the cost in micro-dollars of the work that one GPU of the slowest node type does in an hour, losses on
+    spot included.
+    """
     costs = [
         cost_per_work(
             offering.cost_micro_usd_h * dominant_share(shape.resources, offering.node_type.resources),

@@ -1,4 +1,4 @@
-"""A forecast of when queued jobs start: the queue's decision, replayed at each end that can be foreseen."""
+"""A forecast of when queued jobs start: the queue's decision, replayed at each end of a job that can be foreseen."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MOST_DECISIONS = 2000
 
 
 def forecast_starts(snapshot: Snapshot) -> Mapping[str, float]:
-    """Returns the seconds until each queued job would be admitted if no other job came; without jobs for which that is
-    unknown.
+    """Returns the seconds until each queued job would be admitted if no other job came. Jobs for which that is unknown
+    are left out.
     """
     jobs = {job.id: job for job in snapshot.jobs}
     ends = sorted(
@@ -37,7 +37,7 @@ def forecast_starts(snapshot: Snapshot) -> Mapping[str, float]:
 
 
 def _ended(snapshot: Snapshot, job_id: str) -> Snapshot:
-    """Returns the snapshot without that job and its lease, whose resources are free."""
+    """Returns the snapshot without that job and its lease; the lease's resources are free in it."""
     over = [lease for lease in snapshot.leases if lease.job_id == job_id]
     return replace(
         snapshot,

@@ -135,7 +135,7 @@ class AdmissionState:
         return found
 
     def micro_usd_h(self, lease: Lease) -> float:
-        """Returns the price of the retained members."""
+        """Returns the price of the lease's retained members, in micro-dollars an hour."""
         members = usage.retained_members(lease)
         types = [self.node_types[member.node_id] for member in members if member.node_id in self.node_types]
         return usage.price_per_hour(lease.shape, types)
@@ -159,8 +159,9 @@ class AdmissionState:
         return self.quotas.borrowing(need) | {job.spec.team}
 
     def reserve_to_grow(self, row: int, most: int) -> int:
-        """Reserves room for up to `most` more members of a lease, as quota, nodes and budgets allow; returns how
-        many."""
+        """Reserves room for up to `most` more members of a lease, as quota, nodes and budgets allow; returns their
+        number.
+        """
         job = self.jobs[row]
         shape = next(iter(constrain([self.leases[row].shape], self.snapshot.stances.get(job.id))), None)
         if shape is None or self.lacking_quota(row, (request := self.requests.request(shape)).one) is not None:
@@ -185,8 +186,9 @@ class AdmissionState:
         return found
 
     def lacking_quota(self, row: int, need: Resources) -> str | None:
-        """Returns the first resource whose quota does not allow `need`. Jobs that cannot be preempted borrow nothing,
-        nor do those beyond a soft budget."""
+        """Returns the first resource whose quota does not allow `need`. Jobs that cannot be preempted, and jobs beyond
+        a soft budget, may not borrow.
+        """
         may_borrow = not self.affordable_shapes(row).over_soft_limit
         team = self.jobs[row].spec.team
         return self.quotas.lacking(team, need, is_preemptible=self.is_preemptible[row], may_borrow=may_borrow)
@@ -232,7 +234,7 @@ class AdmissionState:
             self.release_on(slot.node_id, shape.resources)
 
     def _within_budgets(self, job: Job, shape: Shape, placed: Placements) -> Placements | Unschedulable:
-        """Returns all slots if the budgets allow an hour of them, else the minimum of the gang."""
+        """Returns all slots if the budgets allow an hour of them, else those of the minimum, else the refusal."""
 
         def refuse(slots: Placements) -> Unschedulable | None:
             types = usage.placed_types(slots, self.snapshot.node_types)
@@ -276,7 +278,7 @@ class AdmissionState:
     def _beside_head(self, row: int, shape: Shape, placed: Placements) -> Placements | Unschedulable:
         """Returns the slots that a job which cannot be preempted may take without delaying the head of the queue.
 
-        So the head starts at the latest when all that ran before it, and cannot be preempted, has ended.
+        So the head starts at the latest when all jobs that were before it, and cannot be preempted, have ended.
         """
         if self.head is None or self.room_after_head is None or self.is_preemptible[row]:
             return placed

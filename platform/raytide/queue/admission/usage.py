@@ -24,7 +24,7 @@ def retained_members(lease: Lease) -> tuple[Member, ...]:
 
 def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
     """Returns the quota that one member on each of these node types uses: its resources, and its GPUs under the
-    accelerator's name.
+    accelerator's name too.
 
     None stands for a node that is not chosen yet.
     """
@@ -37,17 +37,19 @@ def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
 
 
 def lease_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
-    """Returns the quota that the retained members use, those without a node included. `types`: by node id."""
+    """Returns the quota that the retained members use, including members without a node. `types`: node types by node
+    id.
+    """
     return quota_usage(lease.shape, [types.get(member.node_id) for member in retained_members(lease)])
 
 
 def least_quota(shape: Shape) -> Resources:
-    """Returns the quota that the minimum of a gang uses, whatever its nodes."""
+    """Returns the quota that the minimum of a gang uses, whichever nodes it gets."""
     return {name: amount * shape.at_least for name, amount in quota_usage(shape, [None]).items()}
 
 
 def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resources:
-    """Returns the quota that an endpoint's published replicas use, placed or not. `types`: by Ray's node id."""
+    """Returns the quota that an endpoint's published replicas use, placed or not. `types`: types by Ray's node id."""
     if view.endpoint.state not in SERVING_STATES:
         return {}
     hosts = view.load.replica_nodes if view.load else ()
@@ -68,7 +70,9 @@ def placed_types(placed: Placements, node_types: Sequence[NodeType]) -> list[Nod
 
 
 def fleet_capacity(node_types: Iterable[NodeType]) -> Resources:
-    """Returns the resources of the largest fleet that max_nodes allow, accelerators also by name."""
+    """Returns the resources of the largest fleet that `max_nodes` allows; GPUs are also counted under their
+    accelerator's name.
+    """
     total: Resources = {}
     for t in node_types:
         model = t.labels.get(ACCELERATOR_LABEL, "")

@@ -43,7 +43,7 @@ class Victim:
 
 @dataclass(slots=True, eq=False)
 class GangVictims:
-    """The victims that one gang consists of: its spare members, the last first, and its minimum."""
+    """One gang as victims: its spare members, the last first, and its minimum."""
 
     spare: tuple[Victim, ...]
     minimum: tuple[Victim, ...]
@@ -62,8 +62,9 @@ class GangVictims:
 
 
 class Simulation:
-    """The room and the quota if some victims were preempted. Room is only counted; quotas are changed in place once
-    there is room, and `close` restores them."""
+    """The room and the quota as they would be if some victims were preempted. Room is only counted. Quotas are changed
+    in place, once there is room, and `close` restores them.
+    """
 
     def __init__(
         self,
@@ -91,12 +92,12 @@ class Simulation:
         return False
 
     def preempt(self, victim: Victim) -> bool:
-        """Returns true if there is room then, quota aside."""
+        """Preempts the victim in the simulation. Returns True if there is room then, quota aside."""
         self._preempted[victim] = None
         return self._change(victim, 1.0)
 
     def retain(self, victim: Victim) -> bool:
-        """Undoes `preempt`; returns true if there still is room."""
+        """Undoes `preempt`. Returns True if there still is room."""
         del self._preempted[victim]
         return self._change(victim, -1.0)
 
@@ -142,9 +143,10 @@ class _Request:
 
 
 def select_victims(simulation: Simulation, candidates: Iterable[Victim]) -> list[Victim]:
-    """Returns the candidates that have to be preempted until it fits, in their order: no more than necessary.
+    """Returns the candidates that have to be preempted until one of the requests fits, in their order: no more than
+    necessary.
 
-    Empty if not even all of them would make room, or if there are none.
+    Returns none if preempting all of them would not make enough room, or if nothing has to be preempted.
     """
     victims = iter(candidates)
     if (first := next(victims, None)) is None:
@@ -171,7 +173,7 @@ def gang_victims_in_order(gangs: Iterable[GangVictims]) -> Iterator[Victim]:
 
 
 def _needed(simulation: Simulation, preempted: list[Victim]) -> list[Victim]:
-    """Returns the necessary ones of these victims. A gang whose minimum goes loses its spare members too."""
+    """Returns the victims that are necessary. A gang whose minimum is preempted loses its spare members too."""
     if len(preempted) == 1:
         return preempted
     minimums = _prune(simulation, [victim for victim in preempted if victim.is_minimum], preempted[-1])
@@ -183,7 +185,9 @@ def _needed(simulation: Simulation, preempted: list[Victim]) -> list[Victim]:
 
 
 def _prune(simulation: Simulation, victims: Sequence[Victim], last: Victim) -> list[Victim]:
-    """Retains, from the end, each victim that is not needed. `last` made room, so it is always needed."""
+    """Retains each victim that is not needed, the last first, and returns the needed ones. `last` made the room, so it
+    is always needed.
+    """
     needed = []
     for victim in reversed(victims):
         if victim is not last:

@@ -1,4 +1,4 @@
-"""The service that a job has had, and what follows from it: its place in the queue, and whether it may be preempted."""
+"""The GPU-seconds that a job has had, which decide its place in the queue and whether it may be preempted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_PREEMPTIONS = 100
 
 
 def follow(job: Job, lease: Lease | None, now_s: float) -> Job:
-    """Closes the job's spell, and opens another, when the number of GPUs that it can use has changed."""
+    """Ends the job's spell (a time with one number of usable GPUs) and begins another if the number has changed."""
     is_active = lease is not None and lease.state is LeaseState.ACTIVE and not job.is_final
     gpus = lease.shape.gpus * len(lease.usable) if lease is not None and is_active else 0.0
     if gpus == job.spell_gpus:

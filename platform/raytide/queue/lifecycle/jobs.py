@@ -57,8 +57,8 @@ class DriverStatus:
 def advance(
     job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float, *, silent_s: float | None = None
 ) -> tuple[Job, Lease | None]:
-    """Returns the job's next state, and its lease, released when the job is over. A status of another attempt is
-    ignored.
+    """Returns the job's next state, and its lease, which is released when the job is over. The driver's status is
+    ignored if it is that of another attempt.
 
     `silent_s`: seconds since the driver of a gang last asked for its lease; None while that is unknown.
     """
@@ -80,7 +80,7 @@ def advance(
 
 
 def admitted(job: Job, reason: str, now_s: float, reserved_micro_usd: int = 0) -> Job:
-    """Applies the queue's Admit; its lease is recorded with it."""
+    """Applies the queue's Admit to a job. The caller records the lease with it."""
     return replace(
         job,
         state=JobState.ADMITTED,
@@ -91,7 +91,7 @@ def admitted(job: Job, reason: str, now_s: float, reserved_micro_usd: int = 0) -
 
 
 def requeued(job: Job, reason: str) -> Job:
-    """Applies the planner's Requeue, or the end of a preemption; its lease is released with it."""
+    """Applies the planner's Requeue, or the end of a preemption, to a job. The caller releases its lease with it."""
     return replace(job, state=JobState.QUEUED, reason=reason, reserved_micro_usd=0)
 
 
@@ -153,8 +153,10 @@ def _stop(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
 
 
 def _restart(job: Job, driver: DriverStatus, now_s: float, most: int) -> Job:
-    """Restarts the driver, `most` times at most. A driver may die with preempted members, so each preemption allows one
-    more; so does each loss of the head, on which drivers run, and each loss of all nodes of the gang."""
+    """Restarts the driver, or fails the job after `most` restarts. A driver may die with preempted members, so each
+    preemption allows one more restart; so does each loss of the head, on which drivers run, and each loss of all nodes
+    of the gang.
+    """
     why = driver.message or "its driver died"
     if driver.with_head:
         return replace(

@@ -1,8 +1,8 @@
 """The life of a lease, as a pure function of its nodes and its placement groups.
 
-A gang starts all or nothing: no member is usable until enough groups are ready, and if they are not in time all of them
-are removed. Lost members are replaced later, one by one, while the others continue. `wanted_groups` is the only
-interface to Ray: the groups that should exist now.
+A gang starts all or nothing: no member is usable until enough groups are ready, and if they are not ready in time, all
+of them are removed. Lost members are replaced later, one by one, while the others continue. `wanted_groups` is the only
+interface to Ray: it returns the groups that should exist now.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def unassign(lease: Lease, index: int) -> Lease:
 
 
 def apply_action(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Lease:
-    """Applies a decision of the queue: members yield and are then parked, or come back."""
+    """Applies a decision of the queue: members yield and are parked later, or parked members look for nodes again."""
     match action:
         case Shrink(members=members):
             return _yield_members(lease, frozenset(members), action, now_s)
@@ -72,8 +72,9 @@ def apply_action(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) ->
 
 
 def acknowledge_release(lease: Lease, settled: str, now_s: float) -> Lease:
-    """Frees leaving members as soon as their holder reports that nothing runs there, before their time is up. Yielding
-    members are parked; those whose node leaves look for another."""
+    """Frees leaving members, before their time is up, as soon as their holder reports that nothing runs on them.
+    Yielding members are parked; members whose node leaves look for another node.
+    """
     if settled != lease.version or not any(member.state is MemberState.LEAVING for member in lease.members):
         return lease
     members = tuple(_leave_node(m, now_s) if m.state is MemberState.LEAVING else m for m in lease.members)
@@ -91,7 +92,7 @@ def _with(lease: Lease, index: int, state: MemberState, change: Callable[[Member
 
 
 def release(lease: Lease, reason: str) -> Lease:
-    """Ends the lease: none of its groups is wanted any more."""
+    """Ends the lease, so that none of its placement groups is wanted any more."""
     if lease.state is LeaseState.RELEASED:
         return lease
     return replace(lease, state=LeaseState.RELEASED, epoch=lease.epoch + 1, forming_since_s=None, reason=reason)
@@ -110,7 +111,7 @@ def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
 
 
 def _with_members(lease: Lease, members: Iterable[Member]) -> Lease:
-    """Returns the lease with these members; the same object if they are unchanged, as at most ticks."""
+    """Returns the lease with these members; the same object if they are unchanged, as they are on most ticks."""
     changed = tuple(members)
     return lease if changed == lease.members else replace(lease, members=changed)
 
@@ -125,13 +126,13 @@ def _vacate(member: Member) -> Member:
 
 
 def _park(member: Member, now_s: float) -> Member:
-    """Returns the parked member. It remembers its node until that is seen to be free."""
+    """Returns the parked member. It remembers the node that it gave away until Ray shows the node's slot as free."""
     parked = replace(_vacate(member), state=MemberState.PARKED, leaves_at_s=now_s)
     return replace(parked, given_to=member.given_to, node_id=member.node_id if member.given_to else "")
 
 
 def _yielding(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
-    """Returns the member usable for a while longer; parked at once if it is not usable yet."""
+    """Returns the yielding member, usable for a while longer. A member that is not usable yet is parked at once."""
     if member.is_parked or member.gives_way:
         return member
     member = replace(member, given_to=", ".join(action.by) if isinstance(action, Shrink) else "")
@@ -168,7 +169,9 @@ def _leave_node(member: Member, now_s: float) -> Member:
 
 
 def _follow_group(member: Member, group: PlacementGroupInfo | None, now_s: float) -> Member:
-    """Restarts a member whose group Ray lost. A group that Ray does not list is kept: the list may be stale."""
+    """Makes a member whose group Ray lost look for a node again. A group that Ray does not list is kept: the list may
+    be stale.
+    """
     if member.state not in _WITH_GROUP or group is None:
         return member
     is_lost = group.state == "removed"
@@ -211,7 +214,7 @@ def _activate(lease: Lease, groups: Mapping[GroupKey, PlacementGroupInfo]) -> Le
 
 
 def _time_out(lease: Lease, now_s: float) -> Lease:
-    """Removes all groups of a forming that did not complete in time; its members look for nodes again."""
+    """Gives up on forming in time: all groups that are forming are removed, and their members look for nodes again."""
     if lease.forming_since_s is None or now_s - lease.forming_since_s < lease.form_timeout_s:
         return lease
     where = ", ".join(sorted({m.node_id for m in lease.members if m.state is MemberState.FORMING}))

@@ -43,7 +43,7 @@ def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
 
 
 def given_away_text(lease: Lease) -> str:
-    """Returns the jobs and endpoints that took some of its members; empty if it has them all."""
+    """Returns a text with the jobs and endpoints to which the lease gave members; empty if it has all its members."""
     to = Counter(member.given_to for member in lease.members if member.gives_way or member.is_parked)
     gpus = lease.shape.resources.get("GPU", 0.0)
     each, what = (gpus, "GPUs") if gpus else (1.0, "members")
@@ -61,7 +61,7 @@ def _is_job(name: str) -> bool:
 
 
 def _vacated(snapshot: Snapshot) -> PendingReason | None:
-    """Returns the reason of a job that was admitted to slots which are still being vacated."""
+    """Returns the reason of a job that waits for slots which other jobs vacate; None if no member yields."""
     yielding = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.gives_way]
     if not yielding:
         return None

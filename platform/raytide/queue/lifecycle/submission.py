@@ -1,8 +1,8 @@
 """Checks a job's spec at submission, and fills in what it leaves to raytide.
 
-The planner fills in what a training leaves to it, and refuses one that cannot fit its GPUs; its corrections are learned
-from the trainings that a cluster has run. A deadline must be one that can be met at all. GPU memory is a resource of
-shapes: "GPUs with 40 GB each" becomes a selector of the node types that have them.
+The planner fills in what a training leaves to it, and refuses a training that cannot fit its GPUs. Its corrections are
+learned from the trainings that the cluster has run. A deadline must be one that can be met at all. GPU memory is a
+resource of shapes: "GPUs with 40 GB each" becomes a selector of the node types that have them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def plan_training(
     learned: Callable[[], Corrections] = Corrections,
 ) -> tuple[JobSpec, TrainSpec]:
     """Returns a training job and its spec with the automatic fields filled in. `learned` corrects the planner by what
-    runs measured.
+    earlier runs measured.
 
     Raises CapacityError for a training that cannot fit its GPUs, with the cheapest fix, and ConfigError for `auto` with
-    a model that cannot be read here. Without `auto` such a training is not checked; its driver reports what is wrong.
+    a model that cannot be read here. Without `auto`, a training whose model cannot be read is not checked; its driver
+    reports what is wrong.
     """
     if not spec.auto and not any(shape.resources.get("GPU") for shape in job.gang.shapes):
         return job, spec
@@ -177,7 +178,7 @@ def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float
 
 
 def _holds(shape: Shape, node_type: NodeType) -> bool:
-    """Returns True if the type is on-demand and can hold a member."""
+    """Returns True if the type is on-demand, has nodes that match the shape, and one node can hold a member."""
     is_open = node_type.market is CapacityType.ON_DEMAND and node_type.max_nodes > 0 and open_zones(shape, node_type)
     return bool(is_open and copies_that_fit(shape.resources, node_type.resources))
 
