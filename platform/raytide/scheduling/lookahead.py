@@ -18,7 +18,7 @@ from raytide.scheduling.node_table import NodeTable
 from raytide.scheduling.offerings import Floats, Ints, Offerings
 
 MOST = 16
-"""The largest shapes only are considered."""
+"""The number of pending shapes that are considered, the most expensive first."""
 
 _EPS = 1e-9
 

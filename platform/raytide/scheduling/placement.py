@@ -58,9 +58,9 @@ class NewNodes(NamedTuple):
     offering: Offering
     nodes: int
     members: int
-    """Members on all of them."""
+    """The number of members on all of these nodes."""
     shared: Floats | None
-    """The members of each pending shape for which each of them still has room; None without lookahead."""
+    """For each pending shape, the members for which each of these nodes still has room; None without lookahead."""
     data_micro_usd_h: float = 0.0
     """The hourly cost of getting the data of all members there."""
 
@@ -92,13 +92,13 @@ class Candidate:
 
     shape: Shape
     existing: list[tuple[int, int]] = field(default_factory=list)
-    """Rows of the node table, with members."""
+    """Rows of the node table, with the number of members placed on each."""
     new: list[NewNodes] = field(default_factory=list)
     purchase: Purchase = field(default_factory=Purchase)
     count: int = 0
     paces: Throughputs = field(default_factory=dict)
     remaining: Floats | None = None
-    """The members of each pending shape that are not yet counted on to fill the nodes that this buys."""
+    """For each pending shape, the number of members that are not yet expected to fill the nodes of this placement."""
 
     @property
     def rating(self) -> tuple[int, float]:

@@ -22,7 +22,7 @@ from raytide.scheduling.replicas import replica_shape
 from raytide.scheduling.state import SchedulingState
 
 Reservation = tuple[tuple[str, Resources], ...]
-"""Nodes, with the resources of each that are reserved: what is free there, as far as it is needed."""
+"""Nodes, each with the resources reserved on it: those that are free there and that the replica needs."""
 
 _EPS = 1e-6
 

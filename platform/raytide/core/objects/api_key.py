@@ -60,8 +60,9 @@ class KeySpec(Config):
     """The priority of its requests, lower being more urgent, and the most urgent that they may ask for. Below 0 it
     needs a token for all teams."""
     answer_cache: bool = False
-    """Exact answers of its requests may be kept, for equal ones of such keys of its team, where the endpoint has an
-    `answer_cache`."""
+    """Exact answers to its requests may be kept for equal requests of its team's keys that allow this too, where the
+    endpoint has an `answer_cache`.
+    """
 
 
 @dataclass(frozen=True, slots=True)

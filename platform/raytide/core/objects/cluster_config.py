@@ -160,7 +160,9 @@ class BackupSection(Config):
     drill_every_s: float = Field(default=86_400.0, ge=600, le=366 * 86_400)
     """The time between two restores into a scratch folder, which are checked and measured."""
     drill_parts: int = Field(default=30, ge=1, le=1000)
-    """Each drill reads one of so many parts of the whole repository, besides all that the newest snapshot needs."""
+    """The number of parts of the whole repository. Each drill reads one part, besides all that the newest snapshot
+    needs.
+    """
     cold_repository: Annotated[str, Field(max_length=4096)] = ""
     """A second repository with the same password, to which the newest snapshot is copied; none if empty."""
     cold_every_s: float = Field(default=7 * 86_400.0, ge=600, le=366 * 86_400)
@@ -215,8 +217,9 @@ class RaytideSection(Config):
     """Variables passed to nodes and to users' commands besides those that raytide passes itself (docs/security.md).
     A name that looks like a secret's must be given in full."""
     data_roots: tuple[Annotated[str, Field(pattern=r"^(/|~/|[a-z0-9]+://[^/])", max_length=4096)], ...] = ()
-    """Paths and URLs of object stores that specs of trainings, builds and endpoints may name files below. By default
-    everything that raytide's user can read and that is not private."""
+    """Paths and URLs of object stores: specs of trainings, builds and endpoints may name only files below them. By
+    default specs may name everything that raytide's user can read and that is not private.
+    """
     run_as: UserName | dict[str, UserName] = ""
     """The user that scripts run as, for all teams or by team; raytide's own if empty. Needs root."""
 

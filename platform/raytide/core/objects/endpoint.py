@@ -81,7 +81,9 @@ class Replicas(Config):
     speed: dict[bounds.Name, Speed] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
     """Keyed by node type. By default it is learned from replicas on which requests waited for a while."""
     slo_ttft_s: float | None = Field(default=None, ge=1e-3, le=86400)
-    """Without `slo_target`: while first tokens take longer on average, the target is one above the ready replicas."""
+    """Seconds to the first token. Without `slo_target`, the target is one above the ready replicas while first tokens
+    take longer on average.
+    """
     slo_target: float | None = Field(default=None, ge=1e-3, le=0.99999)
     """The share of requests whose first token should arrive within `slo_ttft_s`. With it, replicas are added as long
     as they prevent enough late requests for their price, on spot and on demand; `target_ongoing` and the delays
@@ -95,7 +97,7 @@ class Replicas(Config):
     schedule: tuple[ScheduledMinimum, ...] = Field(default=(), max_length=100)
     """Minimums by hour and weekday, in place of `min` while one of them holds; of several the largest counts."""
     scale_on: tuple[ScaleSignal, ...] = Field(default=(), max_length=16)
-    """Further signals. None is removed while one of them is missing."""
+    """Further signals to scale on. No replica is removed while one of them has no value."""
 
     @model_validator(mode="after")
     def _signals(self) -> Replicas:

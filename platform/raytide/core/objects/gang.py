@@ -49,7 +49,7 @@ class Shape(Config):
     gpu_memory_gb: float | None = Field(default=None, gt=0, le=10_000)
     """The least memory of each GPU, in 10^9 bytes. At submission it becomes a label of the node types that have it."""
     together: bounds.Word = ""
-    """A node label (rack, NVLink domain, zone): all members are placed where it has one value."""
+    """A node label (rack, NVLink domain, zone): all members are placed on nodes with the same value of it."""
     inputs: tuple[DataInput, ...] = Field(default=(), max_length=100)
     """The data that each member reads, for the price of getting them to a node; added to a training at submission."""
 
@@ -153,7 +153,7 @@ class Member:
     """Hex, for `PlacementGroup(PlacementGroupID(bytes.fromhex(...)))`; one bundle with the shape's resources."""
     incarnation: int = 0
     leaves_at_s: float | None = None
-    """The time at which a leaving member stops being usable; of a parked one, at which it was parked."""
+    """The time at which a leaving member stops being usable, or at which a parked member was parked."""
     gives_way: bool = False
     """It is leaving because of a preemption, and will be parked although its node stays."""
     given_to: str = ""

@@ -63,7 +63,7 @@ class Demand:
     labels: Mapping[str, str] = field(default_factory=dict)
     count: int = 1
     together: str = ""
-    """A node label: all of it is placed where that has one value."""
+    """A node label: all of the demand is placed on nodes with the same value of it."""
     apart: str = ""
     """The label of nodes that hold a bundle of a placement group whose bundles must be on different nodes."""
     is_standing: bool = False
@@ -135,7 +135,7 @@ class Limits:
     hard_micro_usd_h: int | None = None
     """Above it nothing is bought."""
     launches_per_min: int | None = None
-    """It never splits a gang."""
+    """The most nodes launched in a minute. This limit never splits a gang."""
     moves_after_s: float | None = 600.0
     """The age from which a node may be left for a cheaper one; None: never."""
     shrink_for_serving: bool = True
@@ -168,7 +168,7 @@ class Snapshot:
     quotes: tuple[Quote, ...] = ()
     """Quotes of the pools that differ from their node type."""
     spot: tuple[SpotForecast, ...] = ()
-    """One for each set of spot pools that a deadline job could use."""
+    """One forecast for each set of spot pools that a deadline job could use."""
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
     """Constraints of deadline jobs, by job; the first step of a decision finds them."""
     limits: Limits = Limits()

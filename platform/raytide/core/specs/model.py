@@ -115,7 +115,7 @@ class QatSpec(Config):
     activations: Literal["none", "int8"] = "none"
     """int8: the inputs of these layers are rounded in groups of 32, as the engine's `quantized_input: int8` does."""
     start_step: int = Field(default=0, ge=0)
-    """The steps of ordinary training before."""
+    """The number of ordinary training steps before the quantisation-aware ones."""
 
     @property
     def bits(self) -> Literal[4, 8]:

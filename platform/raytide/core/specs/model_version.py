@@ -123,7 +123,9 @@ class AliasSpec(Config):
     if_version: int | None = Field(default=None, ge=0, le=10**9)
     """The version that the alias must name now, 0 for none; otherwise nothing is changed. By default any."""
     rule: PromotionRule | None = None
-    """It must hold of the version beside the one that the alias names now; otherwise nothing is changed."""
+    """The rule that this version must meet in comparison with the one that the alias names now; otherwise nothing is
+    changed.
+    """
 
 
 @dataclass(frozen=True, slots=True)

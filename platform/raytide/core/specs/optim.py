@@ -50,7 +50,7 @@ class OptimSpec(Config):
     clip: float = Field(default=1.0, gt=0)
     """The largest global gradient norm."""
     outer: OuterSpec | None = None
-    """Replicas exchange what they have moved every few steps, in place of their gradients in each."""
+    """Replicas exchange the changes of their weights every few steps, in place of the gradients of each step."""
     fused: bool = True
     """Run AdamW as one fused kernel instead of multi-tensor (foreach) kernels."""
 

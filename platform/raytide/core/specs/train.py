@@ -62,7 +62,7 @@ class MemorySpec(Config):
     """Compression of what replicas exchange; all but bf16 carry their error to the next exchange."""
     powersgd_rank: int = Field(default=4, ge=1)
     topk_ratio: float = Field(default=0.01, gt=0, le=1)
-    """The share of numbers that topk sends, those of largest amount."""
+    """The share of the numbers that topk sends, those of largest magnitude."""
 
     @model_validator(mode="after")
     def _one_way_for_activations(self) -> MemorySpec:

@@ -32,7 +32,7 @@ class Records:
     """Open intervals by node id, including gone nodes whose last interval is not booked yet."""
     teams: tuple[StoredTeam, ...] = ()
     rollouts: tuple[Rollout, ...] = ()
-    """Those of which anything still runs."""
+    """Rollouts that have not ended."""
     serving: Mapping[str, Serving] = field(default_factory=dict)
     """The application and revision that serve an endpoint, by its name; without an entry the first application does."""
     orders: tuple[Order, ...] = ()
@@ -86,7 +86,7 @@ class Changes:
     closed: tuple[str, ...] = ()
     """Nodes whose last interval is booked."""
     teams: tuple[StoredTeam, ...] = ()
-    """Only their recent usage is written."""
+    """The teams whose recent usage is written; nothing else of them is."""
     plan: Plan | None = None
     rollouts: tuple[Rollout, ...] = ()
     orders: tuple[Order, ...] = ()

@@ -287,8 +287,9 @@ spending = Table(
     Column("period", String, primary_key=True),
     *columns(BigInteger, "settled_micro_usd", "carried_pico_usd"),
 )
-"""The billed cost of an account in a month (`2026-11`, UTC), or in total (`life`), whose rest below a micro-dollar
-is carried to the next request."""
+"""The billed cost of an account in a month (`2026-11`, UTC) or in total (`life`). The row of the total also holds the
+rest below a micro-dollar that is carried to the next request.
+"""
 
 reservations = Table(
     "reservations",

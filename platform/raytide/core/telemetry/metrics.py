@@ -20,7 +20,7 @@ Layer = Literal["client", "application", "model", "infrastructure", "training", 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-"""The type of the one format that has exemplars."""
+"""The content type of OpenMetrics, the only format with exemplars."""
 _UNITS = {"seconds", "ratio", "tokens", "bytes", "usd", "watts", "joules"}
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 

@@ -32,9 +32,11 @@ MOST_VALUES: Mapping[str, int] = {
     "type": 200,
     "zone": 200,
 }
-"""The values of a label on one page. Revisions are counted over all endpoints, since each has its number."""
+"""The most values of a label on one page. Revisions are limited over all endpoints together, since each endpoint
+numbers its own.
+"""
 MOST_OTHER_VALUES = 100
-"""The same for labels that are not named: code and not users makes their values."""
+"""The same for labels that `MOST_VALUES` does not name, whose values come from code and not from users."""
 
 
 class SeriesLimits:
@@ -47,7 +49,7 @@ class SeriesLimits:
     def __init__(self, most_values: Mapping[str, int] = MOST_VALUES, most_series: int = MOST_SERIES) -> None:
         self._most_values, self._most_series = most_values, most_series
         self._names: dict[str, dict[str, str | None]] = {}
-        """For each label its values, and their names on the page; None for those beyond the limit."""
+        """For each label, the name on the page of each of its values; None for values beyond the limit."""
 
     def apply(self, samples: Iterable[Sample]) -> list[Sample]:
         """Returns the samples of one page within the limits."""

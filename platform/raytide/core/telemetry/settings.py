@@ -37,7 +37,7 @@ class AlertAction(Config):
     """The name of the alert. (`on`, as a key of YAML, would be the value true.)"""
     do: ActionKind
     cooldown_s: float = Field(default=600.0, ge=0, le=7 * 86_400)
-    """The time after an action of this entry on the same object in which it does nothing more to it."""
+    """The seconds after an action of this entry on an object in which the entry does nothing more to that object."""
     most_per_h: int = Field(default=4, ge=1, le=1000)
     """The most actions of this entry in an hour, on all objects."""
     dry_run: bool = False
@@ -47,7 +47,7 @@ class AlertAction(Config):
     timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """For `command` and `webhook`."""
     url: Url | None = None
-    """For `webhook`: it is sent the alert as JSON."""
+    """For `webhook`: the address to which the alert is sent as JSON."""
     secret_env: VariableName | None = None
     """For `webhook`: the variable with the key that signs the body (HMAC-SHA256, header `X-Raytide-Signature`)."""
 

@@ -27,7 +27,7 @@ TRACEPARENT = "traceparent"
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SCOPE = "raytide"
 _QUEUE = 4096
-"""The spans that wait for the collector; more are dropped."""
+"""The most spans that wait for the collector; further spans are dropped."""
 _EXPORT_EVERY_MS, _EXPORT_TIMEOUT_S = 2000.0, 5.0
 
 Kind = Literal["internal", "server", "client"]

@@ -19,7 +19,7 @@ import numpy as np
 from raytide.queue.admission.priority import Ints, QueueTable, ranked, waiting
 
 Victims = Callable[[], Ints]
-"""Returns the rows that may be preempted, in that order."""
+"""A function that returns the rows that may be preempted, in the order of preemption."""
 
 
 class Capacity(Protocol):

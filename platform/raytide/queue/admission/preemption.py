@@ -37,7 +37,7 @@ class PreemptionCandidates:
     latest: Ints
     """The candidates, last admitted first."""
     _last_lookup: tuple[frozenset[str], Bools] | None = None
-    """Teams, and by row whether it belongs to one of them."""
+    """The teams of the last `_belongs_to`, and for each row whether its team is one of them."""
 
     @classmethod
     def of(cls, jobs: Sequence[Job], leases: Mapping[int, Lease]) -> PreemptionCandidates:

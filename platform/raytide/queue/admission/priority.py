@@ -24,10 +24,10 @@ GANG = 8
 PATIENCE_S = 4 * 3600.0
 """A gang that has waited less is not overdue."""
 WELL_IN_S = 8 * 3600.0
-"""A smaller job that has run for longer counts as short ..."""
+"""A smaller job that has run for longer counts as short, until it goes last."""
 OLD_S = 72 * 3600.0
 LAST_SHARE = 0.005
-"""... until it is older than this, and older than all but this share of all jobs ever became; then it goes last."""
+"""A smaller job goes last once it is older than `OLD_S`, and older than all but this share of all jobs ever became."""
 
 URGENT, NEW, OVERDUE, SHORT, LONGER, LAST = range(6)
 """The bands, in order."""

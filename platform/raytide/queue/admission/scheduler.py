@@ -35,7 +35,7 @@ from raytide.scheduling.state import Placements, SchedulingState
 GRACE_S = 30.0
 """The longest that yielding members stay usable: for a checkpoint, and for the rest to form again without them."""
 SETTLE_S = 15.0
-"""A parked member does not come back sooner."""
+"""The seconds for which a parked member stays parked at least."""
 
 
 def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:

@@ -27,7 +27,7 @@ class Victim:
     need: Need
     """Resources of one member, by column of the node table."""
     at: tuple[int, ...]
-    """Rows of the node table, of the members that have a node."""
+    """The rows, in the node table, of those members that have a node."""
 
     @classmethod
     def of(

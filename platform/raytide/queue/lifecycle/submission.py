@@ -29,9 +29,9 @@ from raytide.sizing.workload import Strategy, TrainWorkload
 ReadConfig = Callable[[TrainSpec], Mapping[str, object] | None]
 """It returns the `config.json` of the model that a spec trains; None if that cannot be read."""
 _JOBS = 200
-"""The newest jobs that are looked at."""
+"""The number of newest jobs that are looked at."""
 _LEAST_STEPS = 20
-"""A shorter run measured its start."""
+"""A run with fewer steps would mostly have measured its start."""
 _EVERY_S = 60.0
 
 ReadConfigOfJob = Callable[[TrainSpec, Job], Mapping[str, object] | None]

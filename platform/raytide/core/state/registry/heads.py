@@ -22,7 +22,7 @@ CONTROLLER = "controller"
 _HEAD, _RENEWAL, _STANDBY = "head", "head-renewal", "standby:"
 """Rows of `leaders`. The renewals have a row of their own, because each write locks that of the head."""
 _ENDED = "-"
-"""The holder after `raytide down`: a machine that waits then ends too."""
+"""The holder after `raytide down`: the waiting machines then end too."""
 _SEEN_S = 15.0
 
 
