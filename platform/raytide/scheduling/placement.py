@@ -102,7 +102,7 @@ class Candidate:
 
     @property
     def rating(self) -> tuple[int, float]:
-        """Smaller is better: most members, then lowest cost."""
+        """The sort key of candidates, the best first: most members, then lowest cost."""
         costs = (
             (new.offering.cost_micro_usd_h * new.nodes + new.data_micro_usd_h, new.offering.node_type.name)
             for new in self.new

@@ -1,7 +1,7 @@
 """Corrects a greedy plan: gives up nodes whose tenants fit elsewhere after all, and swaps nodes for cheaper ones.
 
 Shapes are placed one after another, each in its own best way. Nothing has been bought yet, so a correction costs
-nothing. Tenants that were spread over zones stay in theirs.
+nothing. Tenants that were spread over zones stay in their zones.
 """
 
 from __future__ import annotations

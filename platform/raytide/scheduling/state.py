@@ -396,5 +396,5 @@ def _free(view: NodeView, taken: Resources | None, uncounted: Sequence[tuple[Mem
 
 
 def _order(node_id: str) -> tuple[int, str]:
-    """Sorts node-2 before node-10."""
+    """Returns a sort key that puts node-2 before node-10."""
     return len(node_id), node_id

@@ -76,8 +76,8 @@ def lock_file(path: Path) -> int:
 
 
 def take(handle: int, kind: int) -> bool:
-    """Tries to take the lock (LOCK_EX or LOCK_SH) without waiting, in place of any lock of `handle`; returns whether it
-    did.
+    """Tries to take the lock (LOCK_EX or LOCK_SH) without waiting; returns whether it did. It replaces a lock that
+    `handle` holds already.
     """
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)

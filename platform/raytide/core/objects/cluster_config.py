@@ -110,7 +110,7 @@ class GatewaySection(Config):
     """The time after which entries of the audit log, and keys that ended, are deleted; the rest stays verifiable."""
 
     def demands_keys(self, *, is_loopback: bool) -> bool:
-        """Returns whether requests need an API key: by default, unless the gateway listens on a loopback address."""
+        """Returns whether requests need an API key; with `auto`, unless the gateway listens on a loopback address."""
         return not is_loopback if self.require_keys == "auto" else self.require_keys
 
 

@@ -94,7 +94,7 @@ class CodeRules(Config):
 
 
 class LanguageRule(Config):
-    """Keeps documents of the listed languages (ISO 639-1 codes), as py3langid tells them."""
+    """Keeps documents of the listed languages (ISO 639-1 codes), as py3langid detects them."""
 
     keep: tuple[str, ...] = Field(default=("en",), min_length=1, max_length=200)
     min_confidence: float = Field(default=0.5, ge=0, le=1)

@@ -1,6 +1,6 @@
 """The specs of training data beyond one dataset: mixtures, augmentation, streaming and held-out evaluation.
 
-All that they say is a function of (seed, step), so a resume or a resize changes no sample.
+All that they decide depends on (seed, step) only, so a resume or a resize changes no sample.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
 class MetricRule(Config):
-    """The condition on one metric of an evaluation. Limits that are left out do not exist."""
+    """The condition on one metric of an evaluation. Limits that are left out do not apply."""
 
     better: Literal["higher", "lower"]
     limit: float | None = None

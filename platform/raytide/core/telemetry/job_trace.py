@@ -79,8 +79,8 @@ class StepTraces:
         self._lock = threading.Lock()
 
     def on_report(self, job: Job, progress: Mapping[str, float | int | str], now_s: float) -> None:
-        """Takes a report, and exports the steps of the last `_STEPS_S` seconds as one span. Steps that are repeated
-        after a loss begin a new span.
+        """Takes a report. If `_STEPS_S` seconds have passed since the last span, exports the steps since then as one
+        span. Steps that are repeated after a loss begin a new span.
         """
         step = progress.get("step")
         if self._tracer is None or not isinstance(step, int | float) or not math.isfinite(step):

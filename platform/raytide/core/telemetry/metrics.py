@@ -57,9 +57,7 @@ def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) ->
 
 
 def _unit_in(name: str) -> str:
-    """Returns the unit in a metric's name, such as `tokens` in `raytide_job_tokens_per_second`, which Prometheus wants
-    to know.
-    """
+    """Returns the unit in a metric's name, for Prometheus: `tokens` in `raytide_job_tokens_per_second`."""
     return next((word for word in name.split("_") if word in _UNITS), "")
 
 

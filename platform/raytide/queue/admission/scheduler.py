@@ -1,6 +1,6 @@
 """The queue's part of a decision: which jobs are admitted, which gangs are preempted or shrink, which grow.
 
-In the order of `priority.py`, each job takes room that is free, that can be bought, or that lower ones yield. A job may
+In the order of `priority.py`, each job takes room that is free, that can be bought, or that lower jobs yield. A job may
 be admitted to slots that are still being vacated: its members get them within `GRACE_S`, and no other job does.
 """
 

@@ -85,7 +85,7 @@ class OverviewQueries(DatabaseAccess):
             ]
 
     def nodes_at(self, at_s: float) -> tuple[Node, ...]:
-        """Returns the nodes that existed at this time, oldest first, with their records of today."""
+        """Returns the nodes that existed at this time, oldest first, with their present records."""
         n = t.nodes.c
         query = t.nodes.select().where(n.requested_at_s <= at_s).order_by(n.number)
         query = query.where(sa.or_(n.ended_at_s.is_(None), n.ended_at_s > at_s))

@@ -18,8 +18,8 @@ KEPT_REVISIONS = 100
 
 
 def add_revision(c: sa.Connection, spec: ServeSpec, user: str, now_s: float, why: str, *, is_new: bool = False) -> int:
-    """Adds a revision and returns its number. Without `is_new`, returns the newest revision's if that has the same team
-    and spec.
+    """Adds a revision and returns its number. Without `is_new`, a newest revision of the same team with the same spec
+    is returned instead.
 
     The caller must have locked the endpoint's row.
     """
