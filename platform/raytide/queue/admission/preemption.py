@@ -133,9 +133,9 @@ class Preemptor:
         return cls(state, PreemptionCandidates.of(state.jobs, state.leases))
 
     def first(self, waiting: Ints) -> int | None:
-        """Returns the index of the next row to try: 0, or None once too many rows have preempted others.
+        """Returns the index of the next row to try: 0, or None if no row is left or too many have preempted others.
 
-        The remaining rows are then refused for that reason.
+        In the latter case the remaining rows are refused for that reason.
         """
         if self.count < MOST_PREEMPTORS:
             return 0 if len(waiting) else None

@@ -264,7 +264,7 @@ def _allowed_instead(state: AdmissionState, row: int) -> list[ShapeRequest]:
 
 
 def _preempt_whole(state: AdmissionState, table: QueueTable, row: int, why: str) -> Preempt:
-    """Preempts a whole gang for its own sake, not for another job."""
+    """Preempts a whole gang, but not to make room for another job."""
     lease, table.is_preemptible[row] = state.leases[row], False
     state.release(row, usage.retained_members(lease), by=lease.job_id)
     del state.leases[row]

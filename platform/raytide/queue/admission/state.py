@@ -278,7 +278,8 @@ class AdmissionState:
     def _beside_head(self, row: int, shape: Shape, placed: Placements) -> Placements | Unschedulable:
         """Returns the slots that a job which cannot be preempted may take without delaying the head of the queue.
 
-        So the head starts at the latest when all jobs that were before it, and cannot be preempted, have ended.
+        So the head starts at the latest when all jobs that ran already when it began to wait, and cannot be preempted,
+        have ended.
         """
         if self.head is None or self.room_after_head is None or self.is_preemptible[row]:
             return placed
