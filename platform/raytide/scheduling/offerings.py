@@ -151,7 +151,7 @@ class OfferingTable:
         return vector
 
     def could_hold(self, amounts: Resources) -> Mask:
-        """Returns, for each offering, whether an empty node has these amounts."""
+        """Returns, for each offering, whether an empty node has at least these amounts."""
         if any(amount > 0 and name not in self.columns for name, amount in amounts.items()):
             return np.zeros(len(self.offerings), dtype=np.bool_)
         enough = self.totals_PR + _EPS >= self.vector(amounts)
@@ -302,7 +302,9 @@ class Offerings:
 
 
 def _caps(table: OfferingTable, limits: Limits) -> Ints | None:
-    """Returns the price limit of each offering: the hard limit for spot, the soft one for on-demand; None without."""
+    """Returns the fleet price up to which each offering may be bought: the hard limit for spot, the soft limit for
+    on-demand; None without limits.
+    """
     if limits.soft_micro_usd_h is None and limits.hard_micro_usd_h is None:
         return None
     hard = _NO_CAP if limits.hard_micro_usd_h is None else limits.hard_micro_usd_h

@@ -53,7 +53,7 @@ class Slot(NamedTuple):
 
 
 class NewNodes(NamedTuple):
-    """Nodes to buy of one offering."""
+    """The nodes of one offering that are to be bought."""
 
     offering: Offering
     nodes: int

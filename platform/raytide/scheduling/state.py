@@ -380,8 +380,8 @@ def _free(view: NodeView, taken: Resources | None, uncounted: Sequence[tuple[Mem
     whose placement group Ray does not count yet (`uncounted`).
 
     ASSIGNED members have no group and are subtracted. FORMING members have one that Ray may count or not. They are
-    subtracted as long as the free resources cover them: at worst this hides their room for a second until they are
-    READY, and it never promises it twice. If the free resources do not cover them, Ray must have counted them.
+    subtracted as long as the free resources cover them: at worst their room is hidden for a second until they are
+    READY, and no room is promised twice. If the free resources do not cover them, Ray must have counted them.
     """
     free = view.available
     if taken and not fits(taken, minus(view.total, free)):

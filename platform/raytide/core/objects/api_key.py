@@ -45,7 +45,7 @@ class KeyBudget(Config):
 
 
 class KeySpec(Config):
-    """`raytide key create`: what a key may use. A limit that is left out does not exist."""
+    """`raytide key create`: what a key may use. A limit that is left out does not apply."""
 
     name: bounds.Name
     team: bounds.Name = "default"

@@ -223,8 +223,9 @@ class Node:
 
 
 def round_up_gpu_share(need: Resources) -> Resources:
-    """Returns the resources that a member really takes: Ray never splits a share over two GPUs, so 0.4 of one is half
-    of one."""
+    """Returns the resources that a member really takes: Ray never splits a share over two GPUs, so 0.4 GPU takes half a
+    GPU.
+    """
     share = need.get("GPU", 0.0)
     if not 0.0 < share < 1.0:
         return need
@@ -242,7 +243,7 @@ def dominant_share(need: Resources, total: Resources) -> float:
 
 
 def minus(free: Resources, used: Resources) -> dict[str, float]:
-    """Returns `free` without `used`; names that only `used` has become negative."""
+    """Returns `free` without `used`. Resources that only `used` names become negative amounts."""
     return {name: free.get(name, 0.0) - used.get(name, 0.0) for name in {**free, **used}}
 
 

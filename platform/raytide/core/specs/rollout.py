@@ -126,7 +126,7 @@ MetricValue = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
 
 
 class Feedback(Config):
-    """A user's judgement of an answer: a thumb, or the value of a metric of theirs."""
+    """A user's judgement of an answer: a thumb up or down, or the value of one of the user's own metrics."""
 
     request_id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,100}$")]
     """The id of the response."""

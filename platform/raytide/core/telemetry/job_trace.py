@@ -1,4 +1,4 @@
-"""The trace of a job, made of the record of its states and of its lease's, once it has ended."""
+"""The trace of an ended job, made from the recorded states of the job and of its lease."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _states(parent: SpanId, prefix: str, events: Sequence[Event], end_s: float) 
 
 
 class StepTraces:
-    """Exports the steps that jobs report as spans of their traces, one for all steps of some seconds."""
+    """Exports the steps that jobs report as spans of their traces. One span covers the steps of `_STEPS_S` seconds."""
 
     def __init__(self, section: TracingSection, tracer: Tracer | None = None) -> None:
         self._tracer = tracer or Tracer.over_otlp(section, _STEPS_SERVICE)

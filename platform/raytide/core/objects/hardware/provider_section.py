@@ -57,8 +57,9 @@ def check_owned(kind: str, owned: Collection[str], node_types: Iterable[NodeType
 def check_gcp(
     section: Mapping[str, Any], file: Mapping[str, object], node_types: Iterable[NodeType], *, where: str
 ) -> None:
-    """Checks the limits of Ray's GCP provider: it creates and lists machines in one zone only, and uses the names of
-    cluster and node type as labels, without capitals and dots, and that of the cluster in machine names."""
+    """Checks the limits of Ray's GCP provider. It creates and lists machines in one zone only. It uses the names of the
+    cluster and of node types as labels, which allow no capitals and dots, and the cluster's name in machine names.
+    """
     zone = section.get("availability_zone")
     for node_type in node_types:
         if node_type.zones != (zone,):

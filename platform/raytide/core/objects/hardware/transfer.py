@@ -71,7 +71,7 @@ class TransferSection(Config):
         return usd * MICRO * (1.0 / self.stay_h + reclaims_per_h)
 
     def describe(self, inputs: Iterable[DataInput], node_type: NodeType, zone: str) -> str:
-        """Returns the transfers that are paid for, in words; empty if none is."""
+        """Returns a text with the transfers that cost something; empty if none does."""
         priced = [(each, *self.usd_per_gb(each.url, node_type, zone)) for each in inputs]
         return ", ".join(
             f"{each.gb:g} GB of {each.url} from {place} at ${usd:g} a GB"

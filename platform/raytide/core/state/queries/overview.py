@@ -92,7 +92,7 @@ class OverviewQueries(DatabaseAccess):
         return tuple(codec.node(row) for row in self._db.rows(query))
 
     def entries_at(self, at_us: int) -> tuple[Entry, ...]:
-        """Returns the entries that cover this moment: who held which node."""
+        """Returns the entries that cover this moment, which say who held which node."""
         e = t.entries.c
         query = t.entries.select().where(e.from_us <= at_us, e.to_us > at_us, e.from_us > at_us - _LONGEST_ENTRY_US)
         return tuple(codec.entry(row) for row in self._db.rows(query.order_by(e.number)))

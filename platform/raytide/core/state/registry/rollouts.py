@@ -123,12 +123,12 @@ class RolloutRecords(DatabaseAccess):
         return None
 
     def serving(self, name: str) -> Serving:
-        """Returns what serves an endpoint."""
+        """Returns the application and revision that serve an endpoint."""
         with self._db.read() as c:
             return serving(c, name)
 
     def all_serving(self) -> dict[str, Serving]:
-        """Returns what serves each endpoint, by its name."""
+        """Returns the application and revision that serve each endpoint, by the endpoint's name."""
         with self._db.read() as c:
             return all_serving(c)
 

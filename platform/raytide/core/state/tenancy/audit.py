@@ -1,6 +1,6 @@
 """The audit log: a chain of entries, each of which covers the one before it with its hash.
 
-An entry is written in the transaction of the change that it describes, so there is neither without the other.
+An entry is written in the same transaction as the change that it describes, so neither exists without the other.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class AuditLog(DatabaseAccess):
     def prune(self, before_s: float, now_s: float, limit: int = BATCH) -> int:
         """Deletes a batch of the oldest entries before this time; returns their number.
 
-        An entry with the hash of the last deleted one lets the rest of the chain be checked.
+        Adds an entry with the hash of the last deleted one, so that the rest of the chain can still be checked.
         """
         a = t.audit.c
         with self._db.write() as c:

@@ -1,4 +1,4 @@
-"""API keys in the store. Each change has a number, by which gateways ask for what changed."""
+"""API keys in the store. Each change of the keys has a number; gateways ask for the changes after a number."""
 
 from __future__ import annotations
 

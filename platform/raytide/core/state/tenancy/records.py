@@ -1,4 +1,4 @@
-"""The part of the store that is about tenancy, as one attribute of it, and its deletion by age."""
+"""The part of the store about tenancy, as one attribute of the store, and the deletion of its old rows."""
 
 from __future__ import annotations
 

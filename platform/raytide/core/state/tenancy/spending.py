@@ -147,7 +147,7 @@ class SpendingRecords(DatabaseAccess):
             _touch(c, gateway, now_s)
 
     def spent(self, accounts: Iterable[str], now_s: float) -> dict[str, KeySpending]:
-        """Returns the spending of accounts; without those that never spent or reserved anything."""
+        """Returns the spending of accounts, except accounts that never spent or reserved anything."""
         s, r, month = t.spending.c, t.reservations.c, month_of(to_us(now_s))
         found: dict[str, dict[str, int]] = defaultdict(dict)
         with self._db.read() as c:
