@@ -48,7 +48,7 @@ def from_json(cls: type[T], data: object) -> T:
 
 
 class AsJson:
-    """A dataclass with a method for its JSON, for users of the SDK."""
+    """A base of dataclasses that gives users of the SDK a method `json`."""
 
     __slots__ = ()
 
@@ -84,7 +84,7 @@ class TeamUse:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The last tick's observation, written to `live.json`. It can always be lost."""
+    """The last tick's observation, written to `live.json`. Losing the file does no harm."""
 
     at_s: float
     waiting: Mapping[str, Waiting] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Live:
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
     """Market constraints by id of the deadline job."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """The cost that getting its data to its nodes adds to a job's price, by id of the job; only of jobs that pay it."""
+    """Texts by id of the job: the cost that moving data to its nodes adds to its price; only for jobs that pay it."""
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
     """Loads by endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
@@ -299,7 +299,7 @@ class KeyView:
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
-    """A key that was just made, with its secret, which is shown this once and stored nowhere."""
+    """A new API key with its secret, which is shown only once and stored nowhere."""
 
     key: ApiKey
     secret: str
@@ -323,11 +323,11 @@ class CostTable(AsJson):
 
     @property
     def kwh(self) -> float:
-        """The energy of all rows."""
+        """The energy of all rows in kWh."""
         return sum(row.kwh for row in self.rows)
 
     def co2_kg(self, kwh: float) -> float:
-        """Returns the estimated emissions of this much energy."""
+        """Returns the estimated emissions of this energy in kilograms of CO2."""
         return kwh * self.grams_co2_per_kwh / 1000.0
 
     def _repr_html_(self) -> str:

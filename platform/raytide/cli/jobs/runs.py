@@ -96,7 +96,8 @@ def verify(target: Target, json: Json = False) -> None:
 
 
 def _history(which: str, cluster: str | None) -> RunHistory:
-    """Returns the steps and events of a run's directory, or of a job, which the API has where no file is here."""
+    """Returns the steps and events of a run, named by its directory or its job. Those of a job come from the API if its
+    files are not on this machine."""
     from raytide.actors.trainer.run_log import history
 
     if "://" in which or Path(which).is_dir():

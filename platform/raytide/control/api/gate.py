@@ -1,8 +1,8 @@
 """ASGI middleware that authenticates requests and limits their bodies.
 
 The sender is authenticated before the body is read. Bodies have a size limit that depends on the route, and a deadline,
-so that neither huge nor slow ones hold memory or a connection. Routes find the caller in `request.state.caller`.
-Packages are streamed; every other body is complete before its route runs.
+so that neither huge nor slow bodies hold memory or a connection. Routes find the caller in `request.state.caller`.
+Uploaded packages are streamed to their route; every other body is complete before its route runs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Gate:
 
 
 async def _admit(scope: Scope, receive: Receive) -> Receive | None:
-    """Returns the `receive` for the route once the body is within its limits; None if the client disconnected."""
+    """Returns the `receive` for the route, which enforces the body's limits; None if the client disconnected."""
     headers = scope["headers"]
     if not _has_body(headers):
         return receive
@@ -169,7 +169,7 @@ def _authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def _length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """Returns the announced length of the body; an invalid number counts as infinite."""
+    """Returns the body's announced length in bytes; None if there is none, 2**63 for an invalid one."""
     found = [value for name, value in headers if name == b"content-length"]
     if not found:
         return None

@@ -59,8 +59,8 @@ class BackupResults(Config):
 
 
 def work_dir_of(cluster: str) -> Path:
-    """Returns the folder of a cluster's backups in progress, their lock and their results. It is outside of the run
-    folder, which may be lost or set aside."""
+    """Returns the folder for a cluster's unfinished backups, their lock and their results. It is outside of the run
+    folder, which may be lost or renamed."""
     return home().resolve() / "backup" / cluster
 
 
@@ -86,7 +86,7 @@ def record_run(place: BackupPlace, kind: str, took_s: float, snapshot: str = "")
 
 @contextmanager
 def failures_recorded(place: BackupPlace, kind: str, now_s: Callable[[], float] = time.time) -> Iterator[None]:
-    """Records a failure of the block, for the metrics, and raises it."""
+    """Records an exception of the block for the metrics, and raises it again."""
     try:
         yield
     except (RaytideError, OSError) as error:

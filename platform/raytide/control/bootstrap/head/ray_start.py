@@ -91,7 +91,8 @@ def wait_for_ray(cluster: HeadCluster, ray: Process, *, timeout_s: float, check:
 
 
 def forget_ray(run_dir: Path) -> None:
-    """Keeps the logs of Ray's last session here, and removes its folder. Ray must have ended."""
+    """Moves the logs of Ray's last session on this machine to the run folder, and removes the session's folder. Call it
+    only after Ray has ended."""
     with suppress(OSError):
         temp_dir = Path((run_dir / "ray_temp_dir").read_text())
         if temp_dir.name.startswith(_TEMPORARY):
