@@ -42,7 +42,7 @@ class Finding:
 
 
 def finding(name: str, is_fine: bool, detail: str, otherwise: str, fix: str, *, status: Status = "fail") -> Finding:
-    """Returns a finding: `ok` with the text `detail` if the check is fine, else `status` with `otherwise` and the fix."""
+    """Returns a finding: `ok` with the text `detail` if all is fine, else `status` with `otherwise` and the fix."""
     return Finding(name, "ok", detail) if is_fine else Finding(name, status, otherwise, fix)
 
 

@@ -18,8 +18,8 @@ RETRIES = 3
 
 
 def batch_model(client: ApiClient, model: str, engine: Mapping[str, object], gang: GangSpec) -> ServeSpec:
-    """Returns how a job of a batch runs `model`: a directory that the nodes read, a registered model
-    (`registry:NAME@ALIAS`), or an endpoint's name, whose directory and engine options it takes over.
+    """Returns the spec with which a batch job runs `model`: a directory that the nodes can read, a registered model
+    (`registry:NAME@ALIAS`), or an endpoint's name, which stands for its model and engine options.
     """
     options = dict(engine)
     if model.startswith(SCHEME):
