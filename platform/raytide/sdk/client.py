@@ -177,7 +177,7 @@ class Client:
 
         The rows have the format of OpenAI's batches. `model` is a directory, a registered model or an endpoint's name,
         `engine` the engine's options. The job has a low priority and is preemptible, unless `options` say otherwise; a
-        stopped job continues after its last row. Both files must be on storage that all nodes can read.
+        stopped job continues where it stopped. Both files must be on storage that all nodes can read.
         """
         queue: GangOptions = {"name": Path(source).stem, "priority": "low", "preemptible": True, **options}
         job, gang = job_and_gang(queue)

@@ -118,7 +118,7 @@ class _Answer:
 
 
 def _has_token(choice: Mapping[str, Any]) -> bool:
-    """Returns whether an event's choice has output: some events of a chat have only the role, or the reason of its end."""
+    """Returns whether an event's choice has output: some events of a chat have only the role, or the finish reason."""
     if "delta" not in choice:
         return True
     delta = choice["delta"] or {}

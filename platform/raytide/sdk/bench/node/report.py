@@ -48,7 +48,7 @@ class NodeReport:
         return asdict(self)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns a row for each figure: the name, the median, least and greatest value over the nodes, and the unit."""
+        """Returns a row for each figure: its name, median, least and greatest value over the nodes, and its unit."""
         found = []
         for figure in self.figures:
             scale, unit = next((scale, unit) for prefix, scale, unit in _UNITS if figure.startswith(prefix))
