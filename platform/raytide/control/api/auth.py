@@ -29,7 +29,7 @@ _THREADS = 8
 class Caller:
     user: str
     team: str
-    """`*` allows every team."""
+    """The caller's team; `*` allows all teams."""
     job: str = ""
     """The job of a job token; empty for a user's token."""
     is_gateway: bool = False

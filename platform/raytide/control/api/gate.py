@@ -34,7 +34,7 @@ PACKAGE_S = 300.0
 _OPEN = frozenset({"/", "/health", "/metrics", "/v1/targets"})
 """Paths that need no token and take no body: nothing there is secret."""
 _OPEN_FILES = "/page/"
-"""The files of the web page, which holds no data: it asks for a token as every client does."""
+"""The path of the web page's files, which hold no data: the page asks for a token as every client does."""
 _ONLY_READ = frozenset({"GET", "HEAD", "OPTIONS"})
 _SPECS = frozenset({"/v1/jobs", "/v1/endpoints", "/v1/models", "/v1/rollouts", "/v1/alerts/webhook"})
 _PACKAGE = re.compile(r"/v1/packages/[^/]*")

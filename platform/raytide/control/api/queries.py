@@ -48,13 +48,13 @@ LogPlaces = Annotated[str, Query(max_length=16_384)]
 Since = Annotated[float, Query(ge=0, le=_LATEST_S, allow_inf_nan=False)]
 Until = Annotated[float | None, Query(ge=0, le=_LATEST_S, allow_inf_nan=False)]
 Word = Annotated[str | None, Query(min_length=1, max_length=256, pattern=_NAME)]
-"""A value that a filter wants."""
+"""A value that records must have to pass a filter."""
 Number = Annotated[int | None, Query(ge=0, le=2**63 - 1)]
 VersionNumber = Annotated[int, Path(ge=1, le=10**9)]
 Revision = Annotated[int, Query(ge=1, le=2**31 - 1)]
 Grace = Annotated[float, Query(ge=0, le=366 * 86_400, allow_inf_nan=False)]
 Head = Annotated[str | None, Query(pattern=r"^[0-9]{1,18}:[0-9a-f]{64}$")]
-"""The number and hash of an entry of the audit log."""
+"""The number and SHA-256 of an entry of the audit log, `NUMBER:HASH`."""
 Usd = Annotated[float | None, Query(gt=0, le=1e12, allow_inf_nan=False)]
 
 

@@ -17,9 +17,9 @@ from raytide.core.objects.api_key import UsageBy
 from raytide.core.state.tenancy.usage import UsageFilter
 
 POLL_S = 0.2
-"""The time between two looks for a change of the keys, each of one small read of the store for all gateways."""
+"""The seconds between two checks for changed keys. Each is one small read of the store for all gateways."""
 _LEAVING_S = 2.0
-"""The time between two looks whether a gateway that polls is still there."""
+"""The seconds between two checks whether a polling gateway is still connected."""
 _MOST, _LONGEST_POLL_S = 1000, 30.0
 
 

@@ -44,12 +44,12 @@ class SavedFolder(Config):
     kind: FolderKind
     path: str
     stored_as: str
-    """Its path in the snapshot, which differs where links lead to it."""
+    """The folder's path in the snapshot, which differs from `path` if symbolic links lead to the folder."""
     sha256: str = ""
     """The hash of a checkpoint's or dataset's manifest, or of a registered model's content; empty where none is
     known."""
     owner: str = ""
-    """The job, or the version in the registry, that names it."""
+    """The job, or the version in the registry, that names the folder."""
 
 
 class Contents(Config):
@@ -59,7 +59,7 @@ class Contents(Config):
     remote: tuple[str, ...] = ()
     """URLs of object stores, which stay where they are."""
     missing: tuple[str, ...] = ()
-    """Paths that are not on this machine, or not whole."""
+    """Paths that are missing on this machine, or incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class _Named:
     owner: str
     sha256: str = ""
     is_needed: bool = True
-    """False for what a finished job used, which is often removed afterwards."""
+    """False for folders that a finished job used, because they are often removed afterwards."""
 
 
 def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:

@@ -30,7 +30,7 @@ _QUERY_S, _TRANSFER_S = 600.0, 86_400.0
 """The time limits of commands that read a repository's index, and of those that move data."""
 _NO_SNAPSHOT = "no matching ID found"
 _INCOMPLETE = 3
-"""restic's exit code when it has saved a snapshot without files that it could not read."""
+"""restic's exit code if the snapshot that it saved lacks files that it could not read."""
 _TAIL = 600
 _SFTP = re.compile(r"^sftp:(?://)?(?:(?P<user>[^@/:]+)@)?(?P<host>\[[^\]]+\]|[^/:]+)(?::(?P<port>\d+)(?=/))?[:/]")
 """The forms `sftp:user@host:/path` and `sftp://user@host:port/path`."""

@@ -47,7 +47,7 @@ class Unpacked:
     scratch: Path
     manifest: BackupManifest
     problems: tuple[str, ...]
-    """Files that restic could not read, in its words."""
+    """restic's messages about files that it could not read."""
 
     @property
     def staging(self) -> Path:
@@ -66,7 +66,7 @@ class Restored:
     at_s: float
     run_dir: Path
     folders: tuple[str, ...]
-    """Folders that were restored, or were there already and whole."""
+    """Folders that were restored, or that existed already and were intact."""
     problems: tuple[str, ...]
     """Folders that were not restored, and why."""
 

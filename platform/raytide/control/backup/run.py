@@ -46,7 +46,7 @@ class BackupManifest(Config):
     version: int = 1
     cluster: str
     at_s: float
-    """The time from which on changes are not in it."""
+    """The time of the backup, which does not have later changes."""
     raytide: str
     run_dir: str
     state_sha256: str

@@ -21,7 +21,7 @@ MARK = "RAYTIDE_CLUSTER"
 
 
 PROMETHEUS_PORT, ALERTMANAGER_PORT = 7490, 7493
-"""They are not the programs' own ports, which those of the machine itself may have."""
+"""They differ from the programs' default ports, which may be taken by others on this machine."""
 
 GCS_PORT_BASE, AGENT_PORT_BASE, CLIENT_PORT_BASE = 6379, 8266, 9600
 """Ports of cluster K are these + K, because the GCS listens on all addresses of the machine, and the head's agent,
@@ -42,7 +42,7 @@ RAY_ENVIRONMENT = {
 }
 
 _FOREIGN = ("RAY_", "RAYTIDE_NODE", "RAYTIDE_API", "RAYTIDE_TOKEN")
-"""Not inherited, because `up` may run inside a Ray job or another cluster."""
+"""Variables (prefixes) that are not inherited, because `up` may run inside a Ray job or another cluster."""
 
 
 class RunningCluster(Config):

@@ -19,7 +19,7 @@ from raytide.queue.lifecycle.jobs import WITHOUT_MEMBERS, DriverKey, DriverStatu
 _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"
 _HEAD = "raytide_head"
-"""The key in a submission's metadata of the epoch of the head that a driver runs on."""
+"""The metadata key of a submission under which the epoch of its driver's head is stored."""
 _MESSAGE_CHARS = 300
 _AGENTS = 1000
 """The number of attempts whose agent's address is cached."""

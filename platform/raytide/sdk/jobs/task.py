@@ -20,7 +20,7 @@ MOST_AT_ONCE = 64
 """The number of calls of one task that are queued at once. Each has a thread of this process; further calls wait."""
 _LOOK_S = 1.0
 _REPLACED_WITHIN_S = 30.0
-"""The most time until the platform reports a lost member; without a report by then, the node is alive."""
+"""The seconds within which the platform reports a lost member. Without a report by then, its node is alive."""
 
 
 class Task(Generic[P, T]):

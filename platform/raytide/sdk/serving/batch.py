@@ -14,7 +14,7 @@ from raytide.core.specs.model_version import SCHEME
 from raytide.sdk.registry.models import ModelRegistry
 
 RETRIES = 3
-"""The restarts of a job whose process was killed, for want of memory for example; each goes on where it was."""
+"""The restarts of a job whose process was killed, for example for want of memory. Each continues where it stopped."""
 
 
 def batch_model(client: ApiClient, model: str, engine: Mapping[str, object], gang: GangSpec) -> ServeSpec:

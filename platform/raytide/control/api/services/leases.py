@@ -77,7 +77,7 @@ class LeasePolls:
         self._polled: set[str] = set()
         """GANG jobs whose driver polled since heartbeats were last written."""
         self._disconnected: set[str] = set()
-        """GANG jobs whose driver disconnected since then."""
+        """GANG jobs whose driver disconnected since heartbeats were last written."""
         self._watcher: asyncio.Task[None] | None = None
         self._beater: asyncio.Task[None] | None = None
         self._reads, self._refreshes, self._beats = CapacityLimiter(8), CapacityLimiter(1), CapacityLimiter(1)

@@ -28,7 +28,7 @@ TEAM_BYTES = 3 * 2**30
 """The limit of the packages that one team uploaded; its own are removed first."""
 
 LEAST_BYTES = 2**19
-"""The least size that a package counts as, because file systems limit the number of files."""
+"""The least bytes that each package counts for in the limits, because file systems limit the number of files."""
 
 
 class Packages:

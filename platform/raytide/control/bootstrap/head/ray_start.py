@@ -28,7 +28,8 @@ HEAD_MARK = "RAYTIDE_HEAD"
 _OBJECT_STORE_BYTES = 128 << 20
 _POLL_S = 0.2
 _STARTED = b"Ray runtime started"
-"""The text that `ray start` prints once its raylet is registered. Before, the tables have that of the former head."""
+"""The text that `ray start` prints once its raylet is registered. Until then, the tables have the former head's
+raylet."""
 _TEMPORARY = "rt-head-"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raytide.dashboards.figures.style import Picture
 
 BUSY_SHARE = 0.8
-"""Above it, the generator's thread had little time left to look at answers when they arrived."""
+"""The share of a core above which the generator's thread had too little time left to see answers as they arrived."""
 LATE_SHARE, LATE_S = 0.05, 0.005
 """A generator is a bottleneck if the tail of its lateness is above this share of the median first token, and above
 these seconds."""
@@ -92,7 +92,7 @@ class BenchReport:
 
     spec: BenchSpec
     duration_s: float
-    """From the first request until the last token."""
+    """The seconds from the first request until the last token."""
     is_interrupted: bool
     sent: int
     answered: int
@@ -103,9 +103,9 @@ class BenchReport:
     prompt_tokens: int
     """The prompt tokens of answered requests, as the server counts them."""
     cached_tokens: int
-    """Those of them that the server had in its cache."""
+    """The prompt tokens that the server had in its cache."""
     output_tokens: int
-    """All generated tokens, also those of requests that did not end."""
+    """All generated tokens, including those of requests that did not end."""
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float

@@ -24,9 +24,9 @@ _TEXT = (
     "some what there we can out other were all your when up use word how said an each she which do their time if will"
 )
 WORDS = _TEXT.split()
-"""Most tokenizers have one token for each of them."""
+"""Words for text prompts. Most tokenizers have one token for each of them."""
 _ARRIVALS, _LENGTHS, _PROMPTS, _BLOCKS, _WARM_UP = range(5)
-"""The streams of random numbers: what one of them draws does not depend on the others."""
+"""Independent streams of random numbers: a draw from one does not change the numbers of another."""
 
 Prompt = str | list[int]
 

@@ -32,7 +32,7 @@ _USES = {
     EntryKind.STARTUP: "starting",
 }
 MOST_REPORTS = 20
-"""The values of one job's own that are shown, the first by name."""
+"""The most values that one job reports by itself and that are shown: the first by name."""
 _REPORTED: Mapping[str, Metric] = {
     "step": training.JOB_STEP,
     "loss": training.JOB_LOSS,
@@ -50,7 +50,7 @@ _ANOTHER_WAY = frozenset(
         "lost_at_s",
     }
 )  # fmt: skip
-"""Reports of raytide's own drivers for its decisions, which are no values of the user's."""
+"""Names that raytide's own drivers report for its decisions; they are not the user's values."""
 
 
 def cluster_samples(

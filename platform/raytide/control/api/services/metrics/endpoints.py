@@ -18,7 +18,7 @@ from raytide.core.telemetry.metrics import MetricSample, ValueRecorder
 from raytide.ledger.report import rate_micro_usd_h
 
 _ERROR_BUDGET = 0.01
-"""The share of requests that may miss the promised first token, where the endpoint does not say it."""
+"""The share of requests that may miss the SLO's first token, if the endpoint has no `slo_target`."""
 
 
 def endpoint_samples(store: Store, live: Live, intervals: Sequence[OpenInterval]) -> Iterator[MetricSample]:
