@@ -158,7 +158,7 @@ def _row(view: JobView, now: float) -> tuple[object, ...]:
 
 
 def _left(job: Job, now: float) -> str:
-    """Returns the time that a running job still needs at its present speed; "-" if nobody knows."""
+    """Returns the time that a running job still needs at its present speed; "-" if it is unknown."""
     left_s, at_s = job.progress.get("left_s"), job.progress.get("step_at_s")
     if job.state is not JobState.RUNNING or not isinstance(left_s, float) or not isinstance(at_s, float):
         return "-"

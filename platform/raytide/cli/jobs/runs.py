@@ -1,4 +1,4 @@
-"""metrics, plot, profile, checkpoint verify: they read training runs, by job or by directory."""
+"""metrics, plot, profile, checkpoint verify: commands for training runs, which are named by their job or directory."""
 
 from __future__ import annotations
 

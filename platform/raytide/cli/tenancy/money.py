@@ -1,4 +1,4 @@
-"""quota, budget, cost: limits on what teams hold and spend, their usage, and what the money was spent on."""
+"""quota, budget, cost: limits on the resources and spending of teams, their usage, and the costs by group."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ends the records of a cluster: its nodes become GONE, their costs are booked, and unfinished jobs FAILED.
 
-The costs up to any moment, compared with the provider's bill, are its cost report.
+Its cost report compares the costs up to now with the provider's bill.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ class JobTokens:
 
 
 class Tokens:
-    """The tokens of users, from `tokens.json` ({token: {"user": ..., "team": ...}}), of the gateway, and of jobs.
+    """Authenticates the tokens of jobs, and those in `tokens.json`: of users ({token: {"user": ..., "team": ...}}), of
+    the gateway and of Alertmanager.
 
     The file is read again when it changes. While it is missing or invalid, the tokens read last stay valid.
     """

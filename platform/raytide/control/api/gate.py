@@ -85,7 +85,7 @@ class Gate:
 
 
 async def _admit(scope: Scope, receive: Receive) -> Receive | None:
-    """Returns the `receive` for the route, which enforces the body's limits; None if the client disconnected."""
+    """Returns a `receive` for the route that keeps the body within its limits; None if the client disconnected."""
     headers = scope["headers"]
     if not _has_body(headers):
         return receive
@@ -188,5 +188,5 @@ def _too_large(most: int) -> TooLargeError:
 
 
 def _refuse(error: RaytideError) -> JSONResponse:
-    """Returns the response. It closes the connection, because the rest of the body is not read."""
+    """Returns the error as a response, which closes the connection, because the rest of the body is not read."""
     return JSONResponse({"error": error.to_json()}, status_code=error.http_status, headers=_CLOSE)

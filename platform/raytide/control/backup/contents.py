@@ -44,7 +44,8 @@ class SavedFolder(Config):
     kind: FolderKind
     path: str
     stored_as: str
-    """The folder's path in the snapshot, which differs from `path` if symbolic links lead to the folder."""
+    """The folder's path in the snapshot. It differs from `path` if symbolic links lead to the folder, or if hard links
+    to a checkpoint are saved."""
     sha256: str = ""
     """The hash of a checkpoint's or dataset's manifest, or of a registered model's content; empty where none is
     known."""

@@ -128,8 +128,8 @@ class Repository:
         may_vanish: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
     ) -> BackupSummary:
-        """Saves these paths as one snapshot. Files that did not change since the snapshot `parent` are not read again;
-        the cluster's newest snapshot takes its place if it is empty or was removed.
+        """Saves these paths as one snapshot. Files that are unchanged since the snapshot `parent` are not read again.
+        Without a parent, or if it was removed, the cluster's newest snapshot is the parent.
 
         Writes the paths to `list_file`. Files below `may_vanish` may be removed meanwhile. `pass_fds` stay open
         as long as restic runs. Raises StorageError, and removes the snapshot, if it lacks other files.
@@ -320,7 +320,7 @@ class Repository:
 
 
 def has_all(done: subprocess.CompletedProcess[str], may_vanish: Sequence[str]) -> bool:
-    """Returns whether all files that an incomplete snapshot lacks were removed, and were below `may_vanish`."""
+    """Returns whether all files that a snapshot lacks were removed meanwhile, and were below a path in `may_vanish`."""
     lost = [Path(str(each.get("item"))) for each in _json_lines(done.stderr) if each.get("message_type") == "error"]
     allowed = [Path(folder) for folder in may_vanish]
     return (

@@ -48,7 +48,7 @@ class _JobEntry(Config):
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What was learned about replicas (speeds, starts), endpoints with an SLO (fleets) and jobs (strides)."""
+    """The learned facts about replicas (speeds, starts), endpoints with an SLO (fleets) and jobs (strides)."""
 
     speeds: Speeds = field(default_factory=dict)
     starts: Starts = field(default_factory=dict)

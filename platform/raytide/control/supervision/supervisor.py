@@ -190,7 +190,7 @@ def _wait(children: Sequence[Child], stop: socket.socket) -> bool:
 
 
 def _found(run_dir: Path, what: str, argv: Sequence[str]) -> Child:
-    """Returns a child, with its process if an earlier supervisor left one running."""
+    """Returns a child with the process that an earlier supervisor started, dead or alive, or without any."""
     child = Child(what, argv, started_s=time.monotonic())
     recorded = _recorded(run_dir, what)
     child.process = recorded or next(iter(running(argv[1:])), None)

@@ -84,7 +84,7 @@ class ModelRegistry:
         if_version: int | None = None,
         rule: PromotionRule | None = None,
     ) -> AliasChange:
-        """Makes an alias name this version; with `if_version`, only if it now names that version (0: none).
+        """Makes an alias name this version; with `if_version`, only if the alias names that number now (0: none).
 
         Raises ConflictError if this version, compared with the one that the alias names now, does not satisfy `rule`.
         """

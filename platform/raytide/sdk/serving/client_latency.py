@@ -80,7 +80,7 @@ class LatencyReporter:
 
 
 class _TimedBody:
-    """A response's body. It reports the times at which the first and the last part arrive."""
+    """A response's body. It reports the seconds until its last part arrives, and, if streamed, until its first part."""
 
     def __init__(self, response: Any, reporter: LatencyReporter) -> None:
         self._stream, self._reporter = response.stream, reporter

@@ -138,8 +138,8 @@ class Inputs:
             check_url(url)
 
     def check_model(self, model: str, caller: Caller, adapters: Iterable[str] = ()) -> None:
-        """Raises DataError if a local path is not a model or an adapter, or if a URL is not allowed. Packaged models
-        are not looked for here, because the nodes have them.
+        """Raises DataError if a local path is not a model or an adapter, or if a URL is not allowed. The nodes, not
+        this check, look for packaged models.
         """
         from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
         from raytide.actors.models.quantized.gguf.packaged_models import PACKAGED_MODELS

@@ -32,7 +32,7 @@ _USES = {
     EntryKind.STARTUP: "starting",
 }
 MOST_REPORTS = 20
-"""The most values that one job reports by itself and that are shown: the first by name."""
+"""The most values of a job's own, the first by name, that the metrics show."""
 _REPORTED: Mapping[str, Metric] = {
     "step": training.JOB_STEP,
     "loss": training.JOB_LOSS,
