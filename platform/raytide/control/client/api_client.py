@@ -322,7 +322,7 @@ class ApiClient:
         self._http.close()
 
     def call(self, method: str, path: str, body: object = None, query: Mapping[str, Any] | None = None) -> Any:
-        """Calls a route for which this class has no method. Like all requests, it is repeated while the API is away."""
+        """Calls a route for which this class has no method, and repeats the request while the API is away."""
         return self._write(method, path, body, query)
 
     def _get(self, path: str, query: Mapping[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S) -> Any:

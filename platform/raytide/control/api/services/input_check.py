@@ -35,7 +35,7 @@ _FREE_S = 0.2
 _MOST_BYTES = 2**24
 """The largest manifest read here; the driver reads larger ones."""
 _MOST_WEIGHTS = 1 << 50
-"""The most bytes of weights that an index is believed to describe."""
+"""The bytes above which the total size in a model's index counts as unknown."""
 T = TypeVar("T")
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 """Folders whose entries look like files but may block or have effects when read."""
