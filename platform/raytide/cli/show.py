@@ -53,7 +53,7 @@ def as_list(
     *,
     height: int = 0,
 ) -> None:
-    """Prints records: as JSON, or as a table with the row of each."""
+    """Prints records as JSON, or as a table with one `row` for each record."""
     if is_json:
         as_json(records)
     else:

@@ -1,6 +1,6 @@
 """The controller: a loop that loads the records, observes the cluster, decides, persists the intents and applies them.
 
-It may be killed at any point: the next controller executes what was persisted, and nothing else was started.
+It may be killed at any point: it starts nothing that is not persisted, and the next controller executes what is.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class Controller:
         return replace(booking, entries=(*booking.entries, *losses.entries))
 
     def _record(self, records: ClusterRecords, result: ApplyResult, now_s: float) -> None:
-        """Persists what only the execution could show, with its effect on launch back-off."""
+        """Persists the changes that only the execution could show, and their effect on launch back-off."""
         before = [records.nodes[node_id] for node_id in result.nodes]
         rested = launch_backoff.update_pools(tuple(records.pools.values()), before, result.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if records.pools.get((pool.node_type, pool.zone)) != pool)
@@ -293,7 +293,7 @@ class Controller:
         self._store.commit(Changes(at_s=now_s, nodes=nodes, pools=changed, orders=tuple(result.orders)))
 
     def _remove_old_records(self, now_s: float) -> None:
-        """Deletes a batch of records past their retention: once an hour, and in each tick while batches are full."""
+        """Deletes a batch of records past their retention once an hour; after a full batch, again in the next tick."""
         if now_s < self._remove_at_s:
             return
         settings = self._config.settings
@@ -346,14 +346,14 @@ class Controller:
             log.warning("cannot write the snapshot", extra={"error": str(error)})
 
     def _write(self, live: Live) -> None:
-        """Writes live.json. Without disk space the API keeps showing the last one, and its age."""
+        """Writes live.json. Without disk space the API keeps showing the previous file and its age."""
         try:
             write_json(self._live_path, to_json(live), is_kept=False)
         except OSError as error:
             log.warning("cannot write live.json", extra={"path": str(self._live_path), "error": str(error)})
 
     def _publish_failure(self, why: str) -> None:
-        """Shows the last observation with the reason why no decision is made."""
+        """Writes the last observation to live.json with the reason why no decision is made."""
         self._errors += 1
         self._silence.forget()  # heartbeats may not have been stored meanwhile
         self._write(replace(self._live, errors=(why, *self._live.errors), errors_total=self._errors))

@@ -48,7 +48,7 @@ def from_json(cls: type[T], data: object) -> T:
 
 
 class AsJson:
-    """A dataclass with a method for its JSON, for users of the SDK."""
+    """A base of dataclasses that gives users of the SDK a method `json`."""
 
     __slots__ = ()
 
@@ -84,7 +84,7 @@ class TeamUse:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The last tick's observation, written to `live.json`. It can always be lost."""
+    """The last tick's observation, written to `live.json`. Losing the file does no harm."""
 
     at_s: float
     waiting: Mapping[str, Waiting] = field(default_factory=dict)
@@ -95,13 +95,13 @@ class Live:
     stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
     """Market constraints by id of the deadline job."""
     data: Mapping[str, str] = field(default_factory=dict)
-    """The cost that getting its data to its nodes adds to a job's price, by id of the job; only of jobs that pay it."""
+    """Texts by id of the job: the cost that moving data to its nodes adds to its price; only for jobs that pay it."""
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
     """Loads by endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
     """The last measurements of each node."""
     measured: Mapping[str, NodeMeasurement] = field(default_factory=dict)
-    """Further readings of each node, its power and its energy."""
+    """The power and energy measured on each node."""
     targets: tuple[Target, ...] = ()
     """The metrics pages of nodes and replicas."""
     errors: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class JobView(ShownAsHtml):
     month_micro_usd: int | None = None
     """The cost booked this month (UTC), for jobs with a monthly budget."""
     data: str = ""
-    """The cost that getting its data to its nodes adds (`metadata.raytide.transfer`); empty if nothing is paid."""
+    """A text: the cost that moving data to its nodes adds (`metadata.raytide.transfer`); empty if nothing is paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class LogLine:
 
     replica: str
     at: str
-    """Its time (ISO 8601) as far as it says one, or that of the line before it."""
+    """The time (ISO 8601) in the line; if it has none, that of the line before it."""
     text: str
 
 
@@ -197,7 +197,7 @@ class EndpointStatus(ShownAsHtml):
     live: tuple[ReplicaLive, ...] = ()
     """The state of the adapters on each replica that answers."""
     revision: int = 0
-    """The revision that serves; 0 for one of a rollout."""
+    """The revision that serves; 0 for a revision under rollout."""
     previous: int = 0
     """The revision that served before it; 0 if there is none."""
 
@@ -275,7 +275,7 @@ class WhyView(ShownAsHtml):
     stance: MarketConstraint | None = None
     """The markets that a deadline job may use, and why; None for other jobs."""
     data: str = ""
-    """The cost that getting its data to its nodes adds; empty if nothing is paid."""
+    """A text: the cost that moving data to the job's nodes adds; empty if nothing is paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ class KeyView:
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
-    """A key that was just made, with its secret, which is shown this once and stored nowhere."""
+    """A new API key with its secret, which is shown only once and stored nowhere."""
 
     key: ApiKey
     secret: str
@@ -309,7 +309,7 @@ class NewKey:
 class UsagePage:
     rows: tuple[UsageRow, ...]
     before: int | None
-    """Passed on, it gives the next page; None on the last."""
+    """The value of `before` that requests the next page; None on the last page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,15 +319,15 @@ class CostTable(AsJson):
     total_micro_usd: int
     forecast_micro_usd: int
     grams_co2_per_kwh: float = 0.0
-    """The cluster's figure for emissions."""
+    """The emissions per kWh that the cluster's configuration states."""
 
     @property
     def kwh(self) -> float:
-        """The energy of all rows."""
+        """The energy of all rows in kWh."""
         return sum(row.kwh for row in self.rows)
 
     def co2_kg(self, kwh: float) -> float:
-        """Returns the estimated emissions of this much energy."""
+        """Returns the estimated emissions of this energy in kilograms of CO2."""
         return kwh * self.grams_co2_per_kwh / 1000.0
 
     def _repr_html_(self) -> str:

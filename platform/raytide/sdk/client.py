@@ -72,7 +72,7 @@ class Client:
         return self.client.cost()
 
     def costs(self, by: By = "team", *, since_s: float = 0.0) -> CostTable:
-        """Returns the cost by team, project, job, model, node or day, from a time on, with what was lost of it."""
+        """Returns the cost by team, project, job, model, node or day since a time, with the cost of lost work."""
         return self.client.costs(by, since_s=since_s)
 
     def teams(self) -> list[TeamView]:
@@ -107,8 +107,8 @@ class Client:
     def train(
         self, spec: TrainSpec | SpecSource, *, pip: Sequence[str] = (), **options: Unpack[GangOptions]
     ) -> TrainRun:
-        """Submits a training that survives lost members. Keywords for resources replace the spec's `gang`, `pip` its
-        packages."""
+        """Submits a training that survives lost members. Keywords for resources replace the spec's `gang`, and `pip`
+        replaces its packages."""
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
         if pip:
             train = TrainSpec.parse({**train.model_dump(mode="json"), "pip": list(pip)}, where="train")
@@ -175,9 +175,9 @@ class Client:
     ) -> Run:
         """Submits a job that answers the rows of a batch file, in their order, on an engine of its own.
 
-        The rows are those of OpenAI's batches. `model` is a directory or an endpoint's name, `engine` the engine's
-        options. The job has a low priority and is preemptible, unless `options` say otherwise; it goes on where it was
-        stopped. Both files are on storage that all nodes read.
+        The rows have the format of OpenAI's batches. `model` is a directory, a registered model or an endpoint's name,
+        `engine` the engine's options. The job has a low priority and is preemptible, unless `options` say otherwise; a
+        stopped job continues where it stopped. Both files must be on storage that all nodes can read.
         """
         queue: GangOptions = {"name": Path(source).stem, "priority": "low", "preemptible": True, **options}
         job, gang = job_and_gang(queue)
@@ -247,9 +247,9 @@ class Client:
     ) -> Callable[[Callable[P, T]], Task[P, T]]:
         """Returns a decorator for a function whose calls are jobs: each waits in the queue and runs on a leased node.
 
-        `f(x)` blocks and returns the result, `f.remote(x)` returns a future, and `f.map(xs)` one for each of `xs`. This
-        process, on a machine of the cluster, is the driver. A lost node uses up one of `retries`; an exception of the
-        function is raised without a retry.
+        `f(x)` blocks and returns the result, `f.remote(x)` returns a future, and `f.map(xs)` returns one for each of
+        `xs`. This process is the driver, and must run on a machine of the cluster. A lost node uses up one of
+        `retries`; an exception of the function is raised without a retry.
         """
         return lambda work: client_task(lambda: self, work, timeout_s, retries, options)
 
@@ -306,7 +306,7 @@ class Client:
 def client_task(
     client: Callable[[], Client], work: Callable[P, T], timeout_s: float, retries: int, options: NodeOptions
 ) -> Task[P, T]:
-    """Returns the task of a function. Each call gets its client from `client()`."""
+    """Returns the task that runs the function `work` as jobs. Each call of the task gets its client from `client()`."""
 
     def hold(name: str) -> Gang:
         named: NodeOptions = {"name": name, **options}

@@ -1,6 +1,6 @@
 """Live views of jobs and endpoints: with rich on a terminal, in place in a notebook, and nothing elsewhere.
 
-Notebooks are recognised as `tqdm.auto` does it. Like tqdm's bars, all this goes to standard error on a terminal.
+Notebooks are recognised as `tqdm.auto` does it. On a terminal, views go to standard error, as tqdm's bars do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """One look at something that goes on."""
+    """The state of a running job or endpoint at one moment, as a live view shows it."""
 
     title: str
     done: float = 0.0
@@ -94,7 +94,8 @@ class LiveView:
             self._live.stop()
 
     def show(self, look: Callable[[], Glance]) -> None:
-        """Shows what `look` returns, which is called only where it is seen, and no more often than it can be."""
+        """Shows the glance that `look` returns. `look` is called only if there is a display, and not more often than
+        the display is redrawn."""
         if self._live is None and self._handle is None:
             return
         self._pending = look
@@ -117,7 +118,7 @@ def is_notebook() -> bool:
 
 
 def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
-    """Returns the values as a line of blocks, with the last value and the bounds of all."""
+    """Returns the values as a line of blocks, followed by the last, the least and the greatest value."""
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""

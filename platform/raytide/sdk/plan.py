@@ -52,7 +52,7 @@ class PlanReport:
 
     @property
     def miss(self) -> str:
-        """The reason why nothing fits, for the nearest miss; empty if a plan fits."""
+        """The reason why the plan that comes nearest does not fit; empty if a plan fits."""
         if self.search.plans or not self.search.misses:
             return "" if self.search.plans else "no node type has GPUs that the planner knows."
         found = self._misfit()
@@ -173,8 +173,8 @@ def plan_serving(model: str | Path, load: ServingLoad, *, cluster_file: str | Pa
 
 
 def model_named(source: str | Path) -> ModelShape:
-    """Returns the sizes of a known model, of a GGUF file, or of a Hugging Face `config.json`, given by its path or its
-    folder's. NotFoundError if it is none of them."""
+    """Returns the sizes of a model: a known name, a GGUF file, or a Hugging Face `config.json` or its folder. Raises
+    NotFoundError for anything else."""
     from raytide.actors.models.quantized.gguf.gguf_config import gguf_config
     from raytide.actors.models.quantized.gguf.gguf_file import GgufFile, is_gguf
     from raytide.actors.models.quantized.gguf.packaged_models import packaged_path
@@ -219,7 +219,8 @@ def _workload(
 
 
 def _optimal_tokens(parameters: int) -> float:
-    """Returns the tokens for which this size is compute-optimal, by Besiroglu's fit: L's partial derivatives agree."""
+    """Returns the number of tokens D for which this model size N is compute-optimal, by Besiroglu's fit of the loss
+    L(N, D): there N * dL/dN equals D * dL/dD."""
     law = BESIROGLU
     slope = law.parameter_exponent * law.parameter_factor / parameters**law.parameter_exponent
     return float((law.data_exponent * law.data_factor / slope) ** (1.0 / law.data_exponent))
@@ -262,8 +263,8 @@ def _shape(config: dict[str, Any], where: str, name: str) -> ModelShape:
 
 
 def _mean_bytes(shape: ModelShape, quantization: Quantization) -> float:
-    """Returns the mean bytes of a weight: the layers' matrices in their scheme, with scales of 2 bytes, the rest in
-    bfloat16. Several schemes count alike.
+    """Returns the mean bytes of a weight. The layers' matrices are in the quantization's scheme, with scales of 2
+    bytes; all other weights are in bfloat16. The bytes of several schemes are averaged.
     """
     matrices = sum(weight.numel for weight in shape.weights(range(shape.layers)) if weight.is_hidden)
     each = [scheme.bits / 8 + (2 / scheme.group_size if scheme.group_size else 0.0) for scheme in quantization.schemes]
@@ -274,7 +275,7 @@ def _mean_bytes(shape: ModelShape, quantization: Quantization) -> float:
 
 
 def _cheapest_of_each(config: ClusterConfig) -> Sequence[NodeType]:
-    """Returns the cheapest node type of each kind and number of GPUs."""
+    """Returns the cheapest node type for each combination of GPU kind and number of GPUs."""
     found: dict[tuple[str, float], NodeType] = {}
     for node_type in sorted(config.node_types, key=lambda each: each.price_micro_usd_h):
         device = device_of(node_type)

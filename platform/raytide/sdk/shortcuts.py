@@ -132,7 +132,7 @@ def gang(*, cluster: str | None = None, timeout_s: float = 600.0, **options: Unp
 def task(
     *, cluster: str | None = None, timeout_s: float = 600.0, retries: int = 3, **options: Unpack[NodeOptions]
 ) -> Callable[[Callable[P, T]], Task[P, T]]:
-    """Returns `Client.task` of the connected cluster, which is looked up at each call."""
+    """Returns a decorator like `Client.task`. The cluster is looked up at each call of the decorated function."""
     return lambda work: client_task(lambda: connect(cluster), work, timeout_s, retries, options)
 
 

@@ -80,7 +80,7 @@ def ask(handle: EndpointHandle, report: Report) -> None:
 
 
 def load(client: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
-    """Sends waves of concurrent streams until replicas and nodes have scaled up; the report has the last wave."""
+    """Sends waves of concurrent streams until replicas and nodes have scaled up; reports on the last wave."""
     deadline, wave = time.monotonic() + _LONGEST_LOAD_S, 0
     while wave == 0 or time.monotonic() < deadline:
         wave += 1

@@ -1,4 +1,4 @@
-"""The demo's live view: one line for each stage with its present activity; plain lines without a terminal."""
+"""The demo's live view: a line for each stage with its present activity; without a terminal, it prints plain lines."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ def _row(stage: Stage) -> tuple[RenderableType, RenderableType, RenderableType, 
 
 
 def _line(detail: str, style: str = "") -> Text:
-    """Returns one line on the terminal, however long the text."""
+    """Returns the first line of a text, which the terminal cuts at its width instead of wrapping it."""
     return Text(detail.partition("\n")[0], style=style, no_wrap=True, overflow="ellipsis")

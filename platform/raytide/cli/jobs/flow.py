@@ -91,7 +91,7 @@ def value_of(text: str) -> Value:
 
 
 def _flow(client: ApiClient, which: str) -> FlowRun:
-    """Returns the workflow of a job, or the newest one of that name."""
+    """Returns the workflow with this job id, else the newest workflow of this name."""
     hint = "`raytide flow list` lists workflows."
     if _JOB.fullmatch(which):
         view = client.job(which)

@@ -59,7 +59,7 @@ def _of_endpoint(client: ApiClient, name: str, follow: bool, tail: int | None, g
 
 
 def _with(texts: Iterable[str], grep: str) -> Iterator[str]:
-    """Yields the lines of the texts that contain the expression. Raises UsageError for a malformed one."""
+    """Yields the lines of the texts in which the regular expression matches. Raises UsageError if it is malformed."""
     try:
         wanted = re.compile(grep)
     except re.error as error:

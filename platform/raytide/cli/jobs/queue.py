@@ -49,7 +49,8 @@ def ps(
 
 
 def _watch(look: Callable[[], list[JobView]], views: list[JobView], json: bool) -> None:
-    """Prints the table repeatedly: redrawn on a terminal, cut to its height; in a pipe, when a job made progress."""
+    """Prints the table again and again: on a terminal in place, cut to its height; in a pipe, when a job's state,
+    place in the queue, stage or unmet constraint changes."""
     is_drawn = sys.stdout.isatty() and not json
     away_since_s: float | None = None
     while True:
@@ -72,7 +73,7 @@ def _watch(look: Callable[[], list[JobView]], views: list[JobView], json: bool) 
 
 
 def _standing(view: JobView) -> tuple[object, ...]:
-    """Returns the fields whose changes are worth printing: neither cost nor steps, which always change."""
+    """Returns the fields whose changes are worth printing. Cost and steps are left out, because they always change."""
     waits = "" if view.waiting is None else view.waiting.constraint
     return view.job.id, view.job.state, view.position, view.job.progress.get("stage"), waits
 
@@ -157,7 +158,7 @@ def _row(view: JobView, now: float) -> tuple[object, ...]:
 
 
 def _left(job: Job, now: float) -> str:
-    """Returns the time that a running job still needs at its present speed; "-" if nobody knows."""
+    """Returns the time that a running job still needs at its present speed; "-" if it is unknown."""
     left_s, at_s = job.progress.get("left_s"), job.progress.get("step_at_s")
     if job.state is not JobState.RUNNING or not isinstance(left_s, float) or not isinstance(at_s, float):
         return "-"
@@ -165,7 +166,8 @@ def _left(job: Job, now: float) -> str:
 
 
 def _due(job: Job, now: float) -> str:
-    """Returns the time left until the deadline, or the delay; "-" for a job that ended before it without success."""
+    """Returns the time left until the deadline, how late the job is, or "kept"; "-" without a deadline, or for a job
+    that ended before its deadline without success."""
     if (due_at_s := job.spec.due_at_s) is None:
         return "-"
     end_s = job.ended_at_s if job.ended_at_s is not None else now

@@ -1,4 +1,4 @@
-"""metrics, plot, profile, checkpoint verify: they read training runs, by job or by directory."""
+"""metrics, plot, profile, checkpoint verify: commands for training runs, which are named by their job or directory."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def verify(target: Target, json: Json = False) -> None:
 
 
 def _history(which: str, cluster: str | None) -> RunHistory:
-    """Returns the steps and events of a run's directory, or of a job, which the API has where no file is here."""
+    """Returns the steps and events of a run, named by its directory or its job. Those of a job come from the API if its
+    files are not on this machine."""
     from raytide.actors.trainer.run_log import history
 
     if "://" in which or Path(which).is_dir():

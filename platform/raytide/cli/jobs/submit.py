@@ -114,7 +114,8 @@ def end_with(job: Run, *, wait: bool, json: bool) -> None:
 
 
 def finish(job: Run, follow: Callable[[], None], how: str = "", *, wait: bool, json: bool) -> None:
-    """Follows a job if asked to, and exits with 1 if it failed. `how` it can be followed later: by default, its log."""
+    """Follows a job if asked to, and exits with 1 if it failed. `how` tells the user how to follow it later; by default
+    it names `raytide logs -f`."""
     how = how or f"`raytide logs -f {job.id}` follows it"
     try:
         if wait:
@@ -201,7 +202,7 @@ def train(
 
 
 def follow(run: Run, *, quiet: bool) -> None:
-    """Prints the state of a job until it ends, and what it made."""
+    """Prints the state of a job until it ends, and then the location of its result."""
     if sys.stderr.isatty() and not quiet:
         run.watch()
     else:

@@ -1,4 +1,4 @@
-"""alerts, nodes: what fires and what it did; nodes that are replaced or kept out of use."""
+"""alerts, nodes: the alerts that fire and their actions; nodes that are replaced or kept out of use."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def explain(
 
 
 def moment(text: str, now: datetime) -> datetime:
-    """Returns the point in time. Without a date it is the last such time; without a zone it is local."""
+    """Returns the point in time. A time without a date is the latest one before `now`; without a zone it is local."""
     try:
         if "-" in text:
             return datetime.fromisoformat(text).astimezone(now.tzinfo)
@@ -81,7 +81,7 @@ def moment(text: str, now: datetime) -> datetime:
 
 
 def _held(plans: list[dict[str, object]], until_s: float) -> str:
-    """Returns a heading: whether the last plan was still in force at that time."""
+    """Returns a heading, which says whether the last plan was still in force at `until_s`."""
     if not plans:
         return "no decision is stored from that time or before it"
     last_at_s = float(str(plans[-1]["last_at_s"]))

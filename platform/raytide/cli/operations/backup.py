@@ -194,7 +194,7 @@ def _place(cluster: str | None) -> BackupPlace:
 
 
 def _repository(url: str | None, password_file: str | None, cluster: str | None, *, is_cold: bool) -> Repository:
-    """Returns the repository of the options, else that of a cluster of this machine."""
+    """Returns the repository that the options name, else the hot or cold one of a cluster of this machine."""
     from raytide.control.backup.place import repository_at
 
     if (url is None) != (password_file is None):
@@ -210,12 +210,12 @@ def _repository(url: str | None, password_file: str | None, cluster: str | None,
 
 
 def _cluster_in(repository: str | None, cluster: str | None) -> str | None:
-    """Returns the cluster whose snapshots are meant; None for any in a repository that was named."""
+    """Returns the cluster whose snapshots to use; None for those of all clusters in a repository that was named."""
     return cluster if repository is not None else _place(cluster).cluster
 
 
 def _write_password(file: Path) -> bool:
-    """Writes a new password unless there is one."""
+    """Writes a new random password to the file; returns False if the file exists."""
     if file.exists():
         return False
     with full_disk_is_an_error(str(file)):

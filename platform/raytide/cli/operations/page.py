@@ -46,7 +46,7 @@ def token(cluster: ClusterName = None, json: Json = False) -> None:
 
 
 def _has_screen() -> bool:
-    """Returns False where a browser would be one in the terminal, or none."""
+    """Returns whether a graphical browser can open: without a display it would run in the terminal, or not at all."""
     return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 

@@ -98,7 +98,8 @@ def _budget(
     *,
     json: bool,
 ) -> None:
-    """Shows the model that a budget should train: by each law, and by the default one for what is asked besides."""
+    """Shows the size of model and the tokens that a budget should train: one row for each scaling law, and rows for
+    the served tokens and unique tokens that were given."""
     from raytide.sizing.scaling.budget import advise, flops_of_budget
 
     if flops is None:

@@ -26,7 +26,7 @@ def measure(
 
 
 def job_of(node_type: NodeType, nodes: int, seconds: float, disk_mib: int) -> JobSpec:
-    """Returns the job: one process on each of so many whole nodes."""
+    """Returns the job that measures: one process on each of `nodes` whole nodes."""
     command = ("python", "-m", "raytide.sdk.bench.node.measure", str(seconds), str(disk_mib))
     script = ScriptSpec.parse({"command": command}, where="bench node")
     resources = {name: amount for name, amount in node_type.resources.items() if name in WHOLE and amount}

@@ -159,7 +159,7 @@ def _row(status: EndpointStatus) -> tuple[object, ...]:
 
 
 def _location(text: str) -> str:
-    """Returns a path as an absolute one; URLs, references and names of packaged models unchanged."""
+    """Returns a local path made absolute. URLs, registry references and names of packaged models stay unchanged."""
     is_path = text and "://" not in text and not text.startswith(SCHEME) and text not in PACKAGED_MODELS
     return str(Path(text).resolve()) if is_path else text
 
@@ -195,7 +195,7 @@ def _canary(given: str) -> bool | dict[str, object]:
 
 
 def _ab(given: str) -> float | dict[str, object] | None:
-    """Returns the percent of an A/B test, or the fields of its file; None for no test."""
+    """Returns the challenger's percentage in an A/B test, or the fields of the test's file; None for no test."""
     try:
         return float(given) if given else None
     except ValueError:
@@ -215,7 +215,7 @@ def _explain(spec: ServeSpec, *, json: bool) -> None:
 def _spec(
     model: str, named: Mapping[str, object], replicas: Mapping[str, float], needs: Mapping[str, object]
 ) -> ServeSpec:
-    """Returns the spec of a file or a model directory, with the options of the command line in place of its own."""
+    """Returns the spec of a YAML file or of a model. Options of the command line replace the file's fields."""
     if model.endswith((".yaml", ".yml")):
         fields, where = dict(load_yaml(model)), model
     else:

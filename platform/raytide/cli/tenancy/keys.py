@@ -176,7 +176,7 @@ def _row(view: KeyView) -> tuple[object, ...]:
 
 
 def _facts(view: KeyView) -> dict[str, object]:
-    """Returns what both the list and `show` say of a key."""
+    """Returns the columns that both `key list` and `key show` print for a key."""
     shown, spending = view.key, view.spending
     return {
         "name": shown.name,

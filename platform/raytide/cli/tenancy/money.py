@@ -1,4 +1,4 @@
-"""quota, budget, cost: limits on what teams hold and spend, their usage, and what the money was spent on."""
+"""quota, budget, cost: limits on the resources and spending of teams, their usage, and the costs by group."""
 
 from __future__ import annotations
 
@@ -167,7 +167,8 @@ def _budget_row(team: TeamView) -> tuple[str, ...]:
 
 
 def _active(client: ApiClient) -> list[JobView]:
-    """Returns all active jobs. A page may be cut off by its size, so only a page without new jobs is the last."""
+    """Returns all active jobs. The API may shorten any page to limit its bytes, so the last page is the one without new
+    jobs."""
     found: dict[str, JobView] = {}
     while True:
         page = client.jobs(limit=_PAGE, offset=len(found), active=True)
@@ -229,7 +230,7 @@ def seconds(text: str) -> float:
 
 
 def _columns(table: CostTable, forecast: bool, money: Money) -> list[list[str]]:
-    """Returns the table with its head and total; energy and emissions only where some energy is known."""
+    """Returns the table's lines, header and total included; columns of energy and emissions only if energy is known."""
     ahead, energy = ["forecast"] if forecast else [], ["kwh", "co2_kg"] if table.kwh else []
     lines = [[table.by, "cost", "per_hour", *ahead, "lost", "lost_to", *energy]]
 

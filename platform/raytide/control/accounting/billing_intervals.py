@@ -34,9 +34,10 @@ def update_intervals(
     at_once: Collection[str] = (),
     pending_mj: Mapping[str, int] = MappingProxyType({}),
 ) -> Booking:
-    """Books the intervals of `nodes`, which were not GONE before this tick, so each is closed exactly once.
+    """Books the billing intervals of `nodes`. No node among them was GONE before this tick, so each interval is closed
+    exactly once.
 
-    Nodes held by jobs in `at_once` are booked up to now. `pending_mj`: the energy of nodes that is not booked yet.
+    Nodes held by jobs in `at_once` are booked up to now. `pending_mj`: each node's energy in mJ that is not booked yet.
     """
     entries: list[Entry] = []
     kept: list[OpenInterval] = []
@@ -74,7 +75,8 @@ def _opened(machine: Machine, occupancy: Occupancy) -> OpenInterval:
 
 
 def _repriced(interval: OpenInterval, machine: Machine) -> tuple[tuple[Entry, ...], OpenInterval]:
-    """Books up to each price change and opens a new interval there. Repeating it has no effect."""
+    """Returns the entries up to each price change of the machine, and the interval that opens at the last one.
+    Repeating it has no effect."""
     entries: tuple[Entry, ...] = ()
     prices = [*(price for _, price in machine.earlier[1:]), machine.price_micro_usd_h]
     for (until_s, _), price in zip(machine.earlier, prices, strict=False):

@@ -1,6 +1,6 @@
 """Ends the records of a cluster: its nodes become GONE, their costs are booked, and unfinished jobs FAILED.
 
-The costs up to any moment, compared with the provider's bill, are its cost report.
+Its cost report compares the costs up to now with the provider's bill.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WHY = "the cluster was ended"
 
 
 def cost_report(books: LedgerQueries, machines: Iterable[Machine], now_us: int, team: str | None = None) -> CostReport:
-    """Returns all costs up to now, and for ended machines what was booked and billed.
+    """Returns all costs up to now, and the sums that were booked and billed for ended machines.
 
     With `team`, returns only the team's costs and no bill, because a machine may serve several teams.
     """
@@ -76,7 +76,7 @@ def sole_lead(store: Store, holder: str) -> Iterator[None]:
 
 
 def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:
-    """Ends the records of a cluster whose processes are gone, and returns the final accounts. It may be repeated."""
+    """Ends the records of a cluster whose processes are gone, and returns the final accounts. May be called again."""
     records = store.load()
     by_id = {machine.node_id: machine for machine in machines}
     nodes = {
@@ -121,7 +121,7 @@ def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Cl
 
 
 def _gone(node: Node, now_s: float) -> Node:
-    """Returns the node as GONE; one that was never bought cost nothing."""
+    """Returns the node as GONE, ended now unless it was GONE already."""
     if node.state is NodeState.GONE:
         return node
     return replace(node, state=NodeState.GONE, ended_at_s=now_s, reason=_WHY)

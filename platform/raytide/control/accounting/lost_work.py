@@ -1,6 +1,6 @@
 """Books work that a gang lost to a disruption, once its driver has reported the amount.
 
-Only the driver knows its last checkpoint: it reports `lost_s`, the seconds of all work repeated so far, and
+Only the driver knows its last checkpoint. It reports `lost_s`, the seconds of work that it has repeated in total, and
 `lost_at_s`, the time of its last interruption. Work lost through the job's own fault stays the job's cost.
 """
 
@@ -30,14 +30,14 @@ class Losses:
 
 
 def lost_nodes(before: Lease, after: Lease) -> tuple[str, ...]:
-    """Returns the nodes lost by members that were usable and not yielding."""
+    """Returns the nodes that members lost, without those of members that were not usable or were giving way."""
     pairs = zip(before.members, after.members, strict=True)
     gone = [was.node_id for was, now in pairs if was.is_usable and not was.gives_way and now.node_id != was.node_id]
     return tuple(dict.fromkeys(gone))
 
 
 def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
-    """Records a disruption of the job. One that follows another closely counts as the same."""
+    """Records that `by` disrupted the job. A disruption soon after another one counts as the same."""
     if not by:
         return job
     is_one = job.struck_at_s is not None and now_s - job.struck_at_s <= SAME_DISRUPTION_S
@@ -48,14 +48,15 @@ def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
 def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
     """Records a preemption of the job, unless an earlier disruption explains the loss.
 
-    A preempted gang saves its work first, so a loss soon after a disruption belongs to that, until it is reported.
+    A preempted gang saves its work first, so a loss soon after a disruption is due to the disruption, until the driver
+    has reported that loss.
     """
     is_struck = job.struck_at_s is not None and now_s - job.struck_at_s <= CAUSE_WINDOW_S
     return job if is_struck and not _is_reported(job) else on_disruption(job, by, now_s)
 
 
 def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
-    """Returns the jobs that reported a loss whose cause is known, or can no longer become known."""
+    """Returns the ids of jobs with a newly reported loss whose cause is known, or can no longer become known."""
     return frozenset(
         job.id
         for job in jobs
@@ -67,9 +68,10 @@ def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
 def book_losses(
     jobs: Iterable[Job], new: Sequence[Entry], booked: Callable[[str, int], Sequence[Entry]], now_s: float
 ) -> Losses:
-    """Books the losses of `jobs`.
+    """Returns the jobs with their losses counted, and the ledger's entries for these losses.
 
-    `new` are the entries of this tick up to now, and `booked(job_id, after_us)` returns earlier entries ending later.
+    `new` are the entries of this tick up to now; `booked(job_id, after_us)` returns earlier entries that end after
+    `after_us`.
     """
     settled, entries = list[Job](), list[Entry]()
     for job in jobs:
@@ -85,19 +87,19 @@ def book_losses(
 
 
 def _cause(job: Job) -> str:
-    """Returns what disrupted the job when it was interrupted; empty if nothing did."""
+    """Returns the cause of the job's last interruption: what disrupted it at about that time; empty if nothing did."""
     is_near = job.struck_at_s is not None and abs(job.struck_at_s - _interrupted_at_s(job)) <= CAUSE_WINDOW_S
     return job.struck_by if is_near else ""
 
 
 def _is_reported(job: Job) -> bool:
-    """Returns whether the loss of the last disruption is booked."""
+    """Returns whether the driver has reported the loss of the last disruption, and it is booked."""
     is_since = job.struck_at_s is not None and _interrupted_at_s(job) >= job.struck_at_s - SAME_DISRUPTION_S
     return is_since and _reported_s(job) == job.lost_s
 
 
 def _reported_s(job: Job) -> float:
-    """Returns the reported loss; the booked one if the driver's report is incomplete."""
+    """Returns the seconds of lost work that the driver reports; those already booked if its report is incomplete."""
     lost_s = job.progress_number("lost_s")
     return job.lost_s if lost_s is None or job.progress_number("lost_at_s") is None else max(0.0, lost_s)
 

@@ -1,7 +1,7 @@
 """Keeps a restored controller from acting until it is told to go on, and then reconciles its records with the provider.
 
-A restored database names nodes that are gone and knows none that were bought since the backup. A controller that took
-it for the present would end machines that it has no record of, and buy others for work that is lost.
+A restored database names nodes that are gone, and lacks those that were bought since the backup. A controller that
+trusted it would end the machines without a record, and buy others for work that is lost.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def step_hold(
 ) -> str:
     """Returns why the controller must do nothing in this tick; an empty string if it may act.
 
-    On a `resume` order it records the reconciliation and ends the hold in one transaction; the next tick acts on it.
-    While the provider does not answer the hold stays.
+    On a `resume` order it records the reconciliation and ends the hold in one transaction; the next tick acts on these
+    records. The hold stays while the provider does not answer.
     """
     hold = next((order for order in records.orders if order.kind == HOLD), None)
     if hold is None:
@@ -71,7 +71,7 @@ def reconcile_with_provider(
     backup_at_s: float,
     now_s: float,
 ) -> Reconciliation:
-    """Returns the nodes whose records change. `newest` is the highest number of a recorded node.
+    """Returns the nodes whose records change. `newest` is the highest node number that the records contain.
 
     Machines that ended after the backup are booked to their end as usual, because the provider lists their end.
     """

@@ -20,8 +20,8 @@ _EVERY_S = 30.0
 
 
 def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, TeamSpec]:
-    """Returns the configured teams with the limits set at run time. The tree is always the configured one, because a
-    stored parent could form a cycle."""
+    """Returns the configured teams with the limits set at run time. Each team's parent is always the configured one,
+    because a stored parent could form a cycle."""
     given = {team.name: team.given for team in stored if team.given}
     return {
         name: overlaid(spec, given[name]) if name in given else spec for name, spec in config.settings.teams.items()
@@ -31,7 +31,7 @@ def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, Tea
 def with_team_usage(
     snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent, old_s: float = 0.0
 ) -> Snapshot:
-    """Adds teams, priority classes and spending. `spent` is this month's; `old_s` is as in the Snapshot."""
+    """Returns the snapshot with teams, priority classes and spending. `old_s` is stored in its field of that name."""
     teams = {team.name: team for team in stored}
     return replace(
         snapshot,
@@ -58,7 +58,8 @@ def recent_gpu_s(stored: StoredTeam | None, now_s: float) -> float:
 
 
 def recent_usage(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float) -> tuple[StoredTeam, ...]:
-    """Returns the teams whose recent usage is due to be stored: the decayed usage and what they have held since."""
+    """Returns the teams whose recent usage is due to be stored, with this usage in GPU-seconds: the stored usage,
+    decayed, plus what the team has held since."""
     teams = {team.name: team for team in stored}
     holds: Counter[str] = Counter()
     for job in jobs:

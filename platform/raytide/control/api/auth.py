@@ -29,7 +29,7 @@ _THREADS = 8
 class Caller:
     user: str
     team: str
-    """`*` allows every team."""
+    """The caller's team; `*` allows all teams."""
     job: str = ""
     """The job of a job token; empty for a user's token."""
     is_gateway: bool = False
@@ -39,12 +39,12 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """The name in the audit log."""
+        """The caller's name in the audit log."""
         return f"{self.user}/{self.job}" if self.job else self.user
 
     @property
     def home(self) -> str:
-        """The team of specs that name none."""
+        """The team to which this caller's specs belong if they name no team."""
         return "default" if self.team == ANY_TEAM else self.team
 
     @property
@@ -80,8 +80,8 @@ class Caller:
         return self
 
     def require_route(self, path: str) -> None:
-        """Raises DeniedError if the path is the gateway's and the caller is not, or the other way round, and if the
-        caller is Alertmanager and the path is not."""
+        """Raises DeniedError if this caller may not use the path: the gateway uses only its own routes, which nobody
+        else uses, and Alertmanager only the webhook for alerts."""
         if self.is_alertmanager and path != ALERTS_ROUTE:
             raise DeniedError(f"the token of {self.user} opens only {ALERTS_ROUTE}.", hint="Use raytide's client.")
         if path.startswith(GATEWAY_ROUTES) is not self.is_gateway:
@@ -112,7 +112,8 @@ class JobTokens:
 
 
 class Tokens:
-    """The tokens of users, from `tokens.json` ({token: {"user": ..., "team": ...}}), of the gateway, and of jobs.
+    """Authenticates the tokens of jobs, and those in `tokens.json`: of users ({token: {"user": ..., "team": ...}}), of
+    the gateway and of Alertmanager.
 
     The file is read again when it changes. While it is missing or invalid, the tokens read last stay valid.
     """
@@ -125,8 +126,8 @@ class Tokens:
         self._problem = ""
 
     async def caller(self, authorization: str | None) -> Caller:
-        """Returns the caller of an Authorization header. Raises AuthError if it is not valid. Only job tokens read the
-        store."""
+        """Returns the caller that an Authorization header names. Raises AuthError if its token is not valid. The store
+        is read only for job tokens."""
         scheme, _, given = (authorization or "").partition(" ")
         given = given.strip()
         if scheme.lower() == "bearer" and given:
@@ -140,7 +141,7 @@ class Tokens:
         )
 
     def _load(self) -> dict[str, Caller]:
-        """Returns the callers by token. Raises ClusterError if the file was never readable."""
+        """Returns the callers by token; a changed file is read again. Raises ClusterError if it was never readable."""
         try:
             about = self._path.stat()
             seen = (about.st_mtime_ns, about.st_size, about.st_ino)
@@ -157,7 +158,7 @@ class Tokens:
 
 
 def _callers(raw: object) -> dict[str, Caller]:
-    """Raises ValueError if an entry is not a token of a user of a team."""
+    """Returns the callers by token. Raises ValueError if an entry names neither a user and a team nor a role."""
     if not isinstance(raw, dict):
         raise ValueError("it is not a mapping")
     callers = {}

@@ -1,8 +1,8 @@
 """ASGI middleware that authenticates requests and limits their bodies.
 
 The sender is authenticated before the body is read. Bodies have a size limit that depends on the route, and a deadline,
-so that neither huge nor slow ones hold memory or a connection. Routes find the caller in `request.state.caller`.
-Packages are streamed; every other body is complete before its route runs.
+so that neither huge nor slow bodies hold memory or a connection. Routes find the caller in `request.state.caller`.
+Uploaded packages are streamed to their route; every other body is complete before its route runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKAGE_S = 300.0
 _OPEN = frozenset({"/", "/health", "/metrics", "/v1/targets"})
 """Paths that need no token and take no body: nothing there is secret."""
 _OPEN_FILES = "/page/"
-"""The files of the web page, which holds no data: it asks for a token as every client does."""
+"""The path of the web page's files, which hold no data: the page asks for a token as every client does."""
 _ONLY_READ = frozenset({"GET", "HEAD", "OPTIONS"})
 _SPECS = frozenset({"/v1/jobs", "/v1/endpoints", "/v1/models", "/v1/rollouts", "/v1/alerts/webhook"})
 _PACKAGE = re.compile(r"/v1/packages/[^/]*")
@@ -85,7 +85,7 @@ class Gate:
 
 
 async def _admit(scope: Scope, receive: Receive) -> Receive | None:
-    """Returns the `receive` for the route once the body is within its limits; None if the client disconnected."""
+    """Returns a `receive` for the route that keeps the body within its limits; None if the client disconnected."""
     headers = scope["headers"]
     if not _has_body(headers):
         return receive
@@ -169,7 +169,7 @@ def _authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def _length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """Returns the announced length of the body; an invalid number counts as infinite."""
+    """Returns the body's announced length in bytes; None if there is none, 2**63 for an invalid one."""
     found = [value for name, value in headers if name == b"content-length"]
     if not found:
         return None
@@ -188,5 +188,5 @@ def _too_large(most: int) -> TooLargeError:
 
 
 def _refuse(error: RaytideError) -> JSONResponse:
-    """Returns the response. It closes the connection, because the rest of the body is not read."""
+    """Returns the error as a response, which closes the connection, because the rest of the body is not read."""
     return JSONResponse({"error": error.to_json()}, status_code=error.http_status, headers=_CLOSE)

@@ -40,8 +40,8 @@ class HealthMonitor:
         self._changed_s: float | None = None
 
     def live(self) -> Live:
-        """Returns the controller's last live.json; empty before its first tick. An unreadable file gives the previous
-        one."""
+        """Returns the content of the controller's live.json: empty before its first tick, the last one that was read if
+        the file is unreadable."""
         try:
             live = from_json(Live, json.loads(self._live_path.read_text()))
         except FileNotFoundError:

@@ -1,4 +1,5 @@
-"""The routes of the history, of latencies at clients, of alerts and what they do, and of orders to the controller."""
+"""The routes of the cluster's history, of latencies at clients, of alerts and their actions, and of orders to the
+controller."""
 
 from typing import Annotated, Any
 

@@ -1,4 +1,4 @@
-"""The routes of the web page: its files, which are open, and what only it asks for, which needs a token as all else."""
+"""The routes of the web page: its files, which need no token, and the data that only the page reads, which need one."""
 
 from __future__ import annotations
 

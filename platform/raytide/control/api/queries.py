@@ -1,4 +1,4 @@
-"""The types of request paths, queries and bodies, with their bounds; and the threads in which routes wait.
+"""The types of request paths, queries and bodies, with their bounds; and the thread pools in which routes block.
 
 Every route takes its input through these types, so that no number is infinite or beyond 64 bits, no text contains
 control characters, and no body has more depth or values than a spec.
@@ -48,18 +48,18 @@ LogPlaces = Annotated[str, Query(max_length=16_384)]
 Since = Annotated[float, Query(ge=0, le=_LATEST_S, allow_inf_nan=False)]
 Until = Annotated[float | None, Query(ge=0, le=_LATEST_S, allow_inf_nan=False)]
 Word = Annotated[str | None, Query(min_length=1, max_length=256, pattern=_NAME)]
-"""A value that a filter wants."""
+"""A value that records must have to pass a filter."""
 Number = Annotated[int | None, Query(ge=0, le=2**63 - 1)]
 VersionNumber = Annotated[int, Path(ge=1, le=10**9)]
 Revision = Annotated[int, Query(ge=1, le=2**31 - 1)]
 Grace = Annotated[float, Query(ge=0, le=366 * 86_400, allow_inf_nan=False)]
 Head = Annotated[str | None, Query(pattern=r"^[0-9]{1,18}:[0-9a-f]{64}$")]
-"""The number and hash of an entry of the audit log."""
+"""The number and SHA-256 of an entry of the audit log, `NUMBER:HASH`."""
 Usd = Annotated[float | None, Query(gt=0, le=1e12, allow_inf_nan=False)]
 
 
 class Poll(BaseModel):
-    """The query of a poll of a lease or the keys. Its routes avoid FastAPI's validation, because polls are frequent."""
+    """The query of a poll for a lease or the API keys. Polls are frequent, so FastAPI's validation is bypassed."""
 
     newer_than: int = Field(default=-1, ge=-1, le=2**63 - 1)
     timeout_s: float = Field(default=0.0, ge=0, le=86_400, allow_inf_nan=False)
@@ -77,7 +77,7 @@ class Poll(BaseModel):
 
 
 async def in_pool(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Returns the result of blocking work, which runs in one of the threads of this pool."""
+    """Runs blocking work in a thread of this pool, and returns its result."""
     return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=pool)
 
 

@@ -25,7 +25,7 @@ _END_S = 3.0
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 with heads that are bounded in size by h11, and in time by this class."""
+    """HTTP/1.1 with bounded request heads: h11 bounds their size, and this class the time until they are complete."""
 
     _headless: ClassVar[OrderedDict[BoundedProtocol, None]] = OrderedDict()
     _late: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def _find_dead_peers(connection: socket.socket) -> None:
-    """Makes the kernel probe silent clients: nothing else would close the connection of a machine that was lost."""
+    """Makes the kernel probe silent clients, because nothing else would close the connection of a lost machine."""
     with suppress(OSError, AttributeError):  # a system without these options finds out when the poll ends
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)

@@ -17,9 +17,9 @@ from raytide.core.objects.api_key import UsageBy
 from raytide.core.state.tenancy.usage import UsageFilter
 
 POLL_S = 0.2
-"""The time between two looks for a change of the keys, each of one small read of the store for all gateways."""
+"""The seconds between two checks for changed keys. Each is one small read of the store for all gateways."""
 _LEAVING_S = 2.0
-"""The time between two looks whether a gateway that polls is still there."""
+"""The seconds between two checks whether a polling gateway is still connected."""
 _MOST, _LONGEST_POLL_S = 1000, 30.0
 
 
@@ -30,7 +30,7 @@ def tenancy_routes(service: TenancyService) -> APIRouter:
     latest = {"read_s": -POLL_S, "revision": -1}
 
     async def revision() -> int:
-        """Returns the revision of the key table, at most half as old as the time between two looks."""
+        """Returns the revision of the key table, read at most half a polling period ago."""
         if time.monotonic() - latest["read_s"] >= POLL_S / 2:
             latest["read_s"] = time.monotonic()
             latest["revision"] = await q.in_pool(polls, service.revision)
@@ -128,7 +128,7 @@ async def _filter(
     since_s: q.Since = 0.0,
     until_s: q.Until = None,
 ) -> UsageFilter:
-    """Returns the filter of a query, within what the caller may see."""
+    """Returns the filter of a query, limited to the caller's team. Raises DeniedError if it asks for another team."""
     if team is not None and not caller.sees(team):
         raise DeniedError(f"the token of {caller.user} is for team {caller.team}, not {team}.", hint="Leave it out.")
     team = caller.only_team or team

@@ -1,1 +1,2 @@
-"""Backups of a cluster in a restic repository: state, configuration and what the state names; restores and drills."""
+"""Backups of a cluster in a restic repository, restores and drills. A backup has the state, the configuration and the
+folders that the state names."""

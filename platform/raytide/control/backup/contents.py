@@ -1,7 +1,7 @@
 """Lists the folders that a copy of the state names: checkpoints, datasets, models, and the files of runs.
 
-Checkpoints, datasets and exported models are sealed: a manifest, written last, has the hash of each of their files. One
-that is not whole is not taken, and a restored one is compared with the hash that was noted at the backup.
+Checkpoints, datasets and exported models are sealed: a manifest, written last, has the hash of each of their files. A
+backup leaves incomplete folders out, and a restored folder is compared with the hash that was noted at the backup.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ class SavedFolder(Config):
     kind: FolderKind
     path: str
     stored_as: str
-    """Its path in the snapshot, which differs where links lead to it."""
+    """The folder's path in the snapshot. It differs from `path` if symbolic links lead to the folder, or if hard links
+    to a checkpoint are saved."""
     sha256: str = ""
     """The hash of a checkpoint's or dataset's manifest, or of a registered model's content; empty where none is
     known."""
     owner: str = ""
-    """The job, or the version in the registry, that names it."""
+    """The job, or the version in the registry, that names the folder."""
 
 
 class Contents(Config):
@@ -59,7 +60,7 @@ class Contents(Config):
     remote: tuple[str, ...] = ()
     """URLs of object stores, which stay where they are."""
     missing: tuple[str, ...] = ()
-    """Paths that are not on this machine, or not whole."""
+    """Paths that are missing on this machine, or incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,11 @@ class _Named:
     owner: str
     sha256: str = ""
     is_needed: bool = True
-    """False for what a finished job used, which is often removed afterwards."""
+    """False for folders that a finished job used, because they are often removed afterwards."""
 
 
 def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:
-    """Returns what the copied state names, and the further paths that the configuration asks for."""
+    """Returns the folders and URLs that the copied state names, and the further paths in the configuration."""
     with closing(Database(f"sqlite:///{state}")) as database, database.read() as c:
         named = [*_of_registry(c), *_of_jobs(c), *_of_endpoints(c)]  # the registry knows the hashes
     named += [_Named("path", path, "metadata.raytide.backup.paths") for path in paths]
@@ -93,7 +94,8 @@ def contents_of(state: Path, paths: Iterable[str] = ()) -> Contents:
 
 @contextmanager
 def pinned(contents: Contents) -> Iterator[Contents]:
-    """Yields the contents with links to the files of each checkpoint: its run may remove it while it is saved."""
+    """Yields the contents with each checkpoint replaced by hard links to its files, because its run may remove the
+    checkpoint while it is saved."""
     places = {Path(each.stored_as).parent / _PINNED for each in contents.folders if each.kind == "checkpoint"}
     try:
         folders = [_pin(each) if each.kind == "checkpoint" else each for each in contents.folders]
@@ -106,9 +108,10 @@ def pinned(contents: Contents) -> Iterator[Contents]:
 
 
 def _pin(folder: SavedFolder) -> SavedFolder | None:
-    """Returns the checkpoint, or a newer one if it was removed, with the path of its links; None without any.
+    """Returns the checkpoint with the path of its hard links; the run's newest one if it was removed; None if there is
+    none.
 
-    Where no links can be made, the path stays: a checkpoint that is removed then fails the backup, which is repeated.
+    Where no links can be made, its own path stays: if it is then removed, the backup fails and is repeated.
     """
     for _ in range(_TRIES):
         source = Path(folder.stored_as)
@@ -131,8 +134,8 @@ def _pin(folder: SavedFolder) -> SavedFolder | None:
 
 
 def paths_to_save(contents: Contents) -> list[Path]:
-    """Returns the files and folders to save. Of a run's folder these are its entries without its checkpoints, of which
-    the chosen ones are folders of their own."""
+    """Returns the files and folders to save. A run's folder is saved without its checkpoints; those to save are listed
+    as folders of their own."""
     found: dict[Path, None] = {}
     checkpoints = {parent for each in contents.folders if each.kind == "checkpoint" for parent in _above(each.path)}
     for folder in contents.folders:
@@ -150,7 +153,7 @@ def _above(path: str) -> list[Path]:
 
 
 def is_there(folder: SavedFolder) -> bool:
-    """Returns whether a folder still has its files after they were saved: restic passes over those that are not."""
+    """Returns whether a folder still has its files after the backup, because restic skips files that are gone."""
     path = Path(folder.stored_as)
     if folder.kind != "dataset":
         return path.exists()
@@ -163,7 +166,7 @@ def is_there(folder: SavedFolder) -> bool:
 
 
 def problem_of(folder: SavedFolder, path: Path) -> str:
-    """Reads every byte of a sealed folder, which lies at `path` now; returns what is wrong with it, or nothing."""
+    """Reads every byte of a sealed folder, which is now at `path`; returns what is wrong with it, or an empty text."""
     try:
         if folder.kind == "checkpoint":
             manifest.verify(open_store(str(path.parent)), path.name)
@@ -215,7 +218,7 @@ def _of_endpoints(c: sa.Connection) -> Iterator[_Named]:
 
 
 def _on_disk(named: _Named, path: Path) -> SavedFolder | None:
-    """Returns the folder to save; None if it is not there, or not whole."""
+    """Returns the folder to save; None if it is missing or incomplete."""
     sha256 = named.sha256
     try:
         if named.kind == "checkpoint":
@@ -246,7 +249,7 @@ def _newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Returns whether the manifest is there and each file has its size."""
+    """Returns whether the manifest exists and each file has the size that the manifest has for it."""
     store = open_store(str(checkpoint.parent))
     try:
         files = manifest.read(store, checkpoint.name).manifest.files

@@ -46,7 +46,8 @@ _DAY_S = 86_400.0
 
 
 def drill(place: BackupPlace, *, is_cold: bool = False, now_s: Callable[[], float] = time.time) -> DrillResult:
-    """Restores, checks and measures; the result is recorded, for the metrics. Raises what keeps it from being made."""
+    """Runs a drill, records its result for the metrics and returns it. Raises an error if the drill cannot be run;
+    damage that it finds is part of the result."""
     with working(place.cluster):
         scratch = place.work_dir / f"drill-{secrets.token_hex(4)}"
         for left in place.work_dir.glob("drill-*"):
@@ -65,7 +66,7 @@ def drill(place: BackupPlace, *, is_cold: bool = False, now_s: Callable[[], floa
 
 
 def _drill(place: BackupPlace, repository: Repository, scratch: Path, at_s: float) -> DrillResult:
-    """Checks the repository first: where data is missing, a restore would only wait for it."""
+    """Returns the result of a drill. It checks the repository first: a restore would wait for missing data."""
     parts = place.settings.drill_parts
     snapshot = find_snapshot(repository, place.cluster)
     found = DrillResult(at_s=at_s, snapshot=snapshot.id, lost_s=max(0.0, at_s - snapshot.at_s))
@@ -89,8 +90,8 @@ def _drill(place: BackupPlace, repository: Repository, scratch: Path, at_s: floa
 
 
 def _problems_of_folders(unpacked: Unpacked) -> tuple[list[str], list[str]]:
-    """Reads every byte of the sealed folders, and tries the newest model; returns what is wrong, and what was not
-    tried."""
+    """Reads every byte of the sealed folders, and tries the newest model; returns the problems, and the checks that
+    were skipped."""
     folders = unpacked.manifest.contents.folders
     found = [problem for each in folders if (problem := problem_of(each, below(unpacked.scratch, each.stored_as)))]
     model = _newest_model(folders, unpacked.scratch)
@@ -101,7 +102,8 @@ def _problems_of_folders(unpacked: Unpacked) -> tuple[list[str], list[str]]:
 
 
 def problems_of_state(unpacked: Unpacked, state: Path) -> Iterator[str]:
-    """Yields what is wrong with the records: sums of the ledger, the audit log's chain, specs, and one decision."""
+    """Yields the problems of the records: it checks the ledger's sums, the audit log's chain, the specs and the hold,
+    and makes one decision."""
     with closing(Database(f"sqlite:///{state}")) as database, database.read() as c:
         booked, kept = (
             c.execute(sa.select(sa.func.sum(each.c.amount_micro_usd))).scalar() for each in (entries, totals)
@@ -126,7 +128,7 @@ def problems_of_state(unpacked: Unpacked, state: Path) -> Iterator[str]:
 
 
 def _problems_of_api(unpacked: Unpacked, state: Path) -> list[str]:
-    """Starts an API on the copy, and compares what it answers with the records."""
+    """Starts an API on the copy, and returns the differences between its answers and the records."""
     run_dir, port = unpacked.run_dir, _free_port()
     token = secrets.token_urlsafe(24)
     address = f"http://127.0.0.1:{port}"
@@ -174,7 +176,7 @@ def _problems_of_api(unpacked: Unpacked, state: Path) -> list[str]:
 
 
 def _ask(process: subprocess.Popen[bytes], address: str, token: str) -> set[str] | str:
-    """Returns the nodes that the API lists, or why it lists none."""
+    """Returns the ids of the nodes that the API lists, or why it does not answer."""
     deadline, why = time.monotonic() + _API_S, "it did not start in time."
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -209,7 +211,7 @@ def _try_model(model: Path) -> tuple[list[str], list[str]]:
 
 
 def _newest_model(folders: tuple[SavedFolder, ...], scratch: Path) -> Path | None:
-    """Returns where the newest model is that can be loaded: one of the registry, or the export of a run."""
+    """Returns the folder of the newest model with a `config.json`: a registered one or the export of a run."""
     found = []
     for folder in folders:
         path = below(scratch, folder.stored_as)

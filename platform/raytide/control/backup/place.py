@@ -45,7 +45,7 @@ class BackupPlace:
 
 
 def place_of(cluster: str) -> BackupPlace:
-    """Returns the place of a cluster of this machine, running or not. NotFoundError without its run folder, and
+    """Returns the place of a cluster of this machine, running or not. Raises NotFoundError without its run folder,
     ConfigError if its configuration has no `backup`."""
     run_dir = run_dir_of(cluster)
     config_path = run_dir / CONFIG

@@ -1,7 +1,7 @@
 """A restic repository, through the program `restic`.
 
-restic cuts files into chunks, encrypts each and stores it once. Each snapshot is full to its reader and incremental in
-storage. A snapshot exists from the moment its file is written, last, so a killed backup leaves only unused chunks.
+restic cuts files into chunks, encrypts them and stores each distinct chunk once. Each snapshot is complete for readers
+and incremental in storage. Its own file is written last, so a killed backup leaves only unused chunks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _QUERY_S, _TRANSFER_S = 600.0, 86_400.0
 """The time limits of commands that read a repository's index, and of those that move data."""
 _NO_SNAPSHOT = "no matching ID found"
 _INCOMPLETE = 3
-"""restic's exit code when it has saved a snapshot without files that it could not read."""
+"""restic's exit code if the snapshot that it saved lacks files that it could not read."""
 _TAIL = 600
 _SFTP = re.compile(r"^sftp:(?://)?(?:(?P<user>[^@/:]+)@)?(?P<host>\[[^\]]+\]|[^/:]+)(?::(?P<port>\d+)(?=/))?[:/]")
 """The forms `sftp:user@host:/path` and `sftp://user@host:port/path`."""
@@ -59,8 +59,8 @@ class BackupSummary:
 
 
 def find_restic() -> str:
-    """Returns the path of restic: on the PATH, or where a checkout's `./dev setup` unpacked it. ConfigError without
-    it."""
+    """Returns the path of restic: on the PATH, or where a checkout's `./dev setup` unpacked it. Raises ConfigError if
+    it is in neither place."""
     unpacked = str(Path(sys.prefix) / "tools" / "bin")
     found = shutil.which("restic") or shutil.which("restic", path=unpacked)
     if found is None:
@@ -69,7 +69,7 @@ def find_restic() -> str:
 
 
 def read_environment(file: Path) -> dict[str, str]:
-    """Returns the variables of a file with lines NAME=VALUE, which nobody but this user may read."""
+    """Returns the variables of a file with lines NAME=VALUE. Raises ConfigError if other users may read the file."""
     try:
         about, text = file.stat(), file.read_text()
     except OSError as error:
@@ -91,7 +91,7 @@ def read_environment(file: Path) -> dict[str, str]:
 class Repository:
     """A repository at a path or a URL that restic knows (`s3:...`, `sftp:...`), with the file of its password.
 
-    restic gets the URL and all secrets by its environment, never as arguments, which others see.
+    restic gets the URL and all secrets in its environment, never as arguments, which other users see.
     """
 
     url: str
@@ -106,8 +106,8 @@ class Repository:
         return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", self.url)
 
     def init(self, like: Repository | None = None) -> bool:
-        """Creates the repository; returns False if it exists. With `like` both cut files at the same places, so that
-        snapshots that are copied between them are stored once.
+        """Creates the repository; returns False if it exists. With `like`, both repositories cut files at the same
+        places, so that copied snapshots share their chunks.
 
         Raises StorageError if it exists with another password.
         """
@@ -128,11 +128,11 @@ class Repository:
         may_vanish: Sequence[str] = (),
         pass_fds: Sequence[int] = (),
     ) -> BackupSummary:
-        """Saves these paths as one snapshot, without reading files that are as they were in the `parent`, by default
-        and where that was removed the cluster's newest snapshot.
+        """Saves these paths as one snapshot. Files that are unchanged since the snapshot `parent` are not read again.
+        Without a parent, or if it was removed, the cluster's newest snapshot is the parent.
 
-        `list_file` is written with the paths. Files below `may_vanish` may be removed meanwhile. `pass_fds` stay open
-        as long as restic runs. Raises StorageError; a snapshot that lacks other files is then removed again.
+        Writes the paths to `list_file`. Files below `may_vanish` may be removed meanwhile. `pass_fds` stay open
+        as long as restic runs. Raises StorageError, and removes the snapshot, if it lacks other files.
         """
         with full_disk_is_an_error(str(list_file)):
             list_file.write_text("".join(f"{path}\n" for path in paths))
@@ -155,8 +155,8 @@ class Repository:
         raise self._failed("has no new snapshot", done)
 
     def _newest(self, cluster: str) -> str:
-        """Returns the cluster's newest snapshot. A new repository on this machine is seen to have none without restic,
-        which takes a second to open one."""
+        """Returns the id of the cluster's newest snapshot; empty if there is none. An empty repository on this machine
+        is recognised without restic, which takes a second to open one."""
         snapshots = Path(self.url) / "snapshots"
         if snapshots.is_dir() and not any(snapshots.iterdir()):
             return ""
@@ -167,7 +167,7 @@ class Repository:
         return self._call([*command, *more], timeout_s=_TRANSFER_S, pass_fds=pass_fds)
 
     def remove(self, snapshot: str) -> None:
-        """Removes a snapshot. Its data stays until the next `forget`, which a next snapshot may use again."""
+        """Removes a snapshot. Its data stays until the next `forget`, so that a new snapshot can use it again."""
         self._checked(["forget", snapshot], "kept an incomplete snapshot")
 
     def snapshots(self, cluster: str | None = None) -> tuple[RepositorySnapshot, ...]:
@@ -186,21 +186,23 @@ class Repository:
         return tuple(sorted(listed, key=lambda each: each.at_s))
 
     def restore(self, snapshot: str, target: Path, *, include: Sequence[str] = ()) -> tuple[str, ...]:
-        """Writes a snapshot's files below `target` under their absolute paths; returns what could not be restored.
+        """Writes a snapshot's files below `target` under their absolute paths; returns restic's errors, empty if all
+        files were restored.
 
-        All of it is read from the repository, not from the cache. What restic writes is checked against its hashes.
+        All data is read from the repository, not from restic's cache. restic checks it against its hashes.
         """
         command = ["restore", snapshot, "--target", str(target), "--no-cache"]
         return _problems(self._call([*command, *(f"--include={path}" for path in include)], timeout_s=_TRANSFER_S))
 
     def check(self, part: int | None = None, parts: int = 1) -> tuple[str, ...]:
-        """Returns the problems of the repository's structure, and of the `part`-th of `parts` of its data if given."""
+        """Returns the problems of the repository's structure; with `part`, also those of one of `parts` parts of its
+        data, counted from 1."""
         command = ["check", *([] if part is None else [f"--read-data-subset={part}/{parts}"])]
         return _problems(self._call(command, timeout_s=_TRANSFER_S))
 
     def forget(self, cluster: str, keep: Mapping[str, int]) -> tuple[int, int]:
-        """Removes the snapshots that no rule keeps, and the data that no other uses; returns the numbers of those that
-        are kept and removed. The newest always stays."""
+        """Removes the snapshots that no rule keeps, and the data that no other snapshot uses. Returns the numbers of
+        snapshots kept and removed. The newest is always kept; without rules, no other is."""
         rules = [f"--keep-{name}={count}" for name, count in keep.items() if count]
         command = ["forget", "--json", "--prune", "--tag", TAG, "--host", cluster, "--group-by", "host"]
         done = self._checked([*command, *(rules or ["--keep-last=1"])], "was not cleaned", timeout_s=_TRANSFER_S)
@@ -209,13 +211,13 @@ class Repository:
         return sum(kept for kept, _ in sizes), sum(removed for _, removed in sizes)
 
     def copy_from(self, other: Repository, snapshots: Sequence[str]) -> None:
-        """Copies snapshots of another repository that this one does not have."""
+        """Copies snapshots from another repository, unless this one has them."""
         self._checked(["copy", *snapshots], "did not take the copy", timeout_s=_TRANSFER_S, other=other)
 
     def _checked(
         self, command: Sequence[str], what: str, *, timeout_s: float = _QUERY_S, other: Repository | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs restic, and raises the error that `what` describes if it fails."""
+        """Runs restic and returns the completed process. If restic fails, raises an error that `what` describes."""
         done = self._call(command, timeout_s=timeout_s, other=other)
         if done.returncode != 0:
             raise self._failed(what, done)
@@ -229,7 +231,7 @@ class Repository:
         pass_fds: Sequence[int] = (),
         other: Repository | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs restic; a second time if only the lock of a dead process was in its way. It may read from an `other`
+        """Runs restic, and runs it again if the lock of a dead process stopped it. restic may read from an `other`
         repository."""
         done = self._run(command, timeout_s, pass_fds, other)
         if done.returncode != 0 and "already locked" in done.stderr and command[0] != "unlock":
@@ -279,7 +281,8 @@ class Repository:
         return found
 
     def _ssh_command(self) -> str | None:
-        """Returns the command that opens the store at `sftp:`; None to leave it to restic and the user's own ssh."""
+        """Returns the ssh command for an `sftp:` repository; None without `sftp` settings: restic then runs the user's
+        ssh."""
         place = _SFTP.match(self.url)
         if self.sftp is None or place is None:
             return None
@@ -317,7 +320,7 @@ class Repository:
 
 
 def has_all(done: subprocess.CompletedProcess[str], may_vanish: Sequence[str]) -> bool:
-    """Returns whether a snapshot lacks nothing but files that are gone and were allowed to go."""
+    """Returns whether all files that a snapshot lacks were removed meanwhile, and were below a path in `may_vanish`."""
     lost = [Path(str(each.get("item"))) for each in _json_lines(done.stderr) if each.get("message_type") == "error"]
     allowed = [Path(folder) for folder in may_vanish]
     return (
@@ -328,7 +331,7 @@ def has_all(done: subprocess.CompletedProcess[str], may_vanish: Sequence[str]) -
 
 
 def _problems(done: subprocess.CompletedProcess[str]) -> tuple[str, ...]:
-    """Returns what restic says of its failure; empty if it succeeded."""
+    """Returns the lines with which restic explains its failure; empty if it succeeded."""
     if done.returncode == 0:
         return ()
     return tuple(line for line in done.stderr.splitlines() if line.strip()) or ("restic failed",)
@@ -346,7 +349,7 @@ def _json_lines(text: str) -> list[dict[str, Any]]:
 
 
 def _to_microseconds(time: str) -> str:
-    """Returns restic's time, which has nanoseconds, as Python reads it."""
+    """Returns restic's time, which has nanoseconds, cut to the microseconds that Python reads."""
     head, _, rest = time.partition(".")
     digits = rest.rstrip("Z").partition("+")[0].partition("-")[0]
     return f"{head}.{digits[:6]:0<6}{'+00:00' if rest.endswith('Z') else rest[len(digits) :]}" if rest else time

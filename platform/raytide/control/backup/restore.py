@@ -1,7 +1,7 @@
-"""Restores a snapshot: into a scratch folder first, and from there, once it was checked, into its place.
+"""Restores a snapshot: first into a scratch folder, where it is checked, and from there into its place.
 
-The folders that the state names come first and the state last, so that whatever is killed in between, no state names
-anything that is not there. Nothing that exists is overwritten.
+The folders that the state names are moved first and the state last, so that a killed restore leaves no state that names
+missing folders. Existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Unpacked:
     scratch: Path
     manifest: BackupManifest
     problems: tuple[str, ...]
-    """Files that restic could not read, in its words."""
+    """restic's messages about files that it could not read."""
 
     @property
     def staging(self) -> Path:
@@ -66,14 +66,14 @@ class Restored:
     at_s: float
     run_dir: Path
     folders: tuple[str, ...]
-    """Folders that were restored, or were there already and whole."""
+    """Folders that were restored, or that existed already and were intact."""
     problems: tuple[str, ...]
     """Folders that were not restored, and why."""
 
 
 def find_snapshot(repository: Repository, cluster: str | None, id: str = "latest") -> RepositorySnapshot:
-    """Returns a snapshot by its id, or the newest. NotFoundError without it, or if `latest` could be of several
-    clusters."""
+    """Returns the snapshot with this id, or the newest. Raises NotFoundError if there is none, or if several clusters
+    have one."""
     found = repository.snapshots(cluster)
     if id != "latest":
         found = tuple(each for each in found if each.id.startswith(id[:8]))
@@ -107,7 +107,7 @@ def restore_cluster(
 
 
 def check_is_free(run_dir: Path) -> None:
-    """Raises ConflictError if a cluster has this run folder."""
+    """Raises ConflictError if the run folder contains a cluster."""
     for name in ("cluster.json", CONFIG, STATE):
         if (run_dir / name).exists():
             raise ConflictError(
@@ -117,7 +117,8 @@ def check_is_free(run_dir: Path) -> None:
 
 
 def unpack(repository: Repository, snapshot: RepositorySnapshot, scratch: Path) -> Unpacked:
-    """Restores all of a snapshot into an empty scratch folder. Raises StorageError without a whole state."""
+    """Restores all of a snapshot into a new scratch folder. Raises StorageError if its manifest or its state is missing
+    or damaged."""
     with full_disk_is_an_error(str(scratch)):
         scratch.mkdir(mode=0o700, parents=True)
     problems = repository.restore(snapshot.id, scratch)
@@ -143,10 +144,10 @@ _EARLIER = "Use an earlier snapshot: `raytide backup list`."
 
 
 def put_in_place(unpacked: Unpacked, run_dir: Path, *, state_url: str | None = None) -> Restored:
-    """Moves what was unpacked into its place, and returns what could not be.
+    """Moves the unpacked files into their places; the result names the folders that were moved, and the problems.
 
     `state_url` replaces that of the restored configuration. Raises ConflictError if the run folder or the store holds
-    a cluster; a repeated restore goes on where a killed one stopped.
+    a cluster. A repeated restore goes on where a killed one stopped.
     """
     check_is_free(run_dir)
     restored, problems = [], []
@@ -170,9 +171,10 @@ def put_in_place(unpacked: Unpacked, run_dir: Path, *, state_url: str | None = N
 
 
 def hold_back(state: Path, manifest: BackupManifest, snapshot: str) -> None:
-    """Makes a copied state one that a controller only observes until `raytide resume`; does nothing the second time.
+    """Puts a hold into a copied state, so that its controller only observes until `raytide resume`. A second call has
+    no effect.
 
-    Ids that may have been given after the backup are skipped, and the leader of that time is forgotten.
+    It also skips ids that may have been given after the backup, and clears the leader that the backup has.
     """
     order = Order(
         id=f"restore-{snapshot}",
@@ -195,12 +197,13 @@ def hold_back(state: Path, manifest: BackupManifest, snapshot: str) -> None:
 
 
 def below(root: Path, path: str) -> Path:
-    """Returns where restic puts an absolute path below its target."""
+    """Returns the path at which restic restores an absolute path below its target folder."""
     return root / path.lstrip("/")
 
 
 def _put_folder(folder: SavedFolder, found: Path) -> str:
-    """Moves one folder to its path; returns why not, or nothing. A folder that is there and whole stays."""
+    """Moves one folder to its path; returns why it could not, or an empty text. An intact folder that is there already
+    stays."""
     target, is_merged = Path(folder.path), folder.kind in ("run", "path")
     if is_merged and not found.exists():
         return "" if folder.kind == "run" else f"{folder.path} was not restored."
@@ -218,7 +221,7 @@ def _put_folder(folder: SavedFolder, found: Path) -> str:
 
 
 def _from_the_inside(folder: SavedFolder) -> tuple[bool, int]:
-    """Orders sealed folders before those of runs, which may contain them, and inner ones before outer ones."""
+    """Returns a sort key: sealed folders before those of runs, which may contain them, and inner before outer ones."""
     return folder.kind in ("run", "path"), -len(Path(folder.path).parts)
 
 
@@ -241,8 +244,8 @@ def _put_state(unpacked: Unpacked, run_dir: Path, state_url: str | None) -> None
 
 
 def _move(source: Path, target: Path) -> None:
-    """Moves a file or a folder so that it appears whole at its target, on another disk too. What is there stays; pipes
-    and sockets are left out."""
+    """Moves a file or a folder so that it appears at its target complete, even on another disk. An existing target
+    stays; pipes and sockets are left out."""
     if target.exists() or target.is_symlink() or not (source.is_file() or source.is_dir() or source.is_symlink()):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -259,7 +262,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _merge(source: Path, target: Path, last: str | None = None) -> None:
-    """Moves the files of a folder into another one, except one that comes later. Pipes and sockets are left out."""
+    """Moves the files of a folder into another one, except the file `last`. Pipes and sockets are left out."""
     target.mkdir(mode=source.stat().st_mode & 0o777, parents=True, exist_ok=True)
     for entry in sorted(source.iterdir()):
         if entry.name == last:

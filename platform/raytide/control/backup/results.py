@@ -24,14 +24,14 @@ class LastRun(Config):
     """The last successful run of one kind, and the last failure after it."""
 
     at_s: float = 0.0
-    """For a backup: the time from which on changes are not in it. 0: never."""
+    """The time of the run; 0 if there was none. A backup does not have the changes after this time."""
     took_s: float = 0.0
     snapshot: str = ""
     bytes: int = 0
     added_bytes: int = 0
     failed_at_s: float = 0.0
     error: str = ""
-    """The failure after it; empty if there is none."""
+    """The failure after the last successful run; empty if there is none."""
 
 
 class DrillResult(Config):
@@ -40,9 +40,9 @@ class DrillResult(Config):
     at_s: float
     snapshot: str
     restore_s: float = 0.0
-    """The time to restore (RTO): from the start until the restored control plane answered; 0 if it never did."""
+    """The seconds to restore (RTO): from the start until the restored control plane answered; 0 if it never did."""
     lost_s: float
-    """The data lost if the head had been lost at the start (RPO): the age of the snapshot."""
+    """The seconds of changes lost if the head had been lost at the drill's start (RPO): the age of the snapshot."""
     bytes: int = 0
     problems: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -59,8 +59,8 @@ class BackupResults(Config):
 
 
 def work_dir_of(cluster: str) -> Path:
-    """Returns the folder of a cluster's backups in progress, their lock and their results. It is outside of the run
-    folder, which may be lost or set aside."""
+    """Returns the folder for a cluster's unfinished backups, their lock and their results. It is outside of the run
+    folder, which may be lost or renamed."""
     return home().resolve() / "backup" / cluster
 
 
@@ -86,7 +86,7 @@ def record_run(place: BackupPlace, kind: str, took_s: float, snapshot: str = "")
 
 @contextmanager
 def failures_recorded(place: BackupPlace, kind: str, now_s: Callable[[], float] = time.time) -> Iterator[None]:
-    """Records a failure of the block, for the metrics, and raises it."""
+    """Records an exception of the block for the metrics, and raises it again."""
     try:
         yield
     except (RaytideError, OSError) as error:

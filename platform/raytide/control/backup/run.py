@@ -1,4 +1,4 @@
-"""Makes one backup: the state is copied first, then everything that it names, so that nothing in a snapshot dangles."""
+"""Makes one backup: copies the state, then all folders that the state names, so that no reference dangles."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _DATABASES = ("*.db", "*.sqlite")
 
 
 class BackupManifest(Config):
-    """`backup.json` of a snapshot: what belongs to it. A restore trusts nothing that this does not name."""
+    """The content of a snapshot's `backup.json`: what belongs to the snapshot. A restore ignores all other files."""
 
     most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
 
     version: int = 1
     cluster: str
     at_s: float
-    """The time from which on changes are not in it."""
+    """The time of the backup, which does not have later changes."""
     raytide: str
     run_dir: str
     state_sha256: str
@@ -60,7 +60,7 @@ class BackupManifest(Config):
 def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple[BackupManifest, BackupSummary]:
     """Saves a new snapshot. Raises ConflictError if another backup, restore or drill of this cluster runs.
 
-    A failure is recorded, for the metrics, and raised.
+    A failure is recorded for the metrics, and raised.
     """
     with working(place.cluster) as handle, failures_recorded(place, "backup", now_s):
         began_s = time.monotonic()
@@ -90,9 +90,10 @@ def back_up(place: BackupPlace, now_s: Callable[[], float] = time.time) -> tuple
 
 @contextmanager
 def working(cluster: str) -> Iterator[int]:
-    """Holds the lock of a cluster's backups, and yields its descriptor. Waits for another backup to end, for a while.
+    """Holds the lock of a cluster's backups, and yields its file descriptor. Waits a while for another backup to end,
+    and then raises ConflictError.
 
-    restic inherits it: when this process is killed, nobody changes what restic still reads.
+    restic inherits the descriptor: if this process is killed, the lock lasts until restic has ended too.
     """
     folder = work_dir_of(cluster)
     with full_disk_is_an_error(str(folder)):
@@ -112,7 +113,7 @@ def working(cluster: str) -> Iterator[int]:
 
 
 def _stage(place: BackupPlace, staging: Path, contents: Contents, at_s: float) -> BackupManifest:
-    """Copies the other databases beside the state, and writes the manifest."""
+    """Copies the run folder's other databases into the staging folder, which has the state; writes the manifest."""
     databases = []
     for source in _databases(place):
         relative = source.relative_to(place.run_dir)
@@ -155,7 +156,7 @@ def _databases(place: BackupPlace) -> list[Path]:
 
 
 def _excluded(place: BackupPlace) -> list[str]:
-    """Returns restic's patterns: databases are in the staging folder as whole copies."""
+    """Returns the patterns of files that restic leaves out, such as databases: the staging folder has their copies."""
     patterns = [str(place.run_dir / name) for name in _TRANSIENT]
     for name in (place.run_dir / STATE, *_databases(place)):
         patterns += [str(name), f"{name}-wal", f"{name}-shm", f"{name}-journal"]
@@ -163,14 +164,14 @@ def _excluded(place: BackupPlace) -> list[str]:
 
 
 def _literal_parent(pattern: str, run_dir: Path) -> str:
-    """Returns the pattern with the run folder's own characters taken as they are."""
+    """Returns the pattern with special characters in the run folder's own path escaped."""
     folder = "".join(f"\\{char}" if char in "*?[\\" else char for char in str(run_dir))
     return folder + pattern.removeprefix(str(run_dir))
 
 
 @contextmanager
 def _staging(place: BackupPlace) -> Iterator[Path]:
-    """Yields an empty folder, at the same path each time, so that restic finds what did not change."""
+    """Yields an empty folder, at the same path in each backup, so that restic recognises unchanged files."""
     staging = place.work_dir / STAGING
     with full_disk_is_an_error(str(staging)):
         shutil.rmtree(staging, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Copies a cluster's state as one consistent whole into a SQLite file, and from such a file into a new store.
 
-A copy of PostgreSQL is a SQLite file too: it opens without a server, so a drill needs none, and a cluster can move from
-one kind of store to the other.
+A copy of a PostgreSQL store is a SQLite file too. It opens without a server, so a drill needs none, and a cluster can
+move from one kind of store to the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ assert registry.models.metadata is metadata  # importing the registry's tables a
 
 
 def copy_state(url: str, target: Path) -> None:
-    """Writes the state at this URL to the SQLite file `target`, as of one instant. Other processes go on writing."""
+    """Writes the state at this URL, as of one instant, to the SQLite file `target`. Other processes keep writing to the
+    state."""
     with closing(Database(url)) as database:
         if database.is_sqlite:
             copy_sqlite(Path(str(database.engine.url.database)), target)
@@ -38,7 +39,7 @@ def copy_state(url: str, target: Path) -> None:
 
 
 def copy_sqlite(source: Path, target: Path) -> None:
-    """Copies a SQLite file that others write to. Copied in several steps, each of their writes would begin it anew."""
+    """Copies a SQLite file in one step: in several, each write of another process would restart the copy."""
     try:
         with (
             full_disk_is_an_error(str(target)),
@@ -106,7 +107,7 @@ def _require_empty(c: sa.Connection, url: str) -> None:
 
 
 def _advance_sequences(c: sa.Connection) -> None:
-    """Lets PostgreSQL number new rows after the copied ones."""
+    """Sets PostgreSQL's sequences so that the numbers of new rows follow those of the copied rows."""
     for table in metadata.sorted_tables:
         key = table.autoincrement_column
         if key is not None:
@@ -117,7 +118,7 @@ def _advance_sequences(c: sa.Connection) -> None:
 
 
 def _leave_write_ahead_mode(file: Path) -> None:
-    """Makes the file whole without a write-ahead log beside it."""
+    """Takes the file out of write-ahead mode, so that it is complete without a log file beside it."""
     with closing(sqlite3.connect(file)) as copy:
         copy.execute("PRAGMA journal_mode=DELETE")
     for suffix in ("-wal", "-shm", ".lock"):

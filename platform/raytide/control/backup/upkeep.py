@@ -23,10 +23,10 @@ _FORGET_S = 86_400.0
 def due_tasks(
     settings: BackupSection, results: BackupResults, started_s: float, now_s: float
 ) -> tuple[tuple[BackupTask, ...], float]:
-    """Returns the tasks that are due, in their order, and the seconds until the next one is.
+    """Returns the tasks that are due, in the order to run them, and the seconds until the next task is due.
 
-    After a failure a task is tried again within five minutes. `started_s`: when this process
-    began, from which the first drill and clean-up are counted.
+    After a failure a task is tried again within five minutes. `started_s` is the start of this process, from which the
+    times of the first drill and clean-up are counted.
     """
     each: list[tuple[BackupTask, LastRun, float]] = [("backup", results.backup, settings.every_s)]
     if settings.cold_repository:
@@ -49,7 +49,7 @@ def _wait_s(run: LastRun, period_s: float, now_s: float) -> float:
 
 
 def create_repositories(place: BackupPlace) -> list[Repository]:
-    """Creates the repositories that do not exist yet, and returns them."""
+    """Creates the configured repositories that do not exist yet, and returns the new ones."""
     created = [place.hot] if place.hot.init() else []
     if place.cold is not None and place.cold.init(like=place.hot):
         created.append(place.cold)

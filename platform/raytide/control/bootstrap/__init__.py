@@ -1,1 +1,1 @@
-"""Bringing a cluster up and down: on this machine, on a cloud, and the wiring of its parts."""
+"""Brings clusters up and down, on this machine or on a cloud, and wires their parts together."""

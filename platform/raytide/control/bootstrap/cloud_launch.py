@@ -1,6 +1,6 @@
 """Implements `raytide up cluster.yaml`: Ray's cluster launcher starts the head, which runs raytide's controller.
 
-A dry run is Ray's launcher and updater themselves, on a provider whose machines only record what is done to them.
+A dry run uses the same launcher and updater, on a provider whose machines only record what is done to them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class SetUpStep:
 
 
 def up(path: Path, name: str | None = None, *, insecure: bool = False) -> LaunchedHead:
-    """Starts the head, or updates one that runs.
+    """Starts the head, or updates a running one.
 
-    Raises before anything is done when the file cannot work, or would start a Ray that is open to others, unless
-    `insecure`.
+    Raises an error, before anything is done, if the file cannot work or, unless `insecure`, if it would open Ray to
+    others.
     """
     file, _ = _checked(path, name, insecure)
     from ray.autoscaler import sdk
@@ -71,7 +71,8 @@ def up(path: Path, name: str | None = None, *, insecure: bool = False) -> Launch
 
 
 def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> list[SetUpStep]:
-    """Returns what `up` and then the controller would do to the head and to one node of each type; it does nothing."""
+    """Returns the steps that `up` and then the controller would take on the head and on one node of each type, without
+    taking them."""
     config = load_cluster(path)
     hosts = config.settings.hosts
     own = [step for host in hosts.machines for step in _host_steps(hosts, host)] if hosts is not None else []
@@ -90,14 +91,14 @@ def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> l
 
 
 def _bought_steps(prepared: Mapping[str, Any], config: ClusterConfig, role: str) -> list[SetUpStep]:
-    """Returns the steps of a node of each type that this file of Ray's sells. The commands of `role` tell whether Ray
-    has a token."""
+    """Returns the set-up steps of one node of each type in Ray's configuration `prepared`. The commands of `role` tell
+    whether Ray uses a token."""
     sold = [each for each in config.node_types if each.name in prepared["available_node_types"]]
     return [step for node_type in sold for step in _worker_steps(prepared, node_type, uses_token(prepared, role))]
 
 
 def _further_files(config: ClusterConfig, file: Mapping[str, object]) -> list[dict[str, Any]]:
-    """Returns the files of the further clouds that sell machines, with Ray's defaults, as in the file."""
+    """Returns Ray's configurations of the further clouds in the file, with Ray's defaults; fake ones are left out."""
     files = cloud_files(file, config.settings.providers).values()
     return [ray_internals.prepared_config(each) for each in files if each["provider"]["type"] != "fake"]
 
@@ -134,7 +135,7 @@ def _checked(path: Path, name: str | None, insecure: bool) -> tuple[dict[str, An
 
 
 def _check_head(file: Mapping[str, Any], path: Path) -> None:
-    """Raises a ConfigError if the cluster would have two autoscalers, or none."""
+    """Raises a ConfigError if the head's commands would start Ray's own autoscaler, or would not start raytide."""
     start = "\n".join(file.get("head_start_ray_commands") or ())
     if "--no-monitor" not in start or "--autoscaling-config" in start:
         raise ConfigError(
@@ -149,7 +150,7 @@ def _check_head(file: Mapping[str, Any], path: Path) -> None:
 
 
 def _host_steps(hosts: HostsSection, host: Host) -> list[SetUpStep]:
-    """Returns the steps of a node on an own machine, which has raytide already."""
+    """Returns the set-up steps of a node on an own machine, which has raytide already."""
     who = f"ssh -p {host.port or hosts.ssh.port} {host.user or hosts.ssh.user}@{host.address}"
     power = (("switch on", hosts.power_on_of(host)), ("switch off", hosts.power_off_of(host)))
     on, off = ([SetUpStep(host.name, what, shlex.join(argv))] if argv else [] for what, argv in power)
@@ -247,7 +248,7 @@ class _RecordingRunner(CommandRunnerInterface):
         return ""
 
     def run_rsync_up(self, source: str, target: str, options: dict[str, Any] | None = None) -> None:
-        """Names the file that Ray generates, which has another name each time, as `this file`."""
+        """Records a copy. The file that Ray generates is noted as `this file`, because its name differs each time."""
         self._cloud.note("copy", f"{'this file' if 'ray-bootstrap-' in source else source} to {target}")
 
     def run_init(self, *, as_head: bool, file_mounts: dict[str, str], sync_run_yet: bool) -> bool | None:

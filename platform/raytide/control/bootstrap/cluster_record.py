@@ -1,4 +1,4 @@
-"""The record of a running cluster, embedded or on the head of a cloud: its run folder, addresses and processes."""
+"""The record of a running cluster, embedded or with a head on a cloud: its run folder, addresses and processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARK = "RAYTIDE_CLUSTER"
 
 
 PROMETHEUS_PORT, ALERTMANAGER_PORT = 7490, 7493
-"""They are not the programs' own ports, which those of the machine itself may have."""
+"""They differ from the programs' default ports, which may be taken by others on this machine."""
 
 GCS_PORT_BASE, AGENT_PORT_BASE, CLIENT_PORT_BASE = 6379, 8266, 9600
 """Ports of cluster K are these + K, because the GCS listens on all addresses of the machine, and the head's agent,
@@ -42,7 +42,7 @@ RAY_ENVIRONMENT = {
 }
 
 _FOREIGN = ("RAY_", "RAYTIDE_NODE", "RAYTIDE_API", "RAYTIDE_TOKEN")
-"""Not inherited, because `up` may run inside a Ray job or another cluster."""
+"""Variables (prefixes) that are not inherited, because `up` may run inside a Ray job or another cluster."""
 
 
 class RunningCluster(Config):
@@ -83,32 +83,33 @@ class RunningCluster(Config):
 
     @property
     def tokens_file(self) -> Path:
-        """{token: {user, team}}, or {token: {role: gateway}}"""
+        """The file of the API's tokens: {token: {user, team}} for a user, {token: {role: ...}} for a gateway or
+        Alertmanager."""
         return (self.shared_dir or self.run_dir) / "tokens.json"
 
     @property
     def client_file(self) -> Path:
-        """{address, token}; exists while the cluster is up."""
+        """The file {address, token} of the API for users, which exists while the cluster is up."""
         return self.run_dir / "client.json"
 
     @property
     def gateway_file(self) -> Path:
-        """{address, token} of the API for gateways, whose token opens nothing else."""
+        """The file {address, token} of the API for gateways. The token opens only the gateways' routes."""
         return self.run_dir / "gateway.json"
 
     @property
     def alertmanager_token_file(self) -> Path:
-        """A token of the API that opens the webhook for alerts and nothing else."""
+        """The file with an API token that opens only the webhook for alerts."""
         return self.run_dir / "alertmanager.token"
 
     @property
     def monitoring_dir(self) -> Path:
-        """The configuration and data of Prometheus and Alertmanager."""
+        """The folder with the configuration and data of Prometheus and Alertmanager."""
         return self.run_dir / "monitoring"
 
     @property
     def loopback_ip(self) -> str:
-        """An address of the head that no other machine reaches."""
+        """The head's IP address that no other machine can reach."""
         return "127.0.0.1"
 
     @property
@@ -158,8 +159,8 @@ class RunningCluster(Config):
         raise NotImplementedError
 
     def with_cluster_mark(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Returns `inherited` with the variables of the cluster's processes. This interpreter is first on PATH, because
-        jobs start as `python`."""
+        """Returns the variables `inherited`, with those of the cluster's processes added. This interpreter's folder is
+        first on PATH, because jobs start as `python`."""
         return {
             **inherited,
             MARK: self.cluster_id,
@@ -207,7 +208,7 @@ class LocalCluster(RunningCluster):
         return self.with_cluster_mark({**inherited, **RAY_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file)})
 
     def node_environment(self) -> dict[str, str]:
-        """Returns the environment of Ray's head and nodes, and so of drivers, trainers, replicas and scripts."""
+        """Returns the environment of Ray's head and nodes, which drivers, trainers, replicas and scripts inherit."""
         named = all_passed(load_cluster(self.config_path).settings.pass_environment)
         rays = {"RAY_AUTH_TOKEN_PATH": str(self.ray_token_file), **RAY_ENVIRONMENT}
         return {**passed(self.environment(), ON_NODES, named), **rays}
@@ -236,7 +237,7 @@ def run_dir_of(name: str) -> Path:
 
 
 def load(run_dir: Path) -> RunningCluster | None:
-    """Returns the cluster of this run folder, running or not; None if there is none."""
+    """Returns the cluster that this run folder records, running or not; None if it records none."""
     record = read_json(run_dir / "cluster.json")
     if record is None:
         return None

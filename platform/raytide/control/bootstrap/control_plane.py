@@ -27,8 +27,8 @@ _STOP_GRACE_S = 12.0
 
 
 def grant_access(cluster: RunningCluster) -> None:
-    """Writes a token for the cluster's operator to `client.json`, one for its gateways to `gateway.json`, and one for
-    its Alertmanager, if it has one, to a file of its own. Existing tokens of users and of earlier starts stay."""
+    """Creates API tokens, and writes the operator's to `client.json`, the gateways' to `gateway.json`, and that of
+    Alertmanager, if the cluster runs it, to its own file. Tokens of users and of earlier starts stay valid."""
     try:
         tokens = read_json(cluster.tokens_file) or {}
     except ValueError as error:
@@ -91,13 +91,14 @@ def end_children(cluster: RunningCluster) -> None:
 
 
 def _unrecorded(cluster: RunningCluster, whats: Sequence[str]) -> list[Process]:
-    """Finds children that a full disk kept the supervisor from recording."""
+    """Returns running children that the supervisor could not record because the disk was full."""
     children = [CHILDREN[what] for what in whats if what in CHILDREN]
     return [process for child in children for process in running(arguments(child, str(cluster.run_dir)))]
 
 
 def end_nodes(nodes: Provider, deadline: float) -> tuple[Machine, ...]:
-    """Terminates all nodes and repeats it until none is left, because a cloud may list new machines late."""
+    """Terminates nodes until the provider lists no running one, because a cloud may list new machines late. Returns all
+    machines."""
     try:
         while True:
             live = [machine.node_id for machine in nodes.machines() if machine.ended_at_s is None]

@@ -1,7 +1,7 @@
-"""Checks that a cluster's Ray is not open to others, in a cluster.yaml and in a running cluster.
+"""Checks in a cluster.yaml, or in a running cluster, that Ray is not open to others.
 
-Ray runs any code for its callers, so an address that others can reach needs its token, and the dashboard, which takes
-jobs, must listen on loopback.
+Ray runs any code for its callers, so Ray must use a token if others can reach its address, and the dashboard, which
+accepts jobs, must listen on loopback.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_file(file: Mapping[str, Any], *, where: str) -> None:
 
 
 def uses_token(file: Mapping[str, Any], role: str) -> bool:
-    """Returns whether all settings of RAY_AUTH_MODE for this role's `ray start` say `token`, and there is one."""
+    """Returns whether this role's `ray start` has RAY_AUTH_MODE set, and every setting of it is `token`."""
     docker = file.get("docker") if isinstance(file.get("docker"), Mapping) else {}
     sources = [file.get(key) for key in ("initialization_commands", "setup_commands")]
     sources += [file.get(f"{role}_setup_commands"), file.get(f"{role}_start_ray_commands")]

@@ -65,7 +65,7 @@ def up(
     owner: Process | None = None,
     monitoring: bool = False,
 ) -> LocalCluster:
-    """Starts a cluster, or adopts one whose supervisor was killed. On an error, everything is ended again.
+    """Starts a cluster, or adopts one whose supervisor was killed. If the start of a new one fails, it is ended again.
 
     A new cluster with an `owner` is ended when that process is gone. With `monitoring`, Prometheus and Alertmanager,
     which must be installed, run beside it and keep what an earlier cluster of this name measured.
@@ -152,7 +152,7 @@ def temporary(
     children: Mapping[str, str] = CHILDREN,
     monitoring: bool = False,
 ) -> Iterator[LocalCluster]:
-    """A context with a cluster in its own home, which is also RAYTIDE_HOME of this process meanwhile."""
+    """Yields a cluster in its own home, which is also this process's RAYTIDE_HOME inside the block; then ends it."""
     before = os.environ.get("RAYTIDE_HOME")
     os.environ["RAYTIDE_HOME"] = str(home_dir)
     try:
@@ -213,8 +213,8 @@ def _create(
 
 
 def _places(k: int) -> list[tuple[str, int]]:
-    """Returns the addresses on which the head listens. Ray's client server takes 127.0.0.1 too, which other users of
-    this machine share."""
+    """Returns the hosts and ports that must be free for the head. Ports that depend on K must be free on all addresses,
+    because Ray's client server also listens on 127.0.0.1, which the users of this machine share."""
     shared = (GCS_PORT_BASE, AGENT_PORT_BASE, CLIENT_PORT_BASE)
     own = (DASHBOARD_PORT, API_PORT, SERVE_PORT)
     return [*((ANY, base + k) for base in shared), *((f"127.0.{k}.1", port) for port in own)]
@@ -263,14 +263,14 @@ def _close_books(cluster: LocalCluster) -> Closed:
 
 
 def _set_aside(cluster: LocalCluster) -> Path:
-    """Renames the run folder of an earlier cluster, with its ledger and logs, to a name with its creation time, which
-    it returns."""
+    """Renames the run folder of an earlier cluster, with its ledger and logs, to a name with the cluster's creation
+    time. Returns the new path."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(cluster.created_at_s))
     return cluster.run_dir.rename(cluster.run_dir.with_name(f"{cluster.name}@{stamp}-{cluster.cluster_id[-4:]}"))
 
 
 def _keep_measurements(earlier: Path, cluster: LocalCluster) -> None:
-    """Moves the data of Prometheus and Alertmanager from the run folder of an earlier cluster into that of this one."""
+    """Moves the data of Prometheus and Alertmanager from the run folder `earlier` to this cluster's run folder."""
     with suppress(FileNotFoundError):
         (earlier / cluster.monitoring_dir.name).rename(cluster.monitoring_dir)
 
@@ -286,7 +286,7 @@ def _exclusive(name: str) -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignores Ctrl-C inside the block, so that a second one cannot leave half a cluster."""
+    """Ignores Ctrl-C inside the block, so that a second Ctrl-C cannot leave a cluster half ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Starts raytide's own processes on each cloud node: the watcher of the cloud's notices, and the GPUs' exporter."""
+"""Starts raytide's own processes on each cloud node: the watcher of the cloud's notices, and the metrics exporter."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class _Here(NamedTuple):
 def watch_notices(cloud: str) -> Process:
     """Starts this node's watcher, which outlives the caller, or returns the running one.
 
-    It first queries the cloud and the GCS once, and only prints a failure: the node has joined Ray, and the watcher
-    retries.
+    It first queries the cloud and the GCS once. A failure is only printed, because the node has joined Ray and the
+    watcher retries.
     """
     if cloud not in CLOUDS:
         raise UsageError(f"cloud {cloud!r} is not supported.", hint=f"Supported clouds: {', '.join(CLOUDS)}.")
@@ -41,8 +41,8 @@ def watch_notices(cloud: str) -> Process:
 
 
 def export_metrics() -> Process:
-    """Starts this node's exporter, which outlives the caller, or returns the running one. On a machine without an
-    NVIDIA driver and energy counters it ends at once."""
+    """Starts this node's exporter, which outlives the caller, or returns the running one. On a machine with neither an
+    NVIDIA driver nor energy counters the exporter ends at once."""
     here = _here()
     return _start("exporter", ["raytide.autoscaler.nodes.exporter.server", *here], here, lambda: None)
 
@@ -58,7 +58,7 @@ def _here() -> _Here:
 
 
 def _start(what: str, module: list[str], here: _Here, check: Callable[[], None]) -> Process:
-    """Starts the module as a process of this node, unless it runs; `check` is called before."""
+    """Calls `check`, starts the module as a process of this node and returns it; if it runs, only returns it."""
     folder = home().resolve() / "nodes" / here.node_id
     running = Process.read(folder / "pids" / f"{what}.json")
     if running is not None and running.alive:

@@ -23,7 +23,7 @@ _LOCKED_S, _POLL_S = 60.0, 0.2
 
 
 def watch(run_dir: Path, cluster_id: str) -> None:
-    """Returns once the cluster of this id is gone: it is ended when its owner is gone."""
+    """Waits until the owner of the cluster with this id is gone, ends the cluster and returns."""
     owned = owner_of(run_dir, cluster_id)
     if owned is None:
         return

@@ -66,8 +66,8 @@ def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> 
 
 
 def _missing(cluster: LocalCluster, dashboard: httpx.Client) -> str:
-    """Returns what is not ready yet; empty if all is. Uses HTTP, because this process may lack the cluster's Ray
-    token."""
+    """Returns why the head is not ready yet; empty if it is ready. Uses HTTP, because this process may lack the
+    cluster's Ray token."""
     if not is_listening(cluster.gcs_address):
         return "nothing listens"
     try:

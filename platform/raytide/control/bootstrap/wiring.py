@@ -81,10 +81,10 @@ def sources(cluster: RunningCluster) -> Sources:
 
 
 def provider(cluster: RunningCluster, *, only_ends: bool = False, clock: Clock | None = None) -> Provider:
-    """Returns the provider of the `provider` section, with further clouds, own machines and Slurm beside it. In an
-    embedded cluster it is the local one for all node types, unless it is `fake`.
+    """Returns one provider for all node types: that of the `provider` section, combined with further clouds, own
+    machines and Slurm. An embedded cluster has only the local provider, unless the section says `fake`.
 
-    With `only_ends` it sets up no nodes.
+    With `only_ends` the provider can end nodes, but not set them up.
     """
     file: dict[str, Any] = load_yaml(cluster.config_path)
     section = provider_section(file, where=str(cluster.config_path))
@@ -113,13 +113,13 @@ def _same(made: Provider) -> Provider:
 
 
 def _recorded(cluster: RunningCluster, name: str) -> Bill | None:
-    """Returns the records of the file's own provider, of own machines, or of Slurm; a fake one has none."""
+    """Returns the billing records of the `provider` section, of own machines, or of Slurm; None for a fake provider."""
     folder = cluster.run_dir / {HOSTS: HOSTS_FOLDER, SLURM: SLURM_FOLDER}.get(name, "") / PURCHASES
     return Purchases(folder) if name != "fake" else None
 
 
 def _check_left_out(cluster: RunningCluster, settings: RaytideSection) -> None:
-    """Raises a ConfigError if machines run at a provider that the file does not name any more: none would end them."""
+    """Raises a ConfigError if machines run at a provider that the file no longer names: nothing would end them."""
     for folder in sorted((cluster.run_dir / CLOUDS_FOLDER).glob(f"*/{PURCHASES}")):
         name = folder.parent.name
         left = [] if name in settings.providers else [each.node_id for each in Purchases(folder).open()]
@@ -152,7 +152,7 @@ def _bought(
     *,
     only_ends: bool,
 ) -> Provider:
-    """Returns the provider of the node types that the file's own `provider` sells."""
+    """Returns the provider that the file's `provider` section describes, for the given node types."""
     if section["type"] == "fake":
         return FakeProvider(clock)
     if section["type"] == "local":
@@ -182,7 +182,8 @@ def _further(
 
 
 def _completed(file: dict[str, Any]) -> dict[str, Any]:
-    """Completes the file of a further cloud. Its head is a stand-in, for which no role is made on AWS."""
+    """Returns a further cloud's file as completed by Ray. Ray needs a head in it: a stand-in, removed afterwards, for
+    which no IAM role is created on AWS."""
     if file["provider"]["type"] == "aws":
         file["available_node_types"][HEAD_STAND_IN]["node_config"]["IamInstanceProfile"] = {"Name": HEAD_STAND_IN}
     try:

@@ -1,4 +1,4 @@
-"""The HTTP client of the API, used by the SDK, the CLI and drivers. It is also the LeaseClient of every gang's
+"""The HTTP client of the API, used by the SDK, the CLI and drivers. It also implements LeaseClient for every gang's
 driver."""
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class ApiClient:
         return from_json(EndpointStatus, self._write("DELETE", f"/v1/endpoints/{name}"))
 
     def change_weights(self, name: str, change: WeightsChange) -> EndpointStatus:
-        """Asks the replicas of an endpoint for other weights."""
+        """Requests that the replicas of an endpoint swap to other weights, and returns the endpoint's status."""
         return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/weights", change.model_dump()))
 
     def change_adapters(self, name: str, change: AdapterChange) -> EndpointStatus:
@@ -195,11 +195,11 @@ class ApiClient:
         return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/adapters", _to_body(change)))
 
     def revisions(self, name: str) -> list[EndpointRevision]:
-        """Returns the specs that an endpoint had, newest first."""
+        """Returns the revisions of an endpoint, newest first."""
         return from_json(list[EndpointRevision], self._get(f"/v1/endpoints/{name}/revisions"))
 
     def roll_back(self, name: str, revision: int | None = None) -> EndpointStatus:
-        """Gives an endpoint the spec of an earlier revision, by default of the one that served before."""
+        """Gives an endpoint the spec of an earlier revision, by default the one that served before the current one."""
         if revision is None:  # the request may be repeated, and must then mean the same
             revision = self.endpoint(name).previous
             if revision == 0:
@@ -207,7 +207,7 @@ class ApiClient:
         return from_json(EndpointStatus, self._post(f"/v1/endpoints/{name}/rollback", query={"revision": revision}))
 
     def start_rollout(self, spec: ServeSpec, rollout: Mapping[str, Any], why: str = "") -> RolloutStatus:
-        """Starts a revision beside the one that serves. `rollout` is a RolloutSpec as JSON."""
+        """Starts a new revision beside the one that serves. `rollout` is a RolloutSpec as JSON."""
         body = {"spec": _to_body(spec), "rollout": rollout, "why": why}
         return from_json(RolloutStatus, self._post("/v1/rollouts", body))
 
@@ -221,11 +221,11 @@ class ApiClient:
         return from_json(RolloutStatus, self._post(f"/v1/endpoints/{name}/rollout/{end}", query=query))
 
     def feedback(self, name: str) -> list[RevisionFeedback]:
-        """Returns the thumbs of each revision of an endpoint, newest revision first."""
+        """Returns the thumbs up and down of each revision of an endpoint, newest revision first."""
         return from_json(list[RevisionFeedback], self._get(f"/v1/endpoints/{name}/feedback"))
 
     def register_model(self, spec: ModelVersionSpec) -> ModelVersion:
-        """Adds a version of a model; the same one again is the version that exists."""
+        """Adds a version of a model, or returns the existing version if it is the same."""
         return from_json(ModelVersion, self._post("/v1/models", _to_body(spec)))
 
     def models(self, *, limit: int = 100, offset: int = 0) -> list[RegisteredModel]:
@@ -244,14 +244,14 @@ class ApiClient:
         return from_json(ModelVersion, self._get(f"/v1/models/{reference.name}/versions/{which}"))
 
     def promote(self, name: str, alias: str, change: AliasSpec) -> AliasChange:
-        """Lets an alias of a model name another version, or none."""
+        """Makes an alias of a model name another version, or none."""
         body = change.model_dump(mode="json")
         return from_json(AliasChange, self._write("PUT", f"/v1/models/{name}/aliases/{alias}", body))
 
     def model_history(
         self, name: str, *, alias: str | None = None, until_s: float | None = None, limit: int = 100
     ) -> list[AliasChange]:
-        """Returns changes of a model's aliases up to a time, newest first."""
+        """Returns the changes of a model's aliases, newest first; with a time, only those up to it."""
         query = {"alias": alias, "until_s": until_s, "limit": limit}
         return from_json(list[AliasChange], self._get(f"/v1/models/{name}/history", query))
 
@@ -272,7 +272,7 @@ class ApiClient:
         return from_json(CostReport, self._get("/v1/cost"))
 
     def costs(self, by: By, *, since_s: float = 0.0) -> CostTable:
-        """Returns costs by group, of intervals that began at `since_s` (seconds since the epoch) or later."""
+        """Returns costs by group, for billing intervals that began at `since_s` (seconds since the epoch) or later."""
         return from_json(CostTable, self._get(f"/v1/cost/{by}", {"since_s": since_s}))
 
     def teams(self) -> list[TeamView]:
@@ -283,7 +283,7 @@ class ApiClient:
         return from_json(TeamSpec, self._write("PATCH", f"/v1/teams/{name}", changes))
 
     def create_key(self, spec: KeySpec) -> NewKey:
-        """Creates an API key. It is not retried: the secret in a lost answer cannot be had again."""
+        """Creates an API key. The request is not retried, because the secret in a lost response is lost too."""
         return from_json(NewKey, json.loads(self._respond("POST", "/v1/keys", None, _to_body(spec), patience_s=0.0)))
 
     def keys(self, *, limit: int = 100, offset: int = 0, ended: bool = False) -> list[KeyView]:
@@ -315,14 +315,14 @@ class ApiClient:
         return from_json(list[AuditEntry], self._get("/v1/audit", {**which, "before": before, "limit": limit}))
 
     def verify_audit(self, head: str | None = None) -> ChainVerdict:
-        """Checks the audit log, and that it still holds the entry `NUMBER:HASH`, if given."""
+        """Checks the audit log's chain; with an entry `NUMBER:HASH`, also that the log still contains it."""
         return from_json(ChainVerdict, self._get("/v1/audit/verify", {"head": head}, timeout_s=_UPLOAD_TIMEOUT_S))
 
     def close(self) -> None:
         self._http.close()
 
     def call(self, method: str, path: str, body: object = None, query: Mapping[str, Any] | None = None) -> Any:
-        """Calls a route that has no method of its own here; repeated like all others while the API is away."""
+        """Calls a route for which this class has no method, and repeats the request while the API is away."""
         return self._write(method, path, body, query)
 
     def _get(self, path: str, query: Mapping[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S) -> Any:
@@ -378,8 +378,8 @@ def _to_body(spec: JobSpec | ServeSpec | KeySpec | ModelVersionSpec | AdapterCha
 
 @contextmanager
 def _cluster_storage() -> Iterator[None]:
-    """Turns a StorageError of the cluster into a ClusterError, which drivers survive as they do a restart of the
-    API."""
+    """Turns a StorageError of the cluster into a ClusterError, because drivers survive a ClusterError, such as that of
+    an API that restarts."""
     try:
         yield
     except StorageError as error:

@@ -15,7 +15,7 @@ from raytide.core.errors import ConfigError
 class HttpConnections:
     """Connections to one HTTP server, kept open between requests. Thread-safe.
 
-    They use the standard library's client: to import another one takes longer than all else that `raytide ps` does.
+    They use the standard library's client, because importing any other takes longer than the rest of `raytide ps`.
     """
 
     def __init__(self, address: str, headers: Mapping[str, str]) -> None:
@@ -30,11 +30,11 @@ class HttpConnections:
     def request(
         self, method: str, path: str, query: Mapping[str, Any], body: object, *, timeout_s: float
     ) -> tuple[int, bytes]:
-        """Sends bytes as they are, anything else but None as JSON, and the words of the query that are not None.
+        """Sends a request and returns the status and the body of the response.
 
-        Returns the status and the body of the answer. Raises OSError or HTTPException without an answer.
-
-        A request that fails on a connection which the server may have closed meanwhile is sent again on another.
+        A body of bytes is sent as it is, None not at all, any other one as JSON. Query parameters that are None are
+        left out. Raises OSError or HTTPException if no response comes. A request that fails on a reused connection,
+        which the server may have closed, is sent again on another.
         """
         headers, content = dict(self._headers), body if isinstance(body, bytes) else None
         if body is not content:

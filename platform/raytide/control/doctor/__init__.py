@@ -1,1 +1,1 @@
-"""Checks of this machine and of own machines, each with how to fix it."""
+"""Checks of this machine and of own machines. Each check says how to fix what it finds."""

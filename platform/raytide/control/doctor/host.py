@@ -33,7 +33,8 @@ _OPEN = "Open this port of the head for the machine (docs/security.md)."
 
 
 def check_host(name: str, config_path: Path | None = None, cluster: str = "local") -> list[Finding]:
-    """Returns the findings of a machine of this file; by default of the cluster's own, whose ports it must reach."""
+    """Returns the findings about an own machine that the file names. The default file is the running cluster's. If the
+    cluster runs, the machine must reach its ports."""
     running = load(run_dir_of(cluster))
     path = config_path or (running.config_path if running is not None else None)
     if path is None:
@@ -67,8 +68,8 @@ def findings_of(
     seconds_ahead: float,
     uncertain_s: float,
 ) -> list[Finding]:
-    """Returns the findings, from the machine's facts and from its clock's difference to this machine's, which is
-    known to within `uncertain_s`."""
+    """Returns the findings about a machine. Its clock is `seconds_ahead` of this machine's, give or take
+    `uncertain_s`."""
     gpus = int(node_type.resources.get("GPU", 0))
     found = [
         Finding("ssh", "ok", f"{host.address} answers"),
@@ -87,7 +88,8 @@ def findings_of(
 def _probe(
     connection: SshConnection, hosts: HostsSection, host: Host, ports: Iterable[str]
 ) -> tuple[Facts, float, float]:
-    """Returns the facts, and how far its clock is ahead of this one, with the uncertainty of the way there."""
+    """Returns the machine's facts, the seconds that its clock is ahead of this machine's, and their uncertainty: half
+    of the round trip."""
     source = Path(probe.__file__).read_text()
     command = f"exec {hosts.python} - {shlex.quote(json.dumps(list(ports)))}"
     connection.run(host, "true", timeout_s=_TIMEOUT_S)  # so that the login is not part of the clock's uncertainty
@@ -176,13 +178,13 @@ def _gpu_findings(facts: Facts, wanted: int) -> list[Finding]:
 
 
 def _rows(lines: Iterable[str] | None) -> list[list[str]]:
-    """Returns nvidia-smi's cells; no row for a machine without it, or for an answer in another form."""
+    """Returns the cells of nvidia-smi's output by row; no row without nvidia-smi, or if the output has another form."""
     rows = [[cell.strip() for cell in line.split(",")] for line in lines or ()]
     return [row + [""] * (4 - len(row)) for row in rows if len(row) >= 2 and row[0].isdigit()]
 
 
 def _is_above(text: str, bound: float) -> bool:
-    """Returns False for a value that the board does not have, such as `[N/A]`."""
+    """Returns whether the number in the text exceeds the bound; False for a value that the board lacks (`[N/A]`)."""
     try:
         return float(text) > bound
     except ValueError:
@@ -201,5 +203,5 @@ def _find(config: ClusterConfig, name: str) -> tuple[HostsSection, Host]:
 
 
 def _ports(running: RunningCluster | None) -> list[str]:
-    """Returns the head's ports that every node needs; none where no cluster runs."""
+    """Returns the head's addresses (HOST:PORT) that every node must reach; none if no cluster runs."""
     return [] if running is None else [running.gcs_address, running.api_url.removeprefix("http://")]

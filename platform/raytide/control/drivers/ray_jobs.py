@@ -19,7 +19,7 @@ from raytide.queue.lifecycle.jobs import WITHOUT_MEMBERS, DriverKey, DriverStatu
 _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"
 _HEAD = "raytide_head"
-"""The key in a submission's metadata of the epoch of the head that a driver runs on."""
+"""The metadata key of a submission under which the epoch of its driver's head is stored."""
 _MESSAGE_CHARS = 300
 _AGENTS = 1000
 """The number of attempts whose agent's address is cached."""
@@ -30,7 +30,7 @@ _LOG = "job-driver-{}.log"
 class RayJobs:
     """Starts, lists and stops the drivers of jobs through Ray's dashboard; `headers` authenticate the requests.
 
-    `head_epoch` numbers the heads of a cluster with several, one of which leads at a time.
+    `head_epoch` is the number of the leading head in a cluster with several heads.
     """
 
     def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str], head_epoch: int = 0) -> None:
@@ -63,10 +63,10 @@ class RayJobs:
         return found
 
     def _have_watched(self, found: Iterable[DriverStatus]) -> None:
-        """Submits a running attempt once more, which Ray refuses, the first time that there is one.
+        """Submits a running attempt again, once in this object's life. Ray refuses it, but then watches the drivers.
 
         A head that took over watches the drivers of the former head only after the first submission to it. Until then
-        those that were lost with that head stay as they were.
+        it shows drivers that were lost with the former head as running.
         """
         running = next((status.key for status in found if status.state == "running"), None)
         if running is not None and not self._is_watched:
@@ -91,8 +91,8 @@ class RayJobs:
         return self.file(address, _LOG.format(_submission_id(key)), start, most)
 
     def file(self, agent: str, name: str, start: int, most: int) -> tuple[bytes, int]:
-        """Returns up to `most` bytes of a file in Ray's folder of logs from `start` on, and the file's size; nothing if
-        it is not there. `agent` is the address of the agent on its node."""
+        """Returns up to `most` bytes of a file in Ray's log folder from `start` on, and the file's size in bytes; empty
+        and 0 without the file. `agent` is the address of the agent on the file's node."""
         wanted = {"Range": f"bytes={start}-{start + most - 1}"}
         response = self._call("GET", f"{agent}/logs/{name}", headers=wanted)
         if response.status_code == httpx.codes.NOT_FOUND:
@@ -138,7 +138,8 @@ def _key(submission_id: str) -> DriverKey | None:
 
 
 def _status(key: DriverKey, entry: dict[str, Any], head: str) -> DriverStatus:
-    """Returns the status of a Ray job. Only FAILED with an exit code below 128 is the job's failure; the rest died."""
+    """Returns the status of a Ray job. FAILED with an exit code from 1 to 127 is the job's own failure; after any other
+    failure its driver died."""
     message = _last_line(str(entry.get("message") or ""))
     match str(entry.get("status")):
         case "PENDING" | "RUNNING":
@@ -154,6 +155,6 @@ def _status(key: DriverKey, entry: dict[str, Any], head: str) -> DriverStatus:
 
 
 def _last_line(message: str) -> str:
-    """Returns the last line of the driver's output, which Ray appends to its message and which names the error."""
+    """Returns the last line of Ray's message. It is the last line of the driver's output, which names the error."""
     lines = [line for line in message.splitlines() if line.strip()]
     return lines[-1][-_MESSAGE_CHARS:] if lines else ""

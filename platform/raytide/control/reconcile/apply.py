@@ -52,9 +52,10 @@ def apply(
     now_s: float,
     check_lead: Callable[[], None] = lambda: None,
 ) -> ApplyResult:
-    """Executes all that is due. Failed calls are reported, and the next tick retries them; the others are executed.
+    """Executes all due actions. A failed call is reported and does not stop the next ones; the next tick retries it.
 
-    `check_lead` is called before each call, and ends all by raising: this process may have been paused for long.
+    `check_lead` is called before each call, because this process may have been paused for long. It ends the execution
+    by raising an error once this process does not lead.
     """
     result = ApplyResult()
 
@@ -116,7 +117,8 @@ def _launch(
 
 
 def _restart(order: Order, sources: Sources, result: ApplyResult, now_s: float) -> None:
-    """Raises if Ray does not answer, so that the next tick tries again, for a while."""
+    """Restarts the replica that an order names, and records the outcome. Raises an error if Ray fails, so that the next
+    tick retries; after a while the order counts as failed."""
     try:
         was_there = sources.serve.restart_replica(order.subject, order.replica)
         outcome = "it was killed, and Serve starts another" if was_there else "there is no such replica"

@@ -1,4 +1,4 @@
-"""The decision of one tick, in steps that each see the outcome of the one before, so that they cannot race.
+"""The decision of one tick. Each step sees the outcome of the step before, so that they cannot race.
 
 Deadline jobs get their market constraints, and nodes above the fleet's cost limit leave; endpoints get their targets;
 the queue admits, preempts and grows; then the autoscaler plans nodes and placements.
@@ -60,7 +60,7 @@ def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:
 
 
 def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[str, Waiting]:
-    """Returns what each subject waits for: the plan's reason, and for an admitted job that of its lease."""
+    """Returns what each subject waits for: the plan's reason, or for an admitted job why its lease is not active."""
     waiting = {
         a.subject: Waiting(a.constraint, a.reason, a.remedy, starts.get(a.subject))
         for a in plan.actions
@@ -85,8 +85,8 @@ def waiting_reasons(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float])
 
 
 def data_costs(snapshot: Snapshot) -> dict[str, str]:
-    """Returns what getting its data to its nodes adds to each job's price, in words, for those that pay for that: on
-    the nodes that it has, else on the cheapest that could be bought for it."""
+    """Returns a text for each job that pays for moving data to its nodes: the cost per hour that this adds, on the
+    job's nodes or, if it has none, on the cheapest that could be bought."""
     if snapshot.transfer is None:
         return {}
     table = OfferingTable.from_snapshot(snapshot)
@@ -109,7 +109,7 @@ def data_costs(snapshot: Snapshot) -> dict[str, str]:
 def _pools(
     table: OfferingTable, shape: Shape, lease: Lease | None, pool_of: Mapping[str, Offering | None]
 ) -> list[Offering]:
-    """Returns the offerings of a lease's nodes; the cheapest for the shape if it has none."""
+    """Returns the offerings of a lease's nodes; without nodes, the cheapest offering for the shape."""
     if lease is not None and (own := [pool for m in lease.members if (pool := pool_of.get(m.node_id)) is not None]):
         return own
     data = table.data_cost((shape,))

@@ -24,8 +24,8 @@ _PAST_NODES = 1000
 
 
 class DecisionInputs:
-    """The state behind these inputs, kept from tick to tick. A new controller learns it again from the records of
-    nodes."""
+    """Computes these inputs, and keeps the state that they need from tick to tick. A new controller learns this state
+    again from the records of nodes."""
 
     def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: SavedModels | None = None) -> None:
         """`known` holds what an earlier controller learned of endpoints with an SLO."""
@@ -48,7 +48,7 @@ class DecisionInputs:
         )
 
     def _spot_forecasts(self, snapshot: Snapshot, nodes: Iterable[Node]) -> tuple[SpotForecast, ...]:
-        """Returns the spot forecasts for deadline jobs. The past is read when the first such job appears."""
+        """Returns the spot forecasts for deadline jobs. Past nodes are read once, when the first such job appears."""
         if self._spot is None:
             if all(job.spec.deadline is None for job in snapshot.jobs):
                 return ()

@@ -35,7 +35,7 @@ class _Silence:
 
 
 class DriverSilence:
-    """The silence of all drivers. Call `observe` on every tick, and `forget` when a tick could not act on it."""
+    """Measures the silence of all drivers. Call `observe` on every tick, `forget` after one that could not act."""
 
     def __init__(self) -> None:
         self._silences: dict[str, _Silence] = {}

@@ -1,4 +1,4 @@
-"""Persists what the controller learned of endpoints and jobs (`learned.json`), because learning it again takes long."""
+"""Persists in `learned.json` what the controller learned about endpoints and jobs, because learning takes long."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _JobEntry(Config):
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """The knowledge about replicas (speeds, starts), endpoints with an SLO (fleets) and jobs (strides)."""
+    """The learned facts about replicas (speeds, starts), endpoints with an SLO (fleets) and jobs (strides)."""
 
     speeds: Speeds = field(default_factory=dict)
     starts: Starts = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Knowledge:
 
 
 class LearnedState:
-    """The file of what was learned. Parts that cannot be read are dropped."""
+    """Reads and writes `learned.json`. Parts that cannot be read are dropped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

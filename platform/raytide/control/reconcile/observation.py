@@ -94,9 +94,10 @@ def observe(
     with_gangs: bool,
     names: Mapping[str, str] | None = None,
 ) -> ClusterObservation:
-    """Queries every source once. A source that fails is None (or empty where that is safe), which proves nothing.
+    """Queries every source once. A failed source gives None, or an empty value where that is safe: it never proves that
+    something is gone.
 
-    `names` are those of the last observation, for when the provider does not answer.
+    `names` are the node names of the last observation, used if the provider does not answer.
     """
     errors: list[str] = []
 
@@ -133,7 +134,8 @@ def observe(
 
 
 class LastReplicas:
-    """The replicas that Ray Serve last told of: while it does not answer they serve on, and are shown for a minute."""
+    """The replicas that Ray Serve last reported. They keep serving while it does not answer, and are shown for a
+    minute."""
 
     def __init__(self) -> None:
         self._at_s = -math.inf
@@ -141,7 +143,7 @@ class LastReplicas:
         self._pages: tuple[Target, ...] = ()
 
     def shown(self, observed: ClusterObservation, at_s: float) -> ClusterObservation:
-        """Returns the observation with the last known loads and pages where Ray Serve gave none."""
+        """Returns the observation; if Ray Serve does not answer, with the last known loads and metrics pages."""
         if observed.serve_answers:
             self._at_s, self._loads = at_s, observed.loads
             self._pages = tuple(target for target in observed.targets if target.job == "raytide-replica")
@@ -173,7 +175,7 @@ def _targets(
     names: Mapping[str, str],
     loads: Mapping[str, EndpointLoad],
 ) -> Iterator[Target]:
-    """Yields the pages of Ray's agents, of exporters, and of replicas."""
+    """Yields the metrics pages of Ray's agents, of exporters, and of replicas."""
     for ray_id, address in sorted(meters.agents().items()):
         yield Target("raytide-node", address, labels={"node": names.get(ray_id, ray_id)})
     for machine in machines:
@@ -186,12 +188,12 @@ def _targets(
 
 
 def ray_names(machines: Iterable[Machine]) -> dict[str, str]:
-    """Returns node ids by Ray's name of the machine, where the two differ."""
+    """Returns raytide's node id for each of Ray's names of a machine that differs from it."""
     return {machine.ray_id: machine.node_id for machine in machines if machine.ray_id}
 
 
 def with_node_ids(ray_nodes: tuple[RayNode, ...] | None, names: Mapping[str, str]) -> tuple[RayNode, ...] | None:
-    """Returns Ray's nodes under raytide's node ids."""
+    """Returns Ray's nodes with raytide's node ids in place of Ray's names."""
     if ray_nodes is None or not names:
         return ray_nodes
     return tuple(replace(node, node_id=names.get(node.node_id, node.node_id)) for node in ray_nodes)

@@ -101,7 +101,7 @@ class Quarantine:
             return default
 
     def run_stage(self, what: str, stage: Callable[[Snapshot], T], snapshot: Snapshot) -> tuple[Snapshot, T | None]:
-        """Returns the snapshot that the stage handled, and its result; None if the stage raises even without records.
+        """Returns the snapshot that the stage handled, and the stage's result; None if it raises even without records.
 
         Quarantined records are left out until their retry is due.
         """
@@ -177,8 +177,8 @@ class Quarantine:
 
 
 def without_subjects(snapshot: Snapshot, subjects: Collection[str]) -> Snapshot:
-    """Returns the snapshot without these jobs and endpoints. They keep their nodes, which have no free resources for
-    others and are not idle."""
+    """Returns the snapshot without these jobs and endpoints. Their nodes stay in it, neither idle nor with free
+    resources."""
     jobs = tuple(job for job in snapshot.jobs if job.id not in subjects)
     leases = tuple(lease for lease in snapshot.leases if lease.job_id not in subjects)
     occupied = {
@@ -209,7 +209,7 @@ def _occupied(view: NodeView) -> NodeView:
 
 
 def _subjects(snapshot: Snapshot) -> Iterator[str]:
-    """Yields the oldest records first: new ones are likelier to be at fault, and so end up in one half."""
+    """Yields the ids of records, oldest first, so that new ones, which are likelier at fault, end up in one half."""
     yield from (view.endpoint.name for view in snapshot.endpoints)
     yield from (job.id for job in snapshot.jobs)
     if snapshot.demand:

@@ -1,5 +1,5 @@
-"""The pace of the controller: ticks are retried while the store fails or another controller leads, and rarer while
-nothing happens.
+"""The pace of the controller: it retries ticks while the store fails, waits while another controller leads, and ticks
+less often while nothing happens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logger(__name__)
 
 
 class RetryLoop:
-    """Runs ticks with back-off. `attempt` returns the seconds until the next: `period_s`, or after failures twice the
-    last delay, up to ten seconds.
+    """Runs ticks with back-off. `attempt` returns the seconds until the next tick: `period_s`; after a failure a delay
+    that doubles with each further failure, up to ten seconds.
 
     Storage errors are retried without limit, because they end by themselves. Any other exception is a bug: the fifth in
     a row is raised, so that the supervisor restarts the process.
@@ -58,7 +58,8 @@ class RetryLoop:
 
 
 def is_idle(snapshot: Snapshot, plan: Plan) -> bool:
-    """Returns whether only an event can bring anything to do: nobody wants or uses anything, and no node changes."""
+    """Returns whether nothing is to be done until an event: no job, endpoint or other demand exists, and no node
+    changes state."""
     is_wanted = snapshot.jobs or snapshot.leases or snapshot.endpoints or snapshot.demand or plan.actions
     return not is_wanted and all(view.node.state is NodeState.READY for view in snapshot.nodes)
 

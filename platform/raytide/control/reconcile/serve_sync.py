@@ -49,8 +49,8 @@ class ServeSync:
         """None before the first pass has finished."""
 
     def sync(self, endpoints: Iterable[Endpoint], routes: Mapping[str, EndpointRoute] = MappingProxyType({})) -> None:
-        """Starts a pass unless one runs, and takes over the result of the last one. Unreadable endpoints keep running
-        until they are deleted."""
+        """Stores the result of the last pass in `served` and starts the next one, unless a pass still runs. Endpoints
+        with an unreadable spec keep running until they are deleted."""
         if self._pass is not None:
             if not self._pass.done():
                 return
@@ -64,7 +64,7 @@ class ServeSync:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _run_pass(self, endpoints: tuple[Endpoint, ...], routes: Mapping[str, EndpointRoute]) -> ServeObservation:
-        """Syncs all endpoints with one list of Serve's applications."""
+        """Syncs all endpoints, for which it lists Serve's applications once, and returns the result."""
         gone: set[tuple[str, float]] = set()
         failures: dict[str, str] = {}
         unseen: dict[str, str] = {}

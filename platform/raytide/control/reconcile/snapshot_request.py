@@ -21,7 +21,7 @@ _POLL_S = 0.05
 
 
 def answer_request(folder: Path, snapshot: Snapshot) -> None:
-    """Writes the decision's input if it was requested. Part of every tick."""
+    """Writes the decision's input to a file if it was requested. Every tick calls it."""
     asked = folder / _ASKED
     if asked.exists():
         asked.unlink()  # first, so that the next tick answers later requests
@@ -47,7 +47,7 @@ def request_snapshot(folder: Path, patience_s: float = 10.0) -> str:
 
 
 def _shared(snapshot: Snapshot) -> Snapshot:
-    """Removes the user's configurations, which decisions do not read."""
+    """Returns the snapshot without the users' job and engine configurations, which decisions do not read."""
     jobs = tuple(replace(job, spec=job.spec.model_copy(update={"config": {}})) for job in snapshot.jobs)
     endpoints = tuple(
         replace(view, endpoint=replace(view.endpoint, spec=view.endpoint.spec.model_copy(update={"engine": {}})))

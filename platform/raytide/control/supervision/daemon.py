@@ -60,7 +60,7 @@ def start(
     environment: Mapping[str, str],
     pass_fds: Sequence[int] = (),
 ) -> Process:
-    """Starts a process without a record, for a parent that records its children later."""
+    """Starts a process and returns it without recording it, for a parent that records its children later."""
     log = _open_log(run_dir / "logs" / f"{what}.log")
     try:
         child = subprocess.Popen(
@@ -84,8 +84,8 @@ def record_of(run_dir: Path, what: str) -> Path:
 
 
 def _open_log(path: Path) -> int:
-    """Opens a log for appending, so that it can be truncated meanwhile. On a full disk the process runs without a
-    log."""
+    """Opens a log for appending, so that it can be truncated while the process runs. Returns the descriptor: of
+    /dev/null if the disk is full."""
     try:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:

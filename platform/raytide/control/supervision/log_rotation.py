@@ -1,6 +1,6 @@
-"""Limits the size of logs, both of processes that inherited them and of jobs' drivers.
+"""Limits the size of the logs of the cluster's processes and of jobs' drivers.
 
-Both are opened for appending, so their writers continue at the new end after a truncation.
+These logs are opened for appending, so their writers continue at the new end after a truncation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DROPPED = re.compile(rb"raytide dropped the first (\d{20}) bytes of this log, w
 
 
 def rotate(paths: Iterable[Path], *, most: int = MOST_BYTES) -> None:
-    """Moves the content of large logs aside. Without disk space it is dropped, because the space matters more."""
+    """Moves the content of large logs to numbered files. Without disk space the content is dropped instead."""
     for path in paths:
         try:
             if path.stat().st_size > most:
@@ -94,17 +94,17 @@ def _bound(fd: int, ended: threading.Event) -> None:
 
 
 def _bound_at_exit(thread: threading.Thread, ended: threading.Event) -> None:
-    """Lets the thread finish, since a cut that is interrupted loses lines."""
+    """Lets the thread make its last cut and waits for it, because an interrupted cut loses lines."""
     sys.stdout.flush()
     ended.set()
     thread.join(_LAST_CUT_S)
 
 
 def cut(fd: int, *, most: int = DRIVER_MOST_BYTES, kept: int = DRIVER_KEPT_BYTES) -> bool:
-    """Cuts a log that is too large to its last lines, below a header with the number of dropped bytes, so that
-    positions in the log stay valid. Returns whether it was cut.
+    """Cuts a log of more than `most` bytes to its last lines, and returns whether it did. A header with the number of
+    dropped bytes keeps positions in the log valid.
 
-    A new file replaces the old one, also as this process's output, so that no line is lost meanwhile.
+    A new file replaces the old one, also as this process's output, so that lines written meanwhile are not lost.
     """
     if os.fstat(fd).st_size <= most:
         return False
@@ -147,7 +147,7 @@ def _replace(fd: int, path: Path, old: BinaryIO, tail_bytes: int) -> None:
 
 
 def _same_file(fd: int) -> set[int]:
-    """Returns this descriptor and those outputs of the process that write to the same file."""
+    """Returns this descriptor, and those of stdout and stderr if they write to the same open file."""
     return {fd, *(each for each in (1, 2) if os.path.sameopenfile(each, fd))}
 
 
@@ -158,7 +158,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def dropped_before(head: bytes) -> int | None:
-    """Returns the number of bytes dropped before this head of a driver's log; None if none were."""
+    """Returns the number of dropped bytes that the head of a driver's log states; None if no bytes were dropped."""
     found = _DROPPED.match(head)
     return None if found is None else int(found[1])
 

@@ -2,8 +2,8 @@
 
 Run as `python -m raytide.control.supervision.supervisor RUN_DIR [NAME=MODULE ...]`.
 
-A killed supervisor leaves its children running; the next one adopts them by their recorded pid and start time, and
-those that a full disk left unrecorded by their command line.
+A killed supervisor leaves its children running. The next one finds them by their recorded pid and start time, or by
+their command line if a full disk kept them from being recorded, and adopts them.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def _step(child: Child, run_dir: Path) -> None:
 
 
 def _environment(child: Child, run_dir: Path) -> Mapping[str, str]:
-    """Returns the environment of a child. A gateway, which strangers reach, gets none of the operator's secrets but the
-    keys of hosted APIs; Prometheus and Alertmanager get none.
+    """Returns the environment of a child. A gateway, which strangers can reach, gets no secrets of the operator except
+    the keys of hosted APIs; Prometheus and Alertmanager get none.
     """
     if child.what in MONITORING:
         return passed(os.environ, ON_NODES, (*_MARKS, *all_passed(())))
@@ -177,7 +177,8 @@ def _record(child: Child, run_dir: Path) -> None:
 
 
 def _wait(children: Sequence[Child], stop: socket.socket) -> bool:
-    """Waits until a child ends or is due to start, chores are due, or a stop is requested; returns whether it is."""
+    """Waits until a child ends or is due to start, chores are due, or a stop is requested. Returns whether a stop is
+    requested."""
     fds = [fd for child in children if child.process is not None and (fd := child.process.open()) is not None]
     due = [child.restart_at_s for child in children if child.process is None]
     has_ended = len(fds) + len(due) < len(children)
@@ -189,7 +190,7 @@ def _wait(children: Sequence[Child], stop: socket.socket) -> bool:
 
 
 def _found(run_dir: Path, what: str, argv: Sequence[str]) -> Child:
-    """Returns the child as an earlier supervisor left it, running or not."""
+    """Returns a child with the process that an earlier supervisor started, dead or alive, or without any."""
     child = Child(what, argv, started_s=time.monotonic())
     recorded = _recorded(run_dir, what)
     child.process = recorded or next(iter(running(argv[1:])), None)

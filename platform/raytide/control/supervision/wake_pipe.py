@@ -1,4 +1,4 @@
-"""A pipe in the run folder that ends the rest of an idle controller: it ticks less often while nothing happens."""
+"""A pipe in the run folder that wakes an idle controller, which rests longer between ticks while nothing happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_BYTES = 65_536
 
 
 def wake_controller(run_dir: Path) -> None:
-    """Ends the rest of the controller, if it rests; otherwise its next rest ends at once."""
+    """Wakes the controller if it rests; otherwise its next rest ends at once."""
     with suppress(OSError):  # no controller runs, or it has wake-ups pending
         fd = os.open(run_dir / _NAME, os.O_WRONLY | os.O_NONBLOCK)
         try:
@@ -24,7 +24,7 @@ def wake_controller(run_dir: Path) -> None:
 
 
 class WakePipe:
-    """The controller's end. Without a pipe, as on a file system that has none, it never rests."""
+    """The controller's end of the pipe. On a file system without pipes, `rest` returns at once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._fd = -1
@@ -35,7 +35,7 @@ class WakePipe:
             self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # a writer too: it never reads end-of-file
 
     def rest(self, seconds: float) -> None:
-        """Returns after this time, or as soon as something was written since the last rest."""
+        """Returns after this time, or at once if something is or was written to the pipe since the last rest."""
         if self._fd < 0 or seconds <= 0:
             return
         poll = select.poll()
@@ -45,7 +45,7 @@ class WakePipe:
                 os.read(self._fd, _MOST_BYTES)
 
     def write(self) -> None:
-        """Ends the rest from any thread, or from a signal handler."""
+        """Ends the rest. Safe in any thread and in a signal handler."""
         if self._fd >= 0:
             with suppress(BlockingIOError):
                 os.write(self._fd, b".")

@@ -1,4 +1,4 @@
-"""Load on an endpoint, and what it answered: first token, inter-token, throughput, goodput. `raytide bench` runs it."""
+"""Loads an endpoint and measures first token, inter-token, throughput and goodput, as `raytide bench` does."""
 
 from raytide.sdk.bench.load.generator import BenchProgress, LoadGenerator
 from raytide.sdk.bench.load.report import BenchReport

@@ -31,11 +31,11 @@ _RESTARTS = 100
 
 
 class FlowRun(Run):
-    """A workflow that was submitted: the job of its driver, and its stages as that reported them last."""
+    """A submitted workflow: the job of its driver, and its stages as the driver reported them last."""
 
     @property
     def flow(self) -> FlowSpec:
-        """The workflow as it was submitted."""
+        """The spec of the workflow as it was submitted."""
         return FlowSpec.parse(json.loads(_environment(self.view)[_SPEC]), where=self.id)
 
     @property
@@ -48,7 +48,7 @@ class FlowRun(Run):
         return self.flow.out
 
     def stages(self) -> list[StageView]:
-        """Returns the stages in their order, as they were when the job was read last."""
+        """Returns the stages in the workflow's order, in their state when this job was last read."""
         return views_of(self.flow, self.progress, time.time())
 
     def stage(self, name: str) -> StageView:
@@ -60,11 +60,11 @@ class FlowRun(Run):
         return found
 
     def graph(self) -> FlowGraph:
-        """Returns the graph, which a notebook shows and `str` writes as SVG."""
+        """Returns the graph of the stages. Notebooks show it, and `str` returns it as SVG."""
         return FlowGraph(tuple(self.stages()))
 
     def resume(self) -> FlowRun:
-        """Submits the run again: what is done stays, what failed or was skipped is tried again."""
+        """Submits the run again: finished stages stay, failed and skipped ones run again."""
         if not self.refresh().view.job.is_final:
             raise ConflictError(f"{self.id} is {self.state}: it needs no resume.", hint="`raytide flow show` shows it.")
         return FlowRun(self._client, self._client.retry(self.id))

@@ -48,7 +48,7 @@ class Run:
 
     @property
     def out(self) -> str:
-        """The directory or URL to which it writes: its spec's `out`; empty for scripts and gangs."""
+        """The directory or URL to which the job writes: its spec's `out`; empty for scripts and gangs."""
         return str(self.view.job.spec.config.get("out", ""))
 
     def refresh(self) -> Self:
@@ -74,9 +74,9 @@ class Run:
             time.sleep(_POLL_S)
 
     def watch(self, timeout_s: float = 86_400.0) -> Self:
-        """Shows the job until it ends, live, in a notebook or on a terminal, and returns it, however it ended.
+        """Shows the job live in a notebook or on a terminal until it ends, and returns it even if it failed.
 
-        Where output is neither, it only waits. Raises WaitTimeoutError.
+        Without a notebook or a terminal it only waits. Raises WaitTimeoutError after `timeout_s`.
         """
         with LiveView() as live:
             for _ in self.updates(timeout_s=timeout_s):
@@ -84,7 +84,8 @@ class Run:
         return self
 
     def wait(self, timeout_s: float = 86_400.0) -> Self:
-        """Blocks until the job ends, and returns it. RaytideError if it failed, WaitTimeoutError after `timeout_s`.
+        """Blocks until the job ends and returns it. Raises RaytideError if it failed, WaitTimeoutError if it takes
+        longer than `timeout_s`.
 
         A notebook or a terminal shows its progress meanwhile.
         """
@@ -109,7 +110,7 @@ class Run:
         return Glance(f"{view.job.spec.kind} {view.job.spec.name} ({self.id})", done, total, facts)
 
     def output(self) -> str:
-        """Waits for the end and returns the directory of the result: the dataset, or the exported model."""
+        """Waits until the job ends and returns the directory of its result: the dataset, or the exported model."""
         self.wait()
         return str(self.progress.get("model", self.out))
 
@@ -189,7 +190,8 @@ def short(value: float | int | str) -> str:
 
 
 def patiently(job_id: str, ask: Callable[[], T], *, goes_on: bool = True) -> T:
-    """Returns the result of `ask`, and tries again while the API restarts. An active job keeps running meanwhile."""
+    """Returns the result of `ask`, which is repeated while the API restarts. Raises ClusterError if the API stays away;
+    with `goes_on`, its hint says that the job keeps running."""
     deadline = time.monotonic() + AWAY_S
     while True:
         try:
@@ -202,8 +204,8 @@ def patiently(job_id: str, ask: Callable[[], T], *, goes_on: bool = True) -> T:
 
 
 def explain(view: JobView) -> str:
-    """Returns one line of text: the state, its reason, what the job waits for, what would help, its deadline,
-    and what getting its data to its nodes costs."""
+    """Returns one line of text: the job's state and its reason, what it waits for, what would help, its deadline, and
+    the cost of moving data to its nodes."""
     job, waiting = view.job, view.waiting
     parts = [f"{job.id} is {job.state}"]
     if view.position is not None:

@@ -10,7 +10,7 @@ from raytide.core.errors import UsageError
 def report(**values: float | int | str) -> None:
     """Reports numbers of the job that this process runs in: `rt.report(step=3, loss=2.1)`.
 
-    They are shown by `raytide ps`, judged by the sweeps of workflows, and the metrics of script stages. Call it on one
+    `raytide ps` shows them, sweeps of workflows compare them, and they are the metrics of script stages. Call it on one
     rank, about once a second. Raises UsageError outside of a job.
     """
     job = environment("JOB")

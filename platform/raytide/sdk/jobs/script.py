@@ -1,4 +1,4 @@
-"""The command of a script, and the texts in which the command line writes shapes, ranges and pairs."""
+"""Builds the command of a script, and parses the command line's texts for shapes, ranges and pairs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SHAPE = re.compile(r"(?:(?:(\d+):)?(\d+)x)?([^@]+)(?:@(.+))?")
 
 
 def command_of(script: str, args: Sequence[str], working_dir: Path) -> tuple[str, ...]:
-    """Returns the command for the members, which run it in the working directory. Raises UsageError.
+    """Returns the command that the members run in the working directory. Raises UsageError.
 
-    A `.py` file runs in Python, another file is executed. A name that is no file is a command, such as `python`.
+    A `.py` file runs in Python; any other file is executed. A name that is not a file is a command, such as `python`.
     """
     path = next((each for each in (Path(script), working_dir / script) if each.is_file()), None)
     if path is None:
@@ -45,7 +45,7 @@ def _below(path: str, folder: str) -> str | None:
 
 
 def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
-    """Returns the spec with the resources and labels of these keywords in place of its own. Raises UsageError."""
+    """Returns the spec with its resources and labels replaced by those that the keywords give. Raises UsageError."""
     if not words:
         return spec
     try:
@@ -62,7 +62,7 @@ def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
 
 
 def parse_shape(text: str) -> Shape:
-    """Returns the shape of a text; `1:2x...` is elastic. Raises UsageError.
+    """Returns the shape that a text describes; `1:2x...` is an elastic one. Raises UsageError.
 
     `2xGPU:8,CPU:16@ray.io/accelerator-type=H100` means two nodes with these resources each and this label.
     """
@@ -81,7 +81,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:
-    """Returns a mapping of `KEY=VALUE` texts. Raises UsageError."""
+    """Returns the mapping that `KEY=VALUE` texts give. Raises UsageError that names the option."""
     found = dict(text.partition("=")[::2] for text in texts)
     if odd := next((text for text in texts if not text.partition("=")[0] or "=" not in text), None):
         raise UsageError(f"{option} {odd} is not KEY=VALUE.")

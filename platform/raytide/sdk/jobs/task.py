@@ -20,7 +20,7 @@ MOST_AT_ONCE = 64
 """The number of calls of one task that are queued at once. Each has a thread of this process; further calls wait."""
 _LOOK_S = 1.0
 _REPLACED_WITHIN_S = 30.0
-"""The most time until the platform reports a lost member; without a report by then, the node is alive."""
+"""The seconds within which the platform reports a lost member. Without a report by then, its node is alive."""
 
 
 class Task(Generic[P, T]):
@@ -33,13 +33,14 @@ class Task(Generic[P, T]):
         ray_environment: Callable[[], Mapping[str, str]],
         retries: int,
     ) -> None:
-        """`hold` queues a gang of that name; `ray_environment` returns the variables with which Ray is entered."""
+        """`hold` queues a gang of the given name and returns it; `ray_environment` returns the environment variables
+        with which this process connects to Ray."""
         update_wrapper(self, work)
         self._work, self._hold, self._ray_environment, self._retries = work, hold, ray_environment, retries
         self._threads = self._new_threads()
 
     def __getstate__(self) -> dict[str, object]:
-        """Leaves the threads out, so that functions on other nodes may refer to this task."""
+        """Returns the state without the threads, so that functions on other nodes may refer to this task."""
         return {name: value for name, value in vars(self).items() if name != "_threads"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -70,8 +71,8 @@ class Task(Generic[P, T]):
 def call(gang: Gang, retries: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Runs `work` on the gang's only member and returns its result or raises its exception.
 
-    ClusterError when its process or node was lost more than `retries` times. Each incarnation of the member is tried
-    once.
+    Raises ClusterError if its process or node was lost more than `retries` times. Each incarnation of the member runs
+    it once.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -102,7 +103,7 @@ def call(gang: Gang, retries: int, work: Callable[P, T], *args: P.args, **kwargs
 
 
 def _wait_for_replacement(gang: Gang, lost: Member) -> None:
-    """Waits until the platform, too, has seen that the member is gone."""
+    """Waits until the lease shows that the lost member is gone, at most for a fixed time."""
     deadline = time.monotonic() + _REPLACED_WITHIN_S
     while any(each.incarnation == lost.incarnation for each in gang.members) and time.monotonic() < deadline:
         gang.wait_change(gang.lease.epoch, timeout_s=_LOOK_S)

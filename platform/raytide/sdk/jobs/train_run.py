@@ -31,12 +31,12 @@ _WATCHED = ("loss", "tokens_per_s")
 
 
 class TrainRun(Run):
-    """A training job. Its metrics come from its files where this machine has them, else from the API."""
+    """A training job. Its metrics come from its files if this machine has them, else from the API."""
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns one mapping for each step so far; steps that were repeated after a failure appear once.
 
-        Where only the API can read the run's files, a long run has at most 2,000 of its steps.
+        If only the API can read the run's files, at most 2,000 of a long run's steps are returned.
         """
         return self.history().steps
 
@@ -47,7 +47,7 @@ class TrainRun(Run):
         return pa.Table.from_pylist(self.metrics())
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the events of the gang and of single batches, in order."""
+        """Returns the run's events, in order: those of the gang, such as lost members, and those of single batches."""
         return self.history().events
 
     def plot(self) -> Picture:
@@ -98,7 +98,7 @@ class TrainRun(Run):
 
 
 def from_curves(curves: RunCurves) -> RunHistory:
-    """Returns the steps that the API's columns hold, one mapping for each, as a run's files have them."""
+    """Returns the API's columns as a run history, with one mapping for each step, as in a run's files."""
     steps = []
     for place, step in enumerate(curves.steps):
         line: dict[str, Any] = {"step": step, "at_s": curves.at_s[place], "times": {}}
@@ -114,7 +114,7 @@ def from_curves(curves: RunCurves) -> RunHistory:
 
 
 def run_of(client: ApiClient, view: JobView) -> Run:
-    """Returns the handle for a job of this kind."""
+    """Returns the handle of a job: a TrainRun, a FlowRun or a plain Run."""
     if view.job.spec.kind is JobKind.TRAIN:
         return TrainRun(client, view)
     return FlowRun(client, view) if is_flow(view) else Run(client, view)

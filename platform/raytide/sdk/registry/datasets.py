@@ -20,7 +20,7 @@ _REFERENCE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::([0-9]{1,9}))?")
 class DatasetRegistry:
     """The registered datasets of a cluster. A reference is `NAME:VERSION`, or `NAME` for the newest version.
 
-    A build that ends registers its dataset; the same dataset again is the version that exists.
+    A finished build registers its dataset. Registering the same dataset again returns the existing version.
     """
 
     def __init__(self, client: ApiClient) -> None:
@@ -44,13 +44,13 @@ class DatasetRegistry:
         return from_json(list[DatasetVersion], self._client.call("GET", f"/v1/datasets/{name}/versions", None, query))
 
     def uses(self, version: DatasetVersion) -> DatasetUse:
-        """Returns the training jobs that read a version, and the registered models that were made of it."""
+        """Returns the training jobs that read a version, and the registered models that were trained on it."""
         path = f"/v1/datasets/{version.spec.name}/versions/{version.version}/uses"
         return from_json(DatasetUse, self._client.call("GET", path))
 
     def register(self, location: str | Path, name: str) -> DatasetVersion:
-        """Registers a dataset that was built elsewhere, after reading all of its files. Raises DataError if one differs
-        from its manifest."""
+        """Reads all files of a dataset that was built elsewhere, and registers it. Raises DataError if a file differs
+        from the manifest."""
         where = str(location)
         if (path := local_path(where)) is not None:
             where = str(Path(path).resolve())
@@ -59,11 +59,11 @@ class DatasetRegistry:
         return from_json(DatasetVersion, self._client.call("POST", "/v1/datasets", body))
 
     def diff(self, before: str, after: str) -> tuple[FieldChange, ...]:
-        """Returns the fields in which two versions differ, those of the builds' specs included."""
+        """Returns the fields in which two versions differ, including the fields of their builds' specs."""
         return differences(self.get(before), self.get(after))
 
     def manifest(self, reference: str) -> TokenManifest:
-        """Returns the manifest at a version's location. Raises ConflictError if another dataset is there now."""
+        """Returns a version's manifest. Raises ConflictError if its location now contains another dataset."""
         version = self.get(reference)
         if sha256_of(version.spec.location) != version.spec.sha256:
             raise ConflictError(

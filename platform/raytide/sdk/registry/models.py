@@ -84,9 +84,9 @@ class ModelRegistry:
         if_version: int | None = None,
         rule: PromotionRule | None = None,
     ) -> AliasChange:
-        """Lets an alias name this version. With `if_version`, only if it names that one now (0: none).
+        """Makes an alias name this version; with `if_version`, only if the alias names that number now (0: none).
 
-        Raises ConflictError if `rule` does not hold of it beside the version that the alias names now.
+        Raises ConflictError if this version, compared with the one that the alias names now, does not satisfy `rule`.
         """
         version = self.get(reference)
         change = AliasSpec(version=version.version, why=why, if_version=if_version, rule=rule)
@@ -107,7 +107,8 @@ class ModelRegistry:
         return differences(self.get(before), self.get(after))
 
     def verify(self, reference: str) -> ContentDigest:
-        """Reads the files of a version again. Raises DataError if they are not those that were registered."""
+        """Reads the files of a version again and returns their digest. Raises DataError if they are not those that were
+        registered."""
         version = self.get(reference)
         found = digest_of_directory(version.spec.location)
         if found.sha256 != version.spec.sha256:
@@ -119,7 +120,8 @@ class ModelRegistry:
         return found
 
     def _digest_of_dataset(self, job: str) -> str:
-        """Returns the SHA-256 of the manifest of the dataset that a job read; empty if it has none."""
+        """Returns the SHA-256 of the manifest of the dataset that a job read; empty if the job read none, or if the
+        manifest cannot be read."""
         dataset = self._client.job(job).job.spec.config.get("dataset")
         try:
             return sha256(read_bytes(join(dataset, MANIFEST))) if isinstance(dataset, str) else ""
@@ -136,7 +138,8 @@ def _change_row(change: AliasChange) -> tuple[object, ...]:
 
 
 def named_model(model: str, name: str = "") -> dict[str, object]:
-    """Returns the fields of a ServeSpec for a directory or a registered model, which name it by default."""
+    """Returns the fields `name` and `model` of a ServeSpec. The name is by default that of the directory or registered
+    model."""
     if model.startswith(SCHEME):
         return {"name": name or ModelReference.parse(model).name, "model": model}
     return {"name": name or Path(model).name.removesuffix(".gguf").lower(), "model": model}

@@ -1,4 +1,4 @@
-"""The rollouts of endpoints in the SDK: what `serve` asks for, and how one goes."""
+"""The rollouts of endpoints in the SDK: the options of `serve` for them, and their state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def rollout_of(
     shadow: float | None = None,
     ab: float | Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Returns a RolloutSpec as JSON; None without any of the three. Raises UsageError for more than one.
+    """Returns a RolloutSpec as JSON; None if no kind of rollout is given. Raises UsageError if several are.
 
-    `canary` is True for the default steps, a CanarySpec or its fields, which may include the rollout's
-    `ready_within_s`; `shadow` and `ab` are percents, or `ab` has the fields of an AbTestSpec.
+    `canary` is True for the default steps, or a CanarySpec, or its fields, which may include the rollout's
+    `ready_within_s`. `shadow` is a percentage; `ab` is a percentage or has the fields of an AbTestSpec.
     """
     asked: dict[str, Any] = {}
     common: dict[str, Any] = {}

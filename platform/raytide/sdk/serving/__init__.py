@@ -1,1 +1,1 @@
-"""Handles of endpoints, and the command of a batch of requests."""
+"""Handles of endpoints, and the jobs that answer batches of requests."""

@@ -14,12 +14,12 @@ from raytide.core.specs.model_version import SCHEME
 from raytide.sdk.registry.models import ModelRegistry
 
 RETRIES = 3
-"""The restarts of a job whose process was killed, for want of memory for example; each goes on where it was."""
+"""The restarts of a job whose process was killed, for example for want of memory. Each continues where it stopped."""
 
 
 def batch_model(client: ApiClient, model: str, engine: Mapping[str, object], gang: GangSpec) -> ServeSpec:
-    """Returns how a job of a batch runs `model`: a directory that the nodes read, a registered model
-    (`registry:NAME@ALIAS`), or an endpoint's name, whose directory and engine options it takes over.
+    """Returns the spec with which a batch job runs `model`: a directory that the nodes can read, a registered model
+    (`registry:NAME@ALIAS`), or an endpoint's name, which stands for its model and engine options.
     """
     options = dict(engine)
     if model.startswith(SCHEME):

@@ -25,7 +25,7 @@ _BEGAN, _DONE = "raytide.began_s", b"data: [DONE]\n\n"
 
 
 class LatencyReporter:
-    """The observations of one client since its last report. A report that fails is dropped: requests never wait."""
+    """The observations of one client since its last report. A failed report is dropped, so that requests never wait."""
 
     def __init__(self, send: Callable[[dict[str, Any]], object]) -> None:
         self._send, self._lock = send, threading.Lock()
@@ -34,7 +34,7 @@ class LatencyReporter:
         _reporters.add(self)
 
     def http_client(self) -> DefaultHttpxClient:
-        """Returns an HTTP client for `openai.OpenAI`, which measures each successful request."""
+        """Returns an HTTP client for `openai.OpenAI` that measures each successful request."""
         from openai import DefaultHttpxClient
 
         return DefaultHttpxClient(event_hooks={"request": [self._began], "response": [self._answered]})
@@ -51,7 +51,7 @@ class LatencyReporter:
             threading.Thread(target=self.flush, name="client latency", daemon=True).start()
 
     def flush(self) -> None:
-        """Reports what was observed since the last report, if anything."""
+        """Reports the observations since the last report, if there are any."""
         with self._lock:
             counts, sums = self._counts, self._sums
             self._reset()
@@ -80,7 +80,7 @@ class LatencyReporter:
 
 
 class _TimedBody:
-    """A response's body, whose first and last part are timed."""
+    """A response's body. It reports the seconds until its last part arrives, and, if streamed, until its first part."""
 
     def __init__(self, response: Any, reporter: LatencyReporter) -> None:
         self._stream, self._reporter = response.stream, reporter

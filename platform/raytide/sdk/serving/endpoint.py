@@ -68,9 +68,9 @@ class EndpointHandle:
         return self
 
     def watch(self, *, for_s: float = 86_400.0) -> EndpointHandle:
-        """Shows the endpoint for so long, live, in a notebook or on a terminal: its replicas, requests and cost.
+        """Shows the endpoint live in a notebook or on a terminal: its replicas, requests and cost.
 
-        An interrupt ends it.
+        Returns the endpoint after `for_s` seconds or an interrupt.
         """
         until_s, ongoing, ready = time.monotonic() + for_s, list[float](), list[float]()
         with LiveView() as live, suppress(KeyboardInterrupt):
@@ -135,11 +135,11 @@ class EndpointHandle:
         return OpenAI(base_url=self.base_url, api_key=options.pop("api_key", "none"), **options)
 
     def logs(self, *, follow: bool = False, tail: int | None = None, grep: str = "") -> Iterator[str]:
-        """Yields the lines that its replicas print, each after the replica's name, those of ended replicas included.
+        """Yields the lines that its replicas print, including ended ones. Each line begins with the replica's name.
 
-        `tail`: only so many last lines of each replica's output. `grep`: a regular expression that a line must contain.
-        `follow` goes on until it is interrupted. The output of a replica whose node does not answer is asked for again,
-        and then warned of on stderr, that of a gone node at once. Raises UsageError for a malformed expression.
+        `tail` is the number of last lines of each replica's output. `grep` is a regular expression that a line must
+        contain. `follow` goes on until an interrupt. If a node does not answer, its output is requested again; if it
+        still does not, or is gone, a warning on stderr says so. Raises UsageError for a malformed expression.
         """
         try:
             wanted = re.compile(grep)
@@ -176,10 +176,10 @@ class EndpointHandle:
     def feedback(
         self, request_id: str, score: Score | None = None, comment: str = "", *, api_key: str = "none", **metrics: float
     ) -> int:
-        """Judges an answer by its id, up or down, or by metrics of yours: `feedback(answer.id, accepted=1.0)`; returns
-        the revision that gave it. A later judgement replaces an earlier one, of each metric too.
+        """Judges an answer, named by its id, with "up" or "down" or by your own metrics: `feedback(id, accepted=1.0)`.
+        Returns the revision that gave the answer. A later judgement replaces an earlier one of the same metric.
 
-        Raises NotFoundError for a request that is not of the key's team.
+        Raises NotFoundError for a request that does not belong to the key's team.
         """
         given: list[dict[str, object]] = [{"metric": name, "value": value} for name, value in metrics.items()]
         if score is not None or comment or not metrics:
@@ -200,11 +200,11 @@ class EndpointHandle:
     def bench(
         self, *, api_key: str = "", on_progress: Callable[[BenchProgress], None] | None = None, **options: Any
     ) -> BenchReport:
-        """Loads the endpoint and returns what it answered: first token, inter-token, throughput, goodput.
+        """Sends a load to the endpoint and returns the report: first token, inter-token, throughput, goodput.
 
         The options are the fields of `raytide.sdk.bench.BenchSpec`: `concurrency=16`, or `rate=4.0, poisson=True`, with
         `requests`, `prompt_tokens`, `output_tokens`, `slo="ttft=300ms"` and others. The SLO is the endpoint's own if
-        none is given. An interrupt ends the load; the report has what there is by then.
+        none is given. An interrupt ends the load; the report then covers the requests until then.
         """
         from raytide.sdk.bench import BenchSpec, LoadGenerator
 
@@ -218,11 +218,11 @@ class EndpointHandle:
         return found[0] if found else None
 
     def promote(self, why: str = "") -> RolloutStatus:
-        """Lets the challenger of the rollout that runs serve alone, once it has the replicas for it."""
+        """Promotes the challenger of the running rollout: it serves alone once it has enough replicas."""
         return self._client.end_rollout(self.name, "promote", why)
 
     def stop_rollout(self, why: str = "") -> RolloutStatus:
-        """Ends the rollout that runs: the champion serves alone again."""
+        """Ends the running rollout: the champion serves alone again."""
         return self._client.end_rollout(self.name, "stop", why)
 
     def load_adapter(self, name: str, location: str, *, timeout_s: float = 600.0) -> EndpointHandle:
@@ -234,16 +234,16 @@ class EndpointHandle:
         return self.wait_for_adapters(timeout_s=timeout_s)
 
     def unload_adapter(self, name: str) -> EndpointHandle:
-        """Unloads an adapter; requests that use it finish."""
+        """Unloads an adapter. Running requests that use it still finish."""
         self.status = self._client.change_adapters(self.name, AdapterChange(unload=(name,)))
         return self
 
     def swap_weights(self, location: str, *, timeout_s: float = 1800.0) -> EndpointHandle:
         """Serves other weights of the same architecture, and blocks until all replicas do, one after the other.
 
-        No request fails meanwhile; those that run continue with the new weights. `location` is a directory, a URL or a
-        registered model, "" for the weights that the endpoint was created with. If a replica refuses them, those before
-        come back, and ConflictError is raised.
+        No request fails meanwhile; running requests continue with the new weights. `location` is a directory, a URL or
+        a registered model, or "" for the weights with which the endpoint was created. If a replica refuses the new
+        weights, the endpoint returns to its previous ones and ConflictError is raised.
         """
         before = self.refresh().status.endpoint.spec.weights
         self.status = self._client.change_weights(self.name, WeightsChange(location=location))
@@ -260,8 +260,8 @@ class EndpointHandle:
             time.sleep(_POLL_S)
 
     def adapters(self) -> dict[str, list[str]]:
-        """Returns the adapters by name, each with its state on every replica that answers: "" for a loaded one,
-        `loading`, or the error.
+        """Returns, by adapter name, the adapter's state on each replica that answers: "" if it is loaded, `loading`, or
+        the error.
         """
         names = sorted(self.status.endpoint.spec.adapters)
         return {name: [each.adapters.get(name, LOADING) for each in self.status.live] for name in names}

@@ -72,7 +72,7 @@ class EndpointService:
         return self.get(spec.name, caller)
 
     def start_rollout(self, body: Mapping[str, object], caller: Caller) -> RolloutStatus:
-        """Adds a revision beside the one that serves."""
+        """Starts a rollout: a new revision, the challenger, runs beside the one that serves. Returns its status."""
         asked = NewRollout.parse(body, where="rollout")
         spec = self._checked(asked.serve_spec(caller.home), caller)
         plan = asked.rollout.model_dump(mode="json")
@@ -80,7 +80,7 @@ class EndpointService:
         return self._status(self._store.rollouts.start(spec, asked.rollout.kind, plan, caller.user, now_s, asked.why))
 
     def end_rollout(self, name: str, end: Literal["stop", "promote"], why: str, caller: Caller) -> RolloutStatus:
-        """Asks for the end of the live rollout: back to the champion, or on to the challenger."""
+        """Asks for the end of the live rollout: "stop" returns to the champion, "promote" keeps the challenger."""
         caller.require_team(self._store.endpoint(name).spec.team)
         self._rate.take_change(caller.home)
         return self._status(self._store.rollouts.ask(name, end, caller.user, why))
@@ -91,20 +91,21 @@ class EndpointService:
         return [self._status(rollout) for rollout in self._store.rollouts.page(name, team=team, limit=limit)]
 
     def count_rollouts(self, body: Mapping[str, object]) -> None:
-        """Takes over what a gateway has counted."""
+        """Stores the counts of rollouts that a gateway reports."""
         self._store.rollouts.report(RolloutReport.parse(body, where="rollouts"))
 
     def save_feedback(self, body: Mapping[str, object]) -> int:
-        """Keeps a user's judgement of an answer, which a gateway passes on; returns the revision that answered."""
+        """Stores a user's feedback on an answer, as a gateway passes it on; returns the revision that answered."""
         return self._store.feedback.save(Feedback.parse(body, where="feedback"), self._clock.now_s())
 
     def feedback(self, name: str, caller: Caller) -> tuple[RevisionFeedback, ...]:
-        """Returns the thumbs of each revision of an endpoint, newest revision first."""
+        """Returns the thumbs up and down of each revision of an endpoint, newest revision first."""
         caller.require_team(self._store.endpoint(name).spec.team)
         return self._store.feedback.sums(name)
 
     def _checked(self, spec: ServeSpec, caller: Caller) -> ServeSpec:
-        """Returns a spec with what it refers to. Raises an error for one that cannot run."""
+        """Returns the spec with its references to registered models and accelerators resolved. Raises an error for a
+        spec that cannot run."""
         if REVISION_SEPARATOR in spec.name:
             raise ConfigError(f"serve: name: {spec.name} has a {REVISION_SEPARATOR}.", hint="Choose another name.")
         caller.require_team(spec.team)
@@ -132,7 +133,7 @@ class EndpointService:
         return spec
 
     def all(self, caller: Caller) -> list[EndpointStatus]:
-        """Returns the endpoints, and the revisions of rollouts that run beside them or still finish their requests."""
+        """Returns the endpoints, and beside them the revisions that a rollout tests or that still finish requests."""
         booked = self._store.books.booked("endpoint", team=caller.only_team)
         pending = accrued(self._store.books.intervals(), to_us(self._clock.now_s()))
         spent = costs(booked, (entry for entry in pending if caller.sees(entry.team)), "endpoint")
@@ -170,7 +171,7 @@ class EndpointService:
         )
 
     def _status(self, rollout: Rollout) -> RolloutStatus:
-        """Returns a rollout with the counts of both revisions, which it remembers when it is over."""
+        """Returns a rollout with the counts of both revisions; for one that is over, those at its end."""
         versions = {
             each.number: each.spec.version
             for each in self._store.revisions.page(rollout.name, team=rollout.team)
@@ -209,7 +210,7 @@ class EndpointService:
         return self.serve(revision.spec.model_dump(mode="json"), caller, f"rollback to revision {revision.number}")
 
     def logs(self, name: str, after: str, tail: int | None, caller: Caller) -> EndpointLogPart:
-        """Returns a part of the output of its replicas, of the newest ones that have ended too."""
+        """Returns a part of the output of the endpoint's replicas, including the newest of those that have ended."""
         caller.require_team(self._store.endpoint(name).spec.team)
         loads = [load for each, load in self._live().loads.items() if endpoint_of(each) == name]
         running = [start.id for load in loads for start in load.startups]
@@ -218,14 +219,14 @@ class EndpointService:
         return endpoint_log.part(self._files, logs, after, tail, running, gone)
 
     def report(self, name: str, body: Mapping[str, object], caller: Caller) -> None:
-        """Keeps values that the endpoint scales on, which count for five minutes."""
+        """Stores reported values of the signals that the endpoint scales on. Each counts for five minutes."""
         caller.require_team((endpoint := self._store.endpoint(name)).spec.team)
         report = SignalReport.parse({"values": body}, where="signals")
         report.check(endpoint.spec)
         self._store.signals.save(name, report.values, self._clock.now_s())
 
     def change_weights(self, name: str, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
-        """Swaps the weights that the replicas serve, which needs no new ones."""
+        """Changes the weights that the endpoint serves. Its replicas swap them in place, without a restart."""
         change = WeightsChange.parse(body, where="weights")
         with self._changing:
             spec = self.get(name, caller).endpoint.spec
@@ -243,7 +244,7 @@ class EndpointService:
                 )
 
     def change_adapters(self, name: str, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
-        """Loads and unloads adapters, which needs no new replicas. Changes at the same time follow one another."""
+        """Loads and unloads adapters on the running replicas. Concurrent changes are applied one after the other."""
         change = AdapterChange.parse(body, where="adapters")
         with self._changing:
             spec = self.get(name, caller).endpoint.spec

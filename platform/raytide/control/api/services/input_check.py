@@ -2,8 +2,8 @@
 
 URLs are checked by their form only; the driver reports what is missing behind them. Local files are checked in separate
 threads with a timeout, so a hanging file system blocks only these threads, and specs are then accepted unchecked. The
-API may read more than teams may, so a team's token learns only of files that every user of the machine can read; the
-driver reports on others. Only regular files are opened.
+API may read more files than teams may, so a caller with a team's token learns only of files that every user of the
+machine can read; the driver reports on the remaining files. Only regular files are opened.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FREE_S = 0.2
 _MOST_BYTES = 2**24
 """The largest manifest read here; the driver reads larger ones."""
 _MOST_WEIGHTS = 1 << 50
-"""More is no model that an index describes."""
+"""The bytes above which the total size in a model's index counts as unknown."""
 T = TypeVar("T")
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 """Folders whose entries look like files but may block or have effects when read."""
@@ -44,7 +44,7 @@ _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EIN
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """The result of checking a path; empty if it is unknown or must not be revealed."""
+    """The result of checking a path: all fields keep their defaults if nothing is known or may be revealed."""
 
     content: bytes | None = None
     is_missing: bool = False
@@ -55,7 +55,7 @@ _UNKNOWN = FileCheck()
 
 
 class Inputs:
-    """The checks of one API process."""
+    """Checks the files that specs name, in a bounded number of threads of this API process."""
 
     def __init__(self) -> None:
         self._free = threading.BoundedSemaphore(THREADS)
@@ -94,8 +94,8 @@ class Inputs:
                 raise DataError(f"{spec.chat.file} does not exist.", hint="Check chat.file.")
 
     def training_inputs(self, spec: TrainSpec, caller: Caller) -> dict[str, int]:
-        """Returns the bytes of the datasets and of the model that a training starts from; without what is not known
-        here."""
+        """Returns the bytes of the datasets and of the initial model of a training, by URL. Inputs whose size is not
+        known here are left out."""
         found = {dataset: self._dataset_bytes(dataset, caller) for dataset in spec.datasets}
         if spec.init_from is not None:
             found[spec.init_from] = self.weight_bytes(spec.init_from, caller)
@@ -138,8 +138,8 @@ class Inputs:
             check_url(url)
 
     def check_model(self, model: str, caller: Caller, adapters: Iterable[str] = ()) -> None:
-        """Raises DataError if a model or adapter is a local path that is none, or if a URL is not allowed. The nodes
-        look for packaged models.
+        """Raises DataError if a local path is not a model or an adapter, or if a URL is not allowed. The nodes, not
+        this check, look for packaged models.
         """
         from raytide.actors.models.quantized.gguf.gguf_file import is_gguf
         from raytide.actors.models.quantized.gguf.packaged_models import PACKAGED_MODELS
@@ -173,8 +173,8 @@ class Inputs:
         return size if isinstance(size, int) and 0 < size < _MOST_WEIGHTS else 0
 
     def check_weights(self, model: str, weights: str, caller: Caller) -> None:
-        """Raises DataError for weights that are no model, ConflictError if they are known to be of another
-        architecture.
+        """Raises DataError if the weights are not a model, ConflictError if their architecture is known to differ from
+        the model's.
         """
         from raytide.actors.models.families import architecture_of, is_same_architecture
 
@@ -191,21 +191,22 @@ class Inputs:
             )
 
     def check_registered(self, model: str, caller: Caller) -> None:
-        """Raises DataError if a model to register is a local path that is neither one nor an adapter."""
+        """Raises DataError if the local path of a model to register holds neither a model nor an adapter."""
         adapter = self._look(join(model, "adapter_config.json"), caller, most=0)
         if adapter.is_missing:
             self.check_model(model, caller)
 
     def _look(self, url: str, caller: Caller, most: int = _MOST_BYTES) -> FileCheck:
-        """Returns what is known of a file, and at most `most` of its bytes."""
+        """Returns the check of a local file, with its content if it has at most `most` bytes; an empty one for a URL
+        or on a timeout."""
         path = local_path(url)
         if path is None:
             return _UNKNOWN
         return self._run(lambda: check_file(path, most, for_everybody=caller.team != ANY_TEAM)) or _UNKNOWN
 
     def _run(self, work: Callable[[], T]) -> T | None:
-        """Returns or raises what `work` does; None on a timeout. Runs in a daemon thread, which cannot delay the
-        exit."""
+        """Runs `work` in a daemon thread, which cannot delay this process's exit. Returns its result or raises its
+        exception; None on a timeout."""
         if not self._free.acquire(timeout=_FREE_S):
             return None
         found: Future[T] = Future()
@@ -226,7 +227,8 @@ class Inputs:
 
 
 def check_file(path: str, most: int, *, for_everybody: bool) -> FileCheck:
-    """Returns what is known of a file. With `for_everybody`, only what a user without special rights can see."""
+    """Returns a file's content, if it has at most `most` bytes, its size in bytes and whether it is missing. With
+    `for_everybody`, the check reveals only what every user of the machine can see."""
     try:
         real = os.path.realpath(path)
         if real.startswith(_NO_FILES) and not real.startswith("/dev/shm/"):  # only read  # nosec B108

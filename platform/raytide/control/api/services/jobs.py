@@ -43,7 +43,8 @@ _ALL = 2**31 - 1
 
 
 class JobService:
-    """Submits, shows and changes jobs, and serves their drivers. Each method is a few reads and at most one write."""
+    """Submits, shows and changes jobs, and serves their drivers. Each method reads the store a few times and writes to
+    it at most once."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class JobService:
         self.learned = LearnedCorrections(store, config.node_types, self._config_of, clock)
 
     def submit(self, body: Mapping[str, object], caller: Caller, key: str | None, digest: str | None = None) -> JobView:
-        """Queues a job. `digest` identifies the request, if its body alone does not."""
+        """Queues a job and returns its view. `digest` identifies the request; by default it is that of the spec."""
         spec = JobSpec.parse({"team": caller.home, **body}, where="job")
         caller.require_team(spec.team)
         self._accounts.check_team(spec.team)
@@ -96,7 +97,7 @@ class JobService:
         return self.view(job)
 
     def _config_of(self, spec: TrainSpec, job: Job) -> Mapping[str, object] | None:
-        """Returns the `config.json` of the model that a job trained, with no more rights than its team's."""
+        """Returns the `config.json` of the model that a job trained; None if the job's team may not read it."""
         return self._inputs.training_config(spec, Caller(user=job.user, team=job.spec.team))
 
     def _with_accelerator_labels(self, gang: GangSpec) -> GangSpec:
@@ -107,7 +108,8 @@ class JobService:
         return gang.model_copy(update={"shapes": tuple(shapes)})
 
     def _with_inputs(self, spec: JobSpec, train: TrainSpec, caller: Caller) -> GangSpec:
-        """Returns the gang with what each member of a training reads: its slice of the datasets, and the model."""
+        """Returns the gang of a training with the inputs that each member reads: a slice of each dataset, and the
+        whole initial model."""
         named = any(shape.inputs for shape in spec.gang.shapes)
         if self._config.settings.transfer is None or named:
             return spec.gang
@@ -126,7 +128,7 @@ class JobService:
         return spec.gang.model_copy(update={"shapes": tuple(shapes)})
 
     def page(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
-        """Returns jobs, newest first, fewer than `limit` if their specs are large; with `active`, unfinished jobs."""
+        """Returns jobs, newest first: fewer than `limit` if their specs are large; with `active`, only unfinished."""
         team = caller.only_team
         most_bytes = bounds.MOST_PAGE_BYTES
         jobs = self._store.jobs(active=active, team=team, limit=limit, offset=offset, most_bytes=most_bytes)
@@ -152,7 +154,7 @@ class JobService:
         return self.submit(body, caller, key, digest=f"retry of {job_id}")
 
     def why(self, job_id: str, caller: Caller) -> WhyView:
-        """Returns why a job waits; or `unmanaged`, all work in Ray without a lease."""
+        """Returns why a job waits or why it ended; for the id `unmanaged`, why work in Ray without a lease waits."""
         if job_id == UNMANAGED:
             found = self._live().waiting.get(UNMANAGED, Waiting("", "no work without a lease is waiting."))
             return WhyView(UNMANAGED, None, None, found.constraint, found.reason, found.remedy, None)
@@ -189,7 +191,7 @@ class JobService:
         return self._curves.read(str(job.spec.config["out"]), points)
 
     def package(self, digest: str, caller: Caller) -> Path:
-        """Returns the file of a package, for drivers and for teams with an unfinished job that uses it."""
+        """Returns the file of a package. Raises DeniedError for a team without an unfinished job that uses it."""
         if caller.team != ANY_TEAM and digest not in self._digests_in_use(caller.team):
             raise DeniedError(
                 f"no unfinished job of team {caller.team} uses package {digest[:12]}.",
@@ -198,7 +200,7 @@ class JobService:
         return self._packages.path(digest)
 
     def make_room(self, caller: Caller, announced: int | None) -> None:
-        """Makes room for a package of the announced size, or of the largest size."""
+        """Makes room for a package of the announced size in bytes; of the largest possible size if it is None."""
         size = MOST_BYTES if announced is None else min(announced, MOST_BYTES)
         self._packages.make_room(self._digests_in_use(), caller.home, size)
 
@@ -230,7 +232,7 @@ class JobService:
         return self._views((job,))[0]
 
     def _views(self, jobs: tuple[Job, ...]) -> list[JobView]:
-        """Returns the views of jobs, with a number of reads that is independent of their number and the queue's."""
+        """Returns the views of jobs. The number of reads is independent of their number and of the queue's length."""
         ids = [job.id for job in jobs]
         live = self._live()
         positions = {job_id: place for place, job_id in enumerate(live.queue, start=1)}
@@ -280,8 +282,8 @@ class JobService:
 
 
 def at_one_provider(gang: GangSpec, node_types: Iterable[NodeType]) -> GangSpec:
-    """Returns the gang, with the members of each shape at one provider unless the shape has its own `together`: between
-    clouds and regions a collective takes many times as long, and traffic is paid for."""
+    """Returns the gang with the members of each shape at one provider, unless the shape sets `together`. Collectives
+    between clouds or regions take many times as long, and their traffic costs money."""
     if not any(node_type.provider for node_type in node_types):
         return gang
     shapes = [

@@ -1,4 +1,4 @@
-"""Long polls of leases by drivers, which together cost the store one small read every tenth of a second.
+"""Serves the long polls of drivers for their leases. All polls together read the store once every tenth of a second.
 
 A watcher reads a counter that each commit of jobs or leases increments. When it changed, one query finds the polled
 leases that changed, and one read loads them. Unchanged leases are answered from memory. A poll of a GANG job's driver
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PolledLease:
-    """A job and its lease at a version of the store, unchanged since."""
+    """A job and its lease as read at a version of the store; neither has changed since."""
 
     job: Job
     lease: Lease
@@ -77,7 +77,7 @@ class LeasePolls:
         self._polled: set[str] = set()
         """GANG jobs whose driver polled since heartbeats were last written."""
         self._disconnected: set[str] = set()
-        """GANG jobs whose driver disconnected since then."""
+        """GANG jobs whose driver disconnected since heartbeats were last written."""
         self._watcher: asyncio.Task[None] | None = None
         self._beater: asyncio.Task[None] | None = None
         self._reads, self._refreshes, self._beats = CapacityLimiter(8), CapacityLimiter(1), CapacityLimiter(1)
@@ -121,8 +121,8 @@ class LeasePolls:
         return _lease(job, self._store.lease_of(job.id))
 
     def on_disconnect(self, job_ids: Iterable[str]) -> None:
-        """Shortens the timeout of drivers that disconnected from a pending poll, as killed drivers do. Live ones poll
-        again."""
+        """Shortens the heartbeat timeout of drivers that disconnected from a pending poll, as killed drivers do. A live
+        driver polls again in time."""
         now_s = self._clock.now_s()
         jobs = [job for job in self._store.jobs_of(list(job_ids)) if not job.is_final]
         self._store.heartbeats(
@@ -162,7 +162,7 @@ class LeasePolls:
             self._watcher = loop.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Runs while drivers wait, and for a moment after."""
+        """Watches the store for changed leases while drivers wait, and for a moment after."""
         beat_s = 0.0
         while self._leases or self._polled or self._disconnected:
             try:
@@ -201,7 +201,7 @@ class LeasePolls:
         return self._read([job_id for job_id in touched if keys.get(job_id) != seen[job_id].key])
 
     def _read(self, job_ids: list[str]) -> dict[str, PolledLease]:
-        """Reads jobs and leases, which may be newer than the version."""
+        """Returns jobs with their leases. What it reads may be newer than `version`."""
         if not job_ids:
             return {}
         version = self._store.census.version()

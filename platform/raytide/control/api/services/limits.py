@@ -25,7 +25,7 @@ class LimitsService:
         self._store, self._config = store, config
 
     def cost(self, by: report.By, caller: Caller, since_us: int, now_us: int) -> CostTable:
-        """Returns the costs of the caller's team; with a token for all teams, all costs, including unowned ones."""
+        """Returns the costs of the caller's team; for a token for all teams, all costs, including those of no team."""
         intervals = self._store.books.intervals()
         booked = self._store.books.lines(since_us=since_us, with_node=by == "node", with_day=by == "day")
         pending = [entry for entry in accrued(intervals, now_us) if entry.to_us > since_us]
@@ -54,7 +54,8 @@ class LimitsService:
         ]
 
     def change(self, name: str, changes: Mapping[str, object], caller: Caller) -> TeamSpec:
-        """Sets some of a team's limits; None restores the configured value. Needs a token for all teams."""
+        """Sets some of a team's limits and returns its new spec; None as a value restores the configured limit. Needs
+        a token for all teams."""
         caller.require_all()
         self.check_team(name)
         if "parent" in changes:
@@ -129,7 +130,8 @@ _NOTHING = TeamUse({}, {}, {}, 0, 0.0)
 
 
 def _tags_of_job(job: Job) -> dict[str, str]:
-    """Returns the job's labels; a training run without a model label is grouped by its name."""
+    """Returns the labels by which a job's costs are grouped: its own; a training without a `model` label has its name
+    as the model."""
     model = {"model": job.spec.name} if job.spec.kind is JobKind.TRAIN else {}
     return {**model, **job.spec.labels}
 

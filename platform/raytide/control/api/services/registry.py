@@ -35,7 +35,7 @@ _MOST_WHY = 256
 
 
 class ModelService:
-    """Users see and change the models of their own team, and with a token for all teams those of all."""
+    """Registers, shows and promotes models: those of the caller's team, or with a token for all teams any."""
 
     def __init__(
         self, store: Store, clock: Clock, inputs: Inputs, accounts: LimitsService, rate: SubmissionRate
@@ -64,7 +64,7 @@ class ModelService:
         return self._records.register(spec, caller.user, self._clock.now_s())
 
     def promote(self, name: str, alias: str, body: Mapping[str, object], caller: Caller) -> AliasChange:
-        """Lets an alias name another version. Raises ConflictError if that breaks the rule that was given."""
+        """Makes an alias name another version. Raises ConflictError if the version does not satisfy the given rule."""
         reference = ModelReference.parse(f"{name}@{alias}")
         change = AliasSpec.parse(body, where="promote")
         team = self._owned(name, caller.require_person())
@@ -76,7 +76,8 @@ class ModelService:
     def _judged(
         self, alias: ModelReference, change: AliasSpec, version: int, rule: PromotionRule, team: str
     ) -> AliasSpec:
-        """Returns the change, for the version that the alias names now alone, with the reasons for it."""
+        """Returns the change with the rule's reasons added, valid only while the alias names the version that it names
+        now. Raises ConflictError if the rule rejects the change."""
         challenger = self._records.find(ModelReference(alias.name, version))
         named = self._records.models(name=alias.name)[0].aliases.get(alias.alias)
         champion = None if named is None else self._records.find(ModelReference(alias.name, named))
@@ -121,9 +122,10 @@ class ModelService:
         return self._records.history(name, alias=alias, until_s=until_s, limit=limit)
 
     def resolved(self, spec: ServeSpec, caller: Caller) -> ServeSpec:
-        """Returns the spec with the locations of the registered model and adapters that it names, and its version.
+        """Returns the spec with the locations of the registered model and adapters that it names, and with the model's
+        version.
 
-        A spec that names model and version, as a stored one does, must name them as they are registered.
+        A spec that names both a model and a version, as a stored one does, must name the version's registered location.
         """
         adapters = {name: self._located(location, caller) for name, location in spec.adapters.items()}
         spec = spec.model_copy(update={"adapters": adapters, "weights": self._located(spec.weights, caller)})
@@ -140,7 +142,7 @@ class ModelService:
         return spec.model_copy(update={"model": found.spec.location, "version": found.id})
 
     def _located(self, location: str, caller: Caller) -> str:
-        """Returns the location of a registered version; any other one unchanged."""
+        """Returns the location of the registered version that a reference names; any other location unchanged."""
         if not location.startswith(SCHEME):
             return location
         reference = ModelReference.parse(location)
@@ -154,14 +156,15 @@ class ModelService:
 
 
 class DatasetService:
-    """Users see the datasets of their own team, and with a token for all teams those of all."""
+    """Registers and shows datasets: those of the caller's team, or with a token for all teams any."""
 
     def __init__(self, store: Store, clock: Clock, accounts: LimitsService, rate: SubmissionRate) -> None:
         self._store, self._clock, self._accounts, self._rate = store, clock, accounts, rate
         self._records = store.datasets
 
     def register(self, body: Mapping[str, object], caller: Caller) -> DatasetVersion:
-        """Adds a version; the same one again is the version that exists. If it names a job, the job's spec is kept."""
+        """Adds a version, or returns the existing one of the same dataset. If it names a build job, it keeps the job's
+        configuration."""
         spec = DatasetVersionSpec.parse({"team": caller.home, **body}, where="dataset")
         caller.require_team(spec.team)
         self._accounts.check_team(spec.team)

@@ -132,7 +132,7 @@ class ApiService:
         return self.accounts.teams(caller, self.live(), to_us(self._clock.now_s()))
 
     def fleet(self, caller: Caller, at_s: float) -> dict[str, object]:
-        """Returns the nodes of an earlier time, and who held them, as the page shows them."""
+        """Returns the nodes of an earlier time and the jobs and endpoints that held them, for the web page."""
         nodes = self._store.overview.nodes_at(at_s)
         return {
             "at_s": at_s,
@@ -142,7 +142,7 @@ class ApiService:
     def ledger(
         self, caller: Caller, *, subject: str | None, node_id: str | None, until_s: float | None, limit: int
     ) -> tuple[Entry, ...]:
-        """Returns a page of the ledger's entries, newest first. A team sees its own."""
+        """Returns a page of the ledger's entries, newest first; for a team's token, only the team's entries."""
         until_us = None if until_s is None else to_us(until_s)
         which = {"subject": subject, "node_id": node_id, "team": caller.only_team, "until_us": until_us}
         return self._store.overview.entries(**which, limit=limit)  # type: ignore[arg-type]
@@ -152,17 +152,17 @@ class ApiService:
         return self._metrics.page(self.live(), self._clock.now_s())
 
     def targets(self) -> list[Target]:
-        """Returns the pages that Prometheus and the monitor scrape: those that processes of the head have announced,
-        and those of nodes and replicas as the controller last saw them.
+        """Returns the metrics pages that Prometheus and the monitor scrape: those that processes of the head have
+        announced, and those of the nodes and replicas that the controller saw last.
         """
         return [*announced(self._live_path.parent), *self.live().targets]
 
     def on_change(self) -> None:
-        """Lets an idle controller look at once at what a request has changed."""
+        """Wakes an idle controller, so that it handles the change of a request at once."""
         wake_controller(self._live_path.parent)
 
     def health(self) -> dict[str, object]:
-        """Returns `troubles` as codes only; their texts contain paths, which only `status` shows."""
+        """Returns the API's health. `troubles` has codes only; their texts contain paths, which only `status` shows."""
         troubles = [trouble.code for trouble in self.watch.troubles()]
         return {"ok": True, "controller_at_s": self.live().at_s, "troubles": troubles}
 
@@ -172,5 +172,5 @@ class ApiService:
 
 
 def _machine(holder: str) -> str:
-    """Returns the machine's name in that of a holder, `CLUSTER_ID@MACHINE`."""
+    """Returns the machine's name in a lease holder's name, `CLUSTER_ID@MACHINE`."""
     return holder.rpartition("@")[2]

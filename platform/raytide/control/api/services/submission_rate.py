@@ -32,8 +32,8 @@ class SubmissionRate:
         self._take(spec.team, len(spec.model_dump_json()) + MEMBER_BYTES * members)
 
     def take_change(self, team: str, size: int = 0) -> None:
-        """Counts a change that leaves an entry in the audit log, and `size` bytes elsewhere. Raises QuotaError if the
-        team is too fast."""
+        """Counts a change, which adds an entry to the audit log and `size` bytes to other tables. Raises QuotaError if
+        the team has exceeded its rate."""
         self._take(team, CHANGE_BYTES + size)
 
     def _take(self, team: str, size: int) -> None:

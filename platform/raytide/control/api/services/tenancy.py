@@ -31,7 +31,7 @@ SILENCE_S = 60.0
 
 
 class TenancyService:
-    """Users see and change the keys of their own team, and with a token for all teams those of all."""
+    """Creates, shows and changes API keys: those of the caller's team, or with a token for all teams any."""
 
     def __init__(self, store: Store, clock: Clock, accounts: LimitsService, rate: SubmissionRate) -> None:
         self._store, self._clock, self._accounts, self._rate = store, clock, accounts, rate
@@ -50,7 +50,7 @@ class TenancyService:
         return NewKey(key, secret)
 
     def rotate_key(self, key_id: str, caller: Caller, grace_s: float) -> NewKey:
-        """Returns a new key in place of this one, which stays valid for `grace_s` seconds."""
+        """Returns a new key that replaces the given one. The old key stays valid for `grace_s` seconds."""
         self._rate.take_change(self._owned(key_id, caller.require_person()).team)
         secret = new_secret()
         now_s = self._clock.now_s()
@@ -76,7 +76,7 @@ class TenancyService:
         return self._records.usage.sums(which, by)
 
     def audit(self, caller: Caller) -> AuditLog:
-        """Returns the log. It needs a token for all teams, because the log is of all."""
+        """Returns the audit log. Needs a token for all teams, because the log has the changes of all teams."""
         caller.require_all()
         return self._records.audit
 
@@ -87,7 +87,8 @@ class TenancyService:
         self._records.spending.seen(gateway, self._clock.now_s())
 
     def key_table(self, since: int) -> KeyTableChange:
-        """Returns what changed after this revision; everything if that is none of this store's, as after a restore."""
+        """Returns the keys that changed after a revision; all keys if this store has not reached the revision, as after
+        a restore."""
         if since > self.revision():
             since = -1
         revision, keys = self._records.keys.changes(since, self._clock.now_s())
@@ -106,7 +107,7 @@ class TenancyService:
         return self._records.spending.reserve(batch.gateway, batch.asked, now_s, silent_s)
 
     def settle(self, body: Mapping[str, object]) -> int:
-        """Bills the requests of a gateway; returns the number of those that were not known yet."""
+        """Bills the requests that a gateway reports; returns the number of requests that were not billed before."""
         batch = UsageBatch.parse(body, where="usage")
         return self._records.spending.settle(
             batch.gateway,

@@ -28,7 +28,7 @@ TEAM_BYTES = 3 * 2**30
 """The limit of the packages that one team uploaded; its own are removed first."""
 
 LEAST_BYTES = 2**19
-"""The least size that a package counts as, because file systems limit the number of files."""
+"""The least bytes that each package counts for in the limits, because file systems limit the number of files."""
 
 
 class Packages:
@@ -53,10 +53,10 @@ class Packages:
         return path
 
     def make_room(self, in_use: Set[str], team: str = "", size: int = MOST_BYTES) -> None:
-        """Makes room for a package of a team by removing packages that are not in use.
+        """Makes room for a team's package of `size` bytes by removing packages that are not in use.
 
-        Raises ConflictError if the team's packages in use leave no room, StorageError if all packages or the disk leave
-        none.
+        Raises ConflictError if the team's packages in use leave no room, StorageError if those of all teams or the disk
+        leave none.
         """
         files = [(path.stem in in_use, used_s, taken, path) for path, used_s, taken in self._files()]
         files.sort(reverse=True)
@@ -76,7 +76,8 @@ class Packages:
             )
 
     def _drop(self, files: list[tuple[bool, float, int, Path]], left: int, oldest_s: float) -> int:
-        """Removes unused packages that are too old or exceed the limit. Returns the bytes left."""
+        """Removes unused packages that were last used before `oldest_s` or exceed the limit of `left` bytes. Returns
+        the bytes that stay free below the limit: a negative number if packages in use exceed it."""
         for stays, used_s, size, path in files:
             left -= size
             if not stays and (used_s < oldest_s or left < 0):

@@ -108,7 +108,7 @@ def start_control_plane(cluster: HeadCluster, *, insecure: bool, timeout_s: floa
 
 
 def run_foreground(cluster: HeadCluster) -> None:
-    """Waits for the supervisor's end or a SIGTERM, then ends all of it. For containers."""
+    """Waits for the supervisor's end or a SIGTERM, then ends the supervisor and its children. Containers run this."""
     supervisor = cluster.process("supervisor")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -119,8 +119,8 @@ def run_foreground(cluster: HeadCluster) -> None:
 
 
 def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
-    """Ends raytide's processes here and every node that it bought, and closes the books. Ray's head stays, unless this
-    machine is one of several heads."""
+    """Ends raytide's processes on this machine and every node that raytide bought, and returns the final accounts.
+    Ray's head keeps running, unless this machine is one of several heads."""
     with hold_lock(cluster.run_dir / "head.lock"), leading_to_the_end(cluster):
         cluster.client_file.unlink(missing_ok=True)
         cluster.gateway_file.unlink(missing_ok=True)
@@ -133,7 +133,7 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
 
 
 def _file_token(run_dir: Path) -> None:
-    """Moves Ray's token from the environment to a file, because all processes below would inherit the variable."""
+    """Moves Ray's token from the environment to a file, because all child processes would inherit the variable."""
     if token := os.environ.pop("RAY_AUTH_TOKEN", ""):
         file = run_dir / "ray_token"
         file.touch(mode=0o600)

@@ -18,14 +18,14 @@ _GRACE_S = 30.0
 
 
 def end_processes(run_dir: Path) -> None:
-    """Ends every process of this machine's head at once, but not the caller: Ray, the supervisor and its children."""
+    """Ends this machine's head at once: Ray, the supervisor and its children, but not the calling process."""
     kill_marked(HEAD_MARK, str(run_dir))
     with suppress(OSError):
         forget_ray(run_dir)
 
 
 def end_guard(run_dir: Path) -> bool:
-    """Ends a machine that waits or leads: another one may take over. Returns whether there was one."""
+    """Ends the guard of this machine, so that another machine may take over. Returns whether a guard was running."""
     guard = Process.read(record_of(run_dir, GUARD))
     if guard is None or not guard.alive:
         return False
@@ -35,8 +35,8 @@ def end_guard(run_dir: Path) -> bool:
 
 @contextmanager
 def leading_to_the_end(cluster: HeadCluster) -> Iterator[None]:
-    """Keeps the lead of this machine inside the block and lets no other take over after it. Raises ConflictError if
-    another one leads, after all that runs here has ended. Does nothing in a cluster with one head."""
+    """Keeps this machine the leader inside the block, and lets no other machine take over afterwards. If another one
+    leads, ends this machine's processes and raises ConflictError. Does nothing in a cluster with one head."""
     if not cluster.head_epoch:
         yield
         return

@@ -1,9 +1,9 @@
 """Runs on each machine that can be the head of a cluster: it waits for the lease, leads, and steps down.
 
-`raytide head FILE --standby` starts it. A machine waits until the lease of the head has run out or was given up.
-Then it leads: it takes the address, keeps the former head's GCS from its tables, starts Ray's head on them, and starts
-the supervisor, while it renews the lease. When it cannot renew it in time, was replaced, or Ray ends, it steps down:
-all that runs here ends, and it waits again.
+`raytide head FILE --standby` starts it. A machine waits until the lease of the head has expired or was given up. Then
+it leads: it takes the head's address, locks the former head's GCS out of Ray's tables, starts Ray's head on these
+tables, and starts the supervisor, while it renews the lease. It steps down if it cannot renew the lease in time, if it
+was replaced, or if Ray ends: it ends all of the head's processes on this machine, and waits again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HeadGuard:
         self._period_s = min(1.0, self._section.lease_s / 6)
 
     def stop(self) -> None:
-        """Ends the loop; a machine that leads gives the lead up. Safe in a signal handler."""
+        """Ends the loop; if this machine leads, it gives up the lead. Safe in a signal handler."""
         self._stopping.set()
 
     def run(self) -> None:
@@ -72,7 +72,7 @@ class HeadGuard:
                 self._lead(lease)
 
     def _wait_for_lead(self, lease: HeadLease, *, is_first: bool) -> bool:
-        """Returns True once this machine leads; False if it is to end."""
+        """Returns True once this machine leads; False if the guard is to end."""
         shown = ""
         while not self._stopping.is_set():
             try:
@@ -101,7 +101,7 @@ class HeadGuard:
         return False
 
     def _lead(self, lease: HeadLease) -> None:
-        """Leads until this machine has to step down, and steps down."""
+        """Runs the head until this machine has to step down; then ends its processes and gives up the lease."""
         self._is_lost.clear()
         is_over = threading.Event()
         renewals = threading.Thread(target=self._renew, args=(lease, is_over), name="lease", daemon=True)
@@ -178,8 +178,8 @@ def _take_address(section: StandbySection) -> None:
 
 
 def join(config_path: Path, name: str, *, monitoring: bool = False) -> HeadCluster:
-    """Prepares this machine to be a head of the cluster: its run folder, the links to the shared folder and the secrets
-    there, which the first machine makes. Sets the environment of this process accordingly."""
+    """Prepares this machine to be a head of the cluster: creates its run folder with links to the shared folder, where
+    the first machine creates the secrets. Sets the environment of this process accordingly."""
     config = load_cluster(config_path)
     section = config.settings.standby
     if section is None:
@@ -236,7 +236,7 @@ def join(config_path: Path, name: str, *, monitoring: bool = False) -> HeadClust
 
 
 def start_guard(config_path: Path, name: str, *, insecure: bool, monitoring: bool) -> HeadCluster:
-    """Starts the guard in the background. Raises ConflictError if one runs here."""
+    """Starts the guard in the background. Raises ConflictError if a guard already runs on this machine."""
     cluster = join(config_path, name, monitoring=monitoring)
     running = Process.read(record_of(cluster.run_dir, GUARD))
     if running is not None and running.alive:

@@ -28,7 +28,8 @@ HEAD_MARK = "RAYTIDE_HEAD"
 _OBJECT_STORE_BYTES = 128 << 20
 _POLL_S = 0.2
 _STARTED = b"Ray runtime started"
-"""The text that `ray start` prints once its raylet is registered. Before, the tables have that of the former head."""
+"""The text that `ray start` prints once its raylet is registered. Until then, the tables have the former head's
+raylet."""
 _TEMPORARY = "rt-head-"
 
 
@@ -91,7 +92,8 @@ def wait_for_ray(cluster: HeadCluster, ray: Process, *, timeout_s: float, check:
 
 
 def forget_ray(run_dir: Path) -> None:
-    """Keeps the logs of Ray's last session here, and removes its folder. Ray must have ended."""
+    """Moves the logs of Ray's last session on this machine to the run folder, and removes the session's folder. Call it
+    only after Ray has ended."""
     with suppress(OSError):
         temp_dir = Path((run_dir / "ray_temp_dir").read_text())
         if temp_dir.name.startswith(_TEMPORARY):

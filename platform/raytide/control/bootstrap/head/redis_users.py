@@ -1,7 +1,7 @@
 """Gives Ray's GCS of each head a Redis user of its own, and removes those of former heads.
 
-Ray has no lease for its tables: a GCS that was paused would write to them when it wakes. Redis closes the connections
-of a user that is removed, and refuses new ones, so a former head's GCS can neither read nor write.
+Ray has no lease for its tables, so a paused GCS would write to them when it wakes. Redis closes the connections of a
+removed user and refuses new ones, so a former head's GCS can neither read nor write.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class RedisUser:
 
 
 def replace_user(section: StandbySection, cluster: str, epoch: int) -> RedisUser:
-    """Makes the user of this epoch and removes the users of all others. Raises ClusterError if Redis does not answer,
-    ConfigError if it refuses."""
+    """Creates and returns the user of this epoch, and removes the users of all other epochs. Raises ClusterError if
+    Redis does not answer, ConfigError if it refuses a command."""
     prefix = f"raytide-{cluster}-"
     user = RedisUser(f"{prefix}{epoch}", secrets.token_hex(24))
     with _connected(section) as redis:
@@ -46,13 +46,13 @@ def replace_user(section: StandbySection, cluster: str, epoch: int) -> RedisUser
 
 
 class _Connection:
-    """A connection that sends a command at a time, in Redis' protocol (RESP2)."""
+    """A connection to Redis that sends one command at a time, in the protocol RESP2."""
 
     def __init__(self, stream: BufferedRWPair, where: str) -> None:
         self._stream, self._where = stream, where
 
     def call(self, *words: str) -> list[str]:
-        """Returns the reply's texts. Raises ConfigError with Redis' own words if it refuses."""
+        """Sends a command and returns the texts of the reply. Raises ConfigError with Redis' message on a refusal."""
         encoded = [word.encode() for word in words]
         self._stream.write(b"*%d\r\n" % len(encoded))
         for word in encoded:

@@ -1,6 +1,7 @@
 """Sends a load and measures it. The generator's event loop has a thread of its own, so that it also works in notebooks.
 
-It watches itself too: its share of a core, and how late it was. Figures of a generator that was late are its own.
+It also measures itself: its share of a core, and how late it was. If it was late, the report measures the generator
+rather than the endpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CONNECT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class BenchProgress:
-    """The state of a load that runs."""
+    """The progress of a running load."""
 
     is_warming_up: bool
     elapsed_s: float
@@ -40,11 +41,11 @@ class BenchProgress:
     output_tokens: int
     """The tokens of the requests that have ended."""
     most_requests: int | None
-    """The requests that will be sent; None if it is not known yet."""
+    """The number of requests that will be sent; None if it is not known yet."""
 
 
 class LoadGenerator:
-    """Sends the requests of a spec once. `records` has what was seen of each, also while it runs."""
+    """Sends the requests of a spec once. `records` has one record for each request sent so far."""
 
     def __init__(self, spec: BenchSpec, *, api_key: str = "") -> None:
         self._spec = spec
@@ -64,7 +65,8 @@ class LoadGenerator:
         self._failure: BaseException | None = None
 
     def run(self, on_progress: Callable[[BenchProgress], None] | None = None) -> BenchReport:
-        """Sends everything and returns the report. An interrupt ends it: the report has what there is by then.
+        """Sends all requests and returns the report. An interrupt ends the load; the report then covers the requests
+        until then.
 
         Raises EngineError if no request of the warm-up was answered, DataError for a file that cannot be used.
         """
@@ -185,7 +187,7 @@ class LoadGenerator:
         return json.dumps(request.body(self._spec), separators=(",", ":")).encode()
 
     async def _watch_itself(self) -> None:
-        """Records how late the event loop is: an answer that arrives meanwhile is seen late by as much."""
+        """Records how many seconds the event loop is late, because answers are seen late by as much."""
         while True:
             due_s = time.perf_counter() + _HEARTBEAT_S
             await asyncio.sleep(_HEARTBEAT_S)

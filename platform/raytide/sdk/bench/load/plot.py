@@ -1,4 +1,4 @@
-"""A report as a picture: its distributions against the SLO, and the load over time."""
+"""Draws a report: its distributions with the SLO, and the load over time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _LEAST_BIN_S = 0.1
 
 
 def picture(report: BenchReport) -> Picture:
-    """Returns four panels: first token, inter-token, tokens a second with the open requests, and each request."""
+    """Returns a picture of four panels: first token, inter-token, tokens per second with the number of open requests,
+    and each request."""
 
     def draw(figure: Figure) -> None:
         (first, inter), (flow, requests) = figure.subplots(2, 2)
@@ -50,7 +51,7 @@ def _inter_token(axes: Axes, report: BenchReport) -> None:
 
 
 def _flow(axes: Axes, report: BenchReport) -> None:
-    """Tokens by their time of arrival, and the number of open requests, over time."""
+    """Draws the tokens per second that arrived, and the number of open requests, over time."""
     label(axes, "Throughput", x="s", y="tokens/s")
     width_s = max(report.duration_s / _BINS, _LEAST_BIN_S)
     arrived: Counter[int] = Counter()

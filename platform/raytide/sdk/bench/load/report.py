@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raytide.dashboards.figures.style import Picture
 
 BUSY_SHARE = 0.8
-"""Above it, the generator's thread had little time left to look at answers when they arrived."""
+"""The share of a core above which the generator's thread had too little time left to see answers as they arrived."""
 LATE_SHARE, LATE_S = 0.05, 0.005
 """A generator is a bottleneck if the tail of its lateness is above this share of the median first token, and above
 these seconds."""
@@ -30,7 +30,7 @@ _PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Times in seconds. A percentile that fewer than one of the `n` values lies above is None."""
+    """The distribution of `n` times in seconds. A percentile with too few values is None: p99 needs 100, p50 any."""
 
     n: int
     mean: float | None = None
@@ -42,7 +42,7 @@ class Distribution:
 
     @property
     def tail(self) -> float | None:
-        """The highest percentile that enough values are known for."""
+        """The highest percentile that is known, in seconds; None without values."""
         return next((each for each in (self.p99, self.p95, self.p90, self.p50) if each is not None), None)
 
     @classmethod
@@ -58,8 +58,8 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class GeneratorLoad:
-    """The load of the generator itself: how busy and how late it was. If it was either, the report measures it and not
-    the endpoint.
+    """The load of the generator itself: how busy and how late it was. If it was too busy or too late, the report
+    measures the generator rather than the endpoint.
     """
 
     cpu_share: float
@@ -92,7 +92,7 @@ class BenchReport:
 
     spec: BenchSpec
     duration_s: float
-    """From the first request until the last token."""
+    """The seconds from the first request until the last token."""
     is_interrupted: bool
     sent: int
     answered: int
@@ -103,9 +103,9 @@ class BenchReport:
     prompt_tokens: int
     """The prompt tokens of answered requests, as the server counts them."""
     cached_tokens: int
-    """Those of them that the server had in its cache."""
+    """The prompt tokens that the server had in its cache."""
     output_tokens: int
-    """All generated tokens, also those of requests that did not end."""
+    """All generated tokens, including those of requests that did not end."""
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -127,7 +127,7 @@ class BenchReport:
     records: Sequence[BenchRecord]
 
     def json(self) -> dict[str, Any]:
-        """Returns all figures, without the single requests."""
+        """Returns the spec and all figures, without the records of requests."""
         names = [field.name for field in fields(self) if field.name not in ("spec", "records")]
         values = {name: getattr(self, name) for name in names}
         plain = {
@@ -197,7 +197,7 @@ def report_of(
 
 
 def is_good(record: BenchRecord, slo: Slo) -> bool:
-    """Returns True if an answered request kept all of the SLO; a time that it does not have keeps its bound."""
+    """Returns whether an answered request kept all bounds of the SLO. A time that the request lacks keeps its bound."""
     pairs: Sequence[tuple[float | None, float | None]] = (
         (record.ttft_s, slo.ttft_s),
         (record.tpot_s, slo.tpot_s),
@@ -207,12 +207,13 @@ def is_good(record: BenchRecord, slo: Slo) -> bool:
 
 
 def most_in_flight(records: Iterable[BenchRecord]) -> int:
-    """Returns the most requests that were open at once."""
+    """Returns the highest number of requests that were open at once."""
     return max((open_requests for _, open_requests in in_flight(records)), default=0)
 
 
 def in_flight(records: Iterable[BenchRecord]) -> list[tuple[float, int]]:
-    """Returns the number of open requests after each change of it; unfinished ones stay open."""
+    """Returns the time in seconds of each change of the number of open requests, and the number after it. Unfinished
+    requests stay open."""
     changes = [(record.sent_s, 1) for record in records]
     changes += [(record.sent_s + record.e2e_s, -1) for record in records if record.e2e_s is not None]
     found, open_requests = [], 0

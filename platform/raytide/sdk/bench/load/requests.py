@@ -24,9 +24,9 @@ _TEXT = (
     "some what there we can out other were all your when up use word how said an each she which do their time if will"
 )
 WORDS = _TEXT.split()
-"""Most tokenizers have one token for each of them."""
+"""Words for text prompts. Most tokenizers have one token for each of them."""
 _ARRIVALS, _LENGTHS, _PROMPTS, _BLOCKS, _WARM_UP = range(5)
-"""The streams of random numbers: what one of them draws does not depend on the others."""
+"""Independent streams of random numbers: a draw from one does not change the numbers of another."""
 
 Prompt = str | list[int]
 
@@ -40,7 +40,7 @@ class BenchRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        """The prompt's length; 0 for a text, whose tokens only the server counts."""
+        """The prompt's length in tokens; 0 for a text, whose tokens only the server counts."""
         return 0 if isinstance(self.prompt, str) else len(self.prompt)
 
     def body(self, spec: BenchSpec) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def requests_of(spec: BenchSpec) -> Iterator[BenchRequest]:
 
 
 def warm_up_of(spec: BenchSpec) -> Iterator[BenchRequest]:
-    """Yields the requests before the measurement: as long as its first ones, with other prompts, so that no cache knows
-    those that are measured.
+    """Yields the requests of the warm-up. They are as long as the first measured requests, but have other prompts, so
+    that no cache contains a measured prompt.
     """
     for number, measured in enumerate(islice(requests_of(spec), spec.warmup)):
         is_text = isinstance(measured.prompt, str)
@@ -77,7 +77,7 @@ def warm_up_of(spec: BenchSpec) -> Iterator[BenchRequest]:
 
 
 def in_words(tokens: Sequence[int]) -> str:
-    """Returns a text of about as many tokens, equal for equal tokens."""
+    """Returns a text of one word for each token, which a server reads as about as many tokens."""
     return " ".join(WORDS[token % len(WORDS)] for token in tokens)
 
 
@@ -98,7 +98,7 @@ def _prompted(spec: BenchSpec) -> Iterator[BenchRequest]:
 
 
 def _arrivals_s(spec: BenchSpec) -> Iterator[float | None]:
-    """Yields the times of arrival, the first at 0; None for each request of a closed loop."""
+    """Yields the requests' times of arrival in seconds, the first at 0; None for each request of a closed loop."""
     if spec.rate is None:
         while True:
             yield None
@@ -177,7 +177,7 @@ def _trace_row(body: Mapping[str, Any], where: str) -> _TraceRow:
 
 
 def _prompts(path: Path) -> list[tuple[str, int]]:
-    """Returns each prompt with the number of tokens to answer with; 0 where the file does not say it."""
+    """Returns each prompt of the file with the number of tokens to generate; 0 where the file has no number."""
     if path.suffix != ".jsonl":
         found = [(line, 0) for line in _text(path).splitlines() if line.strip()]
     else:

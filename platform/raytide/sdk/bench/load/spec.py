@@ -1,4 +1,4 @@
-"""The description of a load: where it goes, how requests arrive, how long they are, and what is promised for them."""
+"""The description of a load: its target, the arrival of requests, their lengths, and their SLO."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Lengths = Annotated[tuple[int, int], BeforeValidator(parse_lengths), AfterValida
 
 
 class Slo(Config):
-    """The objectives of one request, in seconds. Goodput counts the requests that kept all of it."""
+    """The objectives of one request, in seconds. Goodput counts the requests that met all of them."""
 
     ttft_s: float | None = Field(default=None, gt=0)
     """The time to the first token."""

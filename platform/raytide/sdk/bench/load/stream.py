@@ -1,4 +1,4 @@
-"""One streamed request: it is sent, its tokens are timed as they arrive, and what went wrong has a code."""
+"""Sends one streamed request, times its tokens as they arrive, and gives each failure a code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _MOST_ERROR_BYTES = 10_000
 
 @dataclass(slots=True)
 class BenchRecord:
-    """One request: times are in seconds, from the start of the measurement, or since it was sent."""
+    """One request. All times are in seconds: `due_s` and `sent_s` since the start of the measurement, `ttft_s` and
+    `e2e_s` since the request was sent."""
 
     due_s: float
     """The time at which it should have been sent."""
@@ -44,14 +45,14 @@ class BenchRecord:
 
     @property
     def output_tokens(self) -> int:
-        """The generated tokens; for a server that does not count them, the events that carried some."""
+        """The number of generated tokens; if the server does not report it, the number of events with tokens."""
         if self.usage_tokens is not None:
             return self.usage_tokens
         return 0 if self.ttft_s is None else 1 + len(self.gaps_s)
 
     @property
     def tpot_s(self) -> float | None:
-        """The mean time of each token after the first; None for fewer than two."""
+        """The mean seconds for each token after the first; None for fewer than two tokens or an open request."""
         if self.ttft_s is None or self.e2e_s is None or self.output_tokens < 2:
             return None
         return sum(self.gaps_s) / (self.output_tokens - 1)
@@ -117,7 +118,7 @@ class _Answer:
 
 
 def _has_token(choice: Mapping[str, Any]) -> bool:
-    """Returns False for the events of a chat that have only the role, or the reason why it ended."""
+    """Returns whether an event's choice has output: some events of a chat have only the role, or the finish reason."""
     if "delta" not in choice:
         return True
     delta = choice["delta"] or {}
@@ -125,7 +126,7 @@ def _has_token(choice: Mapping[str, Any]) -> bool:
 
 
 def _data_of(event: bytes) -> Iterator[bytes]:
-    """Yields what follows `data:`; comments and other fields of the event are left out."""
+    """Yields the `data` fields of an event; comments and other fields are left out."""
     for line in event.split(b"\n"):
         if line.startswith(b"data:"):
             yield line[5:].strip()

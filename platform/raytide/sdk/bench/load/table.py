@@ -38,7 +38,7 @@ def as_html(report: BenchReport) -> str:
 
 
 def distributions(report: BenchReport) -> list[tuple[str, Distribution]]:
-    """Returns the rows of the table. A percentile that too few values lie above is left open."""
+    """Returns the rows of the table: the name and distribution of each measured time."""
     return [
         ("first token", report.ttft_s),
         ("inter-token", report.itl_s),
@@ -48,7 +48,7 @@ def distributions(report: BenchReport) -> list[tuple[str, Distribution]]:
 
 
 def figures(report: BenchReport) -> Iterator[tuple[str, str]]:
-    """Yields the other figures, each with its name."""
+    """Yields the name and text of each figure that is not a distribution."""
     requests = f"{report.answered:,} of {report.sent:,} answered in {report.duration_s:.1f} s"
     yield "requests", requests + (f", interrupted with {report.unfinished:,} open" if report.is_interrupted else "")
     tokens = f"{report.output_tokens_per_s:,.1f} tokens/s generated, {report.total_tokens_per_s:,.1f} with the prompts"

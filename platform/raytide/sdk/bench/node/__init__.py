@@ -1,1 +1,1 @@
-"""Types of nodes measured before they are used: a job of the queue times memory, matrix products, network and disk."""
+"""Measures types of nodes before they are used: a job in the queue times memory, matrix products, network and disk."""

@@ -1,7 +1,7 @@
 """Measures the node that it runs on, and prints one line: `python -m raytide.sdk.bench.node.measure SECONDS DISK_MIB`.
 
-It is the script of a gang, one process on each member; on two or more members, they also time an all-reduce. A figure
-is the best of all repetitions within its seconds, because other work can only slow it down.
+It is the script of a gang, with one process on each member. Two or more members also time an all-reduce. A figure is
+the best of all repetitions within SECONDS, because other work on the node can only slow it down.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def compute_figures(seconds: float) -> dict[str, float]:
-    """Returns bytes a second of memory, and floating-point operations a second of matrix products by dtype."""
+    """Returns the memory's bytes per second, and the FLOP/s of matrix products for each dtype."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,7 +54,7 @@ def compute_figures(seconds: float) -> dict[str, float]:
 
 
 def network_figures(seconds: float) -> dict[str, float]:
-    """Returns the bytes a second that each member sends and receives in an all-reduce; nothing for one member."""
+    """Returns the bytes per second that each member sends and receives in an all-reduce; empty for a single member."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return {}
     from datetime import timedelta
@@ -76,7 +76,8 @@ def network_figures(seconds: float) -> dict[str, float]:
 
 
 def disk_figures(disk_mib: int) -> dict[str, float]:
-    """Returns bytes a second written to the folder for temporary files, synced, and read again without the cache."""
+    """Returns the bytes per second of a synced write to the temporary folder, and of reading the file again without the
+    page cache; empty for 0 MiB."""
     if not disk_mib:
         return {}
     block = os.urandom(_MIB)
@@ -104,7 +105,7 @@ def disk_figures(disk_mib: int) -> dict[str, float]:
 
 
 def best_of(work: Callable[[], object], wait: Callable[[], object], seconds: float) -> float:
-    """Returns the least time of the work, which is repeated for so many seconds and at least three times."""
+    """Runs the work once to warm up, then for `seconds` and at least three times. Returns the least time in seconds."""
     timed(work, wait)  # warms up
     until_s, times = time.perf_counter() + seconds, list[float]()
     while len(times) < 3 or time.perf_counter() < until_s:

@@ -18,7 +18,7 @@ _ROUNDING = 3
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The figures of the nodes of one type, one mapping for each node."""
+    """The figures of the nodes of one type: `nodes` has one mapping for each node."""
 
     node_type: str
     job: str
@@ -33,15 +33,14 @@ class NodeReport:
 
     @property
     def work_rates(self) -> tuple[float, float]:
-        """Bytes a second of memory, and operations a second of the fastest matrix product of 16 bits, else of all:
-        what decoding and training are limited by."""
+        """The rates that limit decoding and training: the memory's bytes per second, and the operations per second of
+        the fastest matrix product with a 16-bit dtype, or with any dtype if none was measured."""
         products = [name for name in self.figures if name.startswith("gemm_")]
         short = [name for name in products if "16" in name] or products
         return self.median("memory_bytes_per_s"), max(self.median(name) for name in short)
 
     def speed(self, reference: NodeReport) -> float:
-        """Returns the `speed` of the type relative to another: the geometric mean of what memory and matrix products
-        gain."""
+        """Returns this type's `speed` relative to a reference: the geometric mean of the ratios of `work_rates`."""
         ratios = [mine / theirs for mine, theirs in zip(self.work_rates, reference.work_rates, strict=True)]
         return round(geometric_mean(ratios), _ROUNDING)
 
@@ -49,7 +48,7 @@ class NodeReport:
         return asdict(self)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns a row for each figure: its name, the median over the nodes, the least, the greatest, and the unit."""
+        """Returns a row for each figure: its name, median, least and greatest value over the nodes, and its unit."""
         found = []
         for figure in self.figures:
             scale, unit = next((scale, unit) for prefix, scale, unit in _UNITS if figure.startswith(prefix))
@@ -79,5 +78,5 @@ def parse_report(node_type: str, job: str, log: str, nodes: int) -> NodeReport:
 
 
 def yaml_line(speed: float, reference: str) -> str:
-    """Returns the line for the type in cluster.yaml."""
+    """Returns the line with the type's `speed` for cluster.yaml."""
     return f"speed: {speed:g}  # relative to {reference}, measured by `raytide bench node`"

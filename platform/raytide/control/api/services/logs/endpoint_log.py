@@ -1,7 +1,7 @@
-"""Serves the output of an endpoint's replicas in parts, line by line: several processes, on several nodes.
+"""Serves the output of an endpoint's replicas, which are processes on several nodes, in parts of whole lines.
 
-A position names a byte of each file, `REPLICA.FILE:BYTE`, joined by commas; files that it does not name are read from
-their beginning.
+A position has one `REPLICA.FILE:BYTE` for each file, joined by commas. Files that it does not name are read from their
+beginning.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _Piece:
 
 
 def gone_nodes(nodes: Iterable[Node]) -> dict[str, str]:
-    """Returns the nodes without a log agent, by Ray's ids, each with its name and why: an agent ends with its raylet.
-    A machine that is gone may refuse no connection, so that each call to it would take its whole timeout."""
+    """Returns why each dead node has no log agent, by Ray's node id: an agent ends with its raylet. These nodes are
+    not asked, because a machine that is gone may not refuse a call, which then takes its whole timeout."""
     found = dict[str, str]()
     for node in nodes:
         if node.state is NodeState.GONE:
@@ -61,9 +61,9 @@ def part(
 ) -> EndpointLogPart:
     """Returns the lines after a position, or the last `tail` ones of each file, in the order of their times.
 
-    A node that does not answer is named in `missing`; its lines come with a later part. `running` are the replicas that
-    may still write: the last line of another may lack its end. `gone` are the nodes that are not asked, by Ray's ids,
-    with the reason.
+    `missing` names the replicas whose node does not answer; their lines come with a later part. `running` are the
+    replicas that may still write; an incomplete last line of any other replica is returned as it is. `gone` has the
+    nodes that are not asked, by Ray's node id, with the reason.
     """
     places, alive = _parsed(after), set(running)
     lines: list[LogLine] = []
@@ -109,7 +109,7 @@ def _piece(files: LogFiles, log: ReplicaLog, name: str, start: int, tail: int | 
 
 
 def _timed(log: ReplicaLog, texts: Iterable[str]) -> list[LogLine]:
-    """Returns the lines with their times: a line without one has that of the line before it."""
+    """Returns the lines with their times. A line without a time has that of the line before it."""
     at, lines = "", []
     for text in texts:
         at = _time_of(text) or at

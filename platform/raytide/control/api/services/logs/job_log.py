@@ -1,4 +1,4 @@
-"""Serves the log of a job in parts: the output of its drivers, one attempt after another. It is never held whole.
+"""Serves the log of a job in parts: the output of its drivers, one attempt after another. Memory never holds all of it.
 
 A position is `attempt:byte`, counted from the first byte ever written, even if the oldest were dropped (see
 `log_rotation`). An empty position is the beginning.
@@ -61,7 +61,7 @@ def part(printed: Printed, job: Job, after: str) -> LogPart:
 
 
 def tail(printed: Printed, job: Job, lines: int) -> str:
-    """Returns the position of the last `lines` lines, or the earliest position searched."""
+    """Returns the position at which the last `lines` lines begin, or the earliest one that was searched."""
     left = TAIL_BYTES
     for attempt in range(job.restarts, -1, -1):
         key = DriverKey(job.id, attempt)

@@ -1,1 +1,1 @@
-"""The metrics of the API: what the records, the ledger and the controller's last observation say."""
+"""The metrics of the API, computed from the records, the ledger and the controller's last observation."""

@@ -32,7 +32,7 @@ _USES = {
     EntryKind.STARTUP: "starting",
 }
 MOST_REPORTS = 20
-"""The values of one job's own that are shown, the first by name."""
+"""The most values of a job's own, the first by name, that the metrics show."""
 _REPORTED: Mapping[str, Metric] = {
     "step": training.JOB_STEP,
     "loss": training.JOB_LOSS,
@@ -50,7 +50,7 @@ _ANOTHER_WAY = frozenset(
         "lost_at_s",
     }
 )  # fmt: skip
-"""Reports of raytide's own drivers for its decisions, which are no values of the user's."""
+"""Names that raytide's own drivers report for its decisions; they are not the user's values."""
 
 
 def cluster_samples(
@@ -111,7 +111,8 @@ def _node_samples(store: Store, nodes: Sequence[Node]) -> Iterator[MetricSample]
 def _gpu_samples(
     nodes: Sequence[Node], config: ClusterConfig, intervals: Sequence[OpenInterval], training: set[str]
 ) -> Iterator[MetricSample]:
-    """Yields the GPUs of the billed nodes by use, in the shares that the ledger books."""
+    """Yields the number of GPUs of the billed nodes by use and market. A shared node's GPUs are split as the ledger
+    books its cost."""
     gpus_of = {node_type.name: node_type.resources.get("GPU", 0.0) for node_type in config.node_types}
     occupancies = {interval.node_id: interval.occupancy for interval in intervals}
     gpus: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -152,7 +153,8 @@ def _machine_samples(node_id: str, measured: NodeMeasurement) -> Iterator[Metric
 def cost_samples(
     books: LedgerQueries, teams: Mapping[str, TeamSpec], intervals: Sequence[OpenInterval], now_us: int
 ) -> Iterator[MetricSample]:
-    """Yields what is booked, and how far teams are into their budgets."""
+    """Yields the booked cost in dollars by kind, and the share of its monthly budget that each team has spent, now and
+    as forecast for the month's end."""
     booked = books.booked("kind")
     yield from (MetricSample(cost.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
     spent = books.spent([], month_of(now_us)).teams_month
@@ -169,8 +171,8 @@ def cost_samples(
 
 
 def backup_samples(settings: BackupSection, results: BackupResults, now_s: float) -> Iterator[MetricSample]:
-    """Yields the age and failures of backups, and what the last drill measured. Yields nothing for a task that was
-    never done and did not fail: a new cluster is not late."""
+    """Yields the age and failures of backups, and the figures of the last drill. A task that was never done is not
+    overdue, because a new cluster is not late."""
     tasks = [("backup", results.backup, settings.every_s), ("drill", results.drill, settings.drill_every_s)]
     if settings.cold_repository:
         tasks.append(("cold", results.cold, settings.cold_every_s))
@@ -188,7 +190,7 @@ def backup_samples(settings: BackupSection, results: BackupResults, now_s: float
 
 
 def job_samples(held: Iterable[HeldJob], waiting: Iterable[WaitingJob], now_s: float) -> Iterator[MetricSample]:
-    """Yields the last values of the jobs that hold a gang, and the times of those that wait longest for one."""
+    """Yields the last values that the jobs in `held` reported, and for how many seconds each job in `waiting` waits."""
     for job in held:
         labels = (job.id, job.team)
         yield MetricSample(training.JOB_RESTARTS, job.restarts + (_number(job.progress, "restarts") or 0), labels)

@@ -18,11 +18,11 @@ from raytide.core.telemetry.metrics import MetricSample, ValueRecorder
 from raytide.ledger.report import rate_micro_usd_h
 
 _ERROR_BUDGET = 0.01
-"""The share of requests that may miss the promised first token, where the endpoint does not say it."""
+"""The share of requests that may miss the SLO's first token, if the endpoint has no `slo_target`."""
 
 
 def endpoint_samples(store: Store, live: Live, intervals: Sequence[OpenInterval]) -> Iterator[MetricSample]:
-    """Yields targets and what replicas and routers report, and what users think of the answers."""
+    """Yields the endpoints' target replicas, the loads that replicas and routers report, costs, and users' feedback."""
     targets: defaultdict[str, dict[str, int]] = defaultdict(dict)
     promises: dict[str, Replicas] = {}
     for endpoint in store.endpoints():
@@ -47,7 +47,7 @@ def endpoint_samples(store: Store, live: Live, intervals: Sequence[OpenInterval]
 
 
 def _watts(live: Live, intervals: Sequence[OpenInterval], applications: Container[str]) -> float:
-    """Returns the power of the applications' share of nodes, as far as it is known."""
+    """Returns the watts of the applications' shares of their nodes; nodes without a measurement count nothing."""
     watts = 0.0
     for interval in intervals:
         measured = live.measured.get(interval.node_id)
@@ -59,7 +59,7 @@ def _watts(live: Live, intervals: Sequence[OpenInterval], applications: Containe
 
 
 def _promise_samples(endpoint: str, replicas: Replicas) -> Iterator[MetricSample]:
-    """Yields the promised first token, and the share of requests that may miss it."""
+    """Yields the SLO's seconds to the first token, and the share of requests that may take longer."""
     if replicas.slo_ttft_s is not None:
         yield MetricSample(application.SLO_FIRST_TOKEN, replicas.slo_ttft_s, (endpoint,))
         budget = _ERROR_BUDGET if replicas.slo_target is None else round(1.0 - replicas.slo_target, 6)
@@ -88,7 +88,7 @@ def _first_token_s(traffic: Sequence[Traffic]) -> float | None:
 
 
 class ReplicaRestarts:
-    """Counts replicas whose place another one took, since this process started."""
+    """Counts the replicas that were replaced by another one since this process started."""
 
     def __init__(self) -> None:
         self._known: dict[str, frozenset[str]] = {}

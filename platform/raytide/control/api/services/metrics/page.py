@@ -1,4 +1,4 @@
-"""Collects the page of the API's metrics, and the latencies that clients report for it."""
+"""Renders the API's metrics page, and collects the latencies that clients report."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ClientLatencyReport(Config):
 
 
 class ClientLatencies:
-    """The sums of what was reported since this process started. Thread-safe."""
+    """The sums of all client latencies that were reported since this process started. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store, self._lock = store, threading.Lock()
