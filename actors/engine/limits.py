@@ -1,7 +1,7 @@
-"""Limits on a single request. What they refuse is refused before any work is done for it.
+"""Limits on a single request. A request beyond them is refused before any work is done for it.
 
-The serving API checks them for every engine; the native engine checks those on sampling again. They are far above what
-clients send, and low enough that no request delays others by more than milliseconds.
+The serving API checks them for every engine; the native engine checks the limits on sampling again. They are far above
+what clients send, and low enough that no request delays others by more than milliseconds.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ MAX_JSON_CONTAINERS = 1 << 15
 MAX_JSON_DEPTH = 64
 """Nested lists and objects."""
 BODY_TIMEOUT_S = 60.0
-"""The time in which a body must arrive whole."""
+"""The seconds within which a whole body must arrive."""
 MAX_TIMEOUT_S = 86400.0
-"""The longest time that a request may ask for itself."""
+"""The longest timeout in seconds that a request may ask for."""
 SEND_TIMEOUT_S = 30.0
-"""The time for which a client may read nothing of its answer."""
+"""The seconds for which a client may leave its answer unread before the connection is closed."""
 
 MAX_PROMPTS = 128
 """Prompts in one completion request."""
 MAX_CHOICES = 256
-"""Prompts times n, or best_of, of one request."""
+"""The number of prompts in one request times its `n`, or `best_of`."""
 MAX_MESSAGES = 4096
 """Messages, and parts of messages, in one chat request."""
 MAX_IMAGES = 16
 """Images in one chat request."""
 MAX_IMAGE_BYTES = 8 << 20
-"""The most bytes of an image file; those in a body are bounded by it, too."""
+"""The most bytes of an image file. Images inside a body are bounded by `MAX_BODY_BYTES` too."""
 MAX_IMAGE_PIXELS = 1 << 24
 MAX_TOOLS = 128
 MAX_TEMPLATE_KWARGS = 32
@@ -59,11 +59,11 @@ MAX_LOGPROB_ENTRIES = 1 << 16
 MAX_PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose log probabilities are computed in one step, over all requests."""
 MAX_PROMPT_LOGITS = 1 << 22
-"""This limit times the vocabulary: models with a large one compute fewer positions in a step."""
+"""The most prompt logits (positions times vocabulary size) in one step: a larger vocabulary means fewer positions."""
 MAX_PENDING_ENTRIES = 1 << 14
 """Tokens and log probabilities of one answer that wait for a slow reader."""
 MAX_PRIORITY = 100
-"""The largest priority, and its negative the least: with ageing, no request waits for ever."""
+"""The largest priority; its negative is the smallest. With these bounds and ageing, no request waits for ever."""
 MAX_NAME_CHARS = 1024
 """Characters in a model's name, a cache salt, a role and other short texts."""
 
