@@ -117,7 +117,7 @@ class Scheduler:
         return True
 
     def invalidate(self) -> None:
-        """Discards all computed KV, cached prefixes included, after a change of weights."""
+        """Discards all computed KV, cached prefixes included, and queues the running sequences to compute it again."""
         for key in self._prefixes.cancel_reads():
             self.waiting.wake(key)
         for seq in self.running:

@@ -31,7 +31,7 @@ _MAX_PREFIXES = 1024
 """The most prefixes in one status to a client; the oldest are left out."""
 _PART_BYTES = 1 << 20
 _MAX_UNSENT_BYTES = 64 << 20
-"""A client that leaves more unread loses its connection, and its requests end."""
+"""A client that leaves more bytes than this unread loses its connection, and its requests end."""
 
 
 _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {

@@ -58,7 +58,7 @@ class GgufWeights:
         return self._outputs(name, shape, (0, shape[0]))
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
-        """Reads the rows of the block, and all of each."""
+        """Returns the block. It reads the whole rows that the block belongs to."""
         rows, *others = where
         return self._outputs(name, tuple(shape), (rows.start, rows.stop))[(slice(None), *others)].clone()
 
@@ -95,7 +95,7 @@ class GgufWeights:
         return _moved(weight, self._device)
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
-        """Reads the rows of the block, and all of each."""
+        """Returns the block. It reads the whole rows that the block belongs to."""
         own = self._quantized_outputs(module, rows, columns, block.outputs)
         if own is None or block.inputs == (0, columns):
             return own
