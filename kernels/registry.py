@@ -4,7 +4,7 @@ Every operator has a torch reference in `ref.py`, registered for the device "any
 everywhere and is the oracle in tests. A faster variant registers for a device with a higher priority and, if it needs
 an instruction set, a compiler or a private API, with a probe. A variant is invariant if each row of its result is the
 same to the bit whatever other rows it computes; a deterministic engine uses only invariant ones. RAYTIDE_OP_<NAME>=ref
-forces the reference, for instance RAYTIDE_OP_ATTENTION=ref; RAYTIDE_OPS=ref forces all references.
+forces an operator's reference, for instance RAYTIDE_OP_ATTENTION=ref; RAYTIDE_OPS=ref forces those of all operators.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from __future__ import annotations
 MAX_BODY_BYTES = 4 << 20
 """The most bytes of a request to any route."""
 MAX_JSON_VALUES = 1 << 18
-"""The most values in a body: each number, text, list and object counts. A prompt as token ids has one for each token.
-"""
+"""The most values in a body: each number, text, list and object counts. A prompt as token ids has one per token."""
 MAX_JSON_TEXTS = 1 << 16
 """The most texts in a body, keys of objects included."""
 MAX_JSON_CONTAINERS = 1 << 15
