@@ -1,4 +1,4 @@
-"""Matrix products on processors with AMX, through oneDNN: the C operators do not use its tiles."""
+"""Matrix products on processors with AMX, through oneDNN, because the C operators do not use AMX's tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _WORTH = 1.2  # how much faster it has to be, so that noise does not decide
 
 
 def _is_faster() -> bool:
-    """Measures once, where the processor claims AMX: some virtual machines hide it or make it slow."""
+    """Returns whether oneDNN is clearly faster than the C operators, by a measurement if the processor has AMX: some
+    virtual machines hide AMX or make it slow.
+    """
     try:
         if "amx_bf16" not in Path("/proc/cpuinfo").read_text() or not cpu.can_pack() or not compiled.can_run():
             return False
@@ -39,7 +41,7 @@ def _least_s(product: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 @register("linear", "cpu", priority=25, probe=_is_faster)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a linear layer by oneDNN, for bfloat16 only: AMX has no float32."""
+    """Returns a linear layer that oneDNN computes for bfloat16, and the C operators for float32, which AMX lacks."""
     if weight.dtype == torch.bfloat16:
         return cpu.linear(weight, bias)
     return compiled.linear(weight, bias)

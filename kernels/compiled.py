@@ -1,8 +1,8 @@
-"""CPU variants in C (`kernels/c`): bfloat16 and float32, any number of rows. Shapes and memory layouts that they do not
-support go to the reference.
+"""CPU variants in C (`kernels/c`) for bfloat16 and float32 and any number of rows. Shapes and memory layouts that they
+do not support go to the reference.
 
-Every row's result is the same to the bit whatever else is in the batch. Attention has a faster variant for single new
-tokens without this property, which `deterministic` engines do not use.
+Every row's result is the same to the bit whatever other rows are in the batch. Attention also has a faster variant for
+single new tokens without this property; `deterministic` engines do not use it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def can_run() -> bool:
 
 
 def loaded_library() -> Library:
-    """Returns the C library, which is there: variants are chosen only where `can_run` holds."""
+    """Returns the C library. It must be available, as it is for all variants that were chosen because of `can_run`."""
     loaded = library()
     assert loaded is not None
     return loaded
 
 
 def _fits(x: Tensor, *others: Tensor | None) -> bool:
-    """Returns whether the C code can take these tensors: one dtype of the two, contiguous."""
+    """Returns whether the C code can take these tensors: all contiguous, and all bfloat16 or all float32."""
     dtype = x.dtype
     return dtype in _DTYPES and all(t is None or (t.dtype == dtype and t.is_contiguous()) for t in (x, *others))
 
@@ -74,7 +74,7 @@ def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: NormWeights) -> Tensor:
 
 @register("linear", "cpu", priority=20, probe=can_run, invariant=True)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Packs the weight once; the plain weight is not kept."""
+    """Returns a linear layer that packs its weight once and does not keep the plain weight."""
     size, width = weight.shape
     words = loaded_library().packed_words(size, width, weight.dtype == torch.bfloat16) if _fits(weight, bias) else 0
     if not words:
@@ -166,7 +166,7 @@ def rope_write(
 
 
 class _Geometry(ctypes.Structure):
-    """The struct of attention.h."""
+    """The struct that attention.h defines."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tables", "query_lens", "context_lens")),

@@ -2,7 +2,8 @@
 
 Shape suffixes here and in the operators: T tokens of the step, N hidden size, B sequences, M blocks per sequence, S
 slots of the cache (blocks x block size), A = H + 2K heads of a stacked qkv, H query heads, K KV heads, D head dim, L
-context length, F feed-forward width, E experts, X experts per token.
+context length, F feed-forward width, E experts, X experts per token. In the weight of a linear, N outputs, K inputs, G
+groups of inputs, g inputs of a group.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class NormWeights:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm of each query and key head over its D numbers, before the rotation (Qwen3, Gemma 3)."""
+    """The weights of an RMSNorm over the D numbers of each query and key head, before the rotation (Qwen3, Gemma 3)."""
 
     q_D: Tensor
     k_D: Tensor
@@ -42,9 +43,9 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """The step's rotation, gathered at the tokens' positions: pairs (i, i + R/2) of the first R numbers of a head.
+    """The rotations at the positions of the step's tokens: the pairs (i, i + R/2) of a head's first R numbers rotate.
 
-    `sin_TR` comes with its first half negated, so that the rotation is x * cos + swapped(x) * sin. R is D unless the
+    The first half of `sin_TR` is negated, so that the rotation is x * cos + swapped(x) * sin. R is D unless the
     rotation is partial.
     """
 
@@ -67,11 +68,11 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class PagedBatch:
-    """One step's geometry, the same for all layers.
+    """The sequences of one step and the places of their KV, the same for all layers.
 
-    Sequence b owns the next `query_lens[b]` tokens; they are the last ones of its context of `context_lens[b]` tokens,
-    whose KV is in the blocks of row b of `block_tables_BM` (padded with any valid block). Token t's own KV goes to
-    `slots_T[t]`.
+    Sequence b owns the next `query_lens[b]` tokens of the step. They are the last ones of its context of
+    `context_lens[b]` tokens, whose KV is in the blocks of row b of `block_tables_BM` (padded with any valid block). The
+    KV of token t itself goes to `slots_T[t]`.
     """
 
     query_lens: list[int]
@@ -85,10 +86,10 @@ class PagedBatch:
 class QuantizedWeight:
     """A linear's weight in groups of g = K / G inputs: w[n, k] = codes[n, k] * scales[n, k // g] + offsets[n, k // g].
 
-    It is the one form into which all formats are read, and from which each device packs its own. Codes are signed and
-    take a byte each here, those of 4 bits (-8 to 7) too; -128 and -8 occur. Scales and offsets are float32, because
-    those of a file, often bfloat16, must not be multiplied with each other in its precision. A weight without offsets
-    is symmetric. Input k is x[:, columns_K[k]] where the groups were formed in another order (GPTQ's `g_idx`).
+    All file formats are read into this form, and each device packs its own from it. Codes are signed and take a byte
+    each here, also those of 4 bits (-8 to 7); -128 and -8 occur. Scales and offsets are float32: a file's numbers,
+    often bfloat16, must not be multiplied with each other in that precision. A weight without offsets is symmetric.
+    Column k of the codes belongs to input columns_K[k], if the groups were formed in another order (GPTQ's `g_idx`).
     """
 
     bits: Literal[4, 8]
@@ -102,7 +103,7 @@ class QuantizedWeight:
         return int(self.codes_NK.shape[1] // self.scales_NG.shape[1])
 
     def dequantized(self) -> Tensor:
-        """Returns the weight [N, K] in float32, its columns in the model's order: what all kernels are held to."""
+        """Returns the weight [N, K] in float32, its columns in the model's order. Tests compare all kernels with it."""
         scales, offsets = self.scales_NG, self.offsets_NG
         weight_NGg = self.codes_NK.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
         if offsets is not None:
@@ -118,12 +119,12 @@ class QuantizedWeight:
 def round_to_nearest(
     weight_NK: Tensor, bits: Literal[4, 8], group_size: int | None = None, symmetric: bool = True
 ) -> QuantizedWeight:
-    """Returns the weight rounded to 8 or 4 bits, with one scale for each group of `group_size` inputs of an output.
-    None makes each output one group. The engine quantises output heads with it at load.
+    """Returns the weight rounded to 8 or 4 bits. Each group of `group_size` inputs of an output has a scale; with None
+    each output is one group. The engine quantises output heads with it at load.
 
     A symmetric scale is the group's largest magnitude / 127.5 (7.5 with 4 bits), as in compressed-tensors; codes lie in
-    -128 to 127 (-8 to 7). An asymmetric one is the group's range, extended to include 0, / 255 (15), with an offset.
-    Raises ConfigError if the groups do not divide the inputs, or if a weight is not finite.
+    -128 to 127 (-8 to 7). An asymmetric scale is the group's range, extended to include 0, / 255 (15); it comes with an
+    offset. Raises ConfigError if the groups do not divide the inputs, or if a weight is not finite.
     """
     width, size = weight_NK.shape[1], group_size or weight_NK.shape[1]
     if size < 1 or width % size:

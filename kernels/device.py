@@ -1,4 +1,4 @@
-"""The device of a model: its key in the operator registry, its torch device, its dtypes and defaults."""
+"""The device of a model: its key in the operator registry, its torch device, its dtypes and default sizes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of a model, with its dtypes and defaults.
+    """The device of a model, with its dtypes and default sizes.
 
-    `kind` is the operator registry's key. `block_size` is the KV block that suits its attention, `batch_tokens` the
-    fewest tokens of a step that use all of its arithmetic.
+    `kind` is the key in the operator registry. `block_size` is the size of KV blocks, in tokens, that suits the
+    device's attention. `batch_tokens` is the smallest number of tokens in a step that uses the device fully.
     """
 
     kind: str
@@ -34,9 +34,9 @@ class Device:
 
 
 def resolve_device(name: str = "auto") -> Device:
-    """Returns the device of a name. `auto` selects the accelerator that torch finds, else the CPU.
+    """Returns the device with a name. `auto` selects the accelerator that torch finds, else the CPU.
 
-    ROCm's device is named cuda.
+    A ROCm device is named cuda, as in torch.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

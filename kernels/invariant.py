@@ -1,7 +1,7 @@
 """Operators in plain torch that compute one row at a time, so that a row's result cannot depend on its batch.
 
-Matrix products and sums choose their order of additions by the number of rows. Slow: for deterministic engines on
-devices without better.
+torch's matrix products and sums choose their order of additions by the number of rows. These operators are slow;
+deterministic engines use them on devices without faster invariant ones.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 @register("quantized_linear", "any", priority=_PRIORITY, invariant=True)
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
-    """Returns the linear layer; with `input_as` "int8", the exact result that all processors' kernels are held to.
+    """Returns a linear layer. With `input_as` "int8" it computes the exact result that the kernels of all processors
+    must equal.
 
-    There, the sums over a part of 32 inputs are integers, and what follows is a chain of fused multiply-adds in
-    float32: over the parts of a group (sum * the input's scale), then over the groups (* the weight's scale; if there
-    are offsets, the same sum of the inputs alone * the offset), then the bias.
+    There, the sums over a part of 32 inputs are integers. Then a chain of fused multiply-adds in float32 follows: over
+    the parts of a group (sum * the input's scale), then over the groups (* the weight's scale; if there are offsets,
+    also the same sum of the inputs alone * the offset), then the bias.
     """
     if input_as == "float":
         apply_wide = linear(weight.dequantized(), None if bias is None else bias.float())
@@ -70,8 +71,8 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Returns a * b + c with one rounding to float32. The float64 sum is first rounded to odd, so that rounding it once
-    more does no harm (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    """Returns a * b + c with a single rounding to float32. The float64 sum is rounded to odd, so that rounding it again
+    to float32 adds no error (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
     """
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
@@ -95,7 +96,9 @@ def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callabl
 
 @register("attention", "any", priority=_PRIORITY, invariant=True)
 def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns attention that computes each token as its own sequence, so that results do not depend on the batch."""
+    """Returns an attention function that treats each token as its own sequence, so that results do not depend on the
+    batch.
+    """
     lens = list(zip(batch.query_lens, batch.context_lens, strict=True))
     contexts = [end for query, context in lens for end in range(context - query + 1, context + 1)]
     repeats = torch.tensor(batch.query_lens, device=batch.block_tables_BM.device)

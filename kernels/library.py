@@ -1,7 +1,8 @@
 """The C operators as a loaded library, built by the system's compiler at first use and kept in a per-user cache.
 
-The file's name is a hash of sources, flags and processor, and the file ends in a digest of itself: a file of another
-version or machine, or a damaged one, is never loaded. Threads are those of the OpenMP runtime that torch loaded.
+The file's name is a hash of sources, flags and processor, and the file ends with a digest of its content: a file of
+another version or machine, or a damaged one, is never loaded. The threads are those of the OpenMP runtime that torch
+has loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class Library:
-    """The functions of `kernels/c`, one attribute each."""
+    """The functions of `kernels/c`, each as an attribute."""
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -64,7 +65,7 @@ class Library:
         self.threads(self._parallel, count)
 
     def follow_threads(self) -> None:
-        """Uses torch's present number of threads."""
+        """Sets the library's number of threads to torch's present one."""
         count = torch.get_num_threads()
         if count != self._num_threads:
             self.use_threads(count)
@@ -75,7 +76,7 @@ class Library:
 
 @functools.cache
 def library() -> Library | None:
-    """Returns the library, built if necessary; None, with one line in the log, where that is impossible."""
+    """Returns the library, built if necessary; None, after a warning in the log, if that is impossible."""
     try:
         return Library(build(_cache_folder()))
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
@@ -85,14 +86,14 @@ def library() -> Library | None:
 
 
 def compiler() -> str | None:
-    """Returns the machine's C compiler."""
+    """Returns the path of the machine's C compiler; None without one."""
     return next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
 def build(folder: Path) -> Path:
-    """Returns the library's file in `folder`, built if necessary. Raises OSError or SubprocessError.
+    """Returns the path of the library's file in `folder`, built if necessary. Raises OSError or SubprocessError.
 
-    Concurrent builds are safe: each process writes a file of its own and moves it into place.
+    Concurrent builds are safe: each process writes its own file and moves it into place.
     """
     sources = _sources()
     path = folder / f"raytide-{operators_key()}.so"
@@ -120,7 +121,9 @@ def build(folder: Path) -> Path:
 
 
 def operators_key() -> str:
-    """Returns a hash of the operators' sources, flags and processor: with another one, sums may round otherwise."""
+    """Returns a hash of the operators' sources, compiler flags and processor. If it differs, sums may round
+    differently.
+    """
     digest = hashlib.sha256(" ".join((*_FLAGS, platform.machine(), _processor())).encode())
     for source in _sources():
         digest.update(source.name.encode() + source.read_bytes())
@@ -132,7 +135,7 @@ def _sources() -> list[Path]:
 
 
 def _processor() -> str:
-    """Returns the processor's properties that -march=native depends on."""
+    """Returns the properties of the processor that -march=native depends on, as text."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -142,7 +145,9 @@ def _processor() -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns whether the file exists, is ours, not writable by others, and as it was built."""
+    """Returns whether the file exists, belongs to this user, is not writable by others, and has not changed since it
+    was built.
+    """
     try:
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -154,13 +159,13 @@ def _is_whole(path: Path) -> bool:
 
 
 def _cache_folder() -> Path:
-    """Returns RAYTIDE_KERNEL_CACHE, else a folder of the user's cache."""
+    """Returns the folder that RAYTIDE_KERNEL_CACHE names, else one in the user's cache."""
     chosen = environment("KERNEL_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "raytide" / "kernels"
 
 
 def _openmp_entry() -> int | None:
-    """Returns the address of GOMP_parallel in this process's OpenMP runtime; None without one, or with another kind."""
+    """Returns the address of GOMP_parallel in this process's OpenMP runtime; None if no runtime has it."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,7 +1,8 @@
-"""Quantised linears in C (`c/quantized.c`): weights of 8 and 4 bits, with float inputs or int8 ones, any shape.
+"""Quantised linears in C (`c/quantized.c`): weights of 8 and 4 bits with inputs in floats or int8, of any shape.
 
 With int8 inputs the result is that of `invariant.quantized_linear` to the bit, on every processor. With float inputs it
-is within float32's rounding of the product with the dequantised weight. Rows are independent of each other to the bit.
+differs from the product with the dequantised weight only by rounding in float32. Each row's result is independent of
+the other rows to the bit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ALIGNMENT = 64  # bytes: a vector of weights never straddles two cache lines
 
 
 class _Weight(ctypes.Structure):
-    """The struct of quantized.c."""
+    """The struct that quantized.c defines."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("packed", "bias", "columns")),
@@ -34,7 +35,7 @@ class _Weight(ctypes.Structure):
 
 @register("quantized_linear", "cpu", priority=20, probe=compiled.can_run, invariant=True)
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
-    """Packs the weight once; the codes are not kept."""
+    """Returns a linear layer that packs its weight once and does not keep the codes."""
     lib = compiled.loaded_library()
     (size, width), groups = weight.codes_NK.shape, weight.scales_NG.shape[1]
     parts = -(-weight.group_size // INPUT_GROUP)
@@ -70,13 +71,15 @@ def _start(array: Tensor | None) -> int | None:
 
 
 def _stored(scales_NG: Tensor) -> Tensor:
-    """Returns the scales in float16 if that is exact, as it is for those of most files; else in float32."""
+    """Returns the scales in float16 if that is exact, as it is for most files; else in float32."""
     halves_NG = scales_NG.half()
     return (halves_NG if torch.equal(halves_NG.float(), scales_NG.float()) else scales_NG.float()).contiguous()
 
 
 def _columns(weight: QuantizedWeight, parts: int) -> Tensor | None:
-    """Returns the input of each packed column, -1 where a group is filled up; None if they are all in order."""
+    """Returns the input that each packed column belongs to, -1 for padding of a group; None if columns are in order and
+    no group is padded.
+    """
     width, size = weight.codes_NK.shape[1], weight.group_size
     if weight.columns_K is None and size % INPUT_GROUP == 0:
         return None

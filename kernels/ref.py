@@ -1,4 +1,4 @@
-"""Reference operators in plain torch, which define the right result on every device. Shape suffixes: see `core.py`."""
+"""Reference operators in plain torch, which define the right results on every device. Shape suffixes: see `core.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ Tensor = torch.Tensor
 
 @register("norm", "any", priority=0)
 def norm(x_TN: Tensor, by: NormWeights) -> Tensor:
-    """Returns x / rms(x) * weight, or (x - mean) / std * weight + bias; over the last dimension, moments in float32."""
+    """Returns x / rms(x) * weight, or for "layer" (x - mean) / std * weight + bias, over the last dimension. An RMS, or
+    mean and std, are computed in float32.
+    """
     if by.kind == "layer":
         return F.layer_norm(x_TN, by.weight.shape, by.weight, by.bias, by.eps)
     return _rms(x_TN, by.weight, by.eps)
@@ -32,18 +34,18 @@ def norm(x_TN: Tensor, by: NormWeights) -> Tensor:
 
 @register("add_norm", "any", priority=0)
 def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
-    """Adds `delta` to the residual stream `x` in place, and returns the norm of the sum."""
+    """Adds `delta_TN` to the residual stream `x_TN` in place, and returns the norm of the sum."""
     return norm(x_TN.add_(delta_TN), by)
 
 
 @register("linear", "any", priority=0)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Returns a function x -> x @ weight.T + bias. The caller may add to what it returns (adapters do)."""
+    """Returns a function x -> x @ weight.T + bias. The caller may change what that returns in place, as adapters do."""
     return lambda x: F.linear(x, weight, bias)
 
 
 INPUT_GROUP = 32
-"""Inputs of a row that share a scale, at most, when they are rounded to int8."""
+"""The most inputs of a row that share a scale when they are rounded to int8."""
 
 
 @register("quantized_linear", "any", priority=0)
@@ -63,18 +65,18 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
 
 
 def rounded(x_TK: Tensor, columns_K: Tensor | None = None, group_size: int | None = None) -> Tensor:
-    """Returns x in float32 as `input_codes` rounds it, its columns in the model's order."""
+    """Returns the float32 values to which `input_codes` rounds x, their columns in the model's order."""
     codes, scales = input_codes(x_TK, columns_K, group_size)
     back = (codes * scales).flatten(2)[..., : group_size or x_TK.shape[1]].flatten(1)
     return back if columns_K is None else torch.empty_like(back).index_copy_(1, columns_K, back)
 
 
 def input_codes(x_TK: Tensor, columns_K: Tensor | None, group_size: int | None) -> tuple[Tensor, Tensor]:
-    """Returns x rounded to int8, as float32 [T, G, P, 32], and the scales [T, G, P, 1]; x is their product.
+    """Returns x rounded to int8: codes as float32 [T, G, P, 32] and scales [T, G, P, 1], whose product approximates x.
 
-    The columns, in the order `columns_K`, are cut into the G groups of a weight, and each group into P parts of 32; the
-    last part of a group is filled up with zeros. A part's numbers are rounded to -127 to 127 times their largest amount
-    / 127. The scale is NaN where one of them is not finite.
+    The columns, taken in the order `columns_K`, are divided into the G groups of a weight, and each group into P parts
+    of 32; the last part of a group is padded with zeros. A part's scale is its largest magnitude / 127, so that codes
+    lie in -127 to 127. The scale is NaN if a number of the part is not finite.
     """
     wide = x_TK.float() if columns_K is None else x_TK.float()[:, columns_K]
     size = group_size or wide.shape[1]
@@ -100,8 +102,8 @@ def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
 
 @register("experts", "any", priority=0)
 def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Returns a function (x_TN, chosen_TX, weights_TX) -> y_TN: each token's chosen experts' outputs, weighted and
-    summed.
+    """Returns a function (x_TN, chosen_TX, weights_TX) -> y_TN: for each token the weighted sum of its chosen experts'
+    outputs.
     """
 
     def apply(x_TN: Tensor, chosen_TX: Tensor, weights_TX: Tensor) -> Tensor:
@@ -120,9 +122,9 @@ def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callabl
 def rope_write(
     qkv_TAD: Tensor, rope: Rope | None, norms: HeadNorms | None, cache_2SKD: Tensor, slots_T: Tensor
 ) -> None:
-    """Norms and rotates the query and key heads in place, then writes each token's keys and values into its slot.
+    """Normalizes and rotates the query and key heads in place, then writes each token's keys and values into its slot.
 
-    A cache of int8 is [2, S, K, D + 4] and takes them rounded, as `rounded_heads` does it.
+    An int8 cache [2, S, K, D + 4] gets them rounded by `rounded_heads`.
     """
     kv_heads = cache_2SKD.shape[2]
     heads = qkv_TAD.shape[1] - 2 * kv_heads
@@ -140,12 +142,13 @@ def rope_write(
 
 
 SCALE_BYTES = 4
-"""The bytes of a head's scale, a float32 behind its codes in a KV cache of int8."""
+"""The bytes of a head's scale: a float32 that follows its codes in an int8 KV cache."""
 
 
 def rounded_heads(kv: Tensor) -> Tensor:
-    """Returns each head's D numbers as D codes of -127 to 127 and the bytes of what they are multiples of: the largest
-    amount / 127, NaN where a number is not finite."""
+    """Returns each head's D numbers as D int8 codes of -127 to 127, followed by the 4 bytes of their float32 scale. The
+    scale is the largest magnitude / 127, or NaN if a number is not finite.
+    """
     wide = kv.float()
     scales = wide.abs().amax(-1, keepdim=True) / 127
     scales = torch.where(scales.isfinite(), scales, float("nan"))
@@ -154,15 +157,16 @@ def rounded_heads(kv: Tensor) -> Tensor:
 
 
 def dequantized_heads(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the numbers of heads that `rounded_heads` has rounded."""
+    """Returns the values of heads that `rounded_heads` has rounded."""
     codes, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return (codes * scales).to(dtype)
 
 
 @register("attention", "any", priority=0)
 def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns a function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context. A
-    cache of int8 has rows as `rope_write` rounds them."""
+    """Returns a function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context. An
+    int8 cache has the form that `rope_write` writes.
+    """
     slots = [_slots(batch, b) for b in range(len(batch.query_lens))]
 
     def attend(q_THD: Tensor, cache_2SKD: Tensor) -> Tensor:
@@ -190,7 +194,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _seen(query_len: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns the positions [L] that each of the context's last T tokens attends to, as booleans [T, L]."""
+    """Returns booleans [T, L]: for each of the context's last T tokens, the positions that it attends to."""
     last_T1 = torch.arange(context_len - query_len, context_len, device=device)[:, None]
     at_L = torch.arange(context_len, device=device)
     seen: Tensor = at_L <= last_T1

@@ -2,9 +2,9 @@
 
 Every operator has a torch reference in `ref.py`, registered for the device "any": it defines the right result, runs
 everywhere and is the oracle in tests. A faster variant registers for a device with a higher priority and, if it needs
-an instruction set, a compiler or a private API, a probe. A variant is invariant if each row of its result is the same
-to the bit whatever other rows it computes; a deterministic engine uses no other. RAYTIDE_OP_<NAME>=ref forces the
-reference, for instance RAYTIDE_OP_ATTENTION=ref; RAYTIDE_OPS=ref forces all of them.
+an instruction set, a compiler or a private API, with a probe. A variant is invariant if each row of its result is the
+same to the bit whatever other rows it computes; a deterministic engine uses only invariant ones. RAYTIDE_OP_<NAME>=ref
+forces an operator's reference, for instance RAYTIDE_OP_ATTENTION=ref; RAYTIDE_OPS=ref forces those of all operators.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _MODULES = {
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The operators a decoder is made of, resolved once for a device. Signatures and contracts: `ref.py`.
+    """The operators that a decoder is made of, chosen once for a device. Signatures and contracts: `ref.py`.
 
-    `linear`, `quantized_linear`, `experts` and `attention` return a function: the first three are bound to their
-    weights (a backend may pack them once), the last to one step's batch (a backend may sort it once for all layers).
+    `linear`, `quantized_linear`, `experts` and `attention` return a function. For the first three it is bound to their
+    weights (a backend may pack these once), for attention to the batch of a step (a backend may sort this once for all
+    layers).
     """
 
     norm: Callable[[Tensor, NormWeights], Tensor]
@@ -90,8 +91,8 @@ def register(
 
 
 def ops_for(device: str, deterministic: bool = False) -> Ops:
-    """Returns the best working implementation of each operator on a device kind; only invariant ones if
-    `deterministic`.
+    """Returns for each operator the working implementation with the highest priority on a device kind; only invariant
+    ones if `deterministic`.
     """
     for kind in ("any", device):
         for module in _MODULES.get(kind, ()):

@@ -35,8 +35,8 @@ Prompt = str | Sequence[int]
 class Engine(Protocol):
     """One model that serves many requests at once, from one asyncio event loop.
 
-    What `features` does not declare is optional: it raises UsageError in an engine that derives from this class and
-    does not override it.
+    Methods that belong to a feature are optional. An engine that derives from this class without overriding them raises
+    UsageError there and does not declare the feature.
     """
 
     backend: str = "this"
@@ -47,8 +47,8 @@ class Engine(Protocol):
         """
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        """Stream one request, all its samples; the last chunk carries `usage`. With `resume` (feature "resume") the
-        stream has what follows, and `usage` counts the whole output.
+        """Streams all samples of one request; the last chunk carries `usage`. With `resume` (feature "resume") only the
+        rest of the output is streamed, and `usage` counts the whole output.
 
         Raises UsageError (bad or too long prompt, a feature that the engine lacks), ConflictError (request id in use),
         OverloadedError (queue full or draining) before the first chunk, EngineError when this request fails. Closing
@@ -56,24 +56,24 @@ class Engine(Protocol):
         """
 
     async def abort(self, request_id: str) -> bool:
-        """End all of a request's samples now with finish reason "abort"; its blocks are free when this returns. Returns
-        False for an unknown request.
+        """Ends all of a request's samples now with finish reason "abort"; its blocks are free when this returns.
+        Returns False for an unknown request.
         """
 
     async def tokenize(self, text: str, pair: str | None = None, *, special: bool = True) -> list[int]:
-        """Returns the token ids of a text, or of two joined as the model's tokenizer joins a pair. A text is without
-        the special tokens that the tokenizer adds (a BOS, if it has one) unless `special`.
+        """Returns the token ids of a text, or of two texts joined as the model's tokenizer joins a pair. A text gets
+        the special tokens that the tokenizer adds (a BOS, if it has one) only with `special`.
         """
 
     async def decode(self, prompts: Sequence[Sequence[int]]) -> list[str]:
-        """Returns the texts of prompts given as tokens, special tokens by their names."""
+        """Returns the texts of prompts that are given as tokens; special tokens appear by name."""
         bytes_of = self.token_bytes
         return await asyncio.to_thread(
             lambda: [b"".join(map(bytes_of, prompt)).decode(errors="replace") for prompt in prompts]
         )
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Returns the names of tokens in the tokenizer's vocabulary; "" for an unknown one."""
+        """Returns the tokens' names in the tokenizer's vocabulary; "" for an unknown token."""
 
     def token_bytes(self, token: int) -> bytes:
         """Returns the text of a token in mid-text, as UTF-8 that may begin or end with half a character."""
@@ -85,83 +85,90 @@ class Engine(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
         options: PromptOptions = PLAIN_PROMPT,
     ) -> list[int]:
-        """Returns the token ids of a conversation, by the model's chat template, ready for `generate`. `tools` are
-        those that the model may call, in OpenAI's form.
+        """Returns the token ids of a conversation, rendered by the model's chat template and ready for `generate`.
+        `tools` are those that the model may call, in OpenAI's form.
         """
 
     async def stats(self) -> EngineStats: ...
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        """Returns the number of a prompt's first tokens that would come from the prefix cache now, in memory or on a
-        disk that is read faster than they are computed; 0 when unknown."""
+        """Returns the number of a prompt's first tokens whose KV would come from the prefix cache now, in memory or on
+        a disk from which reading is faster than computing; 0 when unknown.
+        """
         return 0
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new requests and let running ones end. Returns whether all ended in time; the rest were aborted."""
+        """Refuses new requests and waits for running ones. Returns whether all ended in time; the rest were aborted."""
 
     async def shutdown(self) -> None:
-        """Abort running requests, stop, and free the memory. Idempotent."""
+        """Aborts running requests, stops, and frees the memory. Idempotent."""
 
     def tap(self, take: Callable[[list[Any]], list[Any]]) -> None:
-        """Lets `take` see the chunks of each step first, on the engine's own thread; it returns those that still go to
-        their iterators, always the last one of a request. An engine without such a thread never calls it.
+        """Makes the engine's own thread pass the chunks of each step to `take` first. `take` returns the chunks that
+        still go to their iterators, always including the last one of a request. An engine without such a thread never
+        calls it.
         """
         return
 
     async def pause(self) -> None:
-        """Feature "pause". Take no steps until `resume`; requests stay and new ones queue. Both are idempotent."""
+        """Feature "pause". Stops taking steps until `resume`; requests stay and new ones queue. `pause` and `resume`
+        are idempotent.
+        """
         refuse(self.backend, "pause")
 
     async def resume(self) -> None:
         refuse(self.backend, "pause")
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Feature "sleep". Pause and free memory: level 1 frees the KV, 2 the weights too. Requests stay and are
-        computed again after `wake`.
+        """Feature "sleep". Pauses and frees memory: level 1 frees the KV, level 2 the weights too. Requests stay, and
+        their KV is computed again after `wake`.
         """
         refuse(self.backend, "sleep")
 
     async def wake(self) -> None:
-        """Allocate the memory again and resume; does nothing without a `sleep` before it. Raises ConflictError when the
-        weights on disk are no longer the version that went to sleep (`load_weights` accepts new ones).
+        """Allocates the memory again and resumes; does nothing without a `sleep` before it. Raises ConflictError when
+        the weights on disk are no longer the version that was loaded before `sleep` (`load_weights` accepts new ones).
         """
         refuse(self.backend, "sleep")
 
     async def load_weights(self, source: str, version: str | None = None) -> str:
-        """Feature "weights_swap". Serve the weights of another directory of the same architecture from the next step
+        """Feature "weights_swap". Serves the weights of another directory of the same architecture from the next step
         on; running requests continue with them. Returns their version, by default a hash of their content. A load that
         fails changes nothing.
         """
         refuse(self.backend, "weights_swap")
 
     async def load_lora(self, name: str, path: str) -> None:
-        """Feature "lora". Serve an adapter. Raises ConflictError for a name in use, DataError for a bad adapter."""
+        """Feature "lora". Serves an adapter under a name. Raises ConflictError for a name in use, DataError for a bad
+        adapter.
+        """
         refuse(self.backend, "lora")
 
     async def unload_lora(self, name: str) -> None:
-        """Raises NotFoundError for an unknown name, ConflictError while requests use it."""
+        """Removes an adapter. Raises NotFoundError for an unknown name, ConflictError while requests use it."""
         refuse(self.backend, "lora")
 
     async def embed(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
-        """Returns one vector (feature "embeddings") for each text or list of token ids, of length 1. Raises
-        NotFoundError for an adapter that is not loaded.
+        """Feature "embeddings". Returns one vector of length 1 for each text or list of token ids. Raises NotFoundError
+        for an adapter that is not loaded.
         """
         refuse(self.backend, "embeddings")
 
     async def classify(self, batch: Sequence[Prompt], *, lora: str | None = None) -> list[list[float]]:
-        """Returns the logits of the model's labels (feature "classification") for each text or list of token ids."""
+        """Feature "classification". Returns the logits of the model's labels for each text or list of token ids."""
         refuse(self.backend, "classification")
 
     async def export_kv(self, request_id: str) -> KvHandle:
-        """Feature "kv_transfer". Take a request of one sample out of this engine between two steps: its stream ends
-        with finish reason "abort", and the handle has all that another engine needs to continue with its next token.
-        Raises NotFoundError for an unknown request.
+        """Feature "kv_transfer". Takes a request of one sample out of this engine between two steps: its stream ends
+        with finish reason "abort", and the returned handle has everything that another engine needs to continue with
+        its next token. Raises NotFoundError for an unknown request.
         """
         refuse(self.backend, "kv_transfer")
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
-        """Continue an exported request: streams what follows the tokens of its first stream. `request` is the exported
-        one, under any id. Raises ConflictError when the handle is of another model, version or layout.
+        """Continues an exported request: streams the output that follows the tokens of its first stream. `request` is
+        the exported request; its id may be new. Raises ConflictError when the handle is of another model, version or
+        layout.
         """
         refuse(self.backend, "kv_transfer")
 
@@ -198,7 +205,9 @@ def check_prompt(who: str, prompt: Sequence[int], *, max_len: int, vocab_size: i
 def check_resume(
     request: GenRequest, prompt_len: int, *, max_len: int, vocab_size: int, stop_token_ids: frozenset[int]
 ) -> None:
-    """Raises UsageError when the progress of a resumed request has unknown tokens, or continues behind its end."""
+    """Raises UsageError when the progress of a resumed request has unknown tokens, or is complete but has no finish
+    reason.
+    """
     for index, each in enumerate(request.resume):
         tokens = each.token_ids
         if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
@@ -211,7 +220,7 @@ def check_resume(
 
 
 class StreamProgress:
-    """The progress of a request's stream, from which another engine can continue it."""
+    """The progress of a request's stream; another engine can continue the stream from it."""
 
     def __init__(self, request: GenRequest) -> None:
         self._request = request
@@ -221,17 +230,17 @@ class StreamProgress:
         self._finish_reasons = [each.finish_reason for each in samples]
 
     def add(self, chunk: GenChunk) -> None:
-        """Counts a chunk of the stream as received."""
+        """Adds a received chunk of the stream to the progress."""
         self._token_ids[chunk.index] += chunk.token_ids
         self._finish_reasons[chunk.index] = chunk.finish_reason or self._finish_reasons[chunk.index]
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens of a prompt and of its first sample; none where the prompt is a text."""
+        """The tokens of the prompt and of its first sample; empty if the prompt is a text."""
         return [] if isinstance(self._request.prompt, str) else [*self._request.prompt, *self._token_ids[0]]
 
     def resumed(self) -> GenRequest:
-        """Returns the request for the rest of the stream; the request itself before the first token."""
+        """Returns the request for the rest of the stream; before the first token, the original request."""
         if not any(self._token_ids):
             return self._request
         pairs = zip(self._token_ids, self._finish_reasons, strict=True)

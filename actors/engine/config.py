@@ -1,4 +1,4 @@
-"""The options of an engine: model, arithmetic, KV memory and the limits of a step."""
+"""The options of an engine: model, number formats, KV memory and the limits of a step."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class EngineConfig(Config):
 
     @property
     def num_processes(self) -> int:
-        """The number of processes that compute the model."""
+        """The number of processes that share the model's computation."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @model_validator(mode="after")

@@ -26,7 +26,7 @@ Pooling = Literal["cls", "last", "mean"]
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """The positions of a prompt that stand for an image. Images of equal pixels [3, S, S] have the same digest."""
+    """The positions of a prompt that stand for an image. Images with equal pixels [3, S, S] have the same digest."""
 
     start: int
     length: int
@@ -36,8 +36,8 @@ class ImageSpan:
 
 @dataclass(slots=True)
 class PooledPrompt:
-    """The way from a prompt's last hidden states to one vector: see `model/pooling.py`. With `classify` the model's
-    head reads them; else the vector has length 1 if `normalize`.
+    """The rules that turn a prompt's last hidden states into one vector: see `model/pooling.py`. With `classify` the
+    vector is the output of the model's head; else it is scaled to length 1 if `normalize` is True.
     """
 
     pooling: Pooling
@@ -97,7 +97,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """The number of tokens without KV; 1 while decoding."""
+        """The number of tokens without KV; it is 1 while the sequence decodes."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -107,8 +107,8 @@ class Sequence:
 
 @dataclass(slots=True)
 class ScheduledChunk:
-    """Positions start to start + length of one sequence, computed in one step. The last of them are those of `draft`,
-    guesses at its next tokens.
+    """The positions from `start` to `start` + `length` of one sequence, computed in one step. The last ones are those
+    of `draft`, which has guesses of its next tokens.
     """
 
     seq: Sequence
@@ -122,14 +122,16 @@ class ScheduledChunk:
         return self.seq.pooled is None and self.start + self.length == len(self.seq.tokens) + len(self.draft)
 
     def add_draft(self, tokens: Items[int]) -> None:
-        """Computes these too. Where the sampled token equals the draft's, the logits behind it count as well."""
+        """Replaces the chunk's draft. The step computes its tokens too; the logits after a draft token count if the
+        token sampled for its place equals it.
+        """
         self.draft, self.length = tokens, self.length - len(self.draft) + len(tokens)
 
 
 @dataclass(slots=True)
 class Sampled:
-    """The next token of a sequence; -1 when there is none, because of `error` or, without one, logits that are not
-    finite. `ends`: the output is complete with this token.
+    """The next token of a sequence. It is -1 if there is none, because of `error` or, without an error, because the
+    logits are not finite. `ends` is True if the output is complete with this token.
     """
 
     token: int
@@ -159,5 +161,5 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """True if each sequence computes one token, beside drafts."""
+        """True if each sequence computes one token and nothing else but its draft."""
         return bool(self.chunks) and all(chunk.length == 1 + len(chunk.draft) for chunk in self.chunks)

@@ -48,9 +48,9 @@ Feature = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a chat. The assistant's turns may have tool calls, whose results are turns of the role `tool`.
+    """One turn of a chat. The assistant's turns may have tool calls; the calls' results are turns of the role `tool`.
 
-    A turn with images has `parts`, its texts and for each image None; `content` is then their text.
+    A turn with images has `parts`: its texts, and None for each image. `content` is then the texts alone.
     """
 
     role: str
@@ -73,10 +73,10 @@ class ToolCallTurn:
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
     """The options of a chat's prompt. `template_kwargs` are variables of the chat template, such as Qwen's
-    `enable_thinking`; a template ignores those that it does not know.
+    `enable_thinking`; a template ignores variables that it does not know.
 
-    `ending`: `answer` starts the assistant's turn, `open` leaves the last message open, so that the answer continues
-    it, and `closed` adds nothing to the messages.
+    `ending`: `answer` starts the assistant's turn; `open` leaves the last message open, so that the answer continues
+    it; `closed` adds nothing after the messages.
     """
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -88,8 +88,8 @@ PLAIN_PROMPT = PromptOptions()
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The output format that a model's chat template shows: its tool calls ("" where the template has no tools), and
-    whether an output may begin with reasoning in tags (`tagged`) or begins inside it (`open`).
+    """The output format that a model's chat template reveals: the format of its tool calls ("" if the template has no
+    tools), and whether an output may contain reasoning in tags (`tagged`) or starts inside of it (`open`).
     """
 
     tools: Literal["", "hermes", "llama3", "mistral", "deepseek"] = ""
@@ -98,7 +98,9 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class SampleProgress:
-    """The output of one sample that an engine has streamed: all its tokens, and its finish reason if it has ended."""
+    """The output of one sample that an engine has streamed so far: all its tokens, and its finish reason if it has
+    ended.
+    """
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -108,18 +110,20 @@ class SampleProgress:
 class GenRequest:
     """One generation. `prompt` is text or token ids; `request_id` is unique among the requests in flight.
 
-    `priority`: lower goes first, as in vLLM. `deadline_s`: the time after arrival in which the first token is wanted;
-    the policy "deadline" serves by it. `lora` names a loaded adapter. Requests with different `cache_salt` share no
-    prefix.
+    `priority`: lower values go first, as in vLLM. `deadline_s`: the seconds after arrival within which the first token
+    is wanted; the policy "deadline" orders by it. `lora` names a loaded adapter. Requests with different `cache_salt`
+    share no prefix.
 
-    `session` and `keep_answer` are for routers alone: a session's requests go to one replica where that is sensible,
-    and an answer may be kept for equal requests. `team` and its `weight` are for the sharing of an engine among teams.
+    `session` and `keep_answer` are for routers alone: the requests of a session go to one replica where that is
+    sensible, and an answer may be kept to answer equal requests. `team` and its `weight` serve to share an engine among
+    teams.
 
     `resume` continues a stream that another engine began: it has the progress of each sample by index, and the stream
-    has only what follows, as if it had never been cut. Samples beyond it start anew; those that have ended stay so.
-    What another engine began goes before new requests, unless it `gave_way` to one here: it queues behind that.
+    has only what follows, as if there had been no interruption. Samples without progress start from the beginning;
+    ended ones stay ended. A resumed request goes before new ones, unless it `gave_way` to another request here: then it
+    queues like a new one.
 
-    `images` are files, in the order in which the prompt's image tokens stand for them.
+    `images` are files, in the order of the prompt's image tokens.
     """
 
     request_id: str
@@ -143,7 +147,9 @@ class GenRequest:
 
     @property
     def salt(self) -> str:
-        """The salt with a digest of the images: what an answer depends on beside the prompt's tokens."""
+        """The cache salt combined with a digest of the images: together they are what an answer depends on besides the
+        prompt's tokens.
+        """
         if not self.images:
             return self.cache_salt
         digests = [blake2b(each, digest_size=16).hexdigest() for each in self.images]
@@ -152,7 +158,7 @@ class GenRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Token counts of a request; `cached_tokens` of the prompt came from the prefix cache."""
+    """Token counts of a request. `cached_tokens` is the number of prompt tokens whose KV came from the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -161,7 +167,7 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The times of a finished request: in the queue, until its first token, and after it."""
+    """The seconds that a finished request spent in the queue, from its start until its first token, and after it."""
 
     queue_s: float
     prefill_s: float
@@ -181,11 +187,11 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class GenChunk:
     """The output of one step for one of a request's samples. The last chunk of each sample has `finish_reason`; the
-    last one of the request also `usage` (of all samples) and `timing`. `prompt_logprobs` come with the first chunk,
-    with None for the first token.
+    last one of the request also has `usage` (of all samples) and `timing`. `prompt_logprobs` come with the first chunk;
+    the entry of the first token is None.
 
-    `text` can lag behind `token_ids` (half a character, or the possible start of a stop string, is held back). A router
-    names the `replica` with the first chunk. `stop` is the stop string that ended the sample, or "".
+    `text` can lag behind `token_ids`, because an incomplete character or a possible start of a stop string is held
+    back. A router names the `replica` in the first chunk. `stop` is the stop string that ended the sample, or "".
     """
 
     request_id: str
@@ -203,7 +209,7 @@ class GenChunk:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of the offline `LLM`. `error` says why when `finish_reason` is "error"."""
+    """One sample of the offline `LLM`. `error` has the reason when `finish_reason` is "error"."""
 
     text: str
     token_ids: list[int]
@@ -213,7 +219,7 @@ class CompletionOutput:
 
     @property
     def mean_logprob(self) -> float:
-        """The score of `best_of`; 0 without log probabilities."""
+        """The mean log probability of the tokens, by which `best_of` ranks samples; 0 without log probabilities."""
         return sum(each.logprob for each in self.logprobs) / len(self.logprobs) if self.logprobs else 0.0
 
 
@@ -221,8 +227,8 @@ class CompletionOutput:
 class RequestOutput:
     """The offline `LLM`'s output for one prompt: `n` samples, the best first.
 
-    `text`, `token_ids`, `finish_reason`, `error` and `logprobs` are the first one's. `prompt` is None when token ids
-    were given.
+    `text`, `token_ids`, `finish_reason`, `error` and `logprobs` are those of the first sample. `prompt` is None when
+    token ids were given.
     """
 
     prompt: str | None
@@ -254,11 +260,12 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The properties of a started engine. `features` decides which conformance tests apply. `max_running` sequences run
-    at once, and `max_waiting` further requests may wait; 0 where that is not known. `quantization` names the formats of
-    quantized weights and what they are computed with; it is empty for plain ones. `streamed_layers` of the model are
-    read from its files in every step. A model with `num_labels` has a classification head in place of the one that
-    generates. `local_disk` is the folder of the KV cache on disk; empty without one.
+    """The properties of a started engine. `features` decides which conformance tests apply. At most `max_running`
+    sequences run at once, and `max_waiting` further requests may wait; 0 where that is not known. `quantization` names
+    the formats of quantized weights and the inputs that they are computed with; it is empty for a plain model.
+    `streamed_layers` is the number of layers that are read from the model's files in every step. A model with
+    `num_labels` has a classification head in place of the output head. `local_disk` is the folder of the KV cache on
+    disk; empty without one.
     """
 
     model: str
@@ -279,7 +286,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Speculation from one source: drafts computed along, their tokens, and how many of those were right."""
+    """Speculation from one source: the drafts that steps verified, their tokens, and how many of these were right."""
 
     source: str
     drafts: int = 0
@@ -289,8 +296,9 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class DiskCounts:
-    """The KV cache on local disk: its folder, whether it is used, the bytes there now, prompt tokens whose KV was read
-    from it, and blocks that were evicted, not written since the disk was too slow, or found damaged.
+    """The KV cache on local disk: its folder, whether it is in use, and its present size in bytes; the prompt tokens
+    whose KV was read from it; and the numbers of blocks that were evicted, that were not written because the disk was
+    too slow, and that were found damaged.
     """
 
     path: str = ""
@@ -328,17 +336,17 @@ class EngineStats:
     pending_commands: int = 0
     commands_done: int = 0
     adapters: tuple[str, ...] = ()
-    """The loaded ones."""
+    """The names of the loaded adapters."""
     weights_version: str = ""
-    """It changes with a swap of weights; empty where an engine does not say it."""
+    """The version of the present weights, which a swap changes; empty for an engine that does not report it."""
     speculation: tuple[DraftCounts, ...] = ()
-    """Counts of each source that the engine may use."""
+    """The counts for each source of drafts that the engine may use."""
     disk: DiskCounts | None = None
     """None without a KV cache on disk."""
 
 
 def _check_resume(request: GenRequest) -> None:
-    """Raises UsageError when the progress does not fit the request, or nothing is left to generate."""
+    """Raises UsageError when the progress does not fit the request, or when nothing is left to generate."""
     params, resume = request.sampling, request.resume
     if params.num_samples > params.n:
         why = "best_of streams nothing before all samples have ended"
@@ -354,7 +362,9 @@ def _check_resume(request: GenRequest) -> None:
 
 
 def check_progress(request: GenRequest, index: int, *, is_over: bool) -> None:
-    """Raises UsageError when the output of a sample is complete although its progress has no finish reason."""
+    """Raises UsageError when the output of sample `index` is complete (`is_over`) although its progress has no finish
+    reason.
+    """
     if is_over and request.resume[index].finish_reason is None:
         raise UsageError(
             f"request {request.request_id} cannot be resumed: the output of sample {index} is complete.",
@@ -366,9 +376,9 @@ _NOT_A_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledE
 
 
 def as_request_error(error: BaseException) -> Exception:
-    """Returns the error with which the request at fault ends.
+    """Returns the error with which the request that caused it ends.
 
-    A panic in a Rust library (tokenizers, llguidance) is a BaseException: it is wrapped in a RuntimeError. Exceptions
+    A panic in a Rust library (tokenizers, llguidance) is a BaseException, and is wrapped in a RuntimeError. Exceptions
     that ask a thread or task to end are raised again.
     """
     if isinstance(error, _NOT_A_FAULT):

@@ -1,4 +1,4 @@
-"""The architecture of a decoder, in numbers: all that engine and trainer need to know of a family.
+"""The architecture of a decoder, in numbers: everything that engine and trainer need to know of a family.
 
 `families.py` fills it in from a Hugging Face `config.json`.
 """
@@ -81,12 +81,12 @@ class Architecture:
 
     @property
     def kv_elements(self) -> int:
-        """KV cache elements per token."""
+        """The number of KV cache elements per token, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def model_shape(arch: Architecture, name: str = "model") -> ModelShape:
-    """Returns the sizes of the architecture; `name` is what plans call the model."""
+    """Returns the sizes of the architecture; plans call the model `name`."""
     experts = arch.experts
     return ModelShape(
         name=name,

@@ -39,18 +39,20 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Returns the text; `prompt` ends it with the start of an answer. UsageError if the template refuses.
-        `variables` are others that the template uses, such as `enable_thinking`."""
+        """Returns the conversation as text; with `prompt` it ends with the start of an answer. Raises UsageError if the
+        template refuses. `variables` are further ones that the template uses, such as `enable_thinking`.
+        """
         return self._marked(turns, prompt, tools, variables or {}).replace(_BEGIN, "").replace(_END, "")
 
     def answers(self, turns: Sequence[Turn]) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the whole conversation and the character ranges of the assistant's answers."""
+        """Returns the text of the whole conversation, and the character ranges of the assistant's answers in it."""
         marked = self._marked(turns, prompt=False)
         return _unmark(marked) if _BEGIN in marked else self._by_prefix(turns, marked)
 
     def _by_prefix(self, turns: Sequence[Turn], text: str) -> tuple[str, list[tuple[int, int]]]:
-        """Find answers as the difference between a conversation and its prompt, including the end mark, as when
-        serving."""
+        """Finds each answer as the difference between the conversation up to it and its prompt. It includes the end
+        mark, as in serving.
+        """
         ranges = []
         for index, turn in enumerate(turns):
             if turn.get("role") != "assistant":

@@ -14,16 +14,16 @@ from raytide.core.errors import ConflictError, DataError
 from raytide.core.io.private_paths import safe_opener
 
 MOST_HEADER_BYTES = 32 << 20
-"""The size of the headers of all files of a directory. A model of 140,000 tensors has 20 MB."""
+"""The most bytes of the headers of all files of a directory together. A model of 140,000 tensors has 20 MB."""
 _PIECES, _PIECE = 4, 4096  # bytes read of each tensor, spread evenly; smaller tensors are read whole
 
 
 def content_digest(model_dir: Path) -> str:
     """Returns a hash of every tensor's name, dtype, shape and offset, and of up to 16 KiB of its content.
 
-    A `quantization_config` counts too, which says what the tensors mean. It detects files swapped for those of another
-    training step, run or merge in milliseconds; the same files in another place are the same version. A change of a few
-    elements in a large tensor can go unnoticed. GGUF files are hashed in the same way.
+    A `quantization_config` counts too, because it says what the tensors mean. In milliseconds the hash detects files
+    that were replaced by those of another training step, run or merge. The same files in another place have the same
+    hash. A change of a few elements in a large tensor can go unnoticed. GGUF files are hashed in the same way.
     """
     if is_gguf(model_dir):
         return _gguf_digest(GgufFile(model_dir))
@@ -49,7 +49,7 @@ def _gguf_digest(file: GgufFile) -> str:
 
 
 def _samples(start: int, end: int) -> range:
-    """Returns where the pieces of a tensor's content begin that are read."""
+    """Returns the starts of the pieces of a tensor's content that are read."""
     return range(start, end, max(_PIECE, (end - start - _PIECE) // (_PIECES - 1)))
 
 
@@ -60,8 +60,9 @@ def _quantization(model_dir: Path) -> bytes:
 
 
 def header_bytes(path: Path, most: int = MOST_HEADER_BYTES) -> int:
-    """Returns the length of a safetensors file's header. Raises ValueError if it exceeds the file or `most`, OSError if
-    the file is no regular one."""
+    """Returns the bytes of a safetensors file's header. Raises ValueError if it exceeds the file or `most`, OSError if
+    the path is not a regular file.
+    """
     with open(path, "rb", opener=safe_opener) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.fstat(file.fileno()).st_size:
@@ -90,7 +91,7 @@ def _add(path: Path, digest: blake2b) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """A model directory with its version: a name given by the owner, else the hash of the content."""
+    """A model directory with its version: the name that its owner gave it, else the hash of its content."""
 
     model_dir: Path
     content: str
@@ -102,7 +103,7 @@ class WeightsSource:
         return cls(model_dir, content, version or content)
 
     def check_unchanged(self) -> None:
-        """Raise ConflictError when the directory now holds other weights."""
+        """Raises ConflictError when the directory now holds other weights."""
         found = content_digest(self.model_dir)
         if found != self.content:
             raise ConflictError(

@@ -1,6 +1,6 @@
-"""The supported model families: how each one's `config.json` maps to `Architecture`.
+"""The supported model families: how each family's `config.json` maps to `Architecture`.
 
-Defaults are those of the family's transformers class, since older directories leave them out. Reads configs of
+Defaults are those of the family's transformers class, since older directories leave fields out. Reads configs of
 transformers 5 (`rope_parameters`, `layer_types`) and 4 (`rope_scaling`, `rope_theta` and flags).
 """
 
@@ -35,12 +35,13 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS, _MOST_EXPERTS, _MOST_HEAD_DIM = 1024, 1024, 4096
 _MOST_ALL_EXPERTS = 1 << 17
-"""The experts of all layers, for each of which the weights have a few names."""
+"""The most experts in all layers together: each has a few names among the weights."""
 
 
 def read_architecture(model_dir: Path, *, serves: bool = False) -> Architecture:
-    """Read the architecture of a model directory or GGUF file. DataError if unreadable, ConfigError if not
-    supported: a model with a classification head, or one that reads images, is for a caller that `serves` it."""
+    """Reads the architecture of a model directory or GGUF file. Raises DataError if it is unreadable, ConfigError if it
+    is not supported. A model with a classification head, or one that reads images, is supported only with `serves`.
+    """
     if is_gguf(model_dir):
         return architecture_of(gguf_config(GgufFile(model_dir)), str(model_dir))
     path = model_dir / "config.json"
@@ -48,7 +49,7 @@ def read_architecture(model_dir: Path, *, serves: bool = False) -> Architecture:
 
 
 def is_same_architecture(theirs: Architecture, ours: Architecture) -> bool:
-    """Returns whether an engine of one can serve the weights of the other."""
+    """Returns whether an engine with one architecture can serve the weights of the other."""
     return replace(theirs, dtype=ours.dtype, eos_token_ids=ours.eos_token_ids) == ours
 
 
@@ -150,7 +151,9 @@ def _gemma2(fields: Fields) -> Architecture:
 
 
 def _gemma3(fields: Fields) -> Architecture:
-    """Window layers have their own rotation. As in transformers, an attention soft-cap in the config is ignored."""
+    """Returns a Gemma 3. Its layers with a window have their own rotation. As in transformers, an attention soft-cap in
+    the config is ignored.
+    """
     ropes, scaled = fields.section("rope_parameters"), fields.section("rope_scaling")
     theta, local_theta = fields.number("rope_theta", 1e6, above=1), fields.number("rope_local_base_freq", 1e4, above=1)
     base = _gemma(fields, every=fields.whole("sliding_window_pattern", 6))
@@ -167,7 +170,7 @@ def _gemma3(fields: Fields) -> Architecture:
 
 
 def _gemma(fields: Fields, *, every: int) -> Architecture:
-    """Returns a Gemma: window layers, every `every`th one with full attention."""
+    """Returns a Gemma: layers with a sliding window, and full attention in every `every`-th layer."""
     bias = fields.flag("attention_bias", False)
     types = fields.items("layer_types") or [_SLIDING if (i + 1) % every else _FULL for i in range(_depth(fields))]
     base = _base(
@@ -229,7 +232,9 @@ def _base(
     windows: list[int | None] | None = None,
     sparse: list[bool] | None = None,
 ) -> Architecture:
-    """Returns a Llama; the arguments are the family's defaults and the kinds of its layers."""
+    """Returns an architecture like Llama's; the arguments are the family's defaults, and each layer's window and
+    sparsity.
+    """
     count, heads, hidden = _depth(fields), fields.whole("num_attention_heads"), fields.whole("hidden_size")
     size = head_dim or fields.whole("head_dim", max(1, hidden // heads))
     parameters = fields.section("rope_parameters" if fields.body.get("rope_parameters") else "rope_scaling")
@@ -272,7 +277,9 @@ def _rope(fields: Fields, parameters: Fields, head_dim: int, theta: float) -> Ro
 
 
 def _max_len(fields: Fields, rope: RopeSpec) -> int:
-    """Returns the context length. Yarn stretches the original length, which Qwen's configs give as the positions."""
+    """Returns the context length in tokens. For yarn it is the original length times the factor, because Qwen's configs
+    give the original length as their positions.
+    """
     positions = fields.whole("max_position_embeddings")
     return max(positions, int(rope.original_max_len * rope.factor)) if rope.kind == "yarn" else positions
 
@@ -295,7 +302,7 @@ def _windows(fields: Fields, layer_types: Items[object], window: int | None) -> 
 
 
 def _balance(fields: Fields) -> float:
-    """Returns the weight of the load-balancing loss, which transformers uses only if router logits are output."""
+    """Returns the weight of the load-balancing loss; 0 unless the config outputs router logits, as in transformers."""
     return fields.number("router_aux_loss_coef", 0.001) if fields.flag("output_router_logits", False) else 0.0
 
 
@@ -305,7 +312,9 @@ def _llava(fields: Fields) -> Architecture:
 
 
 def _num_labels(fields: Fields) -> int:
-    """Returns the number of labels, which transformers writes as a map of their names unless there are two."""
+    """Returns the number of labels. transformers writes it as a map of the labels' names, or not at all if there are
+    two.
+    """
     names = fields.section("id2label").body
     return len(names) if 0 < len(names) <= _MOST_LABELS else fields.whole("num_labels", 2, most=_MOST_LABELS)
 

@@ -1,4 +1,6 @@
-"""Reads weights of a Hugging Face directory by name, from one or many safetensors files, mapped or read."""
+"""Reads weights of a Hugging Face directory by name, from one or many safetensors files, which are either memory-mapped
+or read.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 class Weights:
     """Tensors by name, converted to a dtype and device.
 
-    With `maps=False` files are read instead of mapped, so that only the tensors of the last calls are in memory.
+    With `maps=False` files are read instead of mapped, so that no tensors stay in memory beyond those that the caller
+    holds.
     """
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> None:
@@ -65,7 +68,7 @@ class Weights:
         return list(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape without reading the tensor."""
+        """Returns a tensor's shape without reading the tensor."""
         return tuple(self._slice(name).get_shape())
 
     def get(self, name: str, *shape: int) -> torch.Tensor:
@@ -79,11 +82,11 @@ class Weights:
         return None
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
-        """Returns nothing: plain weights are not quantized."""
+        """Returns None: plain weights are not quantized."""
         return None
 
     def check_all_read(self) -> None:
-        """Raises DataError for tensors that quantized modules have and nobody has read."""
+        """Raises DataError for tensors of quantized modules that nobody has read; plain weights have none."""
 
     @property
     def quantization(self) -> str:
@@ -91,7 +94,7 @@ class Weights:
         return ""
 
     def check_shape(self, name: str, *shape: int) -> None:
-        """Raises DataError for another shape, before anything of its size is allocated."""
+        """Raises DataError if a tensor has another shape, before memory of its size is allocated."""
         if (found := self.shape(name)) != shape:
             raise DataError(
                 f"{self._dir}: weight {name} has shape {found}, config.json implies {shape}.",
@@ -99,7 +102,7 @@ class Weights:
             )
 
     def dtype_of(self, name: str) -> str:
-        """Returns the dtype as safetensors names it: BF16, I32, F8_E4M3."""
+        """Returns a tensor's dtype as safetensors names it: BF16, I32, F8_E4M3."""
         return str(self._slice(name).get_dtype())
 
     def stored(self, name: str) -> torch.Tensor:
@@ -111,15 +114,16 @@ class Weights:
         return tensor.to(device=self._device)
 
     def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        """Returns a block of a tensor, with explicit ends; the rest is not read."""
+        """Returns the block `where` of a tensor; its slices have explicit ends. The rest of the tensor is not read."""
         if any(each.start >= each.stop for each in where):
             return torch.empty([each.stop - each.start for each in where], device=self._device, dtype=self._dtype)
         self._check_dtype(name)
         return self.stored_part(name, where).to(dtype=self._dtype)
 
     def stored_part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
-        """Returns a block of a tensor, not empty and with explicit ends, in the dtype of its file; the rest is not
-        read."""
+        """Returns the block `where` of a tensor, in the dtype of its file. The block is not empty, and its slices have
+        explicit ends. The rest of the tensor is not read.
+        """
         try:
             block: torch.Tensor = self._slice(name)[where]
         except (SafetensorError, OSError) as error:
@@ -127,7 +131,9 @@ class Weights:
         return block.to(device=self._device)
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> torch.Tensor:
-        """Returns a block, with explicit ends, of a tensor whose whole shape is given; the rest is not read."""
+        """Returns the block `where` of a tensor whose whole shape is `shape`; slices have explicit ends. The rest is
+        not read.
+        """
         self.check_shape(name, *shape)
         return self.part(name, where)
 
@@ -199,7 +205,9 @@ class Weights:
 
 
 class TensorFile:
-    """A safetensors file whose tensors are read. It has the methods of `safe_open` that `Weights` calls."""
+    """A safetensors file whose tensors are read instead of mapped. It has the methods of `safe_open` that `Weights`
+    calls.
+    """
 
     def __init__(self, path: Path, header_size: int) -> None:
         with safe_open(path, framework="np"):
@@ -228,7 +236,7 @@ class TensorFile:
         return tensor
 
     def get_rows(self, name: str, first: int, end: int) -> torch.Tensor:
-        """Reads the entries `first` to `end` of a tensor's first dimension."""
+        """Returns the entries from `first` to before `end` of a tensor's first dimension."""
         header = self.get_slice(name).header
         if (dtype := _TORCH_DTYPES.get(header["dtype"])) is None:
             raise SafetensorError(f"its dtype {header['dtype']} is not supported")
@@ -237,7 +245,7 @@ class TensorFile:
         return rows
 
     def read_into(self, target: torch.Tensor, name: str, skipped: int = 0) -> None:
-        """Reads a tensor from its byte `skipped` on into a contiguous one of its dtype."""
+        """Reads a tensor's content from its byte `skipped` on into `target`, a contiguous tensor of its dtype."""
         if target.numel():
             start = self.get_slice(name).header["data_offsets"][0] + skipped
             self._read(memoryview(target.view(-1).view(torch.uint8).numpy().data), self._start + start)
@@ -259,7 +267,7 @@ class TensorFile:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A tensor of a `TensorFile`, of which a block can be read."""
+    """A tensor of a `TensorFile`; index it to read a block of it."""
 
     file: TensorFile
     name: str
@@ -277,7 +285,7 @@ class TensorSlice:
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns memory for a tensor, in huge pages where the system has them: filling it is three times as fast."""
+    """Returns an uninitialized tensor, in huge pages where possible: filling these is three times as fast."""
     tensor = torch.empty(shape, dtype=dtype)
     first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = tensor.data_ptr() + tensor.nbytes

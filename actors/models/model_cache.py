@@ -1,8 +1,10 @@
-"""A cache on this node of model directories from object stores, by content: each is copied once, whoever asks for it.
+"""A cache of model directories from object stores on this node. It is keyed by content: each model is copied once,
+however many processes use it.
 
-Two files and a folder make an entry. `KEY.lock` holds its size in bytes, and is locked: exclusively while the files are
-copied or deleted, shared for as long as a process uses them; the kernel frees it when that ends. The folder `KEY`
-appears by a rename once its copy is whole. `KEY.*.part` is a copy in progress or a torn one, which nobody reads.
+Two files and a folder make an entry. `KEY.lock` holds the entry's size in bytes, and is locked: exclusively while the
+files are copied or deleted, shared for as long as a process uses them; the kernel unlocks it when the process ends. The
+folder `KEY` appears by a rename once its copy is complete. `KEY.*.part` is a copy in progress or an incomplete one,
+which nobody reads.
 """
 
 from __future__ import annotations
@@ -35,22 +37,22 @@ from raytide.core.io.private_paths import check_named
 from raytide.core.io.storage import check_url, full_disk_is_an_error, local_path
 
 CACHE_GB = "MODEL_CACHE_GB"
-"""The environment variable RAYTIDE_MODEL_CACHE_GB has the cache's capacity on a node."""
+"""The name, without prefix, of the environment variable RAYTIDE_MODEL_CACHE_GB: the cache's capacity in GB."""
 _SHARE_OF_DISK = 0.5
 _POLL_S = 0.1
 _KEY = re.compile(r"[0-9a-f]{32}\.lock")
 
 Progress = Callable[[int, int], None]
-"""It is called now and then with the bytes that are there, and all."""
+"""A function that is called now and then with the bytes copied so far and the total bytes."""
 
 
 @dataclass(slots=True)
 class StagedModel:
-    """A model directory on this node. Until `close`, or this process's end, nobody deletes it."""
+    """A model directory on this node. Nobody deletes it until `close`, or until this process ends."""
 
     path: str
     bytes: int = 0
-    """The bytes that were copied for this user: none where the directory was there."""
+    """The bytes that were copied for this caller: 0 if the directory was there already."""
     _lock: int | None = None
 
     def close(self) -> None:
@@ -60,10 +62,10 @@ class StagedModel:
 
 
 def staged_model(location: str, on_progress: Progress = lambda done, total: None) -> StagedModel:
-    """Returns the directory of a model or adapter, which is copied to this node if it is in an object store; of a
-    packaged model or a GGUF file its path.
+    """Returns the local path of a model or adapter. One in an object store is copied to this node first; for a packaged
+    model or a GGUF file it is the file's path.
 
-    Blocks, for as long as bytes arrive. Raises DataError for a location that is not allowed or cannot be read,
+    Blocks for as long as bytes arrive. Raises DataError for a location that is not allowed or cannot be read,
     DeniedError for one outside the data roots, StorageError if it does not fit, WaitTimeoutError if nothing arrives,
     ConfigError for a packaged model that is not installed on this node.
     """
@@ -77,7 +79,7 @@ def staged_model(location: str, on_progress: Progress = lambda done, total: None
 
 
 def capacity_bytes() -> int:
-    """Returns the cache's capacity: RAYTIDE_MODEL_CACHE_GB, else half of its disk."""
+    """Returns the cache's capacity in bytes: RAYTIDE_MODEL_CACHE_GB, else half of its disk."""
     if (text := environment(CACHE_GB)) is None:
         return int(shutil.disk_usage(private_folder("models")).total * _SHARE_OF_DISK)
     try:
@@ -90,13 +92,13 @@ def capacity_bytes() -> int:
 
 
 class ModelCache:
-    """The entries in one folder, which many processes share."""
+    """The cache entries in one folder, which many processes share."""
 
     def __init__(self, folder: Path, capacity: int, *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
         self._folder, self._capacity, self._lock_timeout_s = folder, capacity, lock_timeout_s
 
     def stage(self, url: str, on_progress: Progress = lambda done, total: None) -> StagedModel:
-        """Returns the copy of a model directory, which is made if there is none."""
+        """Returns the copy of a model directory; makes it if there is none."""
         remote = RemoteDirectory.read(url)
         home, lock_path = self._folder / remote.key, self._folder / f"{remote.key}.lock"
         deadline_s, copied = time.monotonic() + self._lock_timeout_s, 0
@@ -119,7 +121,7 @@ class ModelCache:
             time.sleep(_POLL_S)
 
     def _copy(self, remote: RemoteDirectory, home: Path, handle: int, on_progress: Progress) -> None:
-        """Copies the files and shows the folder once it is whole. The entry is locked exclusively."""
+        """Copies the files and renames the folder once it is complete. The caller holds the entry's exclusive lock."""
         with lock(self._folder / "room.lock"):
             self._make_room(remote)
             os.ftruncate(handle, 0)
@@ -137,7 +139,7 @@ class ModelCache:
             shutil.rmtree(part, ignore_errors=True)
 
     def _make_room(self, remote: RemoteDirectory) -> None:
-        """Deletes the entries that were not used for the longest time until the model fits."""
+        """Deletes the least recently used entries until the model fits."""
         if remote.bytes > self._capacity:
             raise StorageError(
                 f"{remote.url} has {remote.bytes / 1e9:.3f} GB, more than this node keeps of all models.",
@@ -164,7 +166,7 @@ class ModelCache:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Returns whether an open lock is still the entry's, and was not deleted with it."""
+    """Returns whether an open lock file is still the entry's, that is, was not deleted together with an entry."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:
@@ -184,7 +186,7 @@ def _used_at_s(path: Path) -> float:
 
 
 def _delete(path: Path) -> bool:
-    """Deletes an entry by its lock's path; returns False if it is in use."""
+    """Deletes the entry of a lock file; returns False if it is in use."""
     handle = lock_file(path)
     try:
         if not take(handle, fcntl.LOCK_EX):

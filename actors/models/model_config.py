@@ -18,14 +18,14 @@ from raytide.core.io.private_paths import safe_opener
 _AGAIN = "Export or download the model again."
 
 MOST_FILE_BYTES = 64 << 20
-"""The size of a file beside the weights. The largest tokenizers have 35 MB."""
+"""The most bytes of a file other than weights. The largest tokenizers have 35 MB."""
 _MOST_WHOLE = 2**31 - 1
 _MOST_NUMBER = 1e12
 _MOST_ITEMS = 4096
 
 
 def read_bytes(path: Path, hint: str = "Point at a Hugging Face model directory.") -> bytes:
-    """Returns a file's content. Raises DataError if it cannot be read, is no regular file or exceeds
+    """Returns a file's content. Raises DataError if it cannot be read, is not a regular file or exceeds
     `MOST_FILE_BYTES`.
     """
     try:
@@ -47,7 +47,7 @@ def read_text(path: Path, hint: str = _AGAIN) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. DataError says what is wrong with the file."""
+    """Reads a JSON object from a file. Raises a DataError that says what is wrong with the file."""
     content = read_bytes(path)
     try:
         body = json.loads(content)

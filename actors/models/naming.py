@@ -1,5 +1,6 @@
-"""Names of each family's weights in safetensors files, and the projections that are computed as one. Paths are relative
-to the model, or to a layer."""
+"""The names of each family's weights in safetensors files, and the projections that are computed as one product. Paths
+are relative to the model, or to a layer.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from raytide.actors.models.architecture import Architecture
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Weight names of a family; the defaults are Llama's. Projections with several paths are stacked in that order;
-    with one path, the file stores them stacked, in the same order."""
+    """The weight names of a family; the defaults are Llama's. A projection with several paths is stacked in their
+    order; one with a single path is already stacked in the file, in the same order.
+    """
 
     root: str = "model."  # missing in files of a model without its head
     layer: str = "layers.{}."
@@ -71,8 +73,9 @@ NAMES: Mapping[str, Names] = {
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear projection of a layer: the weights at `paths`, stacked, with `rows` outputs each and `columns`
-    inputs."""
+    """A linear projection of a layer: the weights at `paths`, stacked. Each path has its number of outputs in `rows`;
+    all have `columns` inputs.
+    """
 
     paths: tuple[str, ...]
     rows: tuple[int, ...]
@@ -81,8 +84,9 @@ class Projection:
 
 
 def projections(arch: Architecture, index: int) -> dict[str, Projection]:
-    """Returns a layer's projections: qkv and attention_out, and unless it is sparse gate_up (GPT-2: only up) and
-    down."""
+    """Returns a layer's projections by name: qkv and attention_out, and also gate_up (GPT-2: only up) and down if the
+    layer is not sparse.
+    """
     names, hidden, ffn = NAMES[arch.names], arch.hidden_size, arch.ffn_size
     q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
 

@@ -24,15 +24,17 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 STALL_S = 120.0
-"""The seconds without a byte, or for a listing, after which a store is given up."""
+"""A store is given up after this many seconds without a byte, or for a listing."""
 MOST_ENTRIES = 10_000
 _PIECE_BYTES = 8 << 20
 _THREADS = 8
 _POLL_S = 0.2
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-"""The files of a model or adapter that engines read; in subfolders only those of JSON (pooling)."""
+"""The files of a model or adapter that engines read; in subfolders only those that match the first pattern, JSON
+(pooling).
+"""
 _CONTENT_TAG = re.compile(r"[0-9a-f]{32}(-[0-9]+)?|[A-Za-z0-9+/]{22}==|[0-9a-f]{40}|[0-9a-f]{64}")
-"""A tag of a file that depends on its content alone: S3's ETag, MD5 as base64, git's blob, SHA-256."""
+"""A pattern for tags that depend on a file's content alone: S3's ETag, MD5 as base64, git's blob, SHA-256."""
 _TAGS = ("sha256", "blob_id", "md5Hash", "ETag", "etag")
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
@@ -42,21 +44,21 @@ class RemoteFile:
     path: str
     bytes: int
     tag: str
-    """It changes with the file's content."""
+    """A value that changes with the file's content."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDirectory:
-    """The files of a model directory by their names in it, as they were listed."""
+    """The files of a model directory, by their names in it, as they were when it was listed."""
 
     url: str
     files: Mapping[str, RemoteFile]
     key: str
-    """A digest of names, sizes and tags; of the URL too where a tag is not one of the content."""
+    """A digest of names, sizes and tags; also of the URL if some tag does not depend on the content alone."""
 
     @classmethod
     def read(cls, url: str) -> RemoteDirectory:
-        """Lists the directory. Raises DataError if it is none of a model, or cannot be read."""
+        """Lists the directory. Raises DataError if it is not a model's, or cannot be read."""
 
         def listing() -> dict[str, RemoteFile]:
             fs, root = open_url(url)
@@ -80,7 +82,9 @@ class RemoteDirectory:
         return sum(file.bytes for file in self.files.values())
 
     def copy_to(self, folder: Path, on_progress: Callable[[int, int], None]) -> None:
-        """Copies all files, each exactly as long as it was listed. A few pieces are in memory at a time."""
+        """Copies all files. Each must have exactly the length that was listed. Only a few pieces are in memory at a
+        time.
+        """
         fs, _ = open_url(self.url)
         for name in self.files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +108,7 @@ class RemoteDirectory:
 
 
 class _Copy:
-    """The threads' common state."""
+    """The common state of the threads that copy a directory."""
 
     def __init__(self, fs: AbstractFileSystem, remote: RemoteDirectory, folder: Path) -> None:
         self._fs, self._remote, self._folder = fs, remote, folder
@@ -191,7 +195,7 @@ def _entries(fs: AbstractFileSystem, folder: str, url: str) -> list[dict[str, An
 
 
 def _name(path: str, root: str, url: str) -> str:
-    """Returns an entry's name in the directory; "" for the directory itself."""
+    """Returns an entry's name relative to the directory; "" for the directory itself."""
     path = path.rstrip("/")
     if path == root:
         return ""

@@ -31,7 +31,7 @@ WITH_TOKENIZER = "Export the model with its tokenizer.json."
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """The parts of a tokenizer: the contents of a directory's files, or what a GGUF file has in their place."""
+    """The parts of a tokenizer: the contents of a directory's files, or the equivalents from a GGUF file."""
 
     where: str
     tokenizer: bytes
@@ -41,7 +41,9 @@ class TokenizerSource:
 
     @classmethod
     def read(cls, model: Path) -> TokenizerSource:
-        """Raises DataError if a file is unreadable, ConfigError for a GGUF tokenizer that is not supported."""
+        """Reads the parts of a model's tokenizer. Raises DataError if a file is unreadable, ConfigError for a GGUF
+        tokenizer that is not supported.
+        """
         if is_gguf(model):
             file = GgufFile(model)
             config = tokenizer_config(file)
@@ -54,12 +56,12 @@ class TokenizerSource:
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Returns the files that the directory has, by name."""
+    """Returns the paths of the tokenizer files that the directory has, by name."""
     return {name: folder / name for name in _NAMES if (folder / name).is_file()}
 
 
 def tokenizer_digest(path: Path) -> str:
-    """Returns a digest of what the tokenizer encodes, independent of JSON layout, padding and truncation."""
+    """Returns a digest of everything that affects the encoding, independent of JSON layout, padding and truncation."""
     body = {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

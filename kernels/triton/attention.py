@@ -1,9 +1,9 @@
 """Causal attention over the paged cache, for prefill chunks and for single new tokens.
 
 A program computes a block of rows, (new tokens) x (query heads of one KV head), so that keys and values are read once
-for all heads that share them. Where sequences are few and contexts long, a context is split among programs, and a
-second kernel joins their results. The number of splits that work is computed on the device from the context, so
-that a captured graph stays right as contexts grow. Scores and sums are float32.
+for all heads that share them. If sequences are few and contexts long, a context is split among programs, and a second
+kernel joins their results. The device computes from the context how many of the splits have work, so that a captured
+graph stays right as contexts grow. Scores and sums are float32.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def attention_kernel(
     TILES_OF_A_SPLIT: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The grid is (blocks, KV heads, splits). With one split it writes `out` [T, H, D]; with more, each split's mean of
-    the values to `parts` [blocks, KV heads, splits, rows, D], and the base-2 logarithm of its weight to `weights`.
+    """Computes attention on the grid (blocks, KV heads, splits). With one split it writes `out` [T, H, D]. With more,
+    it writes each split's mean of the values to `parts` [blocks, KV heads, splits, rows, D], and the base-2 logarithm
+    of the split's weight to `weights`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -155,7 +156,7 @@ def join_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """The grid is (blocks, heads, tokens of a block): the splits' means, weighted."""
+    """Joins splits on the grid (blocks, heads, tokens of a block): writes the weighted mean of the splits' means."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     block, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     sequence = tl.load(blocks + 2 * block)
@@ -176,7 +177,7 @@ def join_kernel(
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """The rows and keys of a program's tile, its warps and its pipeline stages."""
+    """The numbers of rows and keys in a program's tile, of its warps and of its pipeline stages."""
 
     rows: int
     keys: int
@@ -226,7 +227,7 @@ def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tenso
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Blocks of rows that one launch computes, each over all of its context or over `splits` parts of it."""
+    """The blocks of rows that one launch computes, each over its whole context or over `splits` parts of it."""
 
     blocks_I2: Tensor
     tile: AttentionTile
@@ -250,8 +251,8 @@ def _plan(batch: PagedBatch, group_p2: int, dim_p2: int, kv_heads: int, itemsize
 
 
 def num_splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Returns into how many parts each context is split, a power of two: enough programs for the processors, and no
-    part so short that joining costs more.
+    """Returns the number of parts into which each context is split, a power of two: enough programs for all processors,
+    but no part so short that joining costs more than it saves.
     """
     wanted = min(_PROGRAMS_PER_PROCESSOR * num_processors(device) // programs, tiles // _TILES_OF_A_SPLIT, _MOST_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1

@@ -1,4 +1,4 @@
-"""Decode steps as graphs, one for each bucket of batch sizes, captured when it is first needed."""
+"""Decode steps as captured graphs. There is one for each bucket of batch sizes, captured when it is first needed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FINEST = 8  # buckets double up to here
 
 
 def bucket_of(rows: int, most_rows: int) -> int:
-    """Returns the rows that a step of `rows` is padded to: a power of two up to 8, then a multiple of 8, and from 128
-    on at most an eighth more.
+    """Returns the number of rows to which a step of `rows` is padded: a power of two up to 8, then a multiple of 8, and
+    from 128 on at most an eighth more than `rows`. It never exceeds `most_rows`.
     """
     power = 1 << (rows - 1).bit_length()
     step = max(_FINEST, power // 16)
@@ -29,11 +29,12 @@ def bucket_of(rows: int, most_rows: int) -> int:
 
 
 class DecodeGraphs:
-    """Runs `forward`, (ids_T, positions_T, batch) -> logits [T, V], as a captured graph where each sequence adds one
+    """Runs `forward`, (ids_T, positions_T, batch) -> logits [T, V], as a captured graph if each sequence adds one
     token.
 
-    A step is padded to its bucket with rows that read and write `dummy_block` alone, a block of the cache that no
-    sequence owns. Weights and cache are those at the time of the capture: after either is replaced, call `clear`.
+    A step is padded to its bucket with rows that read and write only `dummy_block`, a block of the cache that no
+    sequence owns. A graph uses the weights and cache of the time of its capture: after either is replaced, call
+    `clear`.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(self, ids_T: Tensor, positions_T: Tensor, batch: PagedBatch) -> Tensor | None:
-        """Returns the logits [T, V], valid until the next call; None where the caller must compute the step itself:
-        a sequence adds more than one token, the batch is too large, or the step could not be captured.
+        """Returns the logits [T, V], valid until the next call. Returns None if the caller must compute the step
+        itself, because a sequence adds more than one token, the batch is too large, or the step could not be captured.
         """
         rows = len(batch.query_lens)
         if self._is_broken or rows > self._most_rows or ids_T.shape[0] != rows:

@@ -1,4 +1,4 @@
-"""The matrix product of a tile, which all kernels share."""
+"""The matrix product of tiles that all kernels use."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
-"""True where kernels run in Triton's interpreter, whose bfloat16 products are wrong: operands are widened there."""
+"""True if kernels run in Triton's interpreter. Its bfloat16 products are wrong, so operands are widened there."""
 
 
 @triton.jit
 def dot(a, b, UPCAST: tl.constexpr):
-    """Returns a @ b in float32, with b in a's type; float32 operands are not rounded to TF32."""
+    """Returns a @ b in float32, after a cast of b to a's type. Float32 operands are not rounded to TF32."""
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

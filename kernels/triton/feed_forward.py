@@ -1,5 +1,5 @@
-"""The gate of a feed-forward layer, activate(gate) * up in one pass; and a mixture's experts through torch's grouped
-product, one for all experts, without waiting for the device.
+"""The gate of a feed-forward layer, activate(gate) * up in one pass; and the experts of a mixture through torch's
+grouped product, one call for all experts, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
 
 @gpu_variant("experts")
 def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Sorts the tokens' choices by expert, so that each expert's rows lie together."""
+    """Returns the function of `ref.experts`. It sorts the tokens' choices by expert, so that each expert's rows are
+    adjacent.
+    """
     if any(weight.shape[2] * weight.element_size() % _ALIGNMENT for weight in (gate_up_E2FN, down_ENF)):
         return ref.experts(gate_up_E2FN, down_ENF, kind)
     gate_up_EN2F, down_EFN = gate_up_E2FN.transpose(1, 2), down_ENF.transpose(1, 2)

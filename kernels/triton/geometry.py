@@ -1,6 +1,7 @@
-"""A step's geometry as tensors on the device, and the batch of single tokens whose tensors a CUDA graph reads.
+"""The sequences of a step as tensors on the device, and the batch of single tokens whose tensors a CUDA graph reads.
 
-It needs no Triton. Lens are [B, 3]: a sequence's first token in the flat batch, its new tokens, its context.
+It needs no Triton. `lens` tensors [B, 3] have for each sequence its first token in the flat batch, the number of its
+new tokens, and the length of its context.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ Tensor = torch.Tensor
 
 @dataclass(slots=True)
 class DecodeBatch(PagedBatch):
-    """One new token of each sequence, in tensors that stay where they are while their contents change, so that a
-    captured graph finds the next step in them.
+    """A batch of one new token for each sequence. Its tensors keep their addresses while their contents change, so that
+    a captured graph finds the next step in them.
 
-    The contexts' lengths are in `lens_B3` alone, and may grow to `most_context`. `context_lens` is empty: an operator
-    that reads it would compute the step of the capture for ever, and fails instead.
+    Only `lens_B3` has the contexts' lengths, which may grow to `most_context`. `context_lens` is empty, so that an
+    operator that reads it fails; it would otherwise repeat the lengths of the capture for ever.
     """
 
     lens_B3: Tensor = field(kw_only=True)
@@ -43,7 +44,7 @@ class DecodeBatch(PagedBatch):
         )
 
     def first(self, size: int) -> DecodeBatch:
-        """Returns the batch of the first `size` sequences, in the same memory."""
+        """Returns a batch of the first `size` sequences that shares this one's memory."""
         return DecodeBatch(
             query_lens=self.query_lens[:size],
             context_lens=[],
@@ -56,14 +57,14 @@ class DecodeBatch(PagedBatch):
 
 
 def longest_context(batch: PagedBatch, members: list[int]) -> int:
-    """Returns the longest context of these sequences, or that they may have."""
+    """Returns the length of these sequences' longest context; for a DecodeBatch, the longest that they may reach."""
     if isinstance(batch, DecodeBatch):
         return batch.most_context
     return max(batch.context_lens[b] for b in members)
 
 
 def lens_on_device(batch: PagedBatch) -> Tensor:
-    """Returns the lens [B, 3] in int32, on the device of the block tables."""
+    """Returns the `lens` tensor [B, 3] (see above) in int32, on the device of the block tables."""
     if isinstance(batch, DecodeBatch):
         return batch.lens_B3
     queries = np.array(batch.query_lens, np.int32)
@@ -72,7 +73,9 @@ def lens_on_device(batch: PagedBatch) -> Tensor:
 
 
 def query_blocks(batch: PagedBatch, members: list[int], block_tokens: int) -> Tensor:
-    """Returns the blocks of `block_tokens` new tokens of these sequences, as pairs (sequence, first token) [I, 2]."""
+    """Returns the blocks of `block_tokens` new tokens of these sequences, as pairs [I, 2] of a sequence and the block's
+    first token.
+    """
     device = batch.block_tables_BM.device
     if isinstance(batch, DecodeBatch):  # made on the device: a graph must not copy from the host's memory
         sequences = torch.arange(len(members), dtype=torch.int32, device=device)

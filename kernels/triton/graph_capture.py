@@ -1,4 +1,4 @@
-"""Records the launches of a step once and repeats them in one call: CUDA graphs, and a fake for machines without."""
+"""Records the launches of a step once and repeats them in one call: CUDA graphs, and a fake for other machines."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Pool = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A recorded step. `replay` repeats it, which overwrites `out` in place."""
+    """A recorded step. `replay` repeats it and overwrites `out` in place."""
 
     replay: Callable[[], None]
     out: Tensor
 
 
 class GraphCapture(Protocol):
-    """Graphs of one pool share memory for what they compute in between: only one of them may run at a time."""
+    """Captures graphs. Graphs of one pool share memory for intermediate results: only one of them may run at a time."""
 
     def new_pool(self) -> Pool: ...
 
     def capture(self, step: Callable[[], Tensor], pool: Pool) -> CapturedStep:
-        """Records `step`, which reads and writes tensors that live as long as the graph. It may run it first."""
+        """Records `step`, and may run it first. The tensors that it reads and writes must live as long as the graph."""
         ...
 
 
 class CudaGraphCapture:
-    """CUDA graphs, on ROCm HIP's. A step must not wait for the device nor copy from the host."""
+    """Captures CUDA graphs, on ROCm HIP graphs. A step must neither wait for the device nor copy from the host."""
 
     def new_pool(self) -> Pool:
         return torch.cuda.graph_pool_handle()
@@ -51,7 +51,7 @@ class CudaGraphCapture:
 
 
 class FakeGraphCapture:
-    """Repeats a step by calling it again. It keeps what was captured, for tests."""
+    """Repeats a step by calling it again. It records what was captured, for tests."""
 
     def __init__(self) -> None:
         self.pools = 0

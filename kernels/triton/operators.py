@@ -1,4 +1,6 @@
-"""Registers the operators for GPUs where Triton is installed. Without it nothing is registered and torch is used."""
+"""Registers the operators for GPUs if Triton is installed. Without it nothing is registered, and torch's operators are
+used.
+"""
 
 from __future__ import annotations
 

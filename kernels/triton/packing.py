@@ -22,12 +22,12 @@ _FEWEST = 16  # inputs of a matrix instruction
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [N, K] in panels: for each B inputs (8 bits) or 2 B inputs (4 bits), B bytes of each output in a row,
-    so that a tile of outputs is read as one piece of memory.
+    """A weight [N, K] in panels. A panel has the codes of B inputs (8 bits) or 2 B inputs (4 bits), as B adjacent bytes
+    for each output, so that a tile of outputs is read as one range of memory.
 
-    A byte of 4-bit codes has input j of its panel in the low half, and input B + j in the high one. A piece is B
-    inputs that share scale and offset, those of group `piece // pieces_per_group`. Input k of the panels is
-    x[:, columns[k]], where -1 stands for padding; without columns it is x[:, k], zero beyond K.
+    In a byte of 4-bit codes, the low half is input j of its panel, the high half input B + j. A piece is B inputs with
+    the same scale and offset, those of group `piece // pieces_per_group`. Input k of the panels is x[:, columns[k]], or
+    padding if that is -1. Without columns it is x[:, k], zero beyond K.
     """
 
     bits: Literal[4, 8]
@@ -45,7 +45,7 @@ class PackedWeight:
 
 
 def pack(weight: QuantizedWeight, for_int8: bool = False) -> PackedWeight:
-    """Packs a weight on its device. Groups of sizes that the kernels cannot take are padded.
+    """Packs a weight on its device. Groups whose size the kernels cannot take are padded.
 
     With `for_int8`, pieces are the parts of 32 inputs that share a scale when the input is int8.
     """
@@ -82,7 +82,9 @@ def pack(weight: QuantizedWeight, for_int8: bool = False) -> PackedWeight:
 
 
 def _narrowest(values: Tensor) -> Tensor:
-    """Returns the values in 16 bits if that loses nothing, as it mostly does because files hold them so."""
+    """Returns the values in 16 bits if that is exact, which is usual because files mostly store them so; else
+    unchanged.
+    """
     for dtype in (torch.bfloat16, torch.float16):
         narrow = values.to(dtype)
         if torch.equal(narrow.float(), values):

@@ -1,7 +1,7 @@
 """Linears with 8-bit and 4-bit weights, which are widened in registers.
 
-Codes are exact in every float type, and a product's sum over a piece, the inputs that share a scale, is scaled in
-float32: a weight is never rounded. Inputs that are int8 in groups of 32 are multiplied as integers.
+Codes are exact in every float type. The sum of products over a piece, which is the inputs that share a scale, is scaled
+in float32, so a weight is never rounded. Inputs in int8, in groups of 32, are multiplied as integers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _add_piece(
     BYTES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Returns sums [rows, outputs] with those of one piece [BYTES, outputs] added."""
+    """Returns `sums` [rows, outputs] plus the products with one piece [BYTES, outputs] of the weight."""
     at, inside = _inputs_of(piece, columns, num_inputs, HAS_COLUMNS, BYTES)
     x = tl.load(x_row[:, None] + at[None, :], mask=is_row[:, None] & inside[None, :], other=0)
     group = tl.minimum(piece // pieces_per_group, groups - 1)
@@ -120,8 +120,8 @@ def product_kernel(
     OUTPUTS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The grid is (blocks of rows, blocks of outputs, splits of the inputs): neighbours read the same weights. With
-    splits, `out` is [splits, rows, N] in float32 and without bias.
+    """Computes products on the grid (blocks of rows, blocks of outputs, splits of the inputs): neighbouring programs
+    read the same weights. With splits, `out` is [splits, rows, N] in float32 and without bias.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -189,7 +189,7 @@ def vector_kernel(
     HAS_BIAS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """One row: each thread keeps sums of its own inputs, which are added once at the end."""
+    """Computes the product with one row. Each thread keeps sums over its own inputs and adds them once at the end."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = output < num_outputs
     byte = tl.arange(0, BYTES)
@@ -219,7 +219,7 @@ def vector_kernel(
 def round_kernel(
     x, codes, input_scales, columns, x_stride, num_inputs, parts, HAS_COLUMNS: tl.constexpr, PART: tl.constexpr
 ):
-    """The grid is (rows, parts of 32 inputs): codes and scales as those of `ref.input_codes`."""
+    """Rounds inputs on the grid (rows, parts of 32 inputs): writes codes and scales like those of `ref.input_codes`."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, inside = _inputs_of(part, columns, num_inputs, HAS_COLUMNS, PART)
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
@@ -233,7 +233,7 @@ def round_kernel(
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """The rows and outputs of a program's tile, and its warps and pipeline stages."""
+    """The numbers of rows and outputs in a program's tile, of its warps and of its pipeline stages."""
 
     rows: int
     outputs: int
@@ -242,7 +242,7 @@ class ProductTile:
 
 
 def product_tile(rows: int) -> ProductTile:
-    """Returns a tile that covers few rows once, and of many as many as registers hold."""
+    """Returns a tile that covers all rows if they are few, else as many rows as fit into registers."""
     block = min(max(triton.next_power_of_2(rows), _FEWEST_ROWS), 64)
     outputs, warps = (64, 4) if block < 64 else (128, 8)
     return ProductTile(block, outputs, warps, 2 if torch.version.hip else 3)
@@ -250,7 +250,7 @@ def product_tile(rows: int) -> ProductTile:
 
 @gpu_variant("quantized_linear")
 def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: LinearInput) -> Callable[[Tensor], Tensor]:
-    """Packs the weight once; the plain one is not kept."""
+    """Returns a linear layer that packs its weight once and does not keep the plain one."""
     packed = pack(weight, for_int8=input_as == "int8")
 
     def apply(x: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ def quantized_linear(weight: QuantizedWeight, bias: Tensor | None, input_as: Lin
 
 
 def _rounded(x_TK: Tensor, packed: PackedWeight) -> tuple[Tensor, Tensor]:
-    """Returns the int8 codes in the panels' order, zero where they are padded, and the scale of each part."""
+    """Returns x as int8 codes in the panels' order, with zeros for padding, and the scale of each part."""
     rows, parts = x_TK.shape[0], packed.pieces
     codes = x_TK.new_empty((rows, parts * ref.INPUT_GROUP), dtype=torch.int8)
     scales = x_TK.new_empty((rows, parts), dtype=torch.float32)
@@ -370,6 +370,8 @@ def _product(
 
 
 def num_splits(programs: int, panels: int, device: torch.device) -> int:
-    """Returns into how many parts the inputs are split, a power of two, so that few rows keep all processors busy."""
+    """Returns the number of parts into which the inputs are split, a power of two, so that even few rows keep all
+    processors busy.
+    """
     wanted = min(_PROGRAMS_PER_PROCESSOR * num_processors(device) // programs, panels // _PANELS_OF_A_SPLIT)
     return 1 << max(min(wanted, _MOST_SPLITS), 1).bit_length() - 1

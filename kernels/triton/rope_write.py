@@ -1,4 +1,4 @@
-"""Norm and rotation of query and key heads in place, and the write of keys and values into the cache, in one pass."""
+"""Normalizes and rotates query and key heads in place, and writes keys and values into the cache, in one pass."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def rope_write_kernel(
     HAS_NORMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A head is three parts: two halves that rotate into each other, and the rest. The thread that reads a pair writes
-    it, so that no number is overwritten before another thread has read it.
+    """Processes a head as three parts: two halves that rotate into each other, and the rest. The thread that reads a
+    pair also writes it, so that no number is overwritten before another thread has read it.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Tells whether this machine can run the kernels, and registers them. Importing it needs no Triton."""
+"""Detects whether this machine can run the kernels, and registers them. Importing it needs no Triton."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_installed() -> bool:
 
 @functools.cache
 def can_run() -> bool:
-    """Returns whether the kernels run on this machine's GPU. One is launched, because Triton needs a C compiler too."""
+    """Returns whether the kernels run on this machine's GPU. It launches one, because Triton needs a C compiler too."""
     if not is_installed() or not torch.cuda.is_available():
         return False
     if torch.version.hip:
@@ -70,6 +70,6 @@ def num_processors(device: torch.device) -> int:
 
 
 def fits(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Returns whether the tensors have one dtype that the kernels know, and the rows of each are contiguous."""
+    """Returns whether all tensors have the same dtype, which the kernels know, and contiguous rows."""
     given = [t for t in (x, *others) if t is not None]
     return x.dtype in DTYPES and all(t.dtype == x.dtype and t.stride(-1) == 1 for t in given)

@@ -1,5 +1,5 @@
 """An engine without a model, for router and platform tests: instant or at a fixed rate, with a queue, priorities, a
-prefix cache, pauses and KV transfers as the real one has them. Its text comes from `fake_generator.py`.
+prefix cache, pauses and KV transfers like those of the native engine. Its text comes from `fake_generator.py`.
 """
 
 from __future__ import annotations
@@ -65,11 +65,12 @@ class _Live:
 class FakeEngine(Engine):
     """An engine without a model, for tests: it generates canned tokens at a set speed.
 
-    `tokens_per_s` None answers as fast as the event loop turns. A prompt that contains `fail_on` fails with
-    EngineError; one that contains `die_on` ends the engine, as the death of its thread would.
+    With `tokens_per_s` None it generates as fast as the event loop runs. A prompt that contains `fail_on` fails with
+    EngineError; one that contains `die_on` ends the engine, as the death of a real engine's thread would.
 
-    A block is one of the `max_running` places. With `kv_tokens` it is a token, and each generated token takes another
-    one, so that the cache fills while the number of requests stays; a full cache stops no request.
+    Without `kv_tokens` it reports its `max_running` places as its KV blocks. With `kv_tokens` it reports that many
+    blocks of one token; each generated token takes one, so that the cache fills while the number of requests stays the
+    same. A full cache stops no request.
     """
 
     backend = "fake"

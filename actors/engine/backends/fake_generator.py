@@ -36,7 +36,9 @@ class CannedGenerator:
         return self._append(self._reply[len(self.tokens) % len(self._reply)])
 
     def replay(self, done: SampleProgress) -> None:
-        """Follows the tokens that another engine has streamed. Raises UsageError when they have ended."""
+        """Continues behind the tokens that another engine has streamed. Raises UsageError if they complete the output
+        although `done` has no finish reason.
+        """
         for token in done.token_ids:
             self._append(token)
         check_progress(self._request, self._index, is_over=self.finish_reason is not None)
@@ -81,7 +83,9 @@ class PrioritySemaphore:
         self._waiting: list[tuple[int, int, asyncio.Future[bool]]] = []
 
     async def take(self, priority: int, turn: asyncio.Future[bool]) -> bool:
-        """Returns when `turn` is done: True with a place, False if somebody else has ended it."""
+        """Waits for a place. Returns True once the semaphore has given one through `turn`, False if somebody else has
+        set `turn` to False.
+        """
         self._arrivals += 1
         heapq.heappush(self._waiting, (priority, self._arrivals, turn))
         self._call()
@@ -105,7 +109,7 @@ class PrioritySemaphore:
 
 
 class Prompts:
-    """The prefix cache: the last prompts, each with its adapter and salt."""
+    """The prefix cache: the latest prompts, each with its adapter and salt."""
 
     def __init__(self, count: int) -> None:
         self._served: deque[tuple[str | None, str, bytes]] = deque(maxlen=count)
@@ -117,7 +121,9 @@ class Prompts:
         self._served.clear()
 
     def cached(self, lora: str | None, salt: str, prompt: bytes) -> int:
-        """Returns how many tokens a prompt shares with the start of a cached one; its last is always computed."""
+        """Returns the number of tokens in the longest prefix that a prompt shares with a cached one; the prompt's last
+        token never counts, because it is always computed.
+        """
         shared = [_shared(text, prompt) for *key, text in self._served if key == [lora, salt]]
         return max([0, *shared])
 

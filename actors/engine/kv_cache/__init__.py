@@ -1,1 +1,1 @@
-"""Paged KV cache: the tensors, the pool of blocks, and the prefixes that sequences share."""
+"""The paged KV cache: its tensors, its pool of blocks, and the prefixes that sequences share."""

@@ -1,7 +1,8 @@
-"""The blocks of one memory: their references, the free ones, and those that still hold a reusable prefix.
+"""The blocks of one memory (device or host): their reference counts, the free ones, and those that still hold a
+reusable prefix.
 
-A block without references is free. A free block that was registered under a hash keeps its content until it is taken,
-least recently used first. Nothing here touches memory: a block is a number.
+A block without references is free. A free block that was registered under a hash keeps its content until it is taken;
+the least recently used is taken first. Nothing here touches memory: a block is a number.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class BlockAllocator:
         return len(self._free)
 
     def take(self) -> tuple[int, bytes | None]:
-        """Returns a block with one reference, and the hash of its cached content. The caller has checked `num_free`."""
+        """Returns a free block, now with one reference, and the hash of the cached content that is lost, if any. The
+        caller has checked `num_free`.
+        """
         block, _ = self._free.popitem(last=False)
         stale = self._hash_of[block]
         if stale is not None:
@@ -44,8 +47,8 @@ class BlockAllocator:
         self.refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference each. Cached blocks go to the far end of the free list, so that later blocks are taken
-        before earlier ones: a prefix is useless without its start.
+        """Drops one reference of each block. Blocks with cached content go to the far end of the free list, later
+        blocks before earlier ones, so that the later ones are taken first: a prefix is useless without its start.
         """
         for block in reversed(blocks):
             self.refs[block] -= 1
@@ -55,17 +58,19 @@ class BlockAllocator:
                     self._free.move_to_end(block, last=False)
 
     def find(self, block_hash: bytes | None) -> int | None:
-        """Returns the block registered under a hash, referenced or not."""
+        """Returns the block registered under a hash, whether referenced or free; None if there is none."""
         return None if block_hash is None else self._block_of.get(block_hash)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Registers a full block's content. The first block registered under a hash stays the shared one."""
+        """Registers a full block's content under a hash, for sharing. If another block has the hash already, that one
+        stays the shared one.
+        """
         if block_hash not in self._block_of and self._hash_of[block] is None:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
 
     def forget(self, block: int) -> bytes | None:
-        """Stops sharing a block's content; returns the hash that it was registered under."""
+        """Stops sharing a block's content; returns the hash under which it was registered, None if it was not."""
         stale = self._hash_of[block]
         if stale is not None:
             del self._block_of[stale]
@@ -73,7 +78,9 @@ class BlockAllocator:
         return stale
 
     def cached(self) -> list[tuple[int, bytes]]:
-        """Returns the blocks of cached prefixes with their hashes: those in use, then the last used first."""
+        """Returns the blocks of cached prefixes with their hashes: first those in use, then free ones, the last used
+        first.
+        """
         order = [*(block for block in self._block_of.values() if self.refs[block]), *reversed(self._free)]
         return [(block, found) for block in order if (found := self._hash_of[block]) is not None]
 

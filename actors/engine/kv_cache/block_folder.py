@@ -1,7 +1,9 @@
-"""The files of the KV cache on local disk: one for each block, named by the hash of its tokens and all before them.
+"""The files of the KV cache on local disk: one for each block, named by a hash of its tokens and all tokens before
+them.
 
-A file is written under another name and renamed; its length and checksum are compared when it is read, so that one that
-a crash has torn is never used. A folder belongs to one engine at a time: another of the same model gets one of its own.
+A file is written under another name and then renamed. Its length and checksum are verified when it is read, so that a
+file that a crash has damaged is never used. A folder belongs to one engine at a time: another engine of the same model
+gets its own.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ _MOST_ENGINES = 64
 
 @dataclass(slots=True)
 class _Unused:
-    """The folder of an engine that has ended: of other weights or options, or of one more replica than now."""
+    """The folder of an engine that has ended. No running engine uses it: it is for other weights or options, or there
+    were more replicas then.
+    """
 
     name: str
     bytes: int
@@ -47,11 +51,11 @@ class _Unused:
 
 
 class BlockFolder:
-    """The block files of one engine under `root`, by age of use.
+    """The block files of one engine under `root`, in order of last use.
 
-    `identity` names all that the bytes of a block depend on beside its key. The folder and those of ended engines
-    beside it hold `limit_bytes` at most. One thread writes, another may read. Raises ConfigError for a root that others
-    could write to, OSError when the disk fails.
+    `identity` names everything, except its key, that the bytes of a block depend on. This folder and those of ended
+    engines beside it hold at most `limit_bytes` together. One thread writes, another may read. Raises ConfigError for a
+    root that others could write to, OSError when the disk fails.
     """
 
     def __init__(self, root: Path, identity: str, block_bytes: int, limit_bytes: int) -> None:
@@ -81,20 +85,20 @@ class BlockFolder:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of this folder's files."""
+        """The size of this folder's files in bytes."""
         return len(self._blocks) * self.file_bytes
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._blocks
 
     def touch(self, key: bytes) -> None:
-        """Notes that a block was used now, which ages its file from now on."""
+        """Marks a block as the most recently used one."""
         with self._lock:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
 
     def write(self, key: bytes, parts: Items[Bytes]) -> None:
-        """Stores a block, whose content is given in parts. Raises OSError when the disk is full or fails."""
+        """Stores a block with the content of the joined `parts`. Raises OSError when the disk is full or fails."""
         if key in self._blocks:
             return
         self._make_room(self.file_bytes)
@@ -105,8 +109,8 @@ class BlockFolder:
             self._blocks[key] = None
 
     def read(self, key: bytes) -> Bytes | None:
-        """Returns a block's content; None for one that is not there, or whose file is damaged or another's. Such a file
-        is not looked at again.
+        """Returns a block's content; None if it is not there, or if its file is damaged or holds another block. Such a
+        file is removed.
         """
         if key not in self._blocks:
             return None
@@ -119,7 +123,7 @@ class BlockFolder:
         return found
 
     def forget(self, key: bytes) -> None:
-        """Removes a block."""
+        """Removes a block and its file."""
         with self._lock:
             if key not in self._blocks:
                 return
@@ -127,11 +131,13 @@ class BlockFolder:
         self._remove(key.hex())
 
     def release(self) -> None:
-        """Lets another engine have the folder. Files of tasks that still run stay whole."""
+        """Unlocks the folder for other engines. Files that tasks are still writing stay intact."""
         fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def seconds_per_byte(self) -> float:
-        """Measures reading: the disk's own speed, as far as the system lets go of what was just written."""
+        """Measures and returns the seconds that reading a byte takes. The files are flushed and dropped from the
+        system's cache first, as far as it allows, so that the disk itself is measured.
+        """
         count = max(1, min(8, (32 << 20) // self.file_bytes))
         content = os.urandom(self._block_bytes)
         names = [f"{_UNFINISHED}-probe-{index}" for index in range(count)]
@@ -148,7 +154,9 @@ class BlockFolder:
                 self._remove(name)
 
     def _own_folder(self, identity: str) -> tuple[str, int]:
-        """Returns the first folder of this identity that no living engine holds, and its locked handle."""
+        """Returns the name and locked handle of the first folder with this identity that no running engine holds;
+        creates one if needed.
+        """
         for number in range(_MOST_ENGINES):
             name = f"{identity}.{number}"
             with suppress(FileExistsError):
@@ -165,7 +173,7 @@ class BlockFolder:
         raise ConfigError(f"{_MOST_ENGINES} engines use {self._root} already.", hint="Name another local_disk.")
 
     def _open_folder(self, name: str) -> int | None:
-        """Returns a handle of a folder that is this user's alone, else None."""
+        """Returns a handle of a folder that only this user can access; None for any other."""
         try:
             handle = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self._root_handle)
         except OSError as error:
@@ -178,7 +186,7 @@ class BlockFolder:
         return None
 
     def _find_unused(self) -> list[_Unused]:
-        """Returns the folders of ended engines, oldest use first."""
+        """Returns the folders of ended engines, least recently used first."""
         found = list[_Unused]()
         for name in os.listdir(self._root_handle):
             handle = None if name == self.name or not name.startswith("kv-") else self._open_folder(name)
@@ -196,7 +204,7 @@ class BlockFolder:
         return sorted(found, key=lambda each: each.used_s)
 
     def _index(self) -> None:
-        """Finds the files of an earlier engine by age of use, and removes what it left unfinished."""
+        """Registers the files that an earlier engine left, in order of last use, and removes its unfinished ones."""
         foreign, found = 0, list[tuple[float, bytes]]()
         with os.scandir(self._handle) as entries:
             for entry in entries:
@@ -212,7 +220,9 @@ class BlockFolder:
         self._blocks.update((key, None) for _, key in sorted(found))
 
     def _make_room(self, needed: int) -> None:
-        """Removes folders of ended engines, then own blocks, least recently used first, until so many bytes fit."""
+        """Removes folders of ended engines, then this engine's blocks, least recently used first, until `needed` more
+        bytes fit.
+        """
         while self._unused and self.num_bytes + sum(each.bytes for each in self._unused) + needed > self._limit:
             self._remove_unused(self._unused.pop(0).name)
         while True:
@@ -291,7 +301,7 @@ def _make_private(root: Path) -> None:
 
 
 def _check_root(root: Path, found: os.stat_result) -> None:
-    """Raises ConfigError where another user could exchange folders."""
+    """Raises ConfigError if another user could replace folders in `root`."""
     is_open = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (os.geteuid(), 0) or is_open:
         raise ConfigError(
@@ -301,12 +311,12 @@ def _check_root(root: Path, found: os.stat_result) -> None:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Returns whether a file or folder is this user's, and nobody else may read or write it."""
+    """Returns whether a file or folder belongs to this user, and nobody else may read or write it."""
     return found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def _locks(handle: int) -> bool:
-    """Takes a folder for as long as the handle is open, unless another engine has it."""
+    """Locks a folder for as long as the handle is open; returns False if another engine holds it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,8 @@
-"""The pool of KV blocks on the device and in host memory, and the moves between them at the start of a step.
+"""The pool of KV blocks on the device and in host memory, and the moves between the two at the start of a step.
 
-Host memory holds evicted sequences, and prefixes that were cold when their device block was needed. All moves of a step
-happen before it computes: out to the host, then in, then copies on the device. A block that a pending move reads is
-therefore held until `take_moves`.
+Host memory holds evicted sequences, and prefixes that had not been used for long when their device block was needed.
+All moves of a step happen before it computes: first out to the host, then in, then copies on the device. A block that a
+pending move reads is therefore held until `take_moves`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ if TYPE_CHECKING:
     from raytide.actors.engine.kv_cache.handle import Bytes
 
 Place = tuple[bool, int]
-"""A block's location: whether it is on the host, and its number there."""
+"""A block's location: True if it is in host memory, and its number there or on the device."""
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns 128 bits for a block's tokens and all before them. `parent` of the first is the sequence's salt."""
+    """Returns a hash of 128 bits of a block's tokens and all tokens before them. `parent` is the hash of the block
+    before it, or for the first block the sequence's salt.
+    """
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
 class BlockPool:
     """Allocates the KV blocks of device and host memory, and shares those of cached prefixes.
 
-    With `keeps_cold`, cached blocks are moved to free host memory before they are reused; with a `disk`, they are
-    written there too."""
+    When a device block with cached content is reused, the content is first moved to free host memory if `keeps_cold` is
+    True, and to the `disk` if there is one.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, num_host_blocks: int = 0, disk: DiskTier | None = None
@@ -74,7 +77,9 @@ class BlockPool:
         return blocks
 
     def allocate_now(self, count: int) -> list[int]:
-        """Returns blocks that are written before the next step's moves: their cached content is lost."""
+        """Returns `count` blocks for content that is written before the next step's moves. The content that was cached
+        in them is lost, because a move could not save it in time.
+        """
         return [self.device.take()[0] for _ in range(count)]
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -84,11 +89,13 @@ class BlockPool:
         self.host.release(blocks)
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Offers a full, written block to later sequences."""
+        """Lets later sequences share a full, written block."""
         self.device.register(block, block_hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[Place]:
-        """Returns the places of a chain's longest cached prefix, without a reference (see `add_reference`)."""
+        """Returns the places of the blocks in the longest cached prefix of a chain of hashes. It adds no references
+        (see `add_reference`).
+        """
         places: list[Place] = []
         for block_hash in hashes:
             place = self._find(block_hash)
@@ -98,7 +105,7 @@ class BlockPool:
         return places
 
     def saved(self, host_blocks: Sequence[int], hashes: Sequence[bytes | None]) -> list[Place]:
-        """Returns the places of an evicted sequence's blocks: still on the device, or where `save` put them."""
+        """Returns the places of an evicted sequence's blocks: on the device if still there, else in host memory."""
         places: list[Place] = []
         for kept, block_hash in zip(host_blocks, hashes, strict=True):
             block = self.device.find(block_hash)
@@ -106,7 +113,7 @@ class BlockPool:
         return places
 
     def num_taken(self, places: Sequence[Place]) -> int:
-        """Returns the number of free device blocks that holding these places takes."""
+        """Returns how many free device blocks are needed to use the blocks at these places."""
         refs = self.device.refs
         return sum(on_host or refs[block] == 0 for on_host, block in places)
 
@@ -116,7 +123,9 @@ class BlockPool:
             (self.host if on_host else self.device).add_reference(block)
 
     def load(self, places: Sequence[Place], hashes: Sequence[bytes | None]) -> list[int]:
-        """Returns device blocks for places that the caller references; those on the host are swapped in."""
+        """Returns device blocks for places that the caller references; copies blocks on the host into new device
+        blocks.
+        """
         blocks = []
         for (on_host, block), block_hash in zip(places, hashes, strict=True):
             if on_host:
@@ -129,8 +138,8 @@ class BlockPool:
         return blocks
 
     def bring_in(self, blocks: Sequence[tuple[bytes, Bytes]], most: int) -> int:
-        """Offers blocks from the disk to the sequences of the next plan, and returns their number. They take at most so
-        many free device blocks.
+        """Lets the sequences of the next plan share blocks that were read from disk, using at most `most` free device
+        blocks. Returns how many blocks are copied to the device; the others are there already.
         """
         brought = 0
         for block_hash, content in blocks:
@@ -150,13 +159,17 @@ class BlockPool:
         return brought
 
     def can_save(self, hashes: Sequence[bytes | None]) -> bool:
-        """Returns whether the host has room for blocks of these hashes (None: not full, or not shareable)."""
+        """Returns whether the host has room for blocks with these hashes. The hash of a block that is not full or may
+        not be shared is None.
+        """
         found = [self.host.find(block_hash) for block_hash in hashes]
         refs = self.host.refs
         return sum(block is None or refs[block] == 0 for block in found) <= self.host.num_free
 
     def save(self, blocks: Sequence[int], hashes: Sequence[bytes | None]) -> list[int]:
-        """Returns host blocks that will hold what these device blocks hold now. The caller has checked `can_save`."""
+        """Returns host blocks to which the next moves copy the present content of these device blocks. The caller has
+        checked `can_save`.
+        """
         found = [self.host.find(block_hash) for block_hash in hashes]
         for kept in found:
             if kept is not None:
@@ -172,7 +185,7 @@ class BlockPool:
         return saved
 
     def copy(self, block: int) -> int:
-        """Returns a block of the caller's own that will hold a copy of `block`."""
+        """Returns a new block, referenced by the caller alone, to which the next moves copy `block`."""
         self.device.add_reference(block)
         self._pending_device_reads.append(block)
         (own,) = self.allocate(1)
@@ -180,7 +193,7 @@ class BlockPool:
         return own
 
     def take_moves(self, plan: StepPlan) -> None:
-        """Moves the pending moves into the plan; they happen before the pool is used again."""
+        """Transfers the pending moves to the plan. The caller performs them before it uses the pool again."""
         moves = self._moves
         plan.disk_out, plan.disk_in = moves.disk_out, moves.disk_in
         plan.swap_out, plan.swap_in, plan.copies = moves.swap_out, moves.swap_in, moves.copies
@@ -188,7 +201,9 @@ class BlockPool:
         self._release_reads()
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Forgets the content, which is not to be trusted, of blocks that only the caller references; returns those."""
+        """Stops sharing the content, which cannot be trusted, of those blocks that only the caller references; returns
+        these blocks.
+        """
         alone = [block for block in blocks if self.device.refs[block] == 1]
         for block in alone:
             block_hash = self.device.forget(block)

@@ -1,8 +1,8 @@
-"""The KV cache's tier on local disk: prefix blocks go there when their memory is needed, and come back when a prompt
-has them and reading is cheaper than computing.
+"""The KV cache's tier on local disk. Prefix blocks are written there when their memory is needed, and read back when a
+prompt contains them and reading is cheaper than computing.
 
-Threads of their own write and read, so that the engine's thread never waits for the disk. Whatever fails there costs
-the tier, with a warning, and no request.
+Separate threads write and read, so that the engine's thread never waits for the disk. A failure turns the tier off with
+a warning; no request fails.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ from raytide.core.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _MOST_UNWRITTEN_BYTES = 256 << 20
-"""Blocks in memory that wait to be written; more are not kept."""
+"""The most bytes of blocks in memory that wait to be written; further blocks are not written."""
 _HANG_S = 10.0
-"""The seconds beyond the expected ones after which a read is given up, and the tier with it."""
+"""A read that takes this many seconds more than expected is abandoned, and the tier is turned off."""
 _NEWEST, _RECOVERY = 0.3, 0.001
-"""The weight of the last measurement, and what each refusal takes from a measurement that was worse than the best:
-after a slow spell the disk is tried again."""
+"""The weight of a new measurement of speed in the average, and the share by which each refusal moves the assumed speed
+towards the best one: a disk that was slow for a while is tried again.
+"""
 _WAIT_S = 0.01
-"""The time for which a step waits for the disk, and a command for that step."""
+"""The seconds for which a step without work waits for the disk; commands wait as long."""
 _LEAST_TOKENS = 64
-"""Prompt tokens of a step whose time says what computing a token costs."""
+"""A step needs this many prompt tokens for its time to tell what computing a token costs."""
 
 
 @dataclass(slots=True, eq=False)
 class DiskRead:
-    """Blocks of a prompt on their way from the disk. `blocks` has those that came, from the first without a gap."""
+    """A read of a prompt's blocks from disk. `blocks` has those that were read: the first ones of `hashes`, without a
+    gap.
+    """
 
     key: bytes
     hashes: list[bytes]
@@ -55,9 +58,11 @@ class DiskRead:
 
 
 class DiskTier:
-    """Writes and reads the blocks of one engine. All methods are for the engine's thread; `clock` is that of steps.
+    """Writes and reads the blocks of one engine. All methods are for the engine's thread. `clock` is the clock of the
+    steps, in seconds.
 
-    `block_tokens` tokens are in a block, and computing one takes `token_s` seconds as measured at the start.
+    A block has `block_tokens` tokens. Computing a token takes `token_s` seconds and reading a byte `byte_s` seconds, as
+    measured at the start.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class DiskTier:
         )
 
     def change_folder(self, opened: Callable[[], BlockFolder]) -> None:
-        """Goes on in another folder, for other weights; the tier is off if it cannot be opened."""
+        """Changes to another folder, for other weights; turns the tier off if that cannot be opened."""
         before = self._folder
         before.release()
         self._unwritten = set()
@@ -109,7 +114,7 @@ class DiskTier:
             self._earlier = evictions + before.evictions, damaged + before.damaged
 
     def wants(self, block_hash: bytes) -> bool:
-        """Returns whether a block that loses its memory is to be written."""
+        """Returns whether a block whose memory is about to be reused should be written to disk."""
         if not self.is_on or block_hash in self._unwritten:
             return False
         if block_hash in self._folder:
@@ -123,7 +128,7 @@ class DiskTier:
         return is_worth
 
     def write(self, hashes: Items[bytes], layers: Items[Bytes]) -> None:
-        """Writes blocks that `wants` has accepted; `layers` is what `KvCache.read` returns for them."""
+        """Queues blocks that `wants` has accepted for writing; `layers` is what `KvCache.read` returns for them."""
         rows = [layer.reshape(len(hashes), -1) for layer in layers]
         folder, unwritten = self._folder, self._unwritten
         unwritten.update(hashes)
@@ -132,16 +137,17 @@ class DiskTier:
             self._writer.run(partial(self._write, folder, unwritten, block_hash, [row[index] for row in rows]))
 
     def forget(self, block_hash: bytes) -> None:
-        """Removes a block whose content is not to be trusted."""
+        """Removes a block whose content cannot be trusted."""
         self._writer.run(partial(self._folder.forget, block_hash))
 
     def on_its_way(self, block_hash: bytes) -> bytes | None:
-        """Returns the key of the read that brings a block."""
+        """Returns the key of the read in progress that contains a block; None without one."""
         return self._reading.get(block_hash)
 
     def num_readable(self, hashes: Items[bytes]) -> int:
-        """Returns how many first blocks of these a prompt would get from the disk now: those on their way, and those
-        that `read` would bring. It touches no file."""
+        """Returns how many of these blocks, counted from the first without a gap, a prompt would get from the disk now:
+        those that are being read, and those that `read` would read. It touches no file.
+        """
         found = list[bytes]()
         for block_hash in hashes if self.is_on else ():
             if block_hash not in self._folder and block_hash not in self._reading:
@@ -151,8 +157,8 @@ class DiskTier:
         return len(found) if self._is_cheaper(missing, self._queued()) else len(found) - missing
 
     def read(self, hashes: Items[bytes]) -> bytes | None:
-        """Reads the first blocks of these that are on the disk, if that is cheaper than computing them. Returns the key
-        of the read, or None.
+        """Starts to read as many of these blocks, counted from the first without a gap, as are on the disk, if that is
+        cheaper than computing them. Returns the key of the read, or None.
         """
         found = list[bytes]()
         for block_hash in hashes if self.is_on else ():
@@ -170,7 +176,9 @@ class DiskTier:
         return read.key
 
     def finished(self) -> list[DiskRead]:
-        """Returns the reads that have ended since the last call. One that hangs ends without blocks, and the tier."""
+        """Returns the reads that have ended since the last call. A read that hangs is returned without blocks and turns
+        the tier off.
+        """
         now_s, ended = self._clock(), list[DiskRead]()
         self._some_done.clear()
         while self._done:
@@ -186,7 +194,7 @@ class DiskTier:
         return ended
 
     def cancel(self) -> list[bytes]:
-        """Gives up all reads; returns their keys."""
+        """Abandons all reads; returns their keys."""
         keys = list(self._reads)
         self._reads, self._reading = {}, {}
         return keys
@@ -195,8 +203,8 @@ class DiskTier:
         self._counts.hit_tokens += num_blocks * self._block_tokens
 
     def after_step(self, plan: StepPlan, seconds: float) -> bool:
-        """Learns what a token costs from a step that mostly computed prompts. After one that had nothing to compute,
-        waits a little for a read, and returns whether there is one.
+        """Updates the time to compute a token from a step that mostly computed prompts. If a step had nothing to
+        compute while reads are in progress, waits a few milliseconds for a read and returns True, else returns False.
         """
         tokens = sum(chunk.length for chunk in plan.chunks if chunk.length > 1 and not chunk.draft)
         if tokens >= _LEAST_TOKENS and 2 * tokens > plan.num_tokens:
@@ -207,7 +215,7 @@ class DiskTier:
         return True
 
     def flush(self, timeout_s: float) -> None:
-        """Waits until all blocks queued so far are written, or for `timeout_s`."""
+        """Waits until all blocks queued so far are written, for at most `timeout_s` seconds."""
         if self.is_on:
             self._writer.wait(timeout_s)
 
@@ -219,15 +227,17 @@ class DiskTier:
         self._folder.release()
 
     def _queued(self) -> int:
-        """Returns the number of blocks that are being read."""
+        """Returns the number of blocks in reads that have not ended."""
         return sum(len(read.hashes) for read in self._reads.values() if not read.is_over)
 
     def _is_cheaper(self, num_blocks: int, queued: int) -> bool:
-        """Returns whether reading blocks behind `queued` others takes less time than computing them."""
+        """Returns whether reading blocks after `queued` other blocks takes less time than computing them."""
         return self._expected_s(num_blocks + queued) < num_blocks * self._block_tokens * self._token_s
 
     def _is_worth(self, num_blocks: int, queued: int) -> bool:
-        """Returns `_is_cheaper`, and after a refusal trusts the disk a little more."""
+        """Returns the result of `_is_cheaper`. If it is False, the assumed speed of the disk moves slightly towards its
+        best one, so that a disk that was slow for a while is tried again.
+        """
         if self._is_cheaper(num_blocks, queued):
             return True
         self._byte_s += _RECOVERY * (self._best_byte_s - self._byte_s)
@@ -271,7 +281,7 @@ class DiskTier:
 
 
 def move_blocks(plan: StepPlan, cache: KvCache, disk: DiskTier | None) -> None:
-    """Moves a plan's blocks between device, host memory and disk; once, before its chunks are computed."""
+    """Moves a plan's blocks between device, host and disk. Call it once, before the plan's chunks are computed."""
     if disk is None:
         cache.move(plan)
         return
@@ -290,7 +300,7 @@ def move_blocks(plan: StepPlan, cache: KvCache, disk: DiskTier | None) -> None:
 
 
 class Worker:
-    """A thread that runs what it is given, one after the other. It ends with this object."""
+    """A thread that runs its tasks one after the other. It ends when this object is garbage-collected."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -302,13 +312,13 @@ class Worker:
             self._tasks.put(task)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until all given so far is done."""
+        """Waits until all tasks given so far are done, for at most `timeout_s` seconds. Returns whether they are."""
         done = threading.Event()
         self.run(done.set)
         return not self._finish.alive or done.wait(timeout_s)
 
     def end(self) -> None:
-        """Ends the thread behind what it has been given. Idempotent."""
+        """Ends the thread once its tasks so far are done. Idempotent."""
         self._finish()
 
 

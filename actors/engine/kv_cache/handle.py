@@ -1,5 +1,5 @@
-"""The KV cache of one request in transit between two engines: a header with its identity, and the raw blocks of each
-layer in host memory. Numpy only, so that a router can hold and forward one.
+"""The KV of one request in transit between two engines: a header that describes it, and the raw blocks of each layer in
+host memory. It needs only numpy, so that a router can hold and forward it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _IDENTITY = ("model", "weights_version", "lora", "dtype", "layout", "block_size"
 class KvHeader:
     """The description of an exported request's KV.
 
-    `model` is a hash of the architecture, `layout` the bytes of one block in each layer. The blocks hold the KV of
-    the first `num_computed` of `tokens` (prompt and output); `seed` is the one in use.
+    `model` is a hash of the architecture, `layout` the size in bytes of one block in each layer. The blocks hold the KV
+    of the first `num_computed` of `tokens` (prompt and output); `seed` is the seed that its sampling uses.
     """
 
     model: str
@@ -48,7 +48,7 @@ class KvHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvHandle:
-    """A header, and for each layer one flat array of bytes: its blocks in the order of the tokens."""
+    """A header, and for each layer one flat array of bytes with its blocks in the order of the tokens."""
 
     header: KvHeader
     layers: tuple[Bytes, ...]
@@ -64,7 +64,7 @@ class KvHandle:
                 )
 
     def to_bytes(self) -> bytes:
-        """Returns magic, header and layers, with lengths and checksums."""
+        """Returns the handle as bytes: a magic number, the header and the layers, with lengths and checksums."""
         sums = [zlib.crc32(layer.data) for layer in self.layers]
         header = json.dumps(asdict(self.header) | {"checksums": sums}).encode()
         return b"".join(

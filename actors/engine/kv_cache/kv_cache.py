@@ -16,7 +16,8 @@ Tensor = torch.Tensor
 class KvCache:
     """The KV memory of device and host, and the moves of blocks between them.
 
-    `layers` is what the model reads and writes: per layer [2, S, K, D], S slots in `num_blocks` blocks.
+    `layers` has the device's tensors, which the model reads and writes: per layer [2, S, K, D], with S slots in
+    `num_blocks` blocks.
     """
 
     def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
@@ -26,7 +27,9 @@ class KvCache:
         self._host: list[Tensor] = []  # per layer [2, num_host_blocks, a block's elements]
 
     def allocate(self, layers: list[Tensor]) -> None:
-        """Takes zeroed layers, and allocates host memory beside them, pinned where the device copies from it itself."""
+        """Takes over zeroed layers on the device, and allocates host memory to match; it is pinned for CUDA, so that
+        the device copies it directly.
+        """
         if self.num_host_blocks:
             self._host = [
                 torch.zeros(
@@ -45,7 +48,7 @@ class KvCache:
         self.layers, self._host = [], []
 
     def move(self, plan: StepPlan) -> None:
-        """Moves blocks as the plan says; once, before its chunks are computed."""
+        """Moves blocks as the plan says. Call it once, before the plan's chunks are computed."""
         for kv, host in zip(self.layers, self._host, strict=False):
             blocks = self._blocks(kv)
             if plan.swap_out:
@@ -61,12 +64,12 @@ class KvCache:
                 blocks[:, targets] = blocks[:, sources]
 
     def zero_blocks(self, blocks: Items[int]) -> None:
-        """Zeroes blocks that may hold NaN: padded attention multiplies unused values by 0."""
+        """Zeroes blocks that may hold NaN: padded attention multiplies unused values by 0, and 0 times NaN is NaN."""
         for kv in self.layers:
             self._blocks(kv)[:, list(blocks)] = 0.0
 
     def read(self, blocks: Items[int]) -> tuple[Bytes, ...]:
-        """Returns each layer's blocks as bytes in host memory."""
+        """Returns for each layer the content of these blocks, as bytes in host memory."""
         rows = list(blocks)
         if not rows:  # a sleeping cache has no layers
             return tuple(np.empty(0, np.uint8) for _ in self.block_bytes)
@@ -76,7 +79,7 @@ class KvCache:
         )
 
     def write(self, blocks: Items[int], layers: Items[Bytes]) -> None:
-        """Writes what `read` returned into other blocks."""
+        """Writes content that `read` has returned into these blocks."""
         rows = list(blocks)
         for kv, data in zip(self.layers, layers, strict=True):
             values = torch.from_numpy(np.array(data)).view(kv.dtype).view(len(rows), 2, -1)

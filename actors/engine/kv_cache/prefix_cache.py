@@ -1,6 +1,6 @@
-"""The prefix cache as sequences see it: the part of a prompt that is cached, and the part that is being computed now.
+"""Finds for a sequence the part of its prompt that is cached, and the part that other sequences are computing.
 
-A request whose prefix another one computes right now waits for that instead of computing the same (as SGLang does).
+A request whose prefix another request is computing waits for that, instead of computing the same again (as in SGLang).
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ class PrefixCache:
         self._producers: dict[bytes, Sequence] = {}  # the sequence that computes a block not cached yet
 
     def computed(self, seq: Sequence) -> list[bytes | None]:
-        """Returns the hashes of the blocks that hold computed tokens; None for one that is not full."""
+        """Returns the hashes of a sequence's blocks that hold computed tokens; None for a block that is not full or not
+        kept.
+        """
         full, count = seq.num_computed // self._size, self._pool.blocks_for(seq.num_computed)
         hashes: list[bytes | None] = [*self._hashes(seq, full)] if self._keeps(seq) else []
         return hashes + [None] * (count - len(hashes))
 
     def cached(self, seq: Sequence) -> list[Place]:
-        """Returns the places of a sequence's cached start. Its last token is always computed, for the logits."""
+        """Returns the places of the cached blocks at a sequence's start. They never include its last token, which must
+        be computed for the logits.
+        """
         if not self._enabled or not seq.reads_cache:
             return []
         return self._pool.match(self._hashes(seq, self._shareable(seq)))
 
     def awaited(self, seq: Sequence, num_cached: int, order: Rank) -> bytes | None:
-        """Returns the hash of the last block of a prefix that running sequences compute now, or None if waiting is not
-        worth it: at least half of the missing tokens must come from it, and only sequences of an earlier rank are
-        waited for.
+        """Returns the hash of the last block of a prefix that running sequences are computing, if it is worth waiting
+        for, else None. Waiting pays if the prefix has at least half of the tokens that are not cached; only sequences
+        of an equal or better rank are waited for.
         """
         if not self._producers or not seq.reads_cache:
             return None
@@ -48,8 +52,8 @@ class PrefixCache:
         return last if 2 * shared * self._size >= len(seq.tokens) - num_cached * self._size else None
 
     def read_from_disk(self, seq: Sequence, num_cached: int) -> bytes | None:
-        """Returns the key of a read that brings the blocks behind the cached ones, begun now or for another sequence;
-        None if they are not on the disk, or computing them is cheaper.
+        """Returns the key of a disk read that contains the blocks after the cached ones. It may have been started now
+        or for another sequence. Returns None if they are not on the disk, or computing them is cheaper.
         """
         disk = self._pool.disk
         if disk is None or not self._enabled or not seq.reads_cache:
@@ -62,8 +66,8 @@ class PrefixCache:
         return key
 
     def take_from_disk(self, running: Items[Sequence]) -> list[bytes]:
-        """Offers the blocks that have come from the disk, beside one for the growth of each running sequence. Returns
-        the keys of the reads that have ended.
+        """Lets sequences share the blocks that were read from disk. One free block is left for the growth of each
+        running sequence. Returns the keys of the reads that have ended.
         """
         disk, keys = self._pool.disk, list[bytes]()
         for read in () if disk is None else disk.finished():
@@ -74,17 +78,17 @@ class PrefixCache:
         return keys
 
     def cancel_reads(self) -> list[bytes]:
-        """Gives up the reads that have not ended; returns their keys."""
+        """Abandons the reads that have not ended; returns their keys."""
         return [] if self._pool.disk is None else self._pool.disk.cancel()
 
     def promise(self, seq: Sequence) -> None:
-        """Notes the full blocks that a sequence will compute when it begins to run."""
+        """Records the full blocks that a sequence will compute, when it starts to run."""
         if self._keeps(seq):
             for block_hash in self._hashes(seq, len(seq.tokens) // self._size)[seq.num_computed // self._size :]:
                 self._producers.setdefault(block_hash, seq)
 
     def register(self, seq: Sequence) -> list[bytes]:
-        """Offers newly filled blocks to later sequences; returns their hashes."""
+        """Lets later sequences share a sequence's newly filled blocks; returns their hashes."""
         first, end = seq.num_registered, seq.num_computed // self._size
         if not self._keeps(seq) or end <= first:
             return []
@@ -96,15 +100,15 @@ class PrefixCache:
         return hashes
 
     def withdraw(self, seq: Sequence) -> list[bytes]:
-        """Removes a sequence's promised blocks when it stops; returns their hashes."""
+        """Removes the blocks that a sequence has promised but not computed, when it stops; returns their hashes."""
         broken = [each for each in seq.block_hashes[seq.num_registered :] if self._producers.get(each) is seq]
         for block_hash in broken:
             del self._producers[block_hash]
         return broken
 
     def _keeps(self, seq: Sequence) -> bool:
-        """Returns whether a sequence's blocks are kept for later ones. Pooled prompts have no continuation, and a
-        corpus of them would drive out the prefixes of chats.
+        """Returns whether a sequence's blocks are kept for later ones. Those of pooled prompts are not: nothing
+        continues these prompts, and a corpus of them would displace the prefixes of chats.
         """
         return self._enabled and seq.pooled is None
 

@@ -1,5 +1,5 @@
-"""The decoder of all supported families over a flat batch of tokens and a paged KV cache, made of the operators of
-`raytide.kernels`. `Architecture` describes a family; there is no class for each.
+"""The decoder of all supported families over a flat batch of tokens and a paged KV cache, built from the operators of
+`raytide.kernels`. `Architecture` describes a family; there is no class for each family.
 
 Shape suffixes: see `kernels/core.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
 """
@@ -28,7 +28,7 @@ Layers = list[LayerWeights] | StreamedLayers
 
 
 class PagedDecoder:
-    """Weights and the forward pass, without state between calls: the KV cache is the caller's."""
+    """The weights and the forward pass. It keeps no state between calls: the caller holds the KV cache."""
 
     def __init__(
         self,
@@ -40,9 +40,10 @@ class PagedDecoder:
         weights_bytes: int | None = None,
         layers: range | None = None,
     ) -> None:
-        """Loads the weights, or some of the layers alone; the first come with embedding and head. With
-        `weights_bytes`, layers beyond that memory are read from the files in every pass; ConfigError if it is too
-        little even so."""
+        """Loads the weights of all layers, or only of `layers`; the embedding and the head come with layer 0. With
+        `weights_bytes`, layers that do not fit into that memory are read from the files in every pass; ConfigError if
+        even this needs more memory.
+        """
         self.arch, self._ops, self._rounds_kv = arch, ops, options.rounds_kv
         self._own_layers = range(arch.num_layers) if layers is None else layers
         is_first = self._own_layers.start == 0
@@ -71,8 +72,8 @@ class PagedDecoder:
         self._attention_of = [self._attentions.index(spec) for spec in specs]
 
     def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
-        """Returns KV per layer, [2, S, K, D] or with int8 [2, S, K, D + 4], zeroed: padding is multiplied by 0, which
-        gives NaN unless it is finite.
+        """Returns zeroed KV tensors per layer, [2, S, K, D] or with int8 [2, S, K, D + 4]. They must be finite because
+        padding is multiplied by 0, and 0 times NaN is NaN.
         """
         dtype = torch.int8 if self._rounds_kv else self._embedding.dtype
         width = self.arch.head_dim + (SCALE_BYTES if self._rounds_kv else 0)
@@ -86,19 +87,18 @@ class PagedDecoder:
 
     @torch.inference_mode()
     def forward(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
-        """Write the KV of all tokens and return float32 logits [R, V] that follow the tokens `step.rows_R`."""
+        """Writes the KV of all tokens and returns float32 logits [R, V] that follow the tokens `step.rows_R`."""
         return self.head(self.hidden(step, cache))
 
     @torch.inference_mode()
     def head(self, hidden_RN: Tensor) -> Tensor:
-        """Returns the float32 logits [R, V] of last hidden states."""
+        """Returns the float32 logits [R, V] for last hidden states."""
         logits_RV, cap = self._head(hidden_RN).float(), self.arch.logit_softcap
         return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
     @torch.inference_mode()
     def hidden(self, step: StepInputs, cache: list[Tensor]) -> Tensor:
-        """Write the KV of all tokens and return the last hidden states [R, N], normed, of the tokens
-        `step.rows_R`."""
+        """Writes the KV of all tokens and returns the normed last hidden states [R, N] of the tokens `step.rows_R`."""
         arch, ops, loras, slots_T = self.arch, self._ops, step.loras, step.batch.slots_T
         attends = [ops.attention(step.batch, spec) for spec in self._attentions]
         ropes = [Rope(cos[step.positions_T], sin[step.positions_T]) for cos, sin in self._ropes]
@@ -124,14 +124,14 @@ class PagedDecoder:
         return self._leave(x_TN, delta_TN, step.rows_R)
 
     def _enter(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """Returns the first layer's input: the residual stream, and what is to be added to it."""
+        """Returns the first layer's input: the residual stream, and the tensor that the layer first adds to it."""
         x_TN = self._embed(step.ids_T, step.positions_T)
         if step.images is not None:
             x_TN[step.images.rows_T] = step.images.features_TN
         return x_TN, torch.zeros_like(x_TN)
 
     def _leave(self, x_TN: Tensor, delta_TN: Tensor, rows_R: Tensor) -> Tensor:
-        """Returns the normed hidden states of some tokens behind the last layer."""
+        """Returns the normed hidden states of the rows `rows_R` after the last layer."""
         return self._ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)
 
     def _embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def _no_head(hidden_RN: Tensor) -> Tensor:
 def prompt_logits(model: PagedDecoder, tokens: list[int], block_size: int, device: torch.device) -> torch.Tensor:
     """Returns float32 logits [T, V] of every position of a prompt, for checks: row t follows the first t + 1 tokens.
 
-    It is computed whole, apart from the schedule, with temporary KV. Running sequences wait meanwhile.
+    The prompt is computed in one pass with temporary KV, outside the schedule. Running sequences wait meanwhile.
     """
     blocks = -(-len(tokens) // block_size)
     positions_T = torch.arange(len(tokens), device=device)

@@ -1,4 +1,4 @@
-"""A small model that guesses next tokens for a large one of the same vocabulary."""
+"""A small model that guesses next tokens for a large model with the same vocabulary."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from raytide.actors.models.model_config import read_json
 from raytide.core.errors import ConfigError
 
 _CATCH_UP_TOKENS = 256
-"""Tokens of all sequences that are computed in a step to catch up with the large model."""
+"""The most tokens, of all sequences together, that one step computes to catch up with the large model."""
 
 
 class DraftModel:
-    """Guesses the most likely token after each other.
+    """Guesses the most likely next tokens one after the other.
 
-    Its KV lies in the blocks that the sequences have in the large model's cache, in a memory of its own. It is computed
-    when a sequence is first guessed for, and where blocks are shared again with the same result; so it needs no care
-    when blocks are shared, moved or evicted.
+    Its KV has its own memory, laid out in the same blocks that the sequences have in the large model's cache. The KV of
+    a sequence is computed when the sequence first gets a draft. Sequences that share a block write the same values into
+    it, so nothing special is needed when blocks are shared, moved or evicted.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class DraftModel:
         self._drafted: dict[str, tuple[int, list[int]]] = {}  # the last draft, and the tokens before it
 
     def allocate(self) -> None:
-        """Loads the weights if they are not there, and allocates the KV memory."""
+        """Loads the weights if they are not loaded, and allocates the KV memory."""
         self._model = self._model or self._load()
         self._cache = self._model.new_cache(self._num_blocks, self._block_size)
 
     def free(self, weights: bool) -> None:
-        """Frees the KV memory, and the weights if wanted."""
+        """Frees the KV memory, and also the weights if `weights` is True."""
         self._cache = []
         self._known.clear()
         self._drafted.clear()
@@ -68,16 +68,16 @@ class DraftModel:
         self._drafted.pop(seq.seq_id, None)
 
     def seconds(self, rows: int) -> float:
-        """Returns the estimated seconds for one token of so many sequences."""
+        """Returns the estimated seconds to guess one token for each of `rows` sequences."""
         return self._cost.seconds(rows)
 
     def num_missing(self, seq: Sequence) -> int:
-        """Returns how many of a sequence's tokens have no KV here."""
+        """Returns how many of a sequence's tokens have no KV in this model."""
         return len(seq.tokens) - self._known.get(seq.seq_id, 0)
 
     def draft(self, seqs: Items[Sequence], counts: Items[int]) -> list[list[int]]:
-        """Returns so many guesses for each sequence, whose blocks have room for them; none for one that has not caught
-        up yet.
+        """Returns a draft for each sequence, of as many tokens as `counts` has for it; its blocks have room for them. A
+        sequence whose tokens do not all have KV in this model yet gets an empty draft.
         """
         drafts: dict[str, list[int]] = {seq.seq_id: [] for seq in seqs}
         left, going, chunks = _CATCH_UP_TOKENS, list[tuple[Sequence, int]](), list[ScheduledChunk]()
@@ -107,7 +107,7 @@ class DraftModel:
         return [drafts[seq.seq_id] for seq in seqs]
 
     def _keep_right(self, seq: Sequence) -> int:
-        """Returns how many tokens have KV that is right: that of wrong guesses is computed again."""
+        """Returns how many of a sequence's first tokens have valid KV: the KV of wrong guesses is computed again."""
         known = self._known.get(seq.seq_id, 0)
         length, draft = self._drafted.pop(seq.seq_id, (known, []))
         right = length
@@ -125,7 +125,7 @@ class DraftModel:
 
 
 def check_same_vocabulary(arch: Architecture, model_dir: Path, draft: Architecture, draft_dir: Path) -> None:
-    """Raises ConfigError unless token ids mean the same to both models, as far as their files say it."""
+    """Raises ConfigError unless token ids mean the same to both models, as far as their files tell."""
     same = arch.vocab_size == draft.vocab_size
     files = [each / "tokenizer.json" for each in (model_dir, draft_dir)]
     if same and all(file.exists() for file in files):

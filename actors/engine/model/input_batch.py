@@ -1,5 +1,5 @@
-"""The persistent batch: each running sequence's tokens and block table as rows of arrays, so that a step's inputs are
-gathers.
+"""The persistent batch: each running sequence's tokens and block table are rows of arrays, so that the inputs of a step
+are gathered from them.
 
 Per step, Python visits each sequence once; all work per token or per block is numpy.
 """
@@ -22,8 +22,9 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class StepInputs:
-    """The model's inputs. `rows_R` are the rows of the flat batch whose results are wanted: those that a next token is
-    sampled for, those of a draft too, each behind the row before it; then others that the caller adds.
+    """The model's inputs. `rows_R` are the rows of the flat batch whose results are wanted: for each sequence that gets
+    a next token, its last row before the draft and the rows of its draft, in order; then further rows that the caller
+    adds.
     """
 
     ids_T: torch.Tensor
@@ -35,7 +36,7 @@ class StepInputs:
 
 
 class InputBatch:
-    """Rows of the running sequences, assigned on a sequence's first step and returned by `release`."""
+    """The rows of the running sequences. A row is assigned at a sequence's first step and freed by `release`."""
 
     def __init__(self, max_running: int, max_len: int, block_size: int, device: torch.device) -> None:
         max_blocks = -(-max_len // block_size)
@@ -84,8 +85,8 @@ class InputBatch:
         )
 
     def _sync(self, chunk: ScheduledChunk) -> int:
-        """Returns a sequence's row, updated with its new tokens and blocks. A draft's tokens stand behind those, for
-        this step.
+        """Returns a sequence's row, updated with its new tokens and blocks. For this step, the draft's tokens follow
+        the sequence's own.
         """
         seq = chunk.seq
         row = self._row_of.get(seq.seq_id)

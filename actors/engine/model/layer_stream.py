@@ -1,7 +1,7 @@
-"""Layers of a model that is larger than the memory for its weights: the first ones stay, each of the others is read
-from the files when a pass comes to it, while the one before it computes.
+"""The layers of a model that is larger than the memory for its weights: the first layers stay in memory; each of the
+others is read from the files in every pass, while the layer before it computes.
 
-A layer is built by the code that builds those of any model, so that tokens are the same to the bit.
+The code that builds them is the one that builds the layers of any model, so that tokens are the same to the bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _RETURNED_BYTES = 1 << 20
 
 class StreamedLayers:
     """The layers in order, for any number of passes, one pass at a time. Iterating raises DataError when a file can no
-    longer be read."""
+    longer be read.
+    """
 
     def __init__(self, build: WeightLoader, resident: list[LayerWeights], count: int) -> None:
         self._build, self._resident, self._count = build, resident, count
@@ -54,9 +55,9 @@ class StreamedLayers:
 def load_layers(
     build: WeightLoader, count: int, limit_bytes: int, *, embedding_bytes: int
 ) -> list[LayerWeights] | StreamedLayers:
-    """Builds every layer once, so that bad files are found now, and keeps as many as the limit allows: beside them it
-    holds the embedding, a head of the same size, and the two layers that are in use and being read. Raises ConfigError
-    if it is below that.
+    """Builds every layer once, so that bad files are found now, and keeps as many as fit into `limit_bytes`. The limit
+    must also hold the embedding, a head of the same size, and two layers: one in use and one that is being read. Raises
+    ConfigError if it is below that.
     """
     _return_freed_memory()
     kept, sizes, largest = list[LayerWeights](), list[int](), 0
@@ -84,8 +85,9 @@ def load_layers(
 
 
 def _return_freed_memory() -> None:
-    """Makes glibc return freed blocks of a megabyte or more to the system: it keeps those below 32 MB otherwise, of
-    which the matrices of many layers leave more than the layers in use take."""
+    """Makes glibc return freed blocks of a megabyte or more to the system. Otherwise it keeps freed blocks below 32 MB,
+    and those of many layers' matrices would take more memory than the layers in use.
+    """
     try:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
     except AttributeError:  # another C library, with a limit of its own

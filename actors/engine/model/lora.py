@@ -1,7 +1,9 @@
-"""LoRA adapters (Hu et al. 2021) in PEFT's directory format: y += (x A^T) B^T * scale for the rows of its requests.
+"""LoRA adapters (Hu et al. 2021) in PEFT's directory format: y += (x A^T) B^T * scale for the rows of the requests that
+use the adapter.
 
-Several serve in one batch: each has a span of the step's rows. The parts of one stacked projection (q, k and v, say)
-are stacked in the same way, so that they are two products. A batch that uses no adapter does nothing here.
+Several adapters serve in one batch: each has spans of the step's rows. Where the model stacks projections (q, k and v,
+say), the adapter's matrices are stacked in the same way, so that they take two products. A batch that uses no adapter
+has no work here.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _CUT_BY_INPUT = frozenset({"attention_out", "down"})
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter: for each projection, a function from its input to what is added to its output. `number` is its name
-    among the processes of one engine.
+    """An adapter: for each projection, a function from its input to the tensor that is added to its output. `number`
+    identifies it among the processes of one engine.
     """
 
     deltas: Mapping[_Place, Linear]
@@ -45,14 +47,14 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """The spans of a step's flat batch that have an adapter, from start to end."""
+    """The spans of a step's flat batch that have an adapter, each with its first row and the row after its last."""
 
     spans: list[tuple[Adapter, int, int]]
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[Adapter | None, int]]) -> LoraRows | None:
-        """Builds the spans from each sequence's adapter and number of rows, in order; None without adapters. Neighbours
-        with the same adapter are computed together.
+        """Builds the spans from each sequence's adapter and number of rows, in order; returns None if no sequence has
+        one. Neighbouring sequences with the same adapter share a span.
         """
         spans: list[tuple[Adapter, int, int]] = []
         start = 0
@@ -74,7 +76,7 @@ class LoraRows:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A module's place in the stacked projection that it is computed with: `rows` rows from `first`."""
+    """A module's place in its stacked projection: the `rows` rows from row `first`."""
 
     place: _Place
     first: int
@@ -83,7 +85,7 @@ class _Target:
 
 
 class AdapterPart(Protocol):
-    """One process's part of the adapters of a model that several share: see `AdapterShard`."""
+    """One process's part of the adapters of a model that several processes share: see `AdapterShard`."""
 
     arch: Architecture
     layers: range
@@ -102,7 +104,9 @@ def read_adapter(
     part: AdapterPart | None = None,
     number: int = 0,
 ) -> Adapter:
-    """Reads an adapter, or a part. Raises DataError for one of another model, ConfigError for an unsupported kind."""
+    """Reads an adapter, or one process's `part` of it. Raises DataError if it is of another model, ConfigError for an
+    unsupported kind.
+    """
     config_path = path / "adapter_config.json"
     config = Fields(read_json(config_path), str(config_path))
     _refuse_other_kinds(config)
@@ -137,7 +141,7 @@ def read_adapter(
 
 
 def adapter_digest(path: Path) -> str:
-    """Returns a hash of all that an adapter's files hold. Raises DataError for one that cannot be read."""
+    """Returns a hash of the whole content of an adapter's files. Raises DataError if one cannot be read."""
     digest = blake2b(digest_size=16)
     for file in (path / "adapter_config.json", *sorted(path.glob("*.safetensors"))):
         try:
@@ -155,8 +159,8 @@ def _delta(
     ops: Ops,
     total: Callable[[Tensor], Tensor] | None,
 ) -> Linear:
-    """Returns one pair of products for all parts of a stacked projection: B is zero where a part does not reach.
-    `total` sums over the processes where each has some of the inputs.
+    """Returns a function that computes all adapters of a stacked projection's parts with one pair of products; B is
+    zero outside a part's rows. `total` sums the first product over processes that each have some of the inputs.
     """
     down = ops.linear(torch.cat([a_RN for _, a_RN, _ in parts]), None)
     b_MR = parts[0][2].new_zeros(size, sum(a_RN.shape[0] for _, a_RN, _ in parts))
@@ -179,7 +183,9 @@ def _pair(weights: Weights, name: str, target: _Target, path: Path) -> tuple[Ten
 
 
 def _module(name: str, arch: Architecture, path: Path) -> str:
-    """Returns the module's path in a key `base_model.model.<path>.lora_A.weight`; the head may be missing."""
+    """Returns the path of the module that a key `base_model.model.<path>.lora_A.weight` names, without the family's
+    root prefix.
+    """
     match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
     if match is None:
         raise ConfigError(
@@ -205,7 +211,7 @@ def _kinds(targets: Iterable[str]) -> str:
 
 
 def _scale(config: Fields, module: str, rank: int) -> float:
-    """Returns PEFT's scale: alpha over the rank, or over its root for rank-stabilized adapters (Kalajdzievski 2023)."""
+    """Returns PEFT's scale: alpha / rank, or alpha / sqrt(rank) for rank-stabilized adapters (Kalajdzievski 2023)."""
     patterns = config.section("alpha_pattern")
     pattern = next((each for each in patterns.body if re.match(rf"(.*\.)?({each})$", module)), None)
     alpha = config.number("lora_alpha", 8.0) if pattern is None else patterns.number(pattern)
@@ -234,7 +240,9 @@ def _refuse_other_kinds(config: Fields) -> None:
 
 
 class LoraManager:
-    """The loaded adapters by name. They change between two steps, without effect on sequences of other adapters."""
+    """The loaded adapters by name. They change only between two steps, and sequences of other adapters are not
+    affected.
+    """
 
     def __init__(self, limit: int) -> None:
         self._by_name: dict[str, Adapter] = {}
@@ -242,7 +250,7 @@ class LoraManager:
         self._limit = limit
 
     def check_free(self, name: str) -> None:
-        """Raises when `name` is taken, or when no further adapter may be loaded."""
+        """Raises ConflictError when `name` is taken, CapacityError when no further adapter may be loaded."""
         if name in self._by_name:
             raise ConflictError(f"adapter {name} is already loaded.", hint="Unload it first, or choose another name.")
         if len(self._by_name) >= self._limit:
@@ -251,7 +259,7 @@ class LoraManager:
             )
 
     def add(self, name: str, adapter: Adapter, digest: str) -> None:
-        """Adds an adapter; `digest` is the one of its files."""
+        """Adds an adapter; `digest` is the hash of its files."""
         self.check_free(name)
         self._by_name[name], self._ids[name] = adapter, f"{name}/{digest}"
 
@@ -262,7 +270,9 @@ class LoraManager:
         return self._by_name.pop(name)
 
     def id_of(self, name: str) -> str:
-        """Returns an id that differs between adapters of one name, also in later processes: KV is shared by id."""
+        """Returns the adapter's name and content hash. Sequences share KV by this id, so it differs between adapters
+        that have had one name, and is the same in later processes.
+        """
         self.adapter(name)
         return self._ids[name]
 
@@ -273,7 +283,9 @@ class LoraManager:
         return sorted(chunks, key=lambda chunk: chunk.seq.lora or "")
 
     def rows(self, chunks: list[ScheduledChunk]) -> LoraRows | None:
-        """Returns the rows of each adapter; None without. Raises NotFoundError for one that is not loaded."""
+        """Returns the spans of rows that have an adapter; None if no chunk has one. Raises NotFoundError for an adapter
+        that is not loaded.
+        """
         if all(chunk.seq.lora is None for chunk in chunks):
             return None
         adapters = [

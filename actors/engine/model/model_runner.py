@@ -1,4 +1,6 @@
-"""Computes a step: inputs from the persistent batch, the forward pass over the paged cache, sampled tokens."""
+"""Computes a step: builds its inputs from the persistent batch, runs the forward pass over the paged cache, and samples
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -43,19 +45,22 @@ if TYPE_CHECKING:
 _MEASURED_TOKENS = 256
 _C_OPERATORS = "raytide.kernels.quantized"
 _INT8_PARAMETERS = 1_000_000_000
-"""Weights from which int8 inputs are the default: a model of 135 million lost right answers by them, and published
-losses shrink with size."""
+"""The number of weights from which int8 inputs are the default: they cost a model of 135 million right answers, and
+published losses shrink with size.
+"""
 _ROW_COST, _ROW_COST_GPU = 0.25, 0.02
 
 
 class ModelRunner:
     """Runs the model's steps.
 
-    Owns the weights, the KV cache and all device memory. The scheduler knows nothing of it.
+    It owns the weights, the KV cache and all device memory; the scheduler knows nothing of these.
     """
 
     def __init__(self, config: EngineConfig, arch: Architecture, launcher: LocalMembers | None = None) -> None:
-        """Loads the model. `launcher` brings the other members of several processes; None: processes here."""
+        """Loads the model. `launcher` starts the other members of a group of processes; None starts them on this
+        machine.
+        """
         self.arch, self._device = arch, resolve_device(config.device)
         self._dtype = self._device.dtype(arch.dtype if config.dtype == "auto" else config.dtype)
         self.max_len = _max_len(config, arch)
@@ -93,12 +98,12 @@ class ModelRunner:
         self._sampler = Sampler()
 
     def _kv_bytes(self, elements: int, head_dim: int) -> int:
-        """Returns the bytes of a block whose tokens have this many elements each, in heads of `head_dim`."""
+        """Returns the bytes of a block whose tokens have `elements` KV elements each, in heads of `head_dim`."""
         each = elements // head_dim * (head_dim + SCALE_BYTES) if self.rounds_kv else elements * self._dtype.itemsize
         return each * self.block_size
 
     def _form_group(self, config: EngineConfig, launcher: LocalMembers | None) -> GroupLeader:
-        """Returns the leader of the members that share the model."""
+        """Starts the other processes that share the model, and returns their leader."""
         from raytide.actors.engine.model.parallel.decoder import Computation
         from raytide.actors.engine.model.parallel.launcher import LocalMembers
         from raytide.actors.engine.model.parallel.leader import GroupLeader
@@ -121,7 +126,7 @@ class ModelRunner:
         return GroupLeader(computation, size, launcher, stages=config.pipeline_parallel)
 
     def _load_draft(self, config: EngineConfig, arch: Architecture) -> DraftModel:
-        """Returns the model that guesses. Raises ConfigError for another vocabulary or too short a context."""
+        """Returns the draft model. Raises ConfigError if its vocabulary differs or its context is too short."""
         assert config.draft_model is not None
         model_dir = _directory(config.draft_model)
         check_same_vocabulary(self.arch, _directory(config.model_dir), arch, model_dir)
@@ -146,7 +151,7 @@ class ModelRunner:
         )
 
     def load(self, model_dir: Path) -> PagedDecoder:
-        """Reads weights beside the present ones, which stay in use."""
+        """Reads other weights and returns them; the present ones stay loaded and in use."""
         if self._leader is not None:
             return self._leader.load(model_dir)
         limit = self._weights_bytes
@@ -154,14 +159,14 @@ class ModelRunner:
         return PagedDecoder(self.arch, weights, self._ops, self.max_len, self._quantized, limit)
 
     def use(self, model: PagedDecoder) -> None:
-        """Uses these weights from now on. KV of the former ones is invalid."""
+        """Computes with these weights from now on. KV of the former weights is then invalid."""
         if self._leader is not None:
             self._leader.use(model)
         self._model = model
 
     @property
     def death(self) -> EngineDeadError | None:
-        """The error with which a member's end has ended this engine."""
+        """The error with which this engine ended because another member ended; None while it lives."""
         return None if self._leader is None else self._leader.death
 
     def close(self) -> None:
@@ -179,7 +184,7 @@ class ModelRunner:
 
     @property
     def quantization(self) -> str:
-        """The formats of quantized weights and what they are computed with; empty for plain ones."""
+        """The formats of the quantized weights and the operators that compute with them; empty for a plain model."""
         return self._loaded.quantization
 
     @property
@@ -189,7 +194,9 @@ class ModelRunner:
 
     @property
     def row_cost(self) -> float:
-        """The time that a row more adds to a step of one, as a share of that: a first guess by the kind of device."""
+        """The time that one more row adds to a step, as a share of the time of a step with one row: a first guess by
+        the kind of device.
+        """
         return _ROW_COST if self._device.kind == "cpu" else _ROW_COST_GPU
 
     @property
@@ -197,7 +204,7 @@ class ModelRunner:
         return self._model is not None
 
     def allocate(self) -> None:
-        """Allocates the KV memory."""
+        """Allocates the KV memory, of the draft model too."""
         self.cache.allocate(self._loaded.new_cache(self.cache.num_blocks, self.block_size))
         if self.draft_model is not None:
             self.draft_model.allocate()
@@ -215,7 +222,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def swap_cost(self) -> SwapCost | None:
-        """Measures the cost of swapping while nothing runs; None without host memory."""
+        """Measures and returns the cost of swapping a block; None without host memory. Call it while nothing runs."""
         if not self.cache.num_host_blocks:
             return None
         count = min(_MEASURED_TOKENS // self.block_size + 1, self.cache.num_host_blocks, self.cache.num_blocks)
@@ -225,7 +232,7 @@ class ModelRunner:
 
     @cached_property
     def prefill_token_s(self) -> float:
-        """The seconds that a token of a prompt takes, measured while nothing runs."""
+        """The seconds that computing one prompt token takes, measured at first use, while nothing runs."""
         length = min(_MEASURED_TOKENS, self.max_len - 1)
         prompt = Sequence("measured", [0] * length, length, SamplingParams(), self.max_len, frozenset(), 0)
         prompt.block_ids += range(-(-length // self.block_size))
@@ -235,15 +242,16 @@ class ModelRunner:
 
     @property
     def operators(self) -> list[str]:
-        """The names of the operators in use."""
+        """The qualified names of the operator implementations in use."""
         used = [getattr(self._ops, field.name) for field in fields(self._ops)]
         return [f"{each.__module__}.{each.__qualname__}" for each in used]
 
     def execute_isolating_failures(
         self, chunks: list[ScheduledChunk]
     ) -> tuple[dict[str, list[Sampled]], dict[str, Exception]]:
-        """Computes the chunks, and after a failure their halves: down to a batch that fits in memory, or to the
-        sequence at fault, which is tried without its draft. The second dict has the errors, by sequence id.
+        """Computes the chunks, and after a failure their halves one after the other: down to a batch that fits in
+        memory, or to the sequence at fault, which is tried once more without its draft. Returns the results and the
+        errors, both by sequence id.
         """
         if not chunks:
             return {}, {}
@@ -265,8 +273,8 @@ class ModelRunner:
         return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
     def execute(self, chunks: list[ScheduledChunk]) -> dict[str, list[Sampled]]:
-        """Computes the chunks. Returns the next tokens of each sequence that they bring up to date, several where a
-        draft is right, and records prompt log probabilities and pooled states in the sequences.
+        """Computes the chunks. Returns the next tokens of each sequence that is then up to date, several if guesses of
+        its draft are right, by sequence id. Records prompt log probabilities and pooled states in the sequences.
 
         Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
         """
@@ -280,8 +288,9 @@ class ModelRunner:
         return {chunk.seq.seq_id: run for chunk, run in zip(due, runs, strict=True)}
 
     def logits(self, chunks: list[ScheduledChunk], more_rows: Items[int] = ()) -> torch.Tensor:
-        """Runs the forward pass alone. Returns float32 logits: a row for each sequence that is brought up to date and
-        one for each token of its draft, then one for each of `more_rows` of the flat batch. Records pooled states.
+        """Runs only the forward pass. Returns float32 logits: for each sequence that it brings up to date, one row and
+        one more for each token of its draft; then one row for each of `more_rows` of the flat batch. Records pooled
+        states.
         """
         step, pooled = self._batch.build(chunks), PooledRows.of(chunks)
         if more_rows or pooled.rows:
@@ -296,12 +305,12 @@ class ModelRunner:
         return head(hidden_RN[:num_logits])
 
     def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
-        """Returns float32 logits [T, V] after each token of a prompt, computed apart from running sequences."""
+        """Returns float32 logits [T, V] after each token of a prompt, computed separately from running sequences."""
         return prompt_logits(self._loaded, tokens, self.block_size, self._device.torch_device)
 
     def load_lora(self, name: str, path: Path) -> None:
-        """Loads a PEFT adapter for sequences whose `lora` is `name`. On ConflictError, CapacityError, ConfigError or
-        DataError nothing has changed.
+        """Loads a PEFT adapter for sequences whose `lora` is `name`. If it raises ConflictError, CapacityError,
+        ConfigError or DataError, nothing has changed.
         """
         self._adapters.check_free(name)
         if self._leader is not None:
@@ -321,11 +330,11 @@ class ModelRunner:
         return self._adapters.id_of(name)
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
-        """Returns how many of a draft's first tokens the sequence's grammar allows; all without one."""
+        """Returns how many of a draft's first tokens the sequence's grammar allows; all of them without a grammar."""
         return len(draft) if seq.grammar is None else self._sampler.allowed(seq, draft)
 
     def release(self, seq: Sequence) -> None:
-        """Frees what is held for a sequence that finished or was preempted."""
+        """Frees the batch row, draft state and sampling state of a sequence that finished or was preempted."""
         self._batch.release(seq)
         if self.draft_model is not None:
             self.draft_model.release(seq)
@@ -339,7 +348,7 @@ class ModelRunner:
 
 
 def _best_s(work: Callable[[], object]) -> float:
-    """Returns the least of three times, after a warm-up."""
+    """Returns the shortest of three run times of `work` in seconds, after a warm-up."""
     times = []
     for _ in range(4):
         began = time.perf_counter()
@@ -349,8 +358,9 @@ def _best_s(work: Callable[[], object]) -> float:
 
 
 def _own_kv_elements(config: EngineConfig, arch: Architecture) -> int:
-    """Returns the most elements of KV a token that one member holds. Raises ConfigError for a model that the members
-    cannot share."""
+    """Returns the KV elements per token of the member that holds the most. Raises ConfigError for a model that the
+    members cannot share.
+    """
     if config.num_processes == 1:
         return arch.kv_elements
     from raytide.actors.engine.model.parallel.shard import ModelShard
@@ -361,13 +371,14 @@ def _own_kv_elements(config: EngineConfig, arch: Architecture) -> int:
 
 
 def _directory(model: str) -> Path:
-    """Returns the directory of a model that is named by it, or by the package that holds it."""
+    """Returns the path of a model, which is given by its path or by the name of a packaged model."""
     return Path(packaged_path(model) or model)
 
 
 def _quantized_input(config: EngineConfig, arch: Architecture, ops: Ops) -> LinearInput:
-    """Returns what quantized linears multiply. Rounding to int8 is for speed, which only the C operators are known to
-    gain, and for models that are large enough not to lose by it."""
+    """Returns the input type of quantized linears. "auto" chooses int8 only where it is known to be faster, which is
+    with the C operators, and only for models that are large enough not to lose accuracy by it.
+    """
     if config.quantized_input != "auto":
         return config.quantized_input
     gains = ops.quantized_linear.__module__ == _C_OPERATORS

@@ -1,6 +1,6 @@
 """Prompts whose output is one vector: hidden states pooled into an embedding, or the logits of a classification head.
 
-They run in the schedule beside sequences that generate, so that one step computes both.
+They share the schedule with sequences that generate, so that one step computes both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Tensor = torch.Tensor
 
 
 def pooling_of(model_dir: Path) -> Pooling:
-    """Returns the pooling that sentence-transformers recorded in the directory; else that of the last token, the only
-    one that has seen the whole prompt.
+    """Returns the pooling that sentence-transformers recorded in the directory; without a record the last token's
+    state, since only the last token has seen the whole prompt.
     """
     path = model_dir / "1_Pooling" / "config.json"
     if not path.exists():
@@ -42,7 +42,7 @@ def pooling_of(model_dir: Path) -> Pooling:
 
 
 def pooled_vector(seq: Sequence) -> list[float]:
-    """Returns the vector of a prompt that is computed whole. Raises EngineError if it is not finite."""
+    """Returns the vector of a fully computed prompt. Raises EngineError if it is not finite."""
     prompt = seq.pooled
     assert prompt is not None
     total = torch.stack(list(prompt.sums.values())).sum(0)
@@ -74,8 +74,9 @@ class PooledRows:
         return cls(pooled, rows)
 
     def record(self, states_RN: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-        """Adds the last hidden states of the rows to their prompts; `head` is that of a model that classifies.
-        Recording a chunk again changes nothing, and after an eviction it replaces all from its start on.
+        """Adds the last hidden states of the rows to their prompts' sums, or the logits that `head` computes from them
+        if the prompt is to be classified. Recording a chunk again replaces its sum and all later ones, so that a repeat
+        changes nothing and a prompt can restart after an eviction.
         """
         at = 0
         for prompt, start, count in self.chunks:
@@ -86,7 +87,7 @@ class PooledRows:
 
 
 def _wanted(chunk: ScheduledChunk, pooling: Pooling) -> range:
-    """Returns the rows of a chunk whose states count."""
+    """Returns the rows of a chunk whose hidden states are pooled."""
     if pooling == "mean":
         return range(chunk.length)
     if pooling == "cls":

@@ -1,7 +1,7 @@
-"""Builds a decoder's layers from a model directory's weights, by the names of its family.
+"""Builds a decoder's layers from a model directory's weights, by the weight names of its family.
 
-Projections that read the same input are stacked (qkv, gate and up), so that each is one product. Quantized parts of
-different formats stay apart, each with a product of its own.
+Projections that read the same input are stacked (qkv, gate and up), so that each stack is one product. Quantized parts
+of different formats stay apart, each with its own product.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ Linear = Callable[[Tensor], Tensor]
 
 _HEAD_GROUP = 32
 _UNPACKED_BYTES = 8
-"""The memory that reading a quantized weight takes for each code, before it is packed again."""
+"""The bytes of memory for each code that reading a quantized weight takes before it is packed again."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedOptions:
-    """The inputs of quantized linears, whether a quantized model's head is rounded to int8 as well, and whether keys
-    and values are."""
+    """The options of quantized models: the number format of linears' inputs, and whether the output head and the keys
+    and values are rounded to int8 as well.
+    """
 
     input: LinearInput = "float"
     rounds_head: bool = False
@@ -39,7 +40,9 @@ class QuantizedOptions:
 
 @dataclass(frozen=True, slots=True)
 class SparseFfn:
-    """The router's logits [T, E], and the weighted sum of the chosen experts (operator `experts`)."""
+    """A sparse feed-forward layer: `router` computes its logits [T, E], `experts` the weighted sum of the chosen
+    experts' outputs (operator `experts`).
+    """
 
     router: Linear
     experts: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -62,18 +65,20 @@ class LayerWeights:
 
 
 class WeightLoader:
-    """Reads weights in the engine's layout and dtype. Raises DataError for missing ones.
+    """Builds layers from weights, in the engine's layout and dtype. Raises DataError for missing weights.
 
-    `options` say how quantized weights are computed.
+    `options` say how to compute with quantized weights.
     """
 
     def __init__(self, arch: Architecture, weights: ModelWeights, ops: Ops, options: QuantizedOptions) -> None:
         self._arch, self._weights, self._ops, self._options = arch, weights, ops, options
         self._is_quantized = self._rounds_head = False
         self.built_bytes = 0
-        """The bytes of all matrices that were built so far, as they are computed with."""
+        """The bytes of all matrices built so far, in the form that they are computed with."""
         self.scratch_bytes = 0
-        """The most that building one matrix took beside it: its parts as the file has them, and stacked."""
+        """The most bytes that building one matrix took in addition to the result: its parts as stored in the file, and
+        stacked.
+        """
         self._names: Names = NAMES[arch.names]
         self._prefix = "" if arch.vision is None else "language_model."
         root = self._prefix + self._names.root
@@ -92,8 +97,8 @@ class WeightLoader:
         return self._norm(self._root + self._names.norm)
 
     def head(self, embedding: Tensor) -> Linear:
-        """Returns the head: its own weight, or the embedding's; to be called after the layers. llm-compressor unties a
-        head that it quantizes.
+        """Returns the head, from its own weight or the embedding's. Call it after the layers are built. A head that
+        llm-compressor quantized has its own weight even if the config ties it to the embedding.
         """
         if self._arch.num_labels:
             return self._plain(self._get("score", self._arch.num_labels, self._arch.hidden_size), None)
@@ -112,7 +117,9 @@ class WeightLoader:
 
     @property
     def quantization(self) -> str:
-        """The formats of the layers that were built, and what they are computed with; empty for plain ones."""
+        """The formats of the quantized layers built so far, and the inputs that they are computed with; empty for a
+        plain model.
+        """
         found = self._weights.quantization
         if not found:
             return ""
@@ -153,7 +160,7 @@ class WeightLoader:
         return HeadNorms(q, k, arch.norm_eps)
 
     def _offset(self, weight: Tensor) -> Tensor:
-        """Returns 1 + weight, as Gemma's norms use it."""
+        """Returns 1 + weight if the family's norms multiply by that, as Gemma's do; else the weight."""
         offset = self._arch.norm_offset
         return (weight.float() + offset).to(weight.dtype) if offset else weight
 
@@ -184,7 +191,9 @@ class WeightLoader:
         return self._ops.quantized_linear(weight, bias, self._options.input)
 
     def _quantized(self, at: str, by: Projection, parts: list[QuantizedWeight | None], bias: Tensor | None) -> Linear:
-        """Returns the product of parts of which some are quantized. Neighbours that can are stacked."""
+        """Returns the linear of a projection of which at least one part is quantized. Adjacent parts are stacked where
+        their formats allow it; the others have products of their own.
+        """
         runs: list[list[QuantizedWeight] | Tensor] = []
         for path, size, part in zip(by.paths, by.rows, parts, strict=True):
             if part is None:

@@ -1,4 +1,4 @@
-"""Masks rows of logits by their sequences' grammars. A grammar that fails ends its own request alone."""
+"""Masks rows of logits by their sequences' grammars. A grammar that fails ends only its own request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GrammarMask:
         self._strikes.pop(seq.seq_id, None)
 
     def mask(self, logits_RV: torch.Tensor, seqs: Items[tuple[int, Sequence]]) -> dict[int, RaytideError]:
-        """Masks these rows by their grammars. Returns the errors of failed grammars by row."""
+        """Masks the rows of these sequences by their grammars. Returns the errors of failed grammars by row."""
         if not seqs:
             return {}
         grammars = [seq.grammar for _, seq in seqs if seq.grammar is not None]
@@ -67,8 +67,8 @@ class GrammarMask:
         return errors
 
     def allowed(self, seq: Sequence, draft: list[int]) -> int:
-        """Returns how many of a draft's first tokens the sequence's grammar allows; 0 if the grammar fails, which is
-        reported when its token is drawn.
+        """Returns how many of a draft's first tokens the sequence's grammar allows. Returns 0 if the grammar fails; the
+        error is then reported when the sequence's next token is drawn.
         """
         try:
             state = self._state(seq)
@@ -79,7 +79,7 @@ class GrammarMask:
             return 0
 
     def advance(self, chosen: Items[tuple[Sequence, Sampled]]) -> None:
-        """Advances each sequence's grammar by its token, and marks completed outputs."""
+        """Advances each sequence's grammar by its sampled token, and marks outputs that are complete."""
         for seq, sampled in chosen:
             if sampled.token < 0:
                 continue
@@ -101,7 +101,9 @@ class GrammarMask:
 def apply_mask(
     logits_RV: torch.Tensor, rows: Items[int], mask_RW: np.ndarray[tuple[int, int], np.dtype[np.int32]]
 ) -> None:
-    """Sets logits to minus infinity where a row's mask bit is 0; the lowest bit of a word comes first."""
+    """Sets the logits of `rows` to minus infinity where the mask's bit for the token is 0. The lowest bit of a word is
+    its first token.
+    """
     vocab = logits_RV.shape[1]
     bytes_RB = torch.from_numpy(mask_RW.view(np.uint8)).to(logits_RV.device)
     table = _EIGHT_BITS.to(logits_RV.device)
@@ -116,7 +118,7 @@ _EIGHT_BITS = torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, N
 
 
 def _own(error: BaseException) -> RaytideError:
-    """Returns the request's error. Panics in Rust are BaseExceptions."""
+    """Returns the error with which the request ends. Panics in Rust are BaseExceptions, not Exceptions."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         raise error
     return (

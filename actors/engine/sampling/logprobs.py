@@ -1,4 +1,4 @@
-"""Log probabilities under the model's own distribution, of chosen tokens and of a prompt's tokens.
+"""Log probabilities, under the model's own distribution, of chosen tokens and of a prompt's tokens.
 
 A row's result does not depend on the other rows. Shape suffixes: R rows, V vocabulary, K most likely tokens.
 """
@@ -22,7 +22,9 @@ _ROWS_AT_ONCE = 8  # keeps intermediate results small: fresh memory takes longer
 def token_logprobs(
     logits_RV: torch.Tensor, rows: Items[int], tokens: Items[int], counts: Items[int]
 ) -> list[TokenLogprobs]:
-    """Returns, for each of `rows`, its token's log probability and rank, and its `counts` most likely tokens."""
+    """Returns for each of `rows` the log probability and rank of its token, and its most likely tokens, as many as its
+    entry in `counts`.
+    """
     found: list[TokenLogprobs] = []
     for start in range(0, len(tokens), _ROWS_AT_ONCE):
         chunk = slice(start, start + _ROWS_AT_ONCE)
@@ -48,7 +50,8 @@ def _of_rows(logits_RV: torch.Tensor, tokens: Items[int], counts: Items[int]) ->
 def _most_likely(logprobs_RV: torch.Tensor) -> tuple[list[list[float]], list[list[int]]]:
     """Returns the MAX_LOGPROBS largest values of each row, and their tokens.
 
-    They are in as many of the row's blocks, those with the largest maxima: torch sorts a copy of all that it searches.
+    It searches only the MAX_LOGPROBS blocks of the row that have the largest maxima, which contain all of these values:
+    torch would sort a copy of the whole row.
     """
     rows, vocab = logprobs_RV.shape
     count, full = min(MAX_LOGPROBS, vocab), vocab // _BLOCK
@@ -67,7 +70,7 @@ def _most_likely(logprobs_RV: torch.Tensor) -> tuple[list[list[float]], list[lis
 
 
 def _counts(true_RV: torch.Tensor) -> list[int]:
-    """Returns how many of each row are true."""
+    """Returns the number of true values in each row."""
     if true_RV.device.type == "cpu":  # numpy's takes a tenth of the time of torch's
         return [int(np.count_nonzero(row)) for row in true_RV.numpy()]
     counts: list[int] = true_RV.sum(-1).tolist()

@@ -1,4 +1,4 @@
-"""Chooses tokens from logits. Each row's token depends on its logits, parameters, seed and position alone, never on the
+"""Chooses tokens from logits. Each row's token depends only on its logits, parameters, seed and position, never on the
 batch.
 
 Order: logit bias, penalties, the grammar's mask, bans, then the choice. Log probabilities are of the model's own
@@ -25,7 +25,9 @@ Tensor = torch.Tensor
 
 
 class Sampler:
-    """Caches token counts and grammar states until `forget`; they can be rebuilt from the tokens at any time."""
+    """Chooses tokens. It caches token counts and grammar states until `forget`; these can be rebuilt from the tokens at
+    any time.
+    """
 
     def __init__(self) -> None:
         self._occurrences: dict[str, Occurrences] = {}
@@ -39,12 +41,12 @@ class Sampler:
 
     @torch.inference_mode()
     def sample_runs(self, logits_RV: Tensor, chunks: Items[ScheduledChunk]) -> list[list[Sampled]]:
-        """Returns the next tokens of each chunk's sequence: one, and for as long as it equals the draft's, the one
-        behind it. Every token is the one that would be drawn without a draft. A run has no token of -1 behind others:
-        the next step meets that row again.
+        """Returns the next tokens of each chunk's sequence: one, and one more for each draft token that equals the
+        token drawn at its place. Every token is the one that would be drawn without a draft. If drawing fails after the
+        first token (-1), the run ends before that place; the next step draws there again.
 
-        Drafts are followed in rounds, a token of each sequence in each. Meanwhile the sequences have the tokens of the
-        rounds before, so that penalties, grammars and bans are those of each position, and none is ever taken back.
+        Drafts are followed in rounds of one token for each sequence. Until the end, the tokens of earlier rounds are
+        appended to the sequences, so that penalties, grammars and bans apply at the right position.
         """
         seqs = [chunk.seq for chunk in chunks]
         if not any(chunk.draft for chunk in chunks):
@@ -82,8 +84,8 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
-        """Returns the next token of each row; -1 for a row without a finite maximum, which means that the model failed
-        on it, and for one with an `error`. Changes the logits.
+        """Returns the next token of each row. It is -1 for a row with an `error`, and for a row without a finite
+        maximum, which means that the model failed on it. Changes the logits.
         """
         self._set_batch(seqs, logits_RV.device)
         batch = self._batch
@@ -112,8 +114,8 @@ class Sampler:
         return self._constraint.allowed(seq, draft)
 
     def _reported(self, logits_RV: Tensor, batch: _Batch) -> tuple[Tensor, list[int]]:
-        """Returns the model's own logits, and which of their rows log probabilities are wanted of: a copy only if
-        `_shape` changes them. The copy's memory is kept, since fresh memory takes longer than the copy.
+        """Returns the model's own logits, and the rows in them whose log probabilities are wanted. They are a copy only
+        if `_shape` will change the logits. The copy's memory is reused, since allocating it takes longer than copying.
         """
         if not (batch.reporting and batch.is_shaped):
             return logits_RV, batch.reporting
@@ -125,7 +127,7 @@ class Sampler:
         return self._copy_RV, list(range(rows))
 
     def _shape(self, logits_RV: Tensor, batch: _Batch) -> dict[int, RaytideError]:
-        """Applies bias, penalties, masks and bans in place. Returns the errors by row."""
+        """Applies biases, penalties, grammar masks and bans in place. Returns errors by row."""
         seqs = batch.seqs
         if batch.bias is not None:
             rows, tokens, values = batch.bias
@@ -149,7 +151,7 @@ class Sampler:
 
 
 class _Batch:
-    """The rows by requested option, computed once for as long as the same sequences run."""
+    """The rows that use each option, computed once for as long as the same sequences run."""
 
     def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
         self.seqs = list(seqs)
@@ -171,7 +173,7 @@ class _Batch:
 
 
 def _bias(seqs: Items[Sequence], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns rows, tokens and values of all logit biases."""
+    """Returns the rows, tokens and values of all logit biases; None without any."""
     biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
     if not biased:
         return None
@@ -188,13 +190,17 @@ def _bias(seqs: Items[Sequence], device: torch.device) -> tuple[Tensor, Tensor, 
 
 
 def banned_tokens(seq: Sequence) -> list[int]:
-    """Returns the tokens that may not come next: end tokens before `min_tokens`, and the last ones of bad words."""
+    """Returns the tokens that may not come next: end tokens before `min_tokens`, and tokens that would complete a bad
+    word.
+    """
     banned = list(seq.stop_token_ids) if seq.output_len < seq.params.min_tokens else []
     return banned + seq.bad_words.next_banned(seq.tokens, seq.output_len) if seq.bad_words else banned
 
 
 def _ban(logits_RV: Tensor, bans: dict[int, list[int]], structured: Items[int]) -> None:
-    """Bans tokens. Where a grammar allows nothing else, the grammar wins: an output cannot continue after its end."""
+    """Bans tokens in place. A row whose grammar allows only banned tokens stays as it is: an output cannot continue
+    after its grammar's end.
+    """
     ruled = [row for row in bans if row in structured]
     before_RV = logits_RV[ruled] if ruled else None
     rows = [row for row, banned in bans.items() for _ in banned]
@@ -216,7 +222,9 @@ def _choose(logits_RV: Tensor, batch: _Batch) -> Tensor:
 
 
 def _greedy(logits_RV: Tensor) -> list[Sampled]:
-    """Returns the most likely token of each row. NaN and infinity win, so the chosen logit shows if a row is valid."""
+    """Returns the most likely token of each row; -1 for a row with NaN or infinity. The argmax selects these, so it is
+    enough to check the chosen logit.
+    """
     tokens_R = _argmax(logits_RV)
     is_sound_R = logits_RV.gather(-1, tokens_R[:, None]).isfinite().squeeze(1)
     return list(map(Sampled, torch.where(is_sound_R, tokens_R, -1).tolist()))
@@ -251,7 +259,7 @@ class Occurrences:
         self._known = seq.prompt_len
 
     def update(self, seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """Returns the tokens and their counts as of now."""
+        """Counts the sequence's new tokens. Returns its distinct tokens and their present counts in its output."""
         for token in seq.tokens[self._known :]:
             place = self._place.setdefault(token, len(self._place))
             if place == len(self._ids):
@@ -268,7 +276,7 @@ def penalize(logits_RV: torch.Tensor, rows: Items[int], seqs: Items[Sequence], s
     """Applies each row's penalties in place: OpenAI's presence and frequency (over the output) and CTRL's repetition
     (over prompt and output, arXiv 1909.05858).
 
-    Only the logits of tokens that occurred are touched, so the cost follows the text and not the vocabulary.
+    Only the logits of tokens that occurred are touched, so the cost grows with the text and not with the vocabulary.
     """
     ids, outputs = zip(*(each.update(seq) for each, seq in zip(seen, seqs, strict=True)), strict=True)
     sizes = [len(each) for each in ids]

@@ -1,8 +1,8 @@
-"""One random token for each row of logits, filtered by top-k, top-p and min-p.
+"""Draws a random token for each row of logits, filtered by top-k, top-p and min-p.
 
-A token takes one uniform number, hashed from (seed, position), through the inverse of the row's cumulative
-distribution: there is no random state, a recomputed sequence draws the same again, and a row's token does not depend on
-the other rows. Shape suffixes: R rows, V vocabulary, C candidates, B blocks of the vocabulary.
+A token is drawn with one uniform number, hashed from (seed, position), through the inverse of the row's cumulative
+distribution. There is no random state, a recomputed sequence draws the same token again, and a row's token does not
+depend on the other rows. Shape suffixes: R rows, V vocabulary, C candidates, B blocks of the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ Row = npt.NDArray[np.float32]
 
 _BLOCK = 256
 _CHUNK_ELEMENTS = 1 << 19
-"""Probabilities that a CPU filters and draws from at once: they stay in its cache and in memory that is not fresh."""
+"""The most probabilities that a CPU filters and draws from at once, so that they stay in its cache and in reused
+memory.
+"""
 _SAMPLE, _SPREAD = 1024, 48
 _SORTED = 4096
-"""Probabilities that are sorted rather than sampled again."""
+"""Up to this many probabilities are sorted directly instead of sampled again."""
 
 
 class RandomSampler:
-    """Draws tokens for a fixed set of rows, with their parameters as columns."""
+    """Draws tokens for a fixed set of rows, whose parameters it keeps as tensors."""
 
     def __init__(self, params: Items[SamplingParams], seeds: Items[int], device: torch.device) -> None:
         self._seeds = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], np.uint64)
@@ -40,7 +42,9 @@ class RandomSampler:
         self._params = list(params)
 
     def draw(self, logits_RV: Tensor, positions: Items[int], rows: Items[int] | None = None) -> Tensor:
-        """Returns a token for each row, or each of `rows`; `positions` are the lengths of the sequences so far."""
+        """Returns a token for each row of logits, or for each of `rows`. `positions` are the present lengths of their
+        sequences.
+        """
         points_R1 = torch.from_numpy(uniforms(self._seeds, positions)).to(self._device)[:, None]
         size = len(self._params)
         if self._device.type == "cpu":
@@ -57,9 +61,9 @@ class RandomSampler:
 
 
 def _invert(probs_RV: Tensor, point_R1: Tensor) -> Tensor:
-    """Returns the first token of each row whose cumulative probability exceeds the point's share of the total.
+    """Returns the first token of each row at which the cumulative probability exceeds `point` times the row's total.
 
-    Searches blocks first: a running sum of the whole vocabulary in 64 bits takes ten times as long.
+    It first searches blocks of tokens: a running sum in 64 bits over the whole vocabulary takes ten times as long.
     """
     rows, vocab = probs_RV.shape
     padded_RBW = F.pad(probs_RV, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
@@ -72,8 +76,8 @@ def _invert(probs_RV: Tensor, point_R1: Tensor) -> Tensor:
 
 
 def _first_above(upto_RC: Tensor, point_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the index at which each running sum first exceeds the point, and the sum before it. A point that rounding
-    puts past the end finds the last step of nonzero height.
+    """Returns for each row the index at which the running sum first exceeds the point, and the sum before this index.
+    If rounding puts a point past the end, the index is that of the last nonzero term.
     """
     end_R1 = upto_RC[:, -1:]
     point_R1 = torch.minimum(point_R1, torch.nextafter(end_R1, torch.zeros_like(end_R1)))
@@ -83,9 +87,10 @@ def _first_above(upto_RC: Tensor, point_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keep_likely(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
-    """Sets the probabilities that top_k, then top_p and min_p exclude to zero, in place, and returns them.
+    """Sets probabilities to zero that top_k, then top_p and min_p exclude, in place, and returns the tensor.
 
-    Ties with the least likely kept token are kept too."""
+    Tokens as likely as the least likely kept one are kept too.
+    """
     filtered = [row for row, each in enumerate(params) if each.has_filters]
     if not filtered:
         return probs_RV
@@ -100,7 +105,9 @@ def keep_likely(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
 
 
 def rank_floor(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
-    """Returns the least probability that top_k, and then top_p of what top_k left, keep in each row, by sorting it."""
+    """Returns the smallest probability in each row that is kept by top_k, and by top_p applied to the result of top_k.
+    It sorts the row.
+    """
     device, vocab = probs_RV.device, probs_RV.shape[-1]
     top_k_R1 = torch.tensor([min(each.top_k or vocab, vocab) for each in params], device=device)[:, None]
     top_p_R1 = torch.tensor([each.top_p for each in params], dtype=torch.float64, device=device)[:, None]
@@ -112,7 +119,7 @@ def rank_floor(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
 
 
 def _floor(probs_V: Row, params: SamplingParams) -> np.float32:
-    """Returns the least probability that the filters keep in one row on a CPU, without sorting it."""
+    """Returns the smallest probability that the filters keep in one row, on a CPU, without sorting the row."""
     vocab, best, mass = len(probs_V), probs_V, params.top_p
     floor = np.float32(params.min_p) * probs_V.max()
     if 0 < params.top_k < vocab:
@@ -124,10 +131,10 @@ def _floor(probs_V: Row, params: SamplingParams) -> np.float32:
 
 
 def _nucleus_floor(probs: Row, mass: float) -> np.float32:
-    """Returns the largest probability such that those not below it sum to `mass`.
+    """Returns the largest probability p such that the probabilities of at least p sum to at least `mass`.
 
-    A quickselect by sums: two values from a sorted sample, between which the floor should lie, part the probabilities
-    into three, and the part that it does lie in is looked at further.
+    A quickselect by sums: two values from a sorted sample, which should lie above and below p, divide the probabilities
+    into three parts; the search continues in the part that contains p.
     """
     above = 0.0  # the sum of what is known to be kept
     size = len(probs) + 1
@@ -151,7 +158,7 @@ def _nucleus_floor(probs: Row, mass: float) -> np.float32:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: Items[int]) -> npt.NDArray[np.float64]:
-    """Returns a number in [0, 1) for each (seed, position): two rounds of splitmix64's finalizer."""
+    """Returns a uniform number in [0, 1) for each (seed, position), by two rounds of splitmix64's finalizer."""
     mixed = _mix(_mix(seeds) ^ np.array(positions, np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 

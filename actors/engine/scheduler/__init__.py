@@ -1,1 +1,1 @@
-"""The pure scheduler of the native engine: what runs in the next step, what waits, what is preempted."""
+"""The pure scheduler of the native engine: it decides what runs in the next step, what waits and what is preempted."""

@@ -1,7 +1,7 @@
-"""The order of service. A lower level goes first; within a level, the earlier deadline or arrival.
+"""The order in which sequences are served: lower levels first; within a level, the earlier deadline or arrival first.
 
-A request's level is its priority, less one for each `ageing_s` that it has waited. It is fixed while the sequence runs,
-so that a request that aged its way in is not evicted by the next request of its original level.
+A request's level is its priority, less one for each `ageing_s` seconds that it has waited. The level is fixed while the
+sequence runs, so that a request that started through ageing is not evicted by the next request of its original level.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_EVICTIONS = 3
 @dataclass(frozen=True, slots=True)
 class SchedulingPolicy:
     """A scheduling policy. `fcfs` ignores priorities and deadlines. A request without a deadline counts as due
-    `ageing_s` after its arrival, so that those with one cannot starve it.
+    `ageing_s` seconds after its arrival, so that requests with a deadline cannot starve it.
     """
 
     kind: Literal["fcfs", "priority", "deadline"] = "priority"
@@ -35,18 +35,22 @@ class SchedulingPolicy:
         return seq.arrival_s + self.ageing_s if math.isinf(seq.deadline_s) else seq.deadline_s
 
     def level(self, seq: Sequence, now_s: float) -> int:
-        """Returns the present level of a waiting sequence."""
+        """Returns the level of a waiting sequence at `now_s`."""
         if self.kind == "fcfs":
             return 0
         waited_s = max(0.0, seq.waited_s + now_s - seq.waiting_since_s)
         return self.priority(seq) - int(waited_s / self.ageing_s)
 
     def rank(self, seq: Sequence) -> Rank:
-        """Returns a running sequence's rank: each may take blocks of those after it."""
+        """Returns a running sequence's rank. A sequence may take blocks of sequences with a later rank; protected
+        sequences have the first ranks.
+        """
         return (-math.inf if is_protected(seq) else seq.level), self.due_s(seq), seq.arrival
 
     def may_evict(self, waiting: Sequence, level: int, running: Sequence) -> bool:
-        """Returns whether a waiting sequence may evict a running one; ageing alone does not allow it."""
+        """Returns whether a waiting sequence may evict a running one. It needs the better priority; ageing alone is not
+        enough.
+        """
         return self.priority(waiting) < self.priority(running) and level < running.rank[0]
 
 

@@ -1,4 +1,4 @@
-"""Chooses the sequences to evict by the cost of evicting them: the tokens that would have to be computed again."""
+"""Chooses which sequences to evict by what their eviction costs, in tokens that would have to be computed again."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ class SwapCost:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionCost:
-    """The cost of an eviction. `swap`: saving the blocks on the host is cheaper than computing them again."""
+    """The cost of an eviction in tokens of computation. `swap` is True if saving the blocks on the host is cheaper than
+    computing them again.
+    """
 
     tokens: float
     swap: bool
 
 
 def preemption_cost(seq: Sequence, pool: BlockPool, hashes: Items[bytes | None], cost: SwapCost) -> PreemptionCost:
-    """Returns the cheaper of recomputing and swapping. `hashes` are those of the blocks that hold computed tokens.
+    """Returns the cost of the cheaper way, recomputing or swapping. `hashes` are those of the blocks that hold computed
+    tokens.
 
-    Blocks that other sequences or the host hold need not be recomputed. The rest of the device's cache counts as lost,
-    since an eviction means that blocks are needed.
+    Blocks that other sequences or the host hold need not be recomputed. All other cached blocks on the device count as
+    lost, since an eviction means that blocks are needed.
     """
     one_way, size = cost.tokens_per_block / 2, pool.block_size
     kept, recompute, swap = seq.reads_cache, float(seq.num_computed), 0.0
@@ -52,8 +55,9 @@ def choose_victims(
     wanted: Collection[int],
     tokens_lost: Callable[[Sequence], float],
 ) -> list[Sequence]:
-    """Returns the sequences to evict so that at least one, and at least `missing` blocks beside the `wanted` ones, come
-    free; none if that is impossible. Higher levels go first, then the lowest cost, then the latest arrival.
+    """Returns the sequences to evict: at least one, so many that they free `missing` blocks, not counting the `wanted`
+    ones; none if that is impossible. Sequences of higher levels go first, then those with the lowest cost, then the
+    latest arrivals.
     """
     lost = {seq.seq_id: tokens_lost(seq) for seq in candidates}
     chosen: list[Sequence] = []
@@ -77,7 +81,9 @@ def choose_victims(
 
 
 def _freed(seq: Sequence, held: Counter[int], pool: BlockPool, wanted: Collection[int]) -> int:
-    """Returns the number of further blocks that this sequence frees, after those counted in `held`."""
+    """Returns how many blocks this sequence frees in addition to the sequences counted in `held`, and adds its blocks
+    to `held`.
+    """
     held.update(seq.block_ids)
     refs = pool.device.refs
     return sum(held[block] == refs[block] and block not in wanted for block in seq.block_ids)

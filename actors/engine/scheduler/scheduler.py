@@ -1,7 +1,7 @@
-"""Plans each step: which tokens of which sequences are computed; and records its result.
+"""Plans each step, that is which tokens of which sequences are computed, and records the step's result.
 
-One rule covers prefill, chunked prefill, decode, prefix hits and resumption: a sequence has `tokens`, of which
-`num_computed` have their KV, and each step brings some sequences closer to being up to date (as in vLLM v1). Pure
+One rule covers prefill, chunked prefill, decode, prefix hits and resumption: a sequence has `tokens`, of which the
+first `num_computed` have KV, and each step brings some sequences closer to having KV for all (as in vLLM v1). Pure
 Python, no clock, no randomness, no torch: the same calls give the same plans.
 """
 
@@ -27,29 +27,29 @@ from raytide.core.errors import UsageError
 
 
 class Drafter(Protocol):
-    """Guesses at next tokens, which a step computes along and may find right."""
+    """Guesses next tokens, which a step verifies while it computes them."""
 
     def add_drafts(
         self, decodes: Items[ScheduledChunk], num_tokens: int, budget: int, reserve: Callable[[Sequence, int], int]
     ) -> None:
-        """Adds drafts to decodes of a step that has `num_tokens` without them, `budget` tokens at most.
-        `reserve(seq, count)` returns how many of `count` draft tokens a sequence has room for.
+        """Adds drafts of at most `budget` tokens to decodes of a step that has `num_tokens` without them. `reserve(seq,
+        count)` returns how many of `count` draft tokens a sequence has room for.
         """
 
 
 class Scheduler:
     """Plans each step: which sequences compute how many tokens, and which are preempted.
 
-    Advances running sequences in the order of their ranks; each may evict those after it for a block it needs. A
-    waiting one goes before the running ones of higher levels, and may evict those of lower priority.
+    It advances running sequences in the order of their ranks; each may evict later ones when it needs a block. A
+    waiting sequence goes before running ones of higher levels, and may evict those of lower priority.
 
-    Progress: the first in rank can take every other one's blocks, and `add` refuses a sequence that does not fit into
-    the whole pool; so each step advances the first, and every sequence becomes the first. Without a `swap_cost` host
+    Progress: the first in rank can take the blocks of all others, and `add` refuses a sequence that does not fit into
+    the whole pool; so each step advances the first, and every sequence becomes first. Without a `swap_cost`, host
     memory is not used.
 
-    With a `team_slowdown`, sequences of light teams start first, and those of the others are kept out of some steps in
-    which light ones are computed (see TeamShare): each in turn, so that the first in rank gets its turn as well.
-    `step_seconds(tokens)` is what a step takes.
+    With a `team_slowdown`, sequences of light teams start first, and those of the other teams skip some steps in which
+    light ones are computed (see TeamShare). They skip in turn, so that the first in rank gets its turn too.
+    `step_seconds(tokens)` returns the time of a step.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Scheduler:
         self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Queues another sample of the parent's prompt. It starts once that is computed, shares its full blocks and
-        gets a copy of the last one, since both continue in it.
+        """Queues another sample of the parent's prompt. It starts once the prompt is computed, shares the prompt's full
+        blocks and gets a copy of its last one, since both samples continue in that block.
         """
         assert child.tokens == parent.tokens[: parent.prompt_len]
         self.add(child)
@@ -103,7 +103,7 @@ class Scheduler:
             self.waiting.park(child, parent.seq_id)
 
     def adopt(self, seq: Sequence, num_computed: int) -> bool:
-        """Runs a sequence whose KV for the first `num_computed` tokens comes from elsewhere: the caller writes it to
+        """Starts a sequence whose first `num_computed` tokens have KV from elsewhere; the caller writes it to
         `seq.block_ids` before the next step. Returns False, without any effect, when there is no room now.
         """
         assert 0 <= num_computed < len(seq.tokens)
@@ -117,7 +117,7 @@ class Scheduler:
         return True
 
     def invalidate(self) -> None:
-        """Discards all computed KV, cached prefixes included, after a change of weights."""
+        """Discards all computed KV, cached prefixes included, and queues the running sequences to compute it again."""
         for key in self._prefixes.cancel_reads():
             self.waiting.wake(key)
         for seq in self.running:
@@ -132,8 +132,8 @@ class Scheduler:
         self.pool.reset()
 
     def plan(self, now_s: float = 0.0) -> StepPlan:
-        """Returns the plan of the next step. Blocks for its tokens are allocated; nothing counts as computed before
-        `commit`.
+        """Returns the plan of the next step. Blocks for its tokens are allocated; its tokens count as computed only
+        after `commit`.
         """
         self._now_s = now_s
         for key in self._prefixes.take_from_disk(self.running):
@@ -158,8 +158,8 @@ class Scheduler:
         return plan
 
     def _start_light(self, order: list[Sequence], step: StepBuilder) -> None:
-        """Starts waiting sequences of light teams, before a prompt of another team takes the step's budget, and limits
-        the other teams in this step.
+        """Starts waiting sequences of light teams, before a prompt of another team can take the step's budget, and
+        limits the tokens of the other teams in this step.
         """
         shares, now_s = self._shares, self._now_s
         assert shares is not None
@@ -175,7 +175,7 @@ class Scheduler:
         step.limit = shares.limit(order, light, started=step.prompts, left=step.left, may_admit=may_admit)
 
     def _fill(self, order: list[Sequence], step: StepBuilder) -> None:
-        """Adds the running sequences of `order` to a step, by rank, and waiting ones between them."""
+        """Adds the running sequences of `order` to a step, by rank, and starts waiting ones between them by level."""
         size = self.pool.block_size
         next_level = self._next_level(step)
         for at, seq in enumerate(order):
@@ -197,11 +197,11 @@ class Scheduler:
             next_level = self._next_level(step) if self._admit(step, []) else math.inf
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, Items[int]]) -> None:
-        """Records a step's result: KV of every chunk is written, and `sampled` has the next tokens of sequences that
-        are up to date: one, and more if their drafts were right. The KV of what was wrong in a draft is not counted,
-        so that it is never shared, and is written again.
+        """Records a step's result: the KV of every chunk is written, and `sampled` has the next tokens of sequences
+        that are up to date: one, or more if draft tokens were right. KV of wrong draft tokens does not count as
+        computed, so that it is never shared and is overwritten.
 
-        Sequences that finished since `plan` are skipped. Those that their token ends are finished here.
+        Sequences that finished since `plan` are skipped. Sequences that end with their new token are finished here.
         """
         for chunk in plan.chunks:
             seq = chunk.seq
@@ -252,15 +252,15 @@ class Scheduler:
             self._shares.enter(seq)
 
     def _next_level(self, step: StepBuilder) -> float:
-        """Returns the level of the next waiting sequence; infinity if none can join this step."""
+        """Returns the level of the next waiting sequence; infinity if none can start in this step."""
         seq = self.waiting.head(self._now_s) if self.waiting else None
         if seq is None or seq.seq_id in step.evicted:
             return math.inf
         return self.policy.level(seq, self._now_s)
 
     def _advance(self, seq: Sequence, step: StepBuilder) -> None:
-        """Plans a running sequence's next tokens. If no block is available it stalls and keeps its blocks: one is kept
-        free for it, and sequences of a better rank may take its blocks.
+        """Plans a running sequence's next tokens. If no block is available, the sequence skips the step but keeps its
+        blocks, which sequences of a better rank may take; one free block is reserved for it.
         """
         is_decode = seq.num_pending == 1
         length = 1 if is_decode else min(seq.num_pending, step.room(seq))
@@ -282,8 +282,8 @@ class Scheduler:
             step.fill(seq)
 
     def _reserve(self, seq: Sequence, count: int) -> int:
-        """Returns how many of `count` draft tokens fit into a decoding sequence's blocks and its length. It takes only
-        blocks that no running sequence needs for its next token.
+        """Returns how many of `count` draft tokens fit into a decoding sequence's blocks and maximum length. It
+        allocates only blocks that no running sequence needs for its next token.
         """
         size = self.pool.block_size
         count = min(count, seq.max_len - len(seq.tokens) - 1)
@@ -294,8 +294,8 @@ class Scheduler:
         return min(count, len(seq.block_ids) * size - len(seq.tokens))
 
     def _admit(self, step: StepBuilder, rest: list[Sequence], seq: Sequence | None = None) -> bool:
-        """Starts or parks the next waiting sequence, or `seq`, and returns True; False if it has to wait, and all
-        others with it. It may evict from `rest`, the running sequences that are not in the step yet.
+        """Starts or parks the next waiting sequence, or `seq`, and returns True. Returns False if it and all others
+        have to wait. It may evict from `rest`, the running sequences that are not in the step yet.
         """
         seq = seq or self.waiting.head(self._now_s)
         assert seq is not None
@@ -337,8 +337,8 @@ class Scheduler:
         return True
 
     def _missing(self, seq: Sequence, source: KvSource, lower: list[Sequence]) -> int:
-        """Returns the number of free blocks that a waiting sequence lacks for its tokens and one more, beside one for
-        the growth of each running sequence that it may not evict.
+        """Returns how many free blocks are missing to start a waiting sequence. It needs blocks for its tokens and one
+        more, and one block must stay free for each running sequence that it may not evict and that still grows.
         """
         size = self.pool.block_size
         growing = sum(len(each.block_ids) * size < each.max_len for each in self.running)
@@ -347,7 +347,7 @@ class Scheduler:
         return own + growing - self.pool.num_free
 
     def _may_run_to_its_end(self, seq: Sequence) -> bool:
-        """Returns whether all protected sequences fit into the pool together, so that none of them is evicted again."""
+        """Returns whether all protected sequences fit into the pool together, so that none has to be evicted again."""
         if not is_protected(seq):
             return True
         protected = [each for each in self.running if is_protected(each)]
@@ -389,7 +389,7 @@ class Scheduler:
         self.waiting.push(seq)
 
     def _withdraw_promises(self, seq: Sequence) -> None:
-        """Wakes the sequences that wait for what this one would have computed."""
+        """Wakes the sequences that wait for blocks that this one would have computed."""
         for block_hash in self._prefixes.withdraw(seq):
             self.waiting.wake(block_hash)
         self.waiting.wake(seq.seq_id)

@@ -14,7 +14,9 @@ from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 @dataclass(slots=True)
 class KvSource:
-    """The KV of the first `num_tokens` tokens: whole blocks at `places`, the rest in the parent's `tail`."""
+    """The reusable KV of a sequence's first `num_tokens` tokens: whole blocks at `places`, and the rest in `tail`, a
+    block of its parent.
+    """
 
     num_tokens: int
     places: list[Place]
@@ -27,7 +29,7 @@ class KvSource:
         return tuple(block for on_host, block in self.places if not on_host)
 
     def load(self, seq: Sequence, pool: BlockPool) -> None:
-        """Gives the KV to a sequence. The caller has added references to the places."""
+        """Makes the KV the first blocks of a sequence. The caller has added references to the places."""
         seq.block_ids = pool.load(self.places, self.hashes)
         if self.tail is not None:
             seq.block_ids.append(pool.copy(self.tail))
@@ -36,7 +38,9 @@ class KvSource:
 
 
 def find_source(seq: Sequence, pool: BlockPool, prefixes: PrefixCache) -> KvSource:
-    """Returns a sequence's swapped out blocks, else those of its running parent, else the cached prefix."""
+    """Returns the KV that a sequence can start from: its own swapped-out blocks, else those of its running parent, else
+    its cached prefix.
+    """
     if seq.host_ids:
         hashes = prefixes.computed(seq)
         return KvSource(seq.num_computed, pool.saved(seq.host_ids, hashes), hashes)
@@ -51,8 +55,8 @@ def find_source(seq: Sequence, pool: BlockPool, prefixes: PrefixCache) -> KvSour
 
 
 class StepBuilder:
-    """The chunks of a step. Each decode of `running` has a token of the budget reserved; `left` is for the rest.
-    `logprob_rows` bounds the prompt positions whose log probabilities are computed.
+    """The chunks of a step under construction. One token of the budget is reserved for each decode of `running`; `left`
+    is the rest. `logprob_rows` is the most prompt positions whose log probabilities are computed.
     """
 
     def __init__(self, budget: int, running: Items[Sequence], dropped: list[Sequence], logprob_rows: int) -> None:
@@ -72,7 +76,7 @@ class StepBuilder:
         return not (self.decodes or self.prompts)
 
     def room(self, seq: Sequence) -> int:
-        """Returns how many tokens of the budget, beside those of decodes, a sequence may take."""
+        """Returns how many tokens of the budget, after those reserved for decodes, a sequence may take."""
         return self.left if self.limit is None else self.limit.tokens(seq, self.left)
 
     def decode(self, seq: Sequence) -> None:
@@ -80,23 +84,25 @@ class StepBuilder:
 
     @property
     def started(self) -> list[ScheduledChunk]:
-        """The chunks of sequences that start in this step."""
+        """The chunks of the sequences that start in this step."""
         return [chunk for chunk in self.prompts if chunk.seq.seq_id in self._started]
 
     def may_evict(self, seq: Sequence) -> bool:
-        """Returns whether a sequence may be evicted for one of a better rank: what starts in this step is in it."""
+        """Returns whether a running sequence may be evicted for one of a better rank. It may not if it starts in this
+        step or is protected.
+        """
         return seq.seq_id not in self._started and not is_protected(seq)
 
     def start(self, seq: Sequence) -> None:
-        """Adds a sequence that waited."""
+        """Adds a sequence that has waited until now."""
         self._started.add(seq.seq_id)
         if self.limit is not None:
             self.limit.start(seq)
         self.fill(seq)
 
     def fill(self, seq: Sequence) -> None:
-        """Adds as much of a sequence as the budget allows, perhaps nothing. Positions whose logits are all wanted are
-        bounded, since each takes the memory of the whole vocabulary.
+        """Adds as many tokens of a sequence as the budget allows, perhaps none. Prompt positions that need log
+        probabilities are limited further, since the logits of each take memory for the whole vocabulary.
         """
         length = min(seq.num_pending, self.room(seq))
         if seq.params.prompt_logprobs is not None and seq.num_computed < seq.prompt_len:
@@ -113,12 +119,12 @@ class StepBuilder:
         self.stalled.add(seq.seq_id)
 
     def hold(self, seq: Sequence) -> None:
-        """Leaves a running sequence out of this step for the sake of a lighter team."""
+        """Leaves a running sequence out of this step to keep it short for a light team."""
         self.left += seq.num_pending == 1
         self.held.append(seq)
 
     def release_held(self) -> list[Sequence]:
-        """Ends the limit, and returns the running sequences that it has kept out of this step."""
+        """Removes the limit, and returns the running sequences that it has kept out of this step."""
         held = [seq for seq in self.held if seq.seq_id not in self.evicted]
         self.left -= sum(seq.num_pending == 1 for seq in held)
         self.held, self.limit = [], None

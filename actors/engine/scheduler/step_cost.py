@@ -1,20 +1,25 @@
-"""The seconds that a step takes by its rows, learned from the engine's own steps."""
+"""Estimates the seconds that a step takes from its number of rows, learned from the engine's own steps."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
 _LEARNED_FROM_FASTER, _LEARNED_FROM_SLOWER = 0.2, 0.05
-"""The weight of a new measurement: what other work on the machine adds says nothing about rows."""
+"""The weight of a new measurement in the estimate, if it is faster or slower than expected. A slow one may be due to
+other work on the machine, so it weighs less.
+"""
 _MOST_JUMP = 2.0
-"""A measurement that is further off counts as this far: a busy machine makes some of any size."""
+"""A measurement counts as at most this many times the estimate, or at least the estimate divided by it: a busy machine
+causes outliers of any size.
+"""
 _STALE_AFTER = 256
-"""Measurements after which a number of rows that had none is guessed again, which tries it again."""
+"""A number of rows that was not among this many measurements is forgotten, so that it is guessed and tried again."""
 
 
 class StepCost:
-    """Estimates a step's seconds: 1 + `row_cost` x (rows - 1) in shape, corrected where steps of about so many rows
-    were measured. A first guess that is too low is tried and corrected within a few steps.
+    """Estimates a step's seconds from its rows. The estimate is proportional to 1 + `row_cost` x (rows - 1), with a
+    factor for each number of rows that is learned from measured steps. A first guess that is too low is corrected
+    within a few steps.
 
     Only steps of decodes are measured, with or without drafts: a prompt's attention costs more than its rows.
     """
@@ -27,7 +32,7 @@ class StepCost:
         self._count = 0
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learns from a step."""
+        """Updates the estimates with the measured time of a step."""
         rows, self._count = _rounded(rows), self._count + 1
         expected = self.seconds(rows) if self._rows else seconds
         bounded = min(max(seconds, expected / _MOST_JUMP), expected * _MOST_JUMP)
@@ -43,7 +48,7 @@ class StepCost:
                 del self._factors[stale], self._seen[stale]
 
     def seconds(self, rows: int) -> float:
-        """Returns the estimate; in units of a step of one row before anything was measured."""
+        """Returns the estimated seconds of a step. Before any measurement, the unit is the time of a one-row step."""
         measured = self._rows
         if not measured:
             return self._shape(rows)
@@ -63,6 +68,6 @@ class StepCost:
 
 
 def _rounded(rows: int) -> int:
-    """Returns the rows under which a step is remembered: eight for each doubling."""
+    """Returns the rounded number of rows under which a step is recorded: there are eight values for each doubling."""
     unit = 1 << max(0, rows.bit_length() - 4)
     return rows // unit * unit

@@ -1,8 +1,9 @@
-"""Bounds how much longer a step takes by the tokens of one team while another one, with few requests, is answered.
+"""Bounds how much other teams lengthen a step while it computes requests of a team with few requests.
 
 A team is light when its load is less than half of its share by weight. In a step that computes something of a light
-team, the others' sequences take turns for as many tokens as lengthen it by a bounded part, and at least for as many as
-the light teams decode. With one team, or none that is light, nothing is bounded.
+team, the other teams' sequences take turns. Together they get as many tokens as lengthen the step by a bounded factor,
+and at least as many as the light teams decode, by the ratio of their weights. With one team, or without a light one,
+nothing is bounded.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from raytide.actors.engine.scheduler.policy import SchedulingPolicy
 from raytide.actors.engine.sequence import ScheduledChunk, Sequence
 
 _TOKENS_OF_A_PLACE = 256
-"""The number of prompt tokens, still to be computed, that are as much load as a sequence."""
+"""The number of uncomputed prompt tokens that count as much load as one sequence."""
 _TOKENS_OF_A_TURN = 8
-"""The number of prompt tokens that take as much of a turn as a decode."""
+"""The number of prompt tokens that count as one turn, as a decode does."""
 
 
 @dataclass(slots=True)
 class StepLimit:
-    """The tokens of a step for the sequences that are limited in it: the `grants` of running ones, and `admission` for
-    one that starts. Sequences of `light` teams and more urgent ones than `priority` are not limited.
+    """The tokens that a step may compute for limited sequences: `grants` for running ones by sequence id, and
+    `admission` for one that starts. Sequences of `light` teams, and those more urgent than `priority`, are not limited.
     """
 
     policy: SchedulingPolicy
@@ -45,14 +46,15 @@ class StepLimit:
         return self.admission > 0 or not self.limits(seq)
 
     def start(self, seq: Sequence) -> None:
-        """Gives a sequence that starts what there is for that."""
+        """Gives a limited sequence that starts the tokens of `admission`."""
         if self.limits(seq):
             self.grants[seq.seq_id], self.admission = self.admission, 0
 
 
 class TeamShare:
-    """The teams with unfinished sequences, and what is due to those that are limited. `seconds(rows)` is the time of a
-    step by its tokens, in any unit; `slowdown` times as long may a step of light teams take.
+    """The teams with unfinished sequences, and the tokens that are due to limited ones. `seconds(rows)` returns the
+    time of a step by its tokens, in any unit. A step with light teams may take `slowdown` times as long as without the
+    others.
     """
 
     def __init__(self, policy: SchedulingPolicy, slowdown: float, seconds: Callable[[int], float]) -> None:
@@ -79,7 +81,9 @@ class TeamShare:
             del self._sequences[seq.team], self._weights[seq.team]
 
     def light_teams(self, running: Items[Sequence], head: Sequence | None) -> frozenset[str]:
-        """Returns the teams with less than half of their share of the load; `head` waits first."""
+        """Returns the teams with less than half of their share of the load. `head` is the waiting sequence that is
+        served next.
+        """
         load = {team: float(count) for team, count in self._sequences.items()}
         for seq in running if head is None else (*running, head):
             load[seq.team] += (seq.num_pending - 1) / _TOKENS_OF_A_PLACE
@@ -95,8 +99,9 @@ class TeamShare:
         left: int,
         may_admit: bool,
     ) -> StepLimit | None:
-        """Returns the limit of a step that has the `started` prompts of light teams and `left` of its budget beside
-        the decodes of `running`; None without any of light teams. `may_admit`: one waits, and a place is free.
+        """Returns the limit of a step; None if it computes nothing of light teams. `started` are the prompts of light
+        teams in it, `left` is its budget after the decodes of `running`. `may_admit` is True if a sequence waits and a
+        place is free.
         """
         working = [seq for seq in running if seq.team in light and seq.seq_id not in self._stalled]
         decodes = sum(seq.num_pending == 1 for seq in working)
@@ -119,14 +124,14 @@ class TeamShare:
         return limit
 
     def observe(self, limit: StepLimit | None, stalled: set[str], started: Items[ScheduledChunk]) -> None:
-        """Notes which sequences of a step lacked a block, and whether those that had tokens to start with did."""
+        """Records which sequences of a step lacked a block, and whether the tokens of `admission` stayed unused."""
         self._stalled = stalled
         tokens = sum(chunk.length for chunk in started if limit is not None and limit.limits(chunk.seq))
         self._due -= tokens
         self._is_admission_stuck = limit is not None and limit.admission > 0 and not tokens
 
     def _grant(self, limit: StepLimit, limited: Items[Sequence], tokens: int) -> int:
-        """Gives tokens to the sequences that had the fewest turns, and returns how many."""
+        """Grants tokens to limited sequences, those with the fewest turns so far first; returns how many it granted."""
         lowest = min((seq.turns for seq in limited if seq.turns >= 0.0), default=0.0)
         for seq in limited:
             seq.turns = max(seq.turns, lowest)
@@ -141,7 +146,7 @@ class TeamShare:
         return tokens - left
 
     def _affordable(self, rows: int, most: int) -> float:
-        """Returns how many rows more lengthen a step of `rows` to `slowdown` times its time, `most` at most."""
+        """Returns how many more rows, at most `most`, lengthen a step of `rows` to `slowdown` times its time."""
         low, low_s = 0, self._seconds(rows)
         allowed_s, size = self._slowdown * low_s, 1
         while low < most:

@@ -1,4 +1,4 @@
-"""The queue of sequences that do not run: in order of service, or parked until an event."""
+"""The queue of sequences that do not run: each is either queued in order of service, or parked until an event."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from raytide.actors.engine.scheduler.policy import SchedulingPolicy
 from raytide.actors.engine.sequence import Sequence
 
 _Entry = tuple[bool, float, int, Sequence]
-"""New or begun (here or on another engine), due time, arrival: the order within a priority, fixed while it waits."""
+"""True if it is new, False if it has begun (here or on another engine); its due time in seconds; its arrival number.
+They order the sequences of a priority, and stay fixed while a sequence waits.
+"""
 
 
 class WaitingQueue:
-    """One heap for each priority and team; finding the next sequence looks at the head of each."""
+    """Waiting sequences. There is one heap for each priority and team; finding the next sequence looks at the head of
+    each.
+    """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
@@ -56,7 +60,7 @@ class WaitingQueue:
             self._sweep()
 
     def head(self, now_s: float, teams: Container[str] | None = None) -> Sequence | None:
-        """Returns the sequence that is served next, of these teams if any are given."""
+        """Returns the sequence that is served next, None if there is none. With `teams`, only their sequences count."""
         best = None
         for key, heap in list(self._heaps.items()):
             if teams is not None and key[1] not in teams:

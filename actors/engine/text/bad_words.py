@@ -7,8 +7,8 @@ from collections.abc import Sequence as Items
 
 
 class BadWords:
-    """Bad words as token sequences, indexed by their last token but one, so that a step looks only at those that can
-    end now. All samples of a request share one.
+    """Bad words as token sequences, indexed by their last token but one, so that a step looks only at words that its
+    token could complete. All samples of a request share one object.
     """
 
     def __init__(self, words: Iterable[tuple[int, ...]] = ()) -> None:
@@ -29,7 +29,9 @@ class BadWords:
         return len(self._words)
 
     def next_banned(self, tokens: list[int], output_len: int) -> list[int]:
-        """Returns the tokens that would complete a word after the last `output_len` of `tokens`."""
+        """Returns the tokens that would complete a word that starts within the output, which is the last `output_len`
+        of `tokens`.
+        """
         banned = list(self._always)
         if output_len and (by_length := self._after.get(tokens[-1])):
             for length, by_start in by_length.items():
@@ -45,8 +47,8 @@ def bad_word_tokens(
     token_of: Callable[[str], int | None],
 ) -> BadWords:
     """Returns the token sequences of each word as the tokenizer writes it: alone and after a space. `encode` takes all
-    texts at once. A special token's name bans that token and, since an output can also spell it, the tokens that
-    `spell` returns (None for texts without such a name).
+    texts at once. The name of a special token bans that token and, since an output can also spell the name, the tokens
+    that `spell` returns (None for texts without such a name).
 
     Spellings that the tokenizer never writes stay possible.
     """

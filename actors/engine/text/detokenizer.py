@@ -1,4 +1,6 @@
-"""Incremental detokenization: the pieces add up to the tokenizer's decode of all tokens, in whole characters."""
+"""Incremental detokenization: the emitted texts add up to the tokenizer's decode of all tokens, and never split a
+character.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,20 @@ from raytide.actors.engine.text.tokenizer import Tokenizer
 
 
 class Detokenizer(Protocol):
-    """The text stream of one sequence."""
+    """Turns the tokens of one sequence into text, one by one."""
 
     def push(self, token: int) -> str:
         """Returns the text that this token completes, perhaps none."""
 
     def flush(self) -> str:
-        """Returns the remaining text at the end: half a character becomes U+FFFD, as in the full decode."""
+        """Returns the text that remains at the end: an incomplete character becomes U+FFFD, as when all tokens are
+        decoded at once.
+        """
 
 
 class Vocabulary:
-    """A model's vocabulary, which makes text streams by the kind of its decoder: byte-level ones (GPT-2, Llama 3, Qwen)
-    are streams of bytes, all others (SentencePiece, WordPiece) of pieces.
+    """A model's vocabulary, which creates text streams. The kind of its decoder decides the kind of stream: bytes for
+    byte-level decoders (GPT-2, Llama 3, Qwen), pieces for all others (SentencePiece, WordPiece).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -43,14 +47,14 @@ class Vocabulary:
         return self._tokenizer.decode(ids)
 
     def bytes_of(self, token: int) -> bytes:
-        """Returns the bytes of a byte-level token; none for a special or unknown one."""
+        """Returns the bytes of a byte-level token; b"" for a special or unknown one."""
         known = self._bytes.get(token)
         if known is None:
             known = self._bytes[token] = _unmap(self._piece(token) or "")
         return known
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the bytes of any token in mid-text; a special token's are its name."""
+        """Returns the bytes that a token has in the middle of a text; for a special token, its name."""
         piece = self._tokenizer.rust.id_to_token(token) or ""
         if token in self._special:
             return piece.encode()
@@ -62,7 +66,7 @@ class Vocabulary:
 
     @cached_property
     def _before(self) -> list[int]:
-        """A token with text, so that a token after it is in mid-text."""
+        """A list of one token with text: a token decoded after it is in the middle of a text."""
         texts = ((token, self.decode([token])) for token in range(self._tokenizer.rust.get_vocab_size()))
         return [next(token for token, text in texts if text.strip().isalpha())]
 
@@ -71,9 +75,10 @@ class Vocabulary:
         return self._piece(token) is not None
 
     def is_open(self, token: int, text: str) -> bool:
-        """Returns whether the next token can change how the end of `text`, which ends with `token`, is decoded.
+        """Returns whether the next token can change how the end of `text` is decoded; `token` is the last one of
+        `text`.
 
-        A run of byte tokens is text or, when it is not valid as a whole, one U+FFFD for each byte.
+        A run of byte tokens is decoded as text or, if it is not valid as a whole, as one U+FFFD for each byte.
         """
         if self._has_bytes:
             return _BYTE_TOKEN.fullmatch(self._piece(token) or "") is not None
@@ -85,7 +90,9 @@ class Vocabulary:
 
 
 class _ByteStream:
-    """Incremental UTF-8 decoding with replacement; Python and Rust replace the same maximal subparts."""
+    """Incremental UTF-8 decoding that replaces invalid bytes. Python replaces the same byte ranges as the tokenizer's
+    Rust code.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._bytes_of = vocabulary.bytes_of
@@ -99,8 +106,8 @@ class _ByteStream:
 
 
 class _PieceStream:
-    """Decodes new tokens after the piece before them, as in mid-text, and emits text once it is final. The work for a
-    token does not grow with the text.
+    """Decodes new tokens together with the piece before them, as they are in the middle of a text, and emits text once
+    it is final. The work for a token does not grow with the text.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -132,7 +139,9 @@ class _PieceStream:
 
 
 def _alphabet() -> dict[str, int]:
-    """Returns GPT-2's map from printable characters to bytes: printable Latin-1 is itself, the rest is shifted."""
+    """Returns GPT-2's map from printable characters to bytes: printable Latin-1 characters stand for themselves, all
+    other bytes for characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     for shift, byte in enumerate(sorted(set(range(256)) - set(printable))):
@@ -156,7 +165,9 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def _unmap(text: str) -> bytes:
-    """Returns a token's bytes; one that is not entirely in the alphabet (an added token) is its own UTF-8."""
+    """Returns a byte-level token's bytes. A token with characters outside the alphabet (an added token) stands for its
+    own UTF-8.
+    """
     if all(char in _BYTE_OF for char in text):
         return bytes(_BYTE_OF[char] for char in text)
     return text.encode()

@@ -1,4 +1,4 @@
-"""Cuts a stream of text at the first stop string, even one that straddles chunks, and never emits part of one."""
+"""Cuts a stream of text at the first stop string, even if it spans several chunks, and never emits part of one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from raytide.actors.engine.sampling_params import SamplingParams
 
 
 class StopScanner:
-    """Holds back the shortest tail that could become a stop string, and emits all text before it.
+    """Emits text, but holds back the longest end of it that could begin a stop string.
 
-    The first stop string to be complete ends the stream, however the text is cut into chunks. The first `skip` chunks
-    are not scanned. With `include` the stop string itself is emitted. The work for a character does not depend on the
-    number or length of the stop strings. `stopped_by` is the one that ended the stream, or "".
+    The first stop string to be complete ends the stream, however the text is divided into chunks. The first `skip`
+    chunks are not scanned. With `include` the stop string itself is emitted. The work for a character does not depend
+    on the number or length of the stop strings. `stopped_by` is the stop string that ended the stream, "" before.
     """
 
     def __init__(self, stop: Sequence[str], *, skip: int = 0, include: bool = False) -> None:
@@ -31,7 +31,7 @@ class StopScanner:
 
     @classmethod
     def of(cls, params: SamplingParams) -> StopScanner:
-        """Makes a scanner for a stream with one chunk for each token."""
+        """Makes a scanner for the stop strings of a request. The stream must have one chunk for each token."""
         return cls(params.stop, skip=params.min_tokens, include=params.include_stop_str_in_output)
 
     def push(self, text: str) -> str:
@@ -62,14 +62,15 @@ class StopScanner:
 
 
 def prepare_stops(params: SamplingParams) -> None:
-    """Builds the automaton of a request's stop strings ahead; its scanners share it."""
+    """Builds and caches the automaton of a request's stop strings; the request's scanners then share it."""
     if params.stop:
         _automaton(tuple(params.stop))
 
 
 class _Automaton:
-    """The Aho-Corasick automaton of all stop strings. A state is the longest suffix of the text that begins one:
-    `depth` is its length, `longest` that of the longest stop string that ends there, 0 for none.
+    """The Aho-Corasick automaton of all stop strings. A state stands for the longest suffix of the text that is the
+    start of a stop string. `depth` is the length of that suffix, `longest` the length of the longest stop string that
+    ends there, 0 without one.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Compiles constraints on outputs (a JSON schema, a regular expression, a grammar, choices) with llguidance: in threads
-of its own, with limits on time and size, and with a cache.
+"""Compiles constraints on outputs (a JSON schema, a regular expression, a grammar, choices) with llguidance: in
+separate threads, with limits on time and size, and with a cache.
 
-`grammar_mask.py` follows a compiled grammar, token by token.
+`grammar_mask.py` advances a compiled grammar token by token.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from raytide.core.errors import ConfigError, OverloadedError, RaytideError, Usag
 _THREADS = 2
 _LOOK_S = 0.1
 _MOST_WAIT_S = 120.0
-"""The time that a request waits for its grammar on a machine that is too busy to compile it."""
+"""The seconds for which a request waits for its grammar on a machine that is too busy to compile it."""
 _KEPT = 256
 _LEAST_CHARS = 2048
-"""The least size of a compiled grammar: a short one grows to 1.7 MB while outputs follow it."""
+"""The smallest size that a compiled grammar counts in the cache: a short one grows to 1.7 MB while outputs use it."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "max_grammar_size": 250_000,
@@ -42,7 +42,7 @@ _LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
 }
-"""The library's limits, lowered, on the work for one token and on what is kept of it."""
+"""The library's limits on the work for one token and on the memory it keeps, set lower than its defaults."""
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MAX_REASON_CHARS = 300
@@ -62,7 +62,9 @@ class GrammarState:
         self._taken: list[int] = []
 
     def follow(self, output: list[int]) -> None:
-        """Moves the state behind exactly these tokens. Raises UsageError when the grammar does not allow them."""
+        """Moves the state to the end of exactly these output tokens. Raises UsageError when the grammar does not allow
+        them.
+        """
         known = len(self._taken)
         if output[:known] != self._taken:  # a failed step is retried
             known = next(i for i in range(known) if output[i : i + 1] != self._taken[i : i + 1])
@@ -75,23 +77,25 @@ class GrammarState:
         self._taken += new
 
     def fill(self, mask_W: npt.NDArray[np.int32]) -> None:
-        """Sets the bits of the tokens that may come next, and no others. Raises UsageError on failure."""
+        """Sets the mask's bits to 1 for tokens that may come next, else to 0. Raises UsageError if llguidance fails."""
         self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
         if self._matcher.is_error():
             raise UsageError(f"the grammar broke: {_shortened(self._matcher.get_error())}.", hint="Make it simpler.")
 
     def allowed(self, tokens: list[int]) -> int:
-        """Returns how many of the first of these tokens may come next, one after the other. The state stays."""
+        """Returns how many of these tokens, from the first on, the grammar allows one after the other. The state does
+        not change.
+        """
         return int(self._matcher.validate_tokens(tokens))
 
     @property
     def is_complete(self) -> bool:
-        """True if only the end can follow."""
+        """True if nothing but the end of the output can follow."""
         return bool(self._matcher.is_stopped())
 
 
 class Grammar:
-    """A compiled grammar. Every sequence follows it with a state of its own."""
+    """A compiled grammar. Every sequence advances it with its own GrammarState."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
@@ -102,8 +106,8 @@ class Grammar:
 
 
 class _Compilation:
-    """A grammar that is compiled, or will be. Its time is the CPU time of its thread, in which a busy machine has no
-    part; where threads have no such clock, as on macOS, it is the time since it began.
+    """The compilation of a grammar, queued or running. Its time is the CPU time of its thread, so that other work on
+    the machine does not count. Where threads have no such clock, as on macOS, it is the time since its start.
     """
 
     def __init__(self) -> None:
@@ -111,7 +115,7 @@ class _Compilation:
         self._spent_s: Callable[[], float] | None = None
 
     def begin(self) -> None:
-        """Starts its clock, in the thread that compiles it."""
+        """Starts the clock; called in the thread that compiles."""
         clock: Callable[[], float] = time.monotonic
         if hasattr(time, "pthread_getcpuclockid"):
             clock = partial(time.clock_gettime, time.pthread_getcpuclockid(threading.get_ident()))
@@ -123,7 +127,7 @@ class _Compilation:
 
 
 class GrammarCompiler:
-    """Compiles the grammars of one model's vocabulary."""
+    """Compiles grammars for one model's vocabulary."""
 
     def __init__(
         self,
@@ -146,8 +150,8 @@ class GrammarCompiler:
         self._kept_chars = 0
 
     def compile(self, structured: Structured) -> Grammar:
-        """Waits for a grammar and returns it. Raises UsageError for a bad or slow one, OverloadedError when too many
-        wait.
+        """Waits for the compiled grammar and returns it. Raises UsageError if it is invalid or compiles too slowly,
+        OverloadedError when too many grammars wait.
         """
         job = self._submit(structured)
         began_s = time.monotonic()
@@ -181,8 +185,8 @@ class GrammarCompiler:
             raise OverloadedError(f"no grammar could be compiled within {waited_s:.0f} s.", hint="Retry later.")
 
     def _submit(self, structured: Structured) -> _Compilation:
-        """Starts one compilation for each grammar, however many requests wait for it. Refusals are cached too, by a
-        digest and a short reason alone.
+        """Returns the compilation of a grammar, which it starts unless the grammar is cached or being compiled. Refused
+        grammars are cached too, only as a digest and a short reason.
         """
         if not can_structure():
             raise ConfigError("structured output needs llguidance.", hint="Run pip install llguidance.")
@@ -209,7 +213,7 @@ class GrammarCompiler:
         return job
 
     def _run(self, job: _Compilation, structured: Structured, key: bytes, chars: int) -> None:
-        """Compiles a grammar, and keeps it before anybody who waits for it goes on: what is older leaves first."""
+        """Compiles a grammar, and caches it before those who wait for it continue."""
         job.begin()
         try:
             grammar = self._compile(structured)
@@ -262,7 +266,9 @@ class GrammarCompiler:
 
 
 def _vocabulary(tokenizer_json: str, vocab_size: int, eos: list[int]) -> Any:
-    """Returns llguidance's tokenizer. It needs an end token: a model without one gets a token without text."""
+    """Returns llguidance's tokenizer. llguidance needs an end token: for a model without one, a new special token is
+    added.
+    """
     import llguidance
 
     if not eos:
@@ -274,9 +280,9 @@ def _vocabulary(tokenizer_json: str, vocab_size: int, eos: list[int]) -> Any:
 
 
 def _grammar_text(structured: Structured, any_whitespace: bool) -> str:
-    """Returns the grammar in llguidance's language, with masks computed from bytes alone. By default llguidance
-    tokenizes, for each token, the longest forced text, which takes time, and reads a special token's name in it as that
-    token, which has no text.
+    """Returns the grammar in llguidance's language, with an option that makes it compute masks from bytes alone. By
+    default llguidance tokenizes, for each token, the longest text that the grammar forces. That takes time, and it
+    reads a special token's name in this text as the token, although the token has no text.
     """
     import llguidance
 

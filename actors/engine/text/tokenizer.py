@@ -1,4 +1,6 @@
-"""Text to token ids and back by the `tokenizers` library, with the special ids and chat template of the model."""
+"""Converts text to token ids and back with the `tokenizers` library, with the special ids and chat template of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _INLINE_CHARS = 2000
 _SLICE_CHARS = 1 << 16
 _MARKS = [chr(code) for code in range(0xFDD2, 0xFDF0)]
 _TORN_TOKENS = 16
-"""At least the tokens that a slice has more because a word was cut at its ends."""
+"""An upper bound of the tokens that a slice has too many because words are cut at its ends."""
 
 
 class Tokenizer:
@@ -48,17 +50,17 @@ class Tokenizer:
         self._vision = vision
 
     def encode(self, text: str, *, enough: int | None = None, special: bool = True) -> list[int]:
-        """Returns token ids, with the special tokens that the tokenizer's post-processor adds (a BOS, if it has one)
-        unless `special` is false.
+        """Returns a text's token ids, with the special tokens that the tokenizer's post-processor adds (a BOS, if it
+        has one) unless `special` is False.
 
         Raises UsageError for a text with half a surrogate pair. A long text with more than `enough` tokens is cut
-        somewhere after them.
+        somewhere after that many.
         """
         return self.encode_all([self._cut(_checked(text), enough)], plain=not special)[0]
 
     def encode_pair(self, text: str, pair: str, *, enough: int | None = None) -> list[int]:
-        """Returns token ids of two texts, joined as the tokenizer's post-processor joins a pair. Long ones are cut as
-        `encode` does.
+        """Returns the token ids of two texts, joined as the tokenizer's post-processor joins a pair. Long texts are cut
+        as `encode` does.
         """
         texts = self._cut(_checked(text), enough), self._cut(_checked(pair), enough)
         (encoding,) = self.rust.encode_batch_fast([texts], add_special_tokens=True)
@@ -66,14 +68,14 @@ class Tokenizer:
         return ids
 
     def encode_all(self, texts: list[str], *, plain: bool = False) -> list[list[int]]:
-        """Returns token ids of each text, with special tokens unless `plain`. The library releases Python's lock for a
-        batch, not for a single text.
+        """Returns the token ids of each text, with special tokens unless `plain`. It always encodes a batch, because
+        the library releases Python's lock only for batches.
         """
         batch = self.rust.encode_batch_fast([_checked(text) for text in texts], add_special_tokens=not plain)
         return [encoding.ids for encoding in batch]
 
     def spell(self, text: str) -> list[int] | None:
-        """Returns token ids that spell a text with special tokens' names; None without such a name."""
+        """Returns ordinary token ids that spell a text in which special tokens' names occur; None if none occurs."""
         if not any(name in text for name in self._special_names):
             return None
         normalizer, splitter = self.rust.normalizer, self.rust.pre_tokenizer
@@ -89,7 +91,7 @@ class Tokenizer:
         self, text: str, pair: str | None = None, *, enough: int | None = None, special: bool = True
     ) -> list[int]:
         """Returns the token ids of a text or of a pair without blocking the event loop: long texts are encoded in a
-        thread. A text has no special tokens of the post-processor unless `special`.
+        thread. With `special` False, a text gets none of the post-processor's special tokens.
         """
 
         def encode() -> list[int]:
@@ -107,8 +109,8 @@ class Tokenizer:
             raise EngineError(f"the tokenizer failed: {as_request_error(error)!r}.") from None
 
     def _cut(self, text: str, enough: int | None) -> str:
-        """Cuts a text after `enough` tokens by counting the tokens of slices: a whole text's tokens take a hundred
-        times its memory. A slice has only a few tokens more than its share of the whole.
+        """Returns a text cut somewhere after `enough` tokens. It counts the tokens slice by slice, since the tokens of
+        a whole text take a hundred times its memory. A slice alone has only a few tokens more than as part of the text.
         """
         if enough is None or len(text) <= max(_SLICE_CHARS, 2 * enough):
             return text
@@ -120,7 +122,7 @@ class Tokenizer:
         return text
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Returns the names of tokens in the vocabulary; "" for an unknown one."""
+        """Returns the tokens' names in the vocabulary; "" for an unknown token."""
         return [self.rust.id_to_token(token) or "" for token in ids]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -128,7 +130,7 @@ class Tokenizer:
 
     @cached_property
     def chat_format(self) -> ChatFormat:
-        """The format of the model's outputs, as far as its chat template shows it."""
+        """The format of the model's outputs, as far as its chat template reveals it."""
         return format_of(self._chat) if self._template else ChatFormat()
 
     def chat_prompt(
@@ -170,8 +172,9 @@ class Tokenizer:
         return _with_images(ids, self._vision, count)
 
     def _show_images(self, turns: list[dict[str, object]], image_token: int) -> list[dict[str, object]]:
-        """Returns turns whose contents are lists of parts, or for a template that knows no parts, texts with image
-        tokens."""
+        """Returns the turns with images in the form that the template reads: contents as lists of parts or, for a
+        template that knows no parts, as texts with image tokens.
+        """
         takes_parts = "type" in str(self._template)
         name = self.rust.id_to_token(image_token)
 
@@ -184,8 +187,9 @@ class Tokenizer:
         return [{**turn, "content": content(turn["content"])} for turn in turns]
 
     def _break_names(self, value: T) -> tuple[T, str]:
-        """Puts a mark, which is returned too, into each special token's name in the texts of a JSON-like value, so that
-        it matches no more. The mark is a non-character of Unicode that the texts lack; empty without such names.
+        """Returns the JSON-like value with a mark inserted into each special token's name in its texts, so that the
+        name no longer matches, and the mark. The mark is a Unicode non-character that does not occur in the texts; ""
+        if no name occurs.
         """
         texts: list[str] = []
         _map_texts(value, texts.append)
@@ -206,7 +210,7 @@ class Tokenizer:
         return _map_texts(value, broken), mark
 
     def _encode_without(self, mark: str, text: str, plain: bool) -> list[int]:
-        """Returns the token ids of a text without those of its marks."""
+        """Returns the token ids of a marked text, leaving out the tokens of its marks."""
         (encoding,) = self.rust.encode_batch([text], add_special_tokens=not plain)
         ids = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -232,7 +236,7 @@ class Tokenizer:
 
 
 def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
-    """Returns a JSON-like value with each of its texts changed, keys of objects included."""
+    """Returns a JSON-like value with `change` applied to each of its texts, keys of objects included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -243,8 +247,9 @@ def _map_texts(value: Any, change: Callable[[str], Any]) -> Any:
 
 
 def _with_images(ids: list[int], vision: VisionSpec, count: int) -> list[int]:
-    """Returns a prompt with as many image tokens as an image has vectors in place of each one. Raises UsageError if
-    the template left an image out."""
+    """Returns the prompt with each image token repeated as often as an image has vectors. Raises UsageError if the
+    template left an image out.
+    """
     found = ids.count(vision.image_token)
     if found != count:
         raise UsageError(f"the chat template shows {found} of {count} images.", hint="Put each into a user's message.")

@@ -1,4 +1,4 @@
-"""A chat's turns for templates that know tools and for those that do not, and a prompt's other options."""
+"""Builds a chat's turns for templates with and without support for tools, and handles a prompt's other options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESERVED = frozenset(
         *("cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range", "strftime_now"),
     }
 )
-"""Names in a template that a request sets by other fields, or not at all."""
+"""Template variables that a request sets through other fields, or may not set."""
 
 _MARKS: tuple[tuple[str, str], ...] = (
     ("<｜tool▁call", "deepseek"),
@@ -40,7 +40,7 @@ For each call answer with a JSON object of the function's name and its arguments
 
 
 def format_of(template: ChatTemplate) -> ChatFormat:
-    """Returns how the outputs of a model with this template are to be read."""
+    """Returns the format of the outputs of a model with this template."""
     name = next((name for mark, name in _MARKS if mark in template.source), "") if template.knows_tools else ""
     reasoning = ""
     if "<think>" in template.source or "</think>" in template.source:
@@ -55,7 +55,7 @@ def format_of(template: ChatTemplate) -> ChatFormat:
 def turns_of(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, knows_tools: bool
 ) -> list[dict[str, object]]:
-    """Returns the turns for a template. Where it knows no tools, these, the calls and their results become text."""
+    """Returns the turns for a template. For one that does not know tools, the tools, calls and results become text."""
     if knows_tools:
         return [_turn(message) for message in messages]
     turns: list[dict[str, object]] = [_plain(message) for message in messages]
@@ -69,7 +69,7 @@ def turns_of(
 
 
 def checked_variables(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a request's variables of the chat template. Raises UsageError for those that are not a request's."""
+    """Returns the template variables that a request sets. Raises UsageError for those that a request may not set."""
     if taken := sorted(_RESERVED & kwargs.keys()):
         raise UsageError(
             f"chat_template_kwargs cannot set {taken[0]}.", hint="Set only variables that the model's template defines."
@@ -78,8 +78,9 @@ def checked_variables(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def left_open(text: str, last: Message, content: object) -> str:
-    """Returns a rendered conversation up to the end of its last message, whose text was rendered as `content`, without
-    what the template writes after it. Raises UsageError if that is no assistant's text, or is not shown as it is."""
+    """Returns a rendered conversation cut after the text of its last message, which was rendered as `content`. Raises
+    UsageError if the last message is not an assistant's text, or the template does not show its text unchanged.
+    """
     if last.role != "assistant" or not isinstance(content, str) or not content.strip() or last.tool_calls:
         raise UsageError(
             "continue_final_message needs a last message of the assistant with text and without calls.",
@@ -132,7 +133,7 @@ def _plain(message: Message) -> dict[str, object]:
 
 
 def _arguments(text: str) -> object:
-    """Templates take the arguments as an object; what is no JSON stays a text."""
+    """Returns a call's arguments as the object that templates expect; as a text if they are not valid JSON."""
     try:
         return json.loads(text)
     except ValueError:

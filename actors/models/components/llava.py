@@ -35,8 +35,8 @@ _MOST_LAYERS, _MOST_IMAGE_SIZE = 1024, 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """A CLIP or SigLIP tower with LLaVA's projector of two layers. `num_layers` are those whose output is read, which
-    may be fewer than the file has; `drops_first` leaves the first position's vector out.
+    """A CLIP or SigLIP tower with LLaVA's projector of two layers. `num_layers` counts only the layers up to the one
+    whose output is read, so the file may have more. With `drops_first` the first position's vector is left out.
     """
 
     kind: Literal["clip", "siglip"]
@@ -59,12 +59,12 @@ class VisionSpec:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of an image in the prompt."""
+        """The number of tokens that stand for an image in a prompt."""
         return self.num_positions - self.drops_first
 
 
 def decoder_config(fields: Fields) -> Fields:
-    """Returns the decoder's config, with the fields that only the whole model's has."""
+    """Returns the decoder's config, completed by fields that only the whole model's config has, and by defaults."""
     text = fields.section("text_config")
     kind = text.text("model_type", "llama")
     if kind not in _DECODERS:
@@ -79,7 +79,7 @@ def decoder_config(fields: Fields) -> Fields:
 
 
 def vision_spec(fields: Fields) -> VisionSpec:
-    """Returns the tower and the projector that a config describes."""
+    """Returns the description of the tower and the projector in a config."""
     vision = fields.section("vision_config")
     kind = vision.text("model_type", "clip_vision_model").removesuffix("_vision_model")
     if kind not in ("clip", "siglip"):

@@ -40,8 +40,9 @@ class RopeSpec:
 
 
 def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float, config: Fields) -> RopeSpec:
-    """Read a rotation from `rope_parameters` (transformers 5) or `rope_scaling` (4). `theta` and `partial` are the
-    defaults."""
+    """Reads a rotation from `rope_parameters` (transformers 5) or `rope_scaling` (4). `theta` and `partial` are used
+    where the parameters have none.
+    """
     kind = parameters.text("rope_type", parameters.text("type", "default"))
     kind = "longrope" if kind == "su" else kind
     if kind not in _KINDS:
@@ -93,7 +94,7 @@ def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float
 
 
 def cos_sin(spec: RopeSpec, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns float32 cos and sin [max_len, dim]; the first half of sin is negated, see the rope operator."""
+    """Returns float32 cos and sin [max_len, dim]. The first half of sin is negated, as the rope operator expects."""
     import torch
 
     angles = torch.outer(torch.arange(max_len).float(), _frequencies(spec, max_len))
@@ -102,10 +103,10 @@ def cos_sin(spec: RopeSpec, max_len: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _frequencies(spec: RopeSpec, max_len: int) -> torch.Tensor:
-    """Returns the radians per position of each pair.
+    """Returns the angle by which each pair rotates per position, in radians.
 
     Longrope has two sets of factors. transformers switches to the long set once a sequence exceeds the original length,
-    although earlier KV was computed with the short one. As in vLLM, an engine whose sequences may exceed that length
+    although earlier KV was computed with the short set. As in vLLM, an engine whose sequences may exceed that length
     uses the long set from the start.
     """
     import torch
@@ -125,14 +126,18 @@ def _frequencies(spec: RopeSpec, max_len: int) -> torch.Tensor:
 
 
 def _llama3(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
-    """Divide long wavelengths by the factor, keep short ones and blend those between."""
+    """Returns llama3's frequencies: those of long wavelengths are divided by the factor, short ones kept, and those
+    between blended.
+    """
     turns = spec.original_max_len * plain / (2 * math.pi)
     kept = ((turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)).clamp(0.0, 1.0)
     return (1 - kept) * plain / spec.factor + kept * plain
 
 
 def _yarn(spec: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
-    """Keep pairs that rotate more than beta_fast times in the original length, divide those below beta_slow."""
+    """Returns yarn's frequencies: pairs that rotate more than `beta_fast` times in the original length are kept, those
+    that rotate less than `beta_slow` times divided by the factor, and those between blended.
+    """
     import torch
 
     def pair_that_turns(times: float) -> float:

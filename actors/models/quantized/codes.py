@@ -1,4 +1,4 @@
-"""Integers and scales of weights, and their packing, as compressed-tensors defines them.
+"""Rounds weights to integers and scales, and packs them, as compressed-tensors defines it.
 
 Shape suffixes: N outputs, K inputs, G groups of a row.
 """
@@ -17,7 +17,7 @@ _E4M3_MAX = 448.0
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """w = (codes - zero) * scale, group by group."""
+    """A rounded weight: w = (codes - zero) * scale, with one zero and scale for each group."""
 
     codes_NK: Tensor
     """Signed: int8, or float8_e4m3fn."""
@@ -28,10 +28,11 @@ class RoundedWeight:
 def round_integers(
     weight_NK: Tensor, bits: int, group: int | None, scale_dtype: torch.dtype, *, symmetric: bool = True
 ) -> RoundedWeight:
-    """Rounds float32 weights to the nearest codes of -2^(b-1) to 2^(b-1) - 1. `group` None is a whole row.
+    """Rounds float32 weights to the nearest codes from -2^(bits-1) to 2^(bits-1) - 1. `group` is the inputs of a group;
+    None makes each row one group.
 
-    The scale is that of the format's own writers: the range over 2^b - 1, so that the least code occurs. It is rounded
-    to `scale_dtype` before the weights are divided by it.
+    The scale is that of the format's own writers: the range / (2^bits - 1), so that the smallest code occurs. It is
+    rounded to `scale_dtype` before the weights are divided by it.
     """
     least, most = code_range(bits)
     groups_NGg = weight_NK.reshape(len(weight_NK), -1, group or weight_NK.shape[1])
@@ -48,12 +49,12 @@ def round_integers(
 
 
 def code_range(bits: int) -> tuple[int, int]:
-    """Returns the least and the greatest code."""
+    """Returns the smallest and the largest code."""
     return -(1 << bits - 1), (1 << bits - 1) - 1
 
 
 def nearest_integers(weight_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None) -> Tensor:
-    """Returns the integers, as float32, that become codes when they are clamped."""
+    """Returns the nearest integers as float32. Clamped to the code range, they are the codes."""
     codes_NGg = weight_NK.reshape(*scale_NG.shape, -1) / scale_NG.float()[..., None]
     if zero_NG is not None:
         codes_NGg = codes_NGg + zero_NG.float()[..., None]
@@ -77,7 +78,9 @@ def dequantized(rounded: RoundedWeight) -> Tensor:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Packs signed codes [R, C] into int32 [R, ceil(C * bits / 32)]: offset to be unsigned, lowest bits first."""
+    """Packs signed codes [R, C] into int32 [R, ceil(C * bits / 32)]: with an offset that makes them unsigned, lowest
+    bits first.
+    """
     per_word = _WORD_BITS // bits
     rows, columns = codes.shape
     unsigned = torch.zeros(rows, -(-columns // per_word) * per_word, dtype=torch.int64)
@@ -89,6 +92,6 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _rounded(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the scales in their dtype; those that would be 0 are its epsilon, as in the format's own writers."""
+    """Returns the scales in their dtype. A scale of 0 becomes the dtype's epsilon, as in the format's own writers."""
     rounded = scale.to(dtype)
     return rounded.masked_fill(rounded == 0, torch.finfo(dtype).eps)

@@ -13,12 +13,14 @@ Range = tuple[int, int]
 
 
 class SplitsGroupError(Exception):
-    """A part of a weight's inputs cuts a group of them, or the groups are of inputs that are not neighbours."""
+    """An error: a part of a weight's inputs would cut a group of them, or the groups consist of inputs that are not
+    adjacent.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The part of a weight's outputs and inputs that is read, each from and to."""
+    """The ranges of a weight's outputs and inputs that are read."""
 
     outputs: Range
     inputs: Range
@@ -36,7 +38,9 @@ class Block:
         return self.outputs[1] - self.outputs[0]
 
     def groups(self, columns: int, groups: int) -> slice:
-        """Returns the groups of the inputs, of all `columns` in so many `groups`."""
+        """Returns the groups that the block's inputs cover, if all `columns` are divided into `groups` groups. Raises
+        SplitsGroupError if a group would be cut.
+        """
         if groups == 1:
             return slice(0, 1)
         size, (first, end) = columns // groups, self.inputs
@@ -46,15 +50,15 @@ class Block:
 
 
 def words_of(part: Range, bits: int) -> tuple[slice, slice]:
-    """Returns the int32 words that hold these codes, and where in them the codes are."""
+    """Returns the int32 words that hold a range of codes, and the range of the codes within these words."""
     per_word, (first, end) = 32 // bits, part
     start = first // per_word
     return slice(start, -(-end // per_word)), slice(first - start * per_word, end - start * per_word)
 
 
 def cut_inputs(weight: QuantizedWeight, first: int, end: int) -> QuantizedWeight | None:
-    """Returns the inputs from `first` to `end`; None where they cut a group, or the groups are of inputs that are not
-    neighbours.
+    """Returns the weight with the inputs from `first` to before `end` only. Returns None if that would cut a group, or
+    if the groups consist of inputs that are not adjacent.
     """
     groups, size, codes_NK = weight.scales_NG.shape[1], weight.group_size, weight.codes_NK
     if groups > 1 and (weight.columns_K is not None or first % size or end % size):

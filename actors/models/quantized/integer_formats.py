@@ -1,8 +1,8 @@
-"""Reads one linear module of compressed-tensors (int-quantized, pack-quantized), GPTQ and AWQ.
+"""Reads one linear module of compressed-tensors (int-quantized, pack-quantized), GPTQ or AWQ.
 
-Each function gets the module's outputs N and inputs K, and the block of them that it reads. It returns that with the
-number of groups of all inputs, by which the caller checks the scheme against the config, or raises SplitsGroupError.
-Layouts: docs/models.md.
+Each function gets the numbers of the module's outputs N and inputs K, and the block of them to read. It returns this
+block and the number of groups of all inputs, by which the caller checks the config's scheme; or it raises
+SplitsGroupError. Layouts: docs/models.md.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Tensor = torch.Tensor
 _INPUTS = ("input_scale", "input_zero_point")
 """Scales of static activations, which are not used: inputs are rounded by their own values."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibbles of an AWQ word in the order of its columns."""
+"""The positions of the nibbles in an AWQ word, in the order of their columns."""
 
 
 Read = tuple[QuantizedWeight, int]
 
 
 def read_int8(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> Read:
-    """int-quantized: `weight` int8 [N, K], `weight_scale` [N, G] or [1], optional `weight_zero_point`."""
+    """Reads int-quantized: `weight` int8 [N, K], `weight_scale` [N, G] or [1], optional `weight_zero_point`."""
     tensors.check_only(("weight", "weight_scale", "weight_zero_point", "weight_g_idx", "bias", *_INPUTS))
     codes_NK = tensors.integers("weight", rows, columns, dtype="I8", where=(block.rows, block.columns))
     scales_NG, groups = _scales(tensors, rows, columns, block)
@@ -42,7 +42,7 @@ def read_int8(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> 
 
 
 def read_packed(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> Read:
-    """pack-quantized: `weight_packed` int32 [N, K b / 32], lowest bits first, of codes plus 2^(b-1)."""
+    """Reads pack-quantized: `weight_packed` int32 [N, K b / 32], lowest bits first, of codes plus 2^(b-1)."""
     if tensors.dtype("weight_packed") == "U8":
         kind = "nvfp4" if "weight_global_scale" in tensors else "mxfp4"
         raise ConfigError(f"{tensors.where}: {kind} is not supported.", hint="Use the model's int4 or int8 version.")
@@ -71,7 +71,9 @@ def read_packed(tensors: ModuleTensors, rows: int, columns: int, block: Block) -
 
 
 def read_gptq(tensors: ModuleTensors, rows: int, columns: int, block: Block, *, is_zero_less_one: bool) -> Read:
-    """GPTQ: `qweight` int32 [K b / 32, N], `qzeros` int32 [G, N b / 32], `scales` [G, N], optional `g_idx` [K]."""
+    """Reads GPTQ: `qweight` int32 [K b / 32, N], `qzeros` int32 [G, N b / 32], `scales` [G, N], optional `g_idx` [K]; b
+    is the bits of a code.
+    """
     tensors.check_only(("qweight", "qzeros", "scales", "g_idx", "bias"))
     words = (tensors.shape("qweight") or (0,))[0]
     bits = _bits(tensors, "qweight", words, columns)
@@ -89,7 +91,9 @@ def read_gptq(tensors: ModuleTensors, rows: int, columns: int, block: Block, *, 
 
 
 def read_awq(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> Read:
-    """AWQ (GEMM): `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` [G, N]; nibbles out of order."""
+    """Reads AWQ (GEMM): `qweight` int32 [K, N / 8], `qzeros` int32 [G, N / 8], `scales` [G, N]. The nibbles of a word
+    are in AWQ's own order.
+    """
     tensors.check_only(("qweight", "qzeros", "scales", "bias"))
     if rows % 8:
         raise DataError(f"{tensors.where}: AWQ cannot store {rows} outputs.", hint="They are a multiple of 8.")
@@ -113,7 +117,9 @@ def _weight(
     zeros_NG: Tensor | None,
     order_K: Tensor | None,
 ) -> QuantizedWeight:
-    """Returns (codes - zeros) * scales as codes * scales + offsets; zeros that are all 0 are left out."""
+    """Returns the weight (codes - zeros) * scales in the form codes * scales + offsets; without offsets if all zeros
+    are 0.
+    """
     offsets_NG = None
     if zeros_NG is not None and bool(zeros_NG.any()):
         offsets_NG = (-zeros_NG.float() * scales_NG).contiguous()
@@ -123,7 +129,7 @@ def _weight(
 
 
 def _bits(tensors: ModuleTensors, suffix: str, words: int, columns: int) -> Literal[4, 8]:
-    """Returns the bits of a code, from the words that hold K of them."""
+    """Returns the bits of a code, given the number of int32 words that hold the codes of `columns` inputs."""
     if words == -(-columns * 4 // 32):
         return 4
     if words == -(-columns * 8 // 32):
@@ -135,7 +141,9 @@ def _bits(tensors: ModuleTensors, suffix: str, words: int, columns: int) -> Lite
 
 
 def _scales(tensors: ModuleTensors, rows: int, columns: int, block: Block) -> tuple[Tensor, int]:
-    """Returns compressed-tensors' scales [N, G], of which a tensor may have one only, and the number of groups."""
+    """Returns compressed-tensors' scales [N, G], and the number of groups. A file may have a single scale for the whole
+    tensor.
+    """
     if "weight_scale" not in tensors:
         raise DataError(f"{tensors.where} has no weight_scale.", hint="Export or download the model again.")
     shape = tensors.shape("weight_scale")
@@ -167,7 +175,7 @@ def _order(tensors: ModuleTensors, suffix: str, columns: int, groups: int, block
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Returns the codes 0 to 2^bits - 1 of int32 words as uint8: the last dimension holds 32 / bits times as many.
+    """Returns the unsigned codes in int32 words as uint8; the last dimension becomes 32 / bits times as long.
 
     The lowest bits of a word are its first code.
     """
@@ -183,7 +191,9 @@ def signed(codes: Tensor, bits: int) -> Tensor:
 
 
 def checked_group(columns: int, groups: int, name: str) -> int:
-    """Returns the group size of a module with `groups` scales for each output."""
+    """Returns the group size of a module with `groups` scales for each output. Raises DataError if they do not divide
+    its inputs.
+    """
     if groups < 1 or columns % groups:
         raise DataError(
             f"{name}: {columns} inputs cannot be divided into {groups} groups.",
@@ -193,7 +203,7 @@ def checked_group(columns: int, groups: int, name: str) -> int:
 
 
 def column_order(groups_K: Tensor, group_size: int, name: str) -> Tensor | None:
-    """Returns the columns in the order of their groups for `g_idx` [K]; None if they are in order already."""
+    """Returns the columns sorted by the groups that `g_idx` [K] gives them; None if they are in that order already."""
     columns = groups_K.numel()
     in_order = torch.arange(columns, device=groups_K.device) // group_size
     groups_K = groups_K.long()

@@ -1,4 +1,4 @@
-"""The weights of a model, whatever format its files have."""
+"""The interface to a model's weights, the same for all formats of its files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class ModelWeights(Protocol):
-    """Tensors by the names of Hugging Face directories, in one dtype and on one device."""
+    """Weights by the names of Hugging Face directories, in one dtype and on one device."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -30,10 +30,10 @@ class ModelWeights(Protocol):
         """Returns tensors stacked along the first dimension."""
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
-        """Returns the quantized weight [rows, columns] of a linear module; None if it has none in integers."""
+        """Returns the quantized weight [rows, columns] of a linear module; None if it is not stored as integers."""
 
     def check_all_read(self) -> None:
-        """Raises DataError for tensors that quantized modules have and nobody has read."""
+        """Raises DataError for quantized modules whose tensors nobody has read."""
 
     @property
     def quantization(self) -> str:
@@ -41,20 +41,21 @@ class ModelWeights(Protocol):
 
 
 class WholeWeights(ModelWeights, Protocol):
-    """All of a model, of which parts can be read."""
+    """The weights of a whole model, of which blocks can be read."""
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
-        """Returns a block of a tensor, with explicit ends; `shape` is the whole's."""
+        """Returns the block `where` of a tensor whose whole shape is `shape`; slices have explicit ends."""
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
-        """Returns a part of what `quantized` would return; the rest is not read where the format permits. Raises
-        SplitsGroupError where a part of the inputs cannot be cut."""
+        """Returns a block of the weight that `quantized` returns for `rows` and `columns`; the rest is not read where
+        the format permits. Raises SplitsGroupError if the block's inputs would cut a group.
+        """
 
 
 def open_weights(model: Path, dtype: torch.dtype, device: torch.device, *, maps: bool = True) -> WholeWeights:
-    """Opens a model's files. Raises DataError if they are unreadable, ConfigError for a format that is not read.
+    """Opens a model's files. Raises DataError if they are unreadable, ConfigError for an unsupported format.
 
-    With `maps=False` nothing of a file stays in memory but the tensors that are returned.
+    With `maps=False` files are not mapped, so that only the returned tensors stay in memory.
     """
     if is_gguf(model):
         return GgufWeights(GgufFile(model), dtype, device)

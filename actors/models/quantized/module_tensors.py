@@ -1,4 +1,4 @@
-"""The tensors that a quantized module has in a directory, by the part of their name after the module's."""
+"""The tensors of a quantized module in a directory, by the suffix that follows the module's name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ModuleTensors:
         return self.weights.dtype_of(self.name(suffix))
 
     def integers(self, suffix: str, *shape: int, dtype: str = "I32", where: Where = None) -> Tensor:
-        """Returns a tensor of integers as stored, or the block `where` of it, with explicit ends."""
+        """Returns a tensor of integers as stored, or only its block `where`, whose slices have explicit ends."""
         return self._stored(suffix, (dtype,), shape, where)
 
     def scales(self, suffix: str, *shape: int, where: Where = None) -> Tensor:
@@ -55,7 +55,7 @@ class ModuleTensors:
         return scales
 
     def check_only(self, known: Iterable[str]) -> None:
-        """Raises DataError for tensors of the module that its format does not have."""
+        """Raises DataError if the module has tensors that its format does not have."""
         if stray := sorted(self.suffixes.difference(known)):
             raise DataError(
                 f"{self.where} has {', '.join(stray[:5])} beside its weight, which is of another format.",

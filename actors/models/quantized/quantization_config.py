@@ -1,7 +1,7 @@
 """Reads the `quantization_config` of a `config.json`: compressed-tensors, GPTQ, AWQ and FP8.
 
-The tensors of a module decide how it is read. The config says what they leave open (GPTQ's zero points), and is checked
-against them. Everything that would change results and is not computed here is refused by name.
+The tensors of a module decide how it is read. The config supplies only what they do not show (GPTQ's zero points), and
+is checked against them. Options that would change results and are not implemented are refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raytide.core.errors import ConfigError, DataError
 QuantizationMethod = Literal["compressed-tensors", "gptq", "awq", "fp8"]
 
 FP8_BLOCK = (128, 128)
-"""The rows and columns of a weight that share a scale, where an FP8 config names none."""
+"""The rows and columns of the blocks of a weight that share a scale, if an FP8 config names none."""
 
 _FORMATS = ("dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized", "pack-quantized")
 _READ = "Supported: compressed-tensors (int, packed int, float), gptq, awq (GEMM), fp8, and GGUF files."
@@ -27,7 +27,7 @@ _READ = "Supported: compressed-tensors (int, packed int, float), gptq, awq (GEMM
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """The form of some modules' weights. `group_size` None is one scale for each output, tensor or block."""
+    """The number format of modules' weights. `group_size` None means one scale for each output, tensor or block."""
 
     kind: Literal["int", "float"]
     bits: int
@@ -43,7 +43,7 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A model's quantization by its config: the method, and the schemes of which each module has one."""
+    """A model's quantization as its config states it: the method, and the schemes, one of which each module has."""
 
     method: QuantizationMethod
     schemes: tuple[WeightScheme, ...]
@@ -55,7 +55,9 @@ class Quantization:
         return next((each.block for each in self.schemes if each.block is not None), FP8_BLOCK)
 
     def check(self, module: str, found: WeightScheme, columns: int, where: str) -> None:
-        """Raises DataError if no scheme of the config is that of a module's tensors, which have so many columns."""
+        """Raises DataError unless a scheme of the config agrees with `found`, the scheme of a module's tensors with
+        `columns` inputs.
+        """
         if not any(_agree(found, each, columns) for each in self.schemes):
             expected = ", ".join(dict.fromkeys(map(str, self.schemes)))
             raise DataError(
@@ -65,14 +67,16 @@ class Quantization:
 
 
 def _agree(found: WeightScheme, stated: WeightScheme, columns: int) -> bool:
-    """Compares two schemes. A group of all columns is the same as one scale for each output."""
+    """Returns whether a found scheme is the stated one. A group of all columns equals one scale for each output."""
     return (found.kind, found.bits) == (stated.kind, stated.bits) and (
         found.kind == "float" or (found.group_size or columns) == (stated.group_size or columns)
     )
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """Returns the quantization that a `config.json` states, or None. ConfigError if it is not supported."""
+    """Returns the quantization that a `config.json` states; None without one. Raises ConfigError if it is not
+    supported.
+    """
     body = config.get("quantization_config")
     if body is None:
         body = config.get("compression_config")  # the name that compressed-tensors had for it at first
@@ -135,7 +139,7 @@ class _Scheme(Config):
 
 
 class _CompressedTensors(Config):
-    """compressed-tensors' `QuantizationConfig`, with what transformers writes beside it."""
+    """compressed-tensors' `QuantizationConfig`, with the fields that transformers adds."""
 
     most_bytes = MOST_FILE_BYTES
 
@@ -173,7 +177,7 @@ def _compressed_tensors(body: Mapping[str, Any], where: str) -> Quantization:
 
 
 class _Lenient(Config):
-    """The config of a method whose writers add fields of their own, about how they calibrated."""
+    """The config of a method whose writers add their own fields about the calibration."""
 
     model_config = ConfigDict(extra="ignore")
     most_bytes = MOST_FILE_BYTES

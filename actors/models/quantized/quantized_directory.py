@@ -30,11 +30,13 @@ _MARKS = frozenset(
 """The last parts of tensor names that only quantized modules have."""
 _MOST_NAMED = 5
 _SCALES = ("weight_scale", "weight_scale_inv")
-"""The scales of FP8, which both multiply: DeepSeek's `scale_inv` is the inverse of what divided."""
+"""The names of FP8's scales. Weights are multiplied by either: DeepSeek's `scale_inv` is the inverse of the number by
+which weights were divided.
+"""
 
 
 def is_quantized(weights: Weights) -> bool:
-    """Returns whether a tensor is one of a quantized module, whatever the config says."""
+    """Returns whether the directory has tensors of quantized modules, whatever its config says."""
     return any(name.rpartition(".")[2] in _MARKS for name in weights.names)
 
 
@@ -73,7 +75,9 @@ class QuantizedDirectory(Weights):
         return self._dequantized(module, tuple(shape), tuple((each.start, each.stop) for each in where))
 
     def _dequantized(self, module: str, shape: tuple[int, ...], where: tuple[Range, ...]) -> Tensor:
-        """Returns a block of a weight. Only a block that cuts a group of inputs is read with all inputs."""
+        """Returns a block of a weight, dequantized. Inputs outside the block are read only if the block cuts a group of
+        inputs.
+        """
         tensors = self._modules[module]
         if len(shape) != 2:
             raise DataError(f"{tensors.where} has {len(shape)} dimensions.", hint="Quantized weights have two.")
@@ -125,7 +129,7 @@ class QuantizedDirectory(Weights):
         return f"{method} {', '.join(name for name, _ in counts.most_common())}" if counts else ""
 
     def _words(self, tensors: ModuleTensors, rows: int, columns: int, block: Block) -> tuple[QuantizedWeight, int]:
-        """`qweight` is GPTQ's or AWQ's, which only the config tells."""
+        """Reads a module with `qweight`. The config must say if it is GPTQ's or AWQ's."""
         method = self._config.method if self._config else None
         if self._config is None or method not in ("gptq", "awq"):
             raise DataError(
@@ -137,7 +141,7 @@ class QuantizedDirectory(Weights):
         return read_gptq(tensors, rows, columns, block, is_zero_less_one=self._config.is_zero_less_one)
 
     def _codes(self, module: str) -> str | None:
-        """Returns how a module's codes are stored; None if it has none, "stray" for scales without codes."""
+        """Returns how a module stores its codes; None if it is not quantized, "stray" for scales without codes."""
         tensors = self._modules.get(module)
         if tensors is None:
             return None
@@ -155,9 +159,10 @@ class QuantizedDirectory(Weights):
 
 
 def read_float8(tensors: ModuleTensors, shape: tuple[int, int], block: tuple[int, int], part: Block) -> Tensor:
-    """Returns a part of a weight [N, K] stored in FP8 (e4m3) in float32: codes times the scale of the tensor, of the
-    output, or of its block of outputs and inputs. No integer code has their values, so they are computed in the model's
-    dtype."""
+    """Returns a block of a weight [N, K] that is stored in FP8 (e4m3), in float32: codes times their scale, which is
+    that of the tensor, the output or a block of outputs and inputs. It is computed in the model's dtype, because
+    integer codes cannot represent these values.
+    """
     tensors.check_only(("weight", *_SCALES, "bias", "input_scale", "input_zero_point"))
     suffixes = [each for each in _SCALES if each in tensors]
     if len(suffixes) != 1:

@@ -12,14 +12,15 @@ Tensor = torch.Tensor
 
 
 def can_stack(first: QuantizedWeight, second: QuantizedWeight) -> bool:
-    """Returns whether two weights agree in bits, in the order of their columns, and in groups of which the larger
-    divide into the smaller."""
+    """Returns whether two weights have the same bits, the same order of columns, and group sizes of which one divides
+    the other.
+    """
     sizes = sorted((first.group_size, second.group_size))
     return first.bits == second.bits and sizes[1] % sizes[0] == 0 and _equal(first.columns_K, second.columns_K)
 
 
 def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Returns one weight with the outputs of all parts, in the smallest of their groups."""
+    """Returns one weight with the outputs of all parts, in groups of the smallest size among them."""
     if len(parts) == 1:
         return parts[0]
     groups = max(part.scales_NG.shape[1] for part in parts)

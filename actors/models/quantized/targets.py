@@ -10,13 +10,14 @@ from raytide.actors.models.naming import NAMES, projections
 from raytide.core.errors import ConfigError
 
 QAT_RECORD = "raytide_qat.json"
-"""The file of an exported directory that tells for which scheme its weights were trained."""
+"""The file in an exported directory that names the scheme for which its weights were trained."""
 
 
 def quantized_linears(arch: Architecture, root: str, skip: tuple[str, ...]) -> set[str]:
-    """Returns the modules that are quantised: the layers' projections. Head, embeddings, routers and experts stay.
+    """Returns the names of the modules to quantise: the layers' projections. Head, embeddings, routers and experts
+    stay.
 
-    Raises ConfigError for a family whose weights no quantised format holds.
+    Raises ConfigError for a family whose weights no quantised format can hold.
     """
     names = NAMES[arch.names]
     if names.transposed:
@@ -31,7 +32,7 @@ def quantized_linears(arch: Architecture, root: str, skip: tuple[str, ...]) -> s
 
 
 def expert_patterns(arch: Architecture) -> list[str]:
-    """Returns compressed-tensors' patterns of the routers and experts of a model."""
+    """Returns patterns, in compressed-tensors' syntax, that match a model's routers and experts."""
     return ["re:.*mlp\\.gate$", "re:.*\\.experts\\..*", "re:.*block_sparse_moe.*"] if arch.experts else []
 
 

@@ -1,4 +1,6 @@
-"""Opens the KV cache's folder on local disk for what an engine computes, and saves what memory holds at its end."""
+"""Opens the KV cache's folder on local disk for one engine, and when the engine ends writes the cached blocks of its
+memory there.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ _FLUSHED_AT_ONCE = 16
 
 
 def open_disk_tier(config: EngineConfig, runner: ModelRunner, weights: WeightsSource) -> DiskTier | None:
-    """Returns the tier that the options want, with the speeds of disk and model measured; None without one, or when the
-    disk fails. Raises ConfigError for a folder that cannot be used.
+    """Returns the disk tier that the options ask for, after measuring the speeds of the disk and the model. Returns
+    None if they ask for none, or when the disk fails. Raises ConfigError for a folder that cannot be used.
     """
     if config.local_disk is None:
         return None
@@ -60,8 +62,8 @@ def open_folder(config: EngineConfig, runner: ModelRunner, weights: WeightsSourc
 
 
 def flush(disk: DiskTier | None, pool: BlockPool, cache: KvCache) -> None:
-    """Writes the cached blocks that memory still holds, as many as 5 s allow: those in use, then the last used, and of
-    a prefix its start first.
+    """Writes the device's cached blocks to disk, as many as fit into 5 s. Blocks in use come first, then the last used
+    ones; of a prefix, its first blocks come first.
     """
     if disk is None or not cache.layers:
         return
@@ -77,7 +79,7 @@ def flush(disk: DiskTier | None, pool: BlockPool, cache: KvCache) -> None:
 
 
 def _identity(config: EngineConfig, runner: ModelRunner, weights: WeightsSource) -> str:
-    """Returns a name for all that the bits of a block's KV depend on beside the hash of its tokens."""
+    """Returns a name for everything, except the hash of its tokens, that the bits of a block's KV depend on."""
     terms = {
         "architecture": repr(runner.arch),
         "weights": weights.content,

@@ -43,7 +43,7 @@ _ABORT_S = 10.0
 class NativeEngine(Engine):
     """One model in this process. Use it from the event loop that called `start`.
 
-    `launcher` brings the other members with `tensor_parallel`; None: processes of this machine.
+    `launcher` starts the other processes that `tensor_parallel` needs; None starts them on this machine.
     """
 
     backend = "native"
@@ -53,7 +53,9 @@ class NativeEngine(Engine):
         self._streams: dict[str, asyncio.Queue[Output]] = {}
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}  # of requests that have not entered
         self._pooling = asyncio.Semaphore(2 * config.max_running)
-        """Prompts to pool, of all callers together, that are in the core: their rest leaves room in its queue."""
+        """Bounds the prompts to pool that are in the core for all callers together, so that its queue keeps room for
+        other requests.
+        """
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = False
@@ -191,8 +193,8 @@ class NativeEngine(Engine):
     async def _pool(
         self, batch: Sequence[Prompt], lora: str | None, pooled: Callable[[], PooledPrompt]
     ) -> list[list[float]]:
-        """Returns the vector of each prompt. All are checked before the first one is computed; when one fails, the
-        others are aborted.
+        """Returns the vector of each prompt. All prompts are checked before the first one is computed; when one fails,
+        the others are aborted.
         """
         check, group = self._started().input_processor.checked, uuid4().hex
         prompts = [await self.tokenize(each) if isinstance(each, str) else each for each in batch]
@@ -218,7 +220,9 @@ class NativeEngine(Engine):
     async def _stream(
         self, request: GenRequest, enter: Callable[[EngineCore, Sequence[int], Prepared], None]
     ) -> AsyncIterator[GenChunk | PooledOutput]:
-        """Adds a request to the core and yields its output. Its texts are prepared outside of the core's thread."""
+        """Adds a request to the core and yields its output. Its grammar, stop strings and images are prepared outside
+        the core's thread.
+        """
         request_id = request.request_id
         prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
         if self._thread is not None and self._thread.death is not None:
@@ -279,14 +283,14 @@ class NativeEngine(Engine):
                 stream.put_nowait(output)
 
     def _end(self, error: EngineError) -> None:
-        """Ends all requests with an error, after the end of the thread."""
+        """Ends all requests with this error, after the core's thread has ended."""
         self._accepting = False
         for request_id, stream in self._streams.items():
             stream.put_nowait(RequestFailure(request_id, copy(error)))
 
 
 def _refused(stream: asyncio.Queue[Output], request_id: str, entered: asyncio.Future[None]) -> None:
-    """Ends a stream with the error that refused its request."""
+    """Ends a request's stream with the error with which the core refused the request, if it did."""
     if entered.cancelled():
         return
     error = entered.exception()

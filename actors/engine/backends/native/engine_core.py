@@ -1,7 +1,7 @@
-"""The engine without threads: requests in, one `step` at a time, text out. `engine.py` runs it in a thread, `llm.py` in
-line; `operations.py` has its other commands.
+"""The engine without threads: it takes requests, advances them one `step` at a time and returns text. `engine.py` runs
+it in a thread, `llm.py` in the caller's; `operations.py` has its other commands.
 
-A step is plan, move, execute, commit, detokenize. A failure ends the request it belongs to and no other.
+A step is plan, move, execute, commit, detokenize. A failure ends only the request that it belongs to.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 _MOVES_MAY_FAIL = 3  # times in a row
 _FAILURES_ALONE = 3
-"""Steps in a row in which every request failed, before the model itself is tested."""
+"""The model itself is tested after this many consecutive steps in which every request failed."""
 
 
 class EngineCore:
@@ -178,7 +178,7 @@ class EngineCore:
             sample.seq.salt = self.salt(answer.request.lora, answer.request.cache_salt)
 
     def check_room(self, seqs: Items[Sequence]) -> None:
-        """Raise unless these sequences may queue."""
+        """Raises ConflictError or OverloadedError unless these sequences may queue."""
         for seq in seqs:
             if seq.seq_id in self._samples:
                 raise ConflictError(
@@ -188,8 +188,8 @@ class EngineCore:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
 
     def new_state(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:
-        """Returns the state of a request's output, behind the tokens that its sequences have. Raises UsageError when
-        these have a stop string already.
+        """Returns the state of a request's output after the tokens that its sequences already have. Raises UsageError
+        when these already contain a stop string.
         """
         samples = [SampleState(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
         for index, sample in enumerate(samples):
@@ -256,7 +256,7 @@ class EngineCore:
         return True
 
     def fail_all(self, error: Exception) -> None:
-        """End every request with an error; for a failure that belongs to no single one."""
+        """Ends every request with an error, after a failure that no single request has caused."""
         for request_id in self.request_ids:
             self._fail(request_id, error)
         self.scheduler.invalidate()  # what was computed cannot be trusted
@@ -287,7 +287,7 @@ class EngineCore:
         )
 
     def adapter_of(self, seq: Sequence) -> str | None:
-        """Returns a sequence's adapter as name and content hash, which is the same in every engine that loaded it."""
+        """Returns a sequence's adapter as `name@content-hash`, the same in all engines; None without one."""
         return None if seq.lora is None else f"{seq.lora}@{self.adapter_contents[seq.lora]}"
 
     def uses_lora(self, name: str) -> bool:
@@ -300,8 +300,8 @@ class EngineCore:
         return self._requests[request_id]
 
     def _move(self, plan: StepPlan) -> bool:
-        """Moves the plan's blocks. After a failure no block's content can be trusted: returns False, and everything is
-        computed again from the tokens.
+        """Moves the plan's blocks. After a failure no block's content can be trusted: then it returns False, and
+        everything is computed again from the tokens.
         """
         try:
             move_blocks(plan, self.runner.cache, self.disk)
@@ -319,8 +319,8 @@ class EngineCore:
         return True
 
     def _check_model(self, has_tokens: bool, has_failures: bool) -> None:
-        """Tells bad requests from a broken device: after several steps in which all requests failed, computes one token
-        apart. Raises EngineDeadError when that fails too.
+        """Distinguishes bad requests from a broken device: after several steps in which all requests failed, it
+        computes a single token on its own. Raises EngineDeadError when that fails too.
         """
         if has_tokens or not has_failures:
             self._fruitless_steps = 0 if has_tokens else self._fruitless_steps
@@ -367,7 +367,7 @@ class EngineCore:
         self._forget(self._samples[seq.seq_id][0])
 
     def _fail(self, seq_id: str, error: Exception) -> None:
-        """End the request that a sequence belongs to, and no other."""
+        """Ends the request that a sequence belongs to, and no other."""
         if seq_id not in self._samples:
             return
         answer = self._samples[seq_id][0]

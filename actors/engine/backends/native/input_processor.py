@@ -24,7 +24,7 @@ from raytide.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request's texts, compiled outside of the engine's thread."""
+    """A request's compiled grammar, bad words and decoded images, prepared outside the engine's thread."""
 
     grammar: Grammar | None = None
     bad_words: BadWords | None = None
@@ -34,7 +34,7 @@ class Prepared:
 class InputProcessor:
     """Checks requests and turns them into sequences.
 
-    Holds the model's limits, and numbers the requests that bring no seed.
+    Holds the model's limits, and gives numbered seeds to requests without a seed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class InputProcessor:
         return tuple(processor.prepare(data, index) for index, data in enumerate(request.images))
 
     async def prepare(self, request: GenRequest) -> Prepared:
-        """Compiles a request's texts and decodes its images in threads of their own. Raises UsageError or
+        """Compiles a request's grammar and decodes its images in separate threads. Raises UsageError or
         OverloadedError.
         """
         params, bad_words = request.sampling, None
@@ -91,10 +91,11 @@ class InputProcessor:
     def sequences(
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, prepared: Prepared | None = None
     ) -> list[Sequence]:
-        """Returns one sequence for each sample. Sample i of a seeded request equals the request alone with seed + i.
-        Samples of a resumed request have their tokens so far, and a finish reason if they have ended.
+        """Returns one sequence for each sample. Sample i of a request with a seed equals the only sample of the same
+        request with seed + i. Samples of a resumed request have their tokens so far, and a finish reason if they have
+        ended.
 
-        Without `prepared` the texts are compiled here and now.
+        Without `prepared`, the grammar and images are prepared in this call.
         """
         params, limit = request.sampling, self._max_len
         tokens = self.checked(f"request {request.request_id}", prompt)
@@ -155,7 +156,9 @@ class InputProcessor:
     def pooled_sequence(
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, pooled: PooledPrompt
     ) -> Sequence:
-        """Returns the sequence of a prompt whose output is a vector. It reads no cache, which has no hidden states."""
+        """Returns the sequence of a prompt whose output is a vector. It does not read the prefix cache, which holds no
+        hidden states.
+        """
         tokens = self.checked(f"request {request.request_id}", prompt)
         self._spans(request.request_id, tokens, ())  # an image token has no meaning of its own
         return Sequence(
@@ -178,7 +181,9 @@ class InputProcessor:
         )
 
     def _spans(self, request_id: str, tokens: list[int], images: tuple[PreparedImage, ...]) -> tuple[ImageSpan, ...]:
-        """Returns the images' places in a prompt. Raises UsageError if its image tokens are not those of the images."""
+        """Returns the places of the images in a prompt. Raises UsageError if the prompt's image tokens do not match the
+        images.
+        """
         if self._images is None:
             return ()
         spec = self._images.spec
@@ -207,5 +212,7 @@ class InputProcessor:
 
 
 def salt_of(weights_version: str, adapter: str, cache_salt: str) -> bytes:
-    """Returns a hash of what KV depends on beside the tokens: only sequences of one salt share blocks."""
+    """Returns a hash of everything, except the tokens, that KV depends on: only sequences with the same salt share
+    blocks.
+    """
     return blake2b("\0".join((weights_version, adapter, cache_salt)).encode(), digest_size=16).digest()

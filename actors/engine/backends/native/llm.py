@@ -63,11 +63,11 @@ class LLM:
         lora: str | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Returns the answers in the order of the prompts, which are texts or lists of token ids; all run together.
+        """Returns the answers in the order of the prompts, which are texts or lists of token ids and run all together.
 
-        `sampling` is one SamplingParams for all or a list with one each. A prompt that is empty or too long raises
-        UsageError before anything runs; a request that fails while running has finish reason "error". `lora` names
-        a loaded adapter. `progress` shows a bar on stderr.
+        `sampling` is one SamplingParams for all prompts, or a list with one for each. A prompt that is empty or too
+        long raises UsageError before anything runs; a request that fails while running has finish reason "error".
+        `lora` names a loaded adapter. `progress` shows a bar on stderr.
         """
         texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [self._tokens(text) for text in texts]
@@ -133,8 +133,9 @@ class LLM:
         return self._core.stats()
 
     def close(self) -> None:
-        """Writes cached prefixes to `local_disk`, and ends the other processes of `tensor_parallel`, which end with
-        this one otherwise. No call may follow."""
+        """Writes cached prefixes to `local_disk`, and ends the other processes of `tensor_parallel`; without `close`
+        these end with this process. Do not use the object afterwards.
+        """
         operations.flush_to_disk(self._core)
         self._core.close()
 
@@ -204,7 +205,7 @@ class LLM:
 
 
 def _take_in(output: GenChunk | RequestFailure, answer: RequestOutput) -> bool:
-    """Adds an output to its answer; returns whether that is complete."""
+    """Adds an output to its request's answer; returns whether the answer is complete."""
     if isinstance(output, RequestFailure):
         for completion in answer.outputs:
             completion.finish_reason, completion.error = "error", str(output.error)
@@ -228,7 +229,9 @@ _EVERY_S = 0.2
 
 @contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Update]:
-    """Shows progress on stderr, by rich or else in one line. Yields the function to call with it."""
+    """Shows progress on stderr, with rich if it is installed, else in one line. Yields the function that reports
+    progress.
+    """
     if not shown:
         yield lambda done, tokens: None
         return

@@ -1,6 +1,6 @@
 """Commands that run between two steps: pause, sleep, change of weights, adapters, cache lookup.
 
-None of them loses a request: KV that is gone is computed again from the tokens.
+No command loses a request: KV that a command discards is computed again from the tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def pause(core: EngineCore) -> None:
-    """Take no steps until `resume`."""
+    """Stops taking steps until `resume`."""
     if core.state == "serving":
         core.state = "paused"
 
@@ -63,8 +63,9 @@ def wake(core: EngineCore) -> None:
 
 
 def flush_to_disk(core: EngineCore) -> None:
-    """Writes the cached prefixes that memory is to lose to the disk tier, as many as a few seconds allow. A failure
-    costs those."""
+    """Writes cached prefixes to the disk tier before their memory is freed, as many as a few seconds allow. A failure
+    is logged; it costs only the prefixes not yet written.
+    """
     try:
         flush(core.disk, core.pool, core.runner.cache)
     except Exception as error:
@@ -89,7 +90,7 @@ def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[Pa
 
 
 def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -> None:
-    """Computes with these weights from the next step on, also for running requests."""
+    """Makes the model compute with these weights from the next step on, for running requests too."""
     core.runner.use(model)
     core.weights = weights
     core.info = replace(
@@ -112,7 +113,7 @@ def load_lora(core: EngineCore, name: str, path: str) -> None:
 
 
 def unload_lora(core: EngineCore, name: str) -> None:
-    """Raises ConflictError while requests use it."""
+    """Removes an adapter. Raises ConflictError while requests use it."""
     if core.uses_lora(name):
         raise ConflictError(f"requests use adapter {name}.", hint="Unload it when they have ended.")
     core.runner.unload_lora(name)
@@ -120,8 +121,9 @@ def unload_lora(core: EngineCore, name: str) -> None:
 
 
 def cached_prefix(core: EngineCore, tokens: Items[int], lora: str | None, cache_salt: str) -> int:
-    """Returns how many of a prompt's first tokens would not be computed: those in the prefix cache, and behind them
-    those on the disk, where reading them is cheaper. The last token is always computed."""
+    """Returns how many of a prompt's first tokens would not be computed: those in the prefix cache, and the ones after
+    them that are on disk, if reading them is cheaper than computing them. The last token is always computed.
+    """
     size, parent, hashes = core.pool.block_size, core.salt(lora, cache_salt), list[bytes]()
     for start in range(0, (len(tokens) - 1) // size * size, size):
         parent = chain_hash(parent, tokens[start : start + size])
@@ -132,7 +134,9 @@ def cached_prefix(core: EngineCore, tokens: Items[int], lora: str | None, cache_
 
 
 def export_kv(core: EngineCore, request_id: str) -> KvHandle:
-    """Ends the request here and returns its handle. Raises NotFoundError or ConflictError."""
+    """Ends a request in this engine and returns the KV with which another engine can continue it. Raises NotFoundError
+    or ConflictError.
+    """
     answer = core.request_state(request_id)
     if len(answer.samples) > 1:
         raise ConflictError(
@@ -148,7 +152,9 @@ def export_kv(core: EngineCore, request_id: str) -> KvHandle:
 def import_kv(
     core: EngineCore, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
 ) -> None:
-    """Continues an exported request. Without room for its KV now, it queues and is computed again."""
+    """Continues an exported request. If there is no room for its KV now, it waits in the queue and its KV is computed
+    again.
+    """
     header, now_s = handle.header, time.monotonic()
     check_features(request, core.info.features, core.info.backend)
     if request.sampling.num_samples > 1 or list(prompt) != header.tokens[: header.prompt_len]:

@@ -21,7 +21,7 @@ class RequestFailure:
 
     @classmethod
     def of(cls, request_id: str, error: Exception) -> RequestFailure:
-        """Wraps an error that raytide did not raise itself in EngineError."""
+        """Returns the failure of a request. An error that raytide did not raise itself is wrapped in EngineError."""
         if isinstance(error, RaytideError):
             return cls(request_id, error)
         return cls(request_id, EngineError(f"request {request_id} failed: {error!r}."))
@@ -29,7 +29,7 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """The vector of a prompt: all of the request's output."""
+    """The vector of a prompt, which is the whole output of its request."""
 
     request_id: str
     vector: list[float]
@@ -41,7 +41,7 @@ Output = GenChunk | PooledOutput | RequestFailure
 
 @dataclass(slots=True, eq=False)
 class SampleState:
-    """One of a request's sequences and the state of its text."""
+    """One of a request's sequences, with the state of its text."""
 
     seq: Sequence
     text: Detokenizer
@@ -50,8 +50,8 @@ class SampleState:
     held: list[GenChunk] = field(default_factory=list)  # until best_of has chosen
 
     def push_run(self, run: Items[Sampled]) -> tuple[int, str]:
-        """Returns how many of a step's tokens count, and the text that these make safe to emit. The last one that
-        counts may complete a stop string: then `stops.stopped`.
+        """Returns how many of a step's tokens count, and the text that they make safe to emit. Tokens after one that
+        completes a stop string do not count; `stops.stopped` is then True.
         """
         text = ""
         for count, sampled in enumerate(run, 1):
@@ -62,8 +62,8 @@ class SampleState:
         return len(run), text
 
     def push(self, token: int, ends: bool, reason: FinishReason | None = None) -> str:
-        """Returns the text that a new token makes safe to emit; `stops.stopped` when it completes a stop string. A
-        `reason` means that the output ends with it.
+        """Returns the text that a new token makes safe to emit. `stops.stopped` is True after the token that completes
+        a stop string. With a `reason`, the output ends with this token.
         """
         stops = self.stops
         text = "" if reason == "stop" else stops.push(self.text.push(token))
@@ -72,7 +72,9 @@ class SampleState:
         return text
 
     def replay(self) -> None:
-        """Follows the tokens that another engine has streamed with their text: what it held back is held back here."""
+        """Processes the tokens that another engine has streamed. Their text was sent by that engine; text that it held
+        back is held back here too.
+        """
         for token in self.seq.tokens[self.seq.prompt_len :]:
             self.push(token, ends=False)
 
@@ -98,7 +100,7 @@ class RequestState:
         self._first_token_s: float | None = None
 
     def start(self, now_s: float) -> None:
-        """Notes the start of the first step. Later calls change nothing."""
+        """Records the time at which the request's first step starts. Later calls change nothing."""
         if self._started_s is None:
             self._started_s = now_s
 
@@ -108,7 +110,7 @@ class RequestState:
 
     @property
     def is_done(self) -> bool:
-        """True once the last chunk is out."""
+        """True once the last chunk has been returned."""
         return self._open == 0
 
     def emit(self, sample: SampleState, run: Items[Sampled], text: str, now_s: float) -> list[GenChunk]:
@@ -144,7 +146,9 @@ class RequestState:
         return [*chunks[:-1], self._closed(chunks[-1], now_s)]
 
     def _best(self, now_s: float) -> list[GenChunk]:
-        """Returns the chunks of the samples with the highest mean log probability, best first, once all have ended."""
+        """Returns one chunk for each of the samples with the highest mean log probability, best first, once all have
+        ended.
+        """
         ranked = sorted(self.samples, key=lambda sample: sample.mean_logprob, reverse=True)[: self._count]
         chunks = [_merged(sample.held, index) for index, sample in enumerate(ranked)]
         chunks[0] = replace(chunks[0], prompt_logprobs=self.samples[0].held[0].prompt_logprobs)

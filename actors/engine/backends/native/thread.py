@@ -1,5 +1,5 @@
-"""The thread of an engine core. Commands reach it through one queue and run between two steps; each step's outputs come
-back in one call, so that neither side waits for the other.
+"""The thread of an engine core. Commands reach it through one queue and run between two steps. The outputs of a step
+reach the event loop in one call. Neither side waits for the other.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _FAILED_STEPS = 3
-"""Steps in a row that fail as a whole before the engine is dead."""
+"""The engine counts as dead after this many consecutive steps that fail as a whole."""
 _JOIN_S = 30.0
-"""The time that `stop` waits for the thread, which may hang in a library."""
+"""The seconds for which `stop` waits for the thread, which may hang in a library."""
 
 
 @dataclass(slots=True)
@@ -42,8 +42,8 @@ class _Call:
 class EngineThread:
     """Runs an EngineCore in its own thread and exchanges commands and outputs with an event loop.
 
-    Use it from the event loop that calls `start`; `deliver` and `ended` are called there. `ended` gets the error
-    with which requests in flight end.
+    Use it from the event loop that calls `start`; it calls `deliver` and `ended` there. `ended` gets the error with
+    which requests in flight end.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EngineThread:
         self._config, self._deliver, self._on_end, self._launcher = config, deliver, ended, launcher
         self._core: EngineCore | None = None
         self.tap: Callable[[list[Output]], list[Output]] = list
-        """Gets all outputs on the thread and returns those to deliver."""
+        """Gets all outputs, on the core's thread, and returns those to deliver."""
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._end_error: EngineError | None = None
         self._is_stopping = False
@@ -73,7 +73,7 @@ class EngineThread:
 
     @property
     def death(self) -> EngineError | None:
-        """The error of a thread that died; None while it lives and after `stop`."""
+        """The error with which the thread died; None while it lives and after `stop`."""
         if self._is_stopping or self._thread is None:
             return None
         if self._end_error is None and not self._thread.is_alive():
@@ -90,7 +90,9 @@ class EngineThread:
         return await asyncio.wrap_future(loaded)
 
     def call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
-        """Runs a command between two steps, and delivers its outputs first. EngineError when the thread has ended."""
+        """Runs a command between two steps, and delivers the outputs that it causes before its result. The future has
+        an EngineError when the thread has ended.
+        """
         done: asyncio.Future[T] = self._events.create_future()
         ended = self._end_error or self.death
         if ended is not None:
@@ -101,7 +103,7 @@ class EngineThread:
         return done
 
     async def stop(self) -> None:
-        """Aborts all requests and ends the thread. Idempotent. A thread that hangs is left behind after 30 s."""
+        """Aborts all requests and ends the thread. Idempotent. It gives up on a thread that hangs for 30 s."""
         if self._thread is not None and self._thread.is_alive():
             self._is_stopping = True
             self._calls.put(None)
@@ -132,7 +134,8 @@ class EngineThread:
         """Runs the queued commands, waiting for one only when there is no other work, then takes a step. Returns False
         to stop.
 
-        Commands that arrive meanwhile wait for the next turn, or a series of them would keep steps away.
+        Commands that arrive during the call wait for the next one, since a long series of them would otherwise delay
+        the step without end.
         """
         left: int | None = None
         while True:
@@ -181,7 +184,9 @@ class EngineThread:
         return self._publish(self._report, self.tap(core.drain_outputs()), call.done, result, error)
 
     def _publish(self, callback: Callable[..., None], *args: object) -> bool:
-        """Calls back on the event loop. Returns False when that is closed, so that there is no one left to serve."""
+        """Schedules a callback on the event loop. Returns False when the loop is closed, so that nobody waits for
+        outputs any more.
+        """
         try:
             self._events.call_soon_threadsafe(callback, *args)
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""One request on its way through the fair admission: what it asks, how far it is, and whether it runs."""
+"""One request in the fair admission: its parameters, its progress, and whether it runs."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ from raytide.actors.engine.types import GenRequest
 
 @dataclass(eq=False, slots=True)
 class AdmissionEntry:
-    """A request on its way through."""
+    """A request from its arrival until its end, with its progress."""
 
     request: GenRequest
     progress: StreamProgress
     places: int
-    """The sequences that it takes in the engine."""
+    """The number of sequences that the request runs in the engine."""
     priority: int
     turn: asyncio.Future[None]
     due_s: float = math.inf
-    """The promised time of its first token, on the event loop's clock."""
+    """The time by which its first token is promised, in seconds on the event loop's clock."""
     tokens: int = 0
-    """The tokens of its answer so far."""
+    """The number of tokens in its answer so far."""
     is_running: bool = False
     started: int = 0
-    """The number of its last start, in the order of all."""
+    """The number of its last start; the starts of all requests are numbered in order."""
     started_s: float = 0.0
     is_answered: bool = False
-    """True once the engine has sent something since the last start: it waits there no more."""
+    """True once the engine has sent a chunk since the last start, so that the request no longer waits there."""
     is_preempted: bool = False
-    """True once the engine has ended it for others, since its last start."""
+    """True if the engine has taken it out for other requests since its last start."""
     gave_way: bool = False
-    """True once the engine has ended it for others, ever."""
+    """True if the engine has ever taken it out for other requests."""
     is_aborted: bool = False
     cached_tokens: int | None = None
-    """The part of the prompt that was cached at the first start, if it was preempted since."""
+    """The prompt tokens that were cached at the first start; known only after a preemption."""
 
     @property
     def kv_tokens(self) -> int:
         return len(self.request.prompt) + 1 + self.tokens
 
     def remainder(self) -> GenRequest:
-        """Returns the request for the rest of its answer."""
+        """Returns the request with which the engine continues the answer."""
         return replace(self.progress.resumed(), gave_way=self.gave_way)
 
     @property
     def is_preemptible(self) -> bool:
-        """False where what was computed would have to be computed, or sent, again."""
+        """False for a request that does not run, or whose results so far would have to be computed or sent again after
+        an interruption.
+        """
         params = self.request.sampling
         return self.is_running and params.num_samples == params.n and params.prompt_logprobs is None

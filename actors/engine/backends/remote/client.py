@@ -1,4 +1,4 @@
-"""`RemoteEngine`: an engine in another process, used as if it were here."""
+"""`RemoteEngine`: an engine in another process, used like one in this process."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _SILENCE_S = 10.0
 """A process that has sent nothing for this long, not even its status, is taken as dead."""
 
 _EMBEDDED_AT_ONCE = 128
-"""Inputs of one call: 2,048 vectors of a large model would be a longer message than a connection takes."""
+"""The most inputs of one call: 2,048 vectors of a large model would be a longer message than a connection accepts."""
 
 Item = GenChunk | RaytideError
 
 
 class RemoteEngine(Engine):
-    """The engine behind one connection. When the connection is lost or silent, every open request ends with
-    EngineDeadError; `on_lost` is called once. `token_texts` may be shared by connections to the same model.
+    """The engine at the other end of one connection. When the connection is lost or silent, every open request ends
+    with EngineDeadError and `on_lost` is called once. Connections to the same model may share `token_texts`.
     """
 
     backend = "remote"
@@ -61,7 +61,7 @@ class RemoteEngine(Engine):
         self._connection: _Connection | None = None
 
     async def start(self) -> EngineInfo:
-        """Connects. Raises EngineDeadError when nothing answers there."""
+        """Connects and returns the engine's description. Raises EngineDeadError when nothing answers at the address."""
         loop = asyncio.get_running_loop()
         connection = _Connection(self.name, self._token_texts, self._on_status, self._on_prefix, self._on_lost)
         try:
@@ -83,7 +83,7 @@ class RemoteEngine(Engine):
 
     @property
     def status(self) -> Status:
-        """The last status that the process has sent."""
+        """The latest status that the process has sent."""
         return self._connected().status
 
     def generate(
@@ -95,15 +95,16 @@ class RemoteEngine(Engine):
         prefill_at: Sequence[object] | None = None,
         new_tokens: int = 0,
     ) -> AsyncIterator[GenChunk]:
-        """Streams a request. `prefix` is passed to `on_prefix` of the process's other clients. `prefill_at` has the
-        host, port, secret and name of the process from which the prompt's KV is fetched. `new_tokens` of the prompt are
-        expected not to be cached: the statuses of the process have their sum.
+        """Streams a request. The process passes `prefix` to the `on_prefix` callbacks of its other clients.
+        `prefill_at` has the host, port, secret and name of the process from which the prompt's KV is fetched.
+        `new_tokens` is the number of prompt tokens that are expected not to be cached; the process reports their sum
+        over its requests in its statuses.
         """
         return self._connected().generate(request, waited_s, prefix, prefill_at, new_tokens)
 
     async def prefill(self, request: GenRequest) -> tuple[list[GenChunk], bytes]:
-        """Computes a request up to its first token and takes it out of that process: returns its chunks so far, and
-        its KV (see `KvHandle.to_bytes`), which is empty if the request has ended.
+        """Computes a request up to its first token in that process, and ends it there. Returns its chunks so far and
+        its KV (see `KvHandle.to_bytes`), which is empty if the request is already complete.
         """
         parts = bytearray()
         packed = await self._connected().call("prefill", [wire.pack_request(request)], parts)
@@ -173,7 +174,7 @@ class RemoteEngine(Engine):
         return bool(await self._call("drain", timeout_s))
 
     async def shutdown(self) -> None:
-        """Closes the connection: this client's requests end, the engine goes on."""
+        """Closes the connection. This client's requests end; the engine keeps running."""
         if self._connection is not None:
             self._connection.close()
 
@@ -195,7 +196,7 @@ class RemoteEngine(Engine):
 
 @dataclass(slots=True, eq=False)
 class Status:
-    """The last report of an engine's process. `load` has the counters for the controller."""
+    """The latest report of an engine's process. `load` has the counters for the controller."""
 
     stats: EngineStats | None
     load: dict[str, float]
@@ -334,7 +335,9 @@ class _Connection(asyncio.Protocol):
             done.set_exception(error)
 
     def _watch(self) -> None:
-        """Ends a silent connection: its process hangs, or its machine is gone."""
+        """Treats a connection that has been silent for too long as lost: the process hangs, or its machine is gone.
+        Schedules the next check.
+        """
         if self.is_lost:
             return
         if time.monotonic() - self.status.at_s > _SILENCE_S:

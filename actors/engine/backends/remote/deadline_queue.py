@@ -1,9 +1,10 @@
 """Orders waiting requests so that as many first tokens as possible are in time.
 
-Requests that can still be in time go first, the earliest due first. Those that cannot go after them: they would only
-make further ones late. A small share of the starts stays theirs, so that none waits for ever. With equal times to the
-due time and one server no request that is in time first come, first served is late here: only earlier ones go before
-it. Requests without a due time keep the order of their arrival.
+Requests that can still be in time go first, the earliest due time first. Requests that are already too late go after
+them, because starting them would only make further ones late; a small share of the starts is reserved for these, so
+that none waits for ever. With one server and an equal time allowance for every request, no request that would be in
+time under first come, first served is late here, since only earlier ones go before it. Requests without a due time keep
+the order of their arrival.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 LATE_EVERY = 20
-"""While late requests wait, one of so many starts is the oldest late one."""
+"""While late requests wait, one in this many starts goes to the oldest late one."""
 
 
 class DeadlineQueue(Generic[T]):
-    """Waiting requests. Times are in seconds on any one clock."""
+    """Waiting requests. All times are in seconds on one clock of the caller's choice."""
 
     __slots__ = ("_late", "_passed_over", "_pushed", "_waiting")
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, float, T]] = []
-        """A heap of (order, number of arrival, last time of a start in time, request)."""
+        """A heap of (due time, arrival number, latest start that is still in time, request)."""
         self._late: deque[T] = deque()
         self._passed_over = 0
-        """Starts of others while late requests waited, since the last start of a late one."""
+        """The number of starts since the last start of a late request, counted while late requests wait."""
         self._pushed = 0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._late)
 
     def push(self, request: T, *, due_s: float = math.inf, needs_s: float = 0.0, first: bool = False) -> None:
-        """Queues a request whose first token is due at `due_s` and comes `needs_s` after its start. One that is to be
+        """Queues a request whose first token is due at `due_s` and comes `needs_s` after its start. A request with
         `first` goes before all others, and is never late.
         """
         self._pushed += 1
@@ -47,7 +48,7 @@ class DeadlineQueue(Generic[T]):
             heappush(self._waiting, (due_s, self._pushed, due_s - needs_s, request))
 
     def head(self, now_s: float = -math.inf) -> T:
-        """Returns the request that goes next if one starts now. Raises IndexError if there is none."""
+        """Returns the request that would start at `now_s`. Raises IndexError if none waits."""
         waiting, late = self._waiting, self._late
         while waiting and waiting[0][2] < now_s:
             late.append(heappop(waiting)[3])
@@ -56,7 +57,7 @@ class DeadlineQueue(Generic[T]):
         return waiting[0][3]
 
     def pop(self, now_s: float = -math.inf) -> T:
-        """Removes and returns the request that goes next. Raises IndexError if there is none."""
+        """Removes and returns the request that starts at `now_s`. Raises IndexError if none waits."""
         request = self.head(now_s)
         if self._late and self._late[0] is request:
             self._passed_over = 0
@@ -65,7 +66,7 @@ class DeadlineQueue(Generic[T]):
         return heappop(self._waiting)[3]
 
     def remove(self, is_wanted: Callable[[T], bool]) -> bool:
-        """Removes the first request found of which `is_wanted` is true; returns whether there was one."""
+        """Removes the first request found for which `is_wanted` is true; returns whether one was found."""
         for at, entry in enumerate(self._waiting):
             if is_wanted(entry[3]):
                 self._waiting[at] = self._waiting[-1]

@@ -1,8 +1,8 @@
 """Sends the chunks of a step from the engine's own thread, so that a step wakes no event loop.
 
-An event loop in the engine's interpreter takes a quarter of a millisecond for each step, in which the engine's thread
-waits for the interpreter. What needs the loop still goes through it: the first and the last chunk of a request, log
-probabilities, errors, and everything for a client that reads slowly.
+An event loop in the engine's interpreter takes a quarter of a millisecond for each step, during which the engine's
+thread waits for the interpreter. Some output still goes through the loop: the first and the last chunk of a request,
+log probabilities, errors, and everything for a client that reads slowly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raytide.actors.engine.types import GenChunk
 
 
 class DirectSender(Protocol):
-    """A connection that other threads may send on."""
+    """A connection on which threads other than the event loop's may send."""
 
     def send_now(self, packed: bytes) -> bool:
         """Sends a message, or returns False when it would have to wait. Safe to call from any thread."""
@@ -26,20 +26,20 @@ class DirectSender(Protocol):
 
 @dataclass(slots=True, eq=False)
 class DirectStream:
-    """One request's output. A chunk is sent directly only when all before it were written, so that none overtakes
-    another.
+    """One request's output. A chunk is sent directly only when all chunks before it were written, so that none
+    overtakes another.
     """
 
     connection: DirectSender
     key: int
     is_begin: bool = True
-    """True until its next chunk, which the event loop wants to see: the request has just been started."""
+    """True from a start of the request until its next chunk, which must go through the event loop."""
     sent: deque[GenChunk] = field(default_factory=deque)
-    """Chunks that were sent directly and not yet counted."""
+    """Chunks that were sent directly and that the event loop has not yet counted."""
     given: int = 0
-    """Chunks left to the event loop; counted on the engine's thread."""
+    """The number of chunks left to the event loop; the engine's thread counts them."""
     written: int = 0
-    """Those of them that the loop has written; counted there."""
+    """The number of these chunks that the event loop has written; the loop counts them."""
 
     @property
     def is_ready(self) -> bool:
@@ -60,19 +60,21 @@ class DirectOutput:
             del self._streams[request_id]
 
     def begin(self, request_id: str) -> None:
-        """Lets the next chunk of a request go through the event loop. Call it when nothing of it is in the engine."""
+        """Makes the next chunk of a request go through the event loop. Call it while the engine holds no output of the
+        request.
+        """
         if (stream := self._streams.get(request_id)) is not None:
             stream.is_begin = True
 
     def give(self, request_id: str) -> None:
-        """Counts a chunk that the event loop writes and the engine's thread has never seen. Call it while nothing of
-        the request is in the engine.
+        """Counts a chunk that the event loop will write and that the engine's thread has never seen. Call it while the
+        engine holds no output of the request.
         """
         if (stream := self._streams.get(request_id)) is not None:
             stream.given += 1
 
     def skip(self, request_id: str) -> None:
-        """Counts a chunk that the event loop got and does not write."""
+        """Counts a chunk that the event loop has received and will not write."""
         if (stream := self._streams.get(request_id)) is not None:
             stream.written += 1
 
@@ -83,7 +85,9 @@ class DirectOutput:
                 yield stream.sent.popleft()
 
     def take(self, outputs: Sequence[Any]) -> list[Any]:
-        """Sends what it can, in one message for each connection, and returns the rest. Runs on the engine's thread."""
+        """Sends the chunks that may be sent directly, in one message for each connection, and returns the other
+        outputs. Runs on the engine's thread.
+        """
         rest: list[Any] = []
         direct: dict[DirectSender, list[tuple[DirectStream, GenChunk]]] = defaultdict(list)
         for output in outputs:

@@ -1,10 +1,10 @@
 """Admits requests of many teams to an engine, so that none waits behind the backlog of another.
 
-The requests of all gateway processes meet here, in the engine's process. As many run as the engine has places for; the
-others wait in a fair queue, and not in the engine's. When a team holds less than half of its share of the places and
-none is free, a request of a team with more is taken out of the engine, and goes on from its tokens later: its client
-sees a pause. Where first tokens are promised within a time, those of a team that can keep it go before those that
-cannot (deadline_queue.py).
+The requests of all gateway processes meet in the engine's process. As many run as the engine has places for; the others
+wait in a fair queue here, not in the engine's queue. When no place is free, a team that holds less than half of its
+share may displace a request of a team with more: the engine stops that request and continues it later from its tokens,
+so that its client sees a pause. If there is a promised time to the first token, requests of a team that can still keep
+it go before those that cannot (deadline_queue.py).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from raytide.actors.engine.types import EngineInfo, GenChunk, GenRequest
 from raytide.core.errors import ConflictError, OverloadedError, RaytideError
 
 START_WEIGHT = 0.1
-"""The weight of the last start in the mean time to a first token."""
+"""The weight of the latest start in the mean time to a first token."""
 SPARE_SHARE = 16
-"""One request more for each so many places waits in the engine itself, so that a free place is taken at once."""
+"""For each this many places, one more request waits in the engine itself, so that a free place is taken at once."""
 
 
 @dataclass(slots=True)
 class _Team:
     weight: float = 1.0
     places: int = 0
-    """The places that its requests take in the engine."""
+    """The places that the team's requests take in the engine."""
     requests: int = 0
-    """All its requests here."""
+    """The number of the team's requests, waiting or running."""
 
 
 class Generator(Protocol):
-    """The part of an engine that requests are admitted to."""
+    """The methods of an engine that the admission calls."""
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]: ...
 
@@ -49,10 +49,12 @@ class Generator(Protocol):
 
 
 class FairAdmission:
-    """The way to one engine. Use it from one event loop. An engine that does not tell its places gets all at once.
+    """Admits requests to one engine. Use it from one event loop. An engine that does not report its number of places
+    gets all requests at once.
 
-    Chunks in `direct` have not passed here; they are counted before anything is decided. `slo_ttft_s` is the promised
-    time to a first token, None without a promise: then a team's requests start in the order of their arrival.
+    `direct` has the chunks that were sent past this object; they are counted before each decision. `slo_ttft_s` is the
+    promised time to a first token in seconds, None without a promise: then a team's requests start in the order of
+    their arrival.
     """
 
     def __init__(
@@ -61,14 +63,14 @@ class FairAdmission:
         self._engine, self._info, self._direct = engine, info, direct
         self._slo_ttft_s = math.inf if slo_ttft_s is None else slo_ttft_s
         self._start_s: float | None = None
-        """The mean time from a start to the first token, lately."""
+        """The moving average of the seconds from a start to the first token; None before the first."""
         self._spare = min(-(-info.max_running // SPARE_SHARE), info.max_waiting)
         self._queue: FairQueue[AdmissionEntry] = FairQueue()
         self._entries: dict[str, AdmissionEntry] = {}
         self._teams: dict[str, _Team] = {}
         self._preempting: set[AdmissionEntry] = set()
-        """The requests that the engine is asked to end. Their places are free already: what starts in one reaches the
-        engine behind that question, and so misses no step.
+        """The requests that the engine has been asked to end. Their places already count as free: a request that starts
+        in one reaches the engine after that command, and so misses no step.
         """
         self._aborting: set[asyncio.Task[None]] = set()
         self._asked = self._used = self._leaving = self._kv_tokens = self._unanswered = 0
@@ -79,13 +81,13 @@ class FairAdmission:
 
     @property
     def waiting(self) -> int:
-        """The requests that wait here."""
+        """The number of requests that wait here."""
         return len(self._queue)
 
     async def generate(self, request: GenRequest, waited_s: float = 0.0) -> AsyncGenerator[GenChunk]:
-        """Streams a request as the engine does, once it is its turn. Raises OverloadedError if too many wait.
+        """Streams a request from the engine, once it is the request's turn. Raises OverloadedError if too many wait.
 
-        `waited_s` is the time for which it has waited elsewhere.
+        `waited_s` is the time in seconds for which it has already waited elsewhere.
         """
         if not self._info.max_running:
             async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]
@@ -114,7 +116,7 @@ class FairAdmission:
             self._exit(entry)
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request, in the engine or on the way there. Returns False for an unknown one."""
+        """Ends a request, whether it runs in the engine or waits here. Returns False for an unknown one."""
         entry = self._entries.get(request_id)
         if entry is None or entry.is_running:
             return await self._engine.abort(request_id)
@@ -125,11 +127,15 @@ class FairAdmission:
         return True
 
     def review(self) -> None:
-        """Finds out whose turn it is now: that changes as teams are served, also while nobody comes or goes."""
+        """Starts the requests whose turn it is now. Turns change as teams are served, even while no request arrives or
+        ends.
+        """
         self._dispatch()
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no new requests and waits until all have ended. Those that still wait after `timeout_s` are refused."""
+        """Refuses new requests and waits until all others have ended. Those that still wait after `timeout_s` are
+        refused.
+        """
         self._is_draining = True
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -202,9 +208,10 @@ class FairAdmission:
         self._dispatch()
 
     def _make_room(self, request: GenRequest, places: int) -> None:
-        """Refuses the newest request that waits of the team with the most requests, or this one if that is its own.
+        """Makes room for a new request: refuses the newest waiting one of the team with the most requests for its
+        weight. Raises OverloadedError if that is the new request's own team.
 
-        One that was taken out of the engine neither counts nor is refused.
+        Requests that were taken out of the engine do not count against the limit and are never refused.
         """
         entries = [each for each in self._entries.values() if not (each.is_running or each.turn.done())]
         queued = [each for each in entries if not each.tokens]
@@ -219,7 +226,7 @@ class FairAdmission:
         self._refuse(next(each for each in reversed(queued) if each.request.team == longest))
 
     def _refuse(self, entry: AdmissionEntry) -> None:
-        """Refuses a request that waits."""
+        """Ends a waiting request with OverloadedError."""
         if self._queue.remove(entry) and not entry.turn.done():
             entry.turn.set_exception(self._full())
 
@@ -229,8 +236,8 @@ class FairAdmission:
     def _dispatch(self) -> None:
         """Starts the requests whose turn it is, as far as the engine has places for them.
 
-        One free place is enough for a request of several samples, which wait in the engine for the others: nobody waits
-        until so many are free at once.
+        A request of several samples starts when one place is free; its other samples wait inside the engine. Otherwise
+        it would hold up the queue until enough places are free at once.
         """
         if not self._queue:
             return
@@ -273,15 +280,15 @@ class FairAdmission:
         self._dispatch()
 
     def _count_places(self, entry: AdmissionEntry, sign: int) -> None:
-        """Counts what a request takes in the engine as taken, or with a `sign` of -1 as free again."""
+        """Adds a request's places and KV tokens to those in use in the engine; with a `sign` of -1, subtracts them."""
         self._used += sign * entry.places
         self._unanswered += sign * (not entry.is_answered)
         self._kv_tokens += sign * entry.kv_tokens
         self._teams[entry.request.team].places += sign * entry.places
 
     def _passed(self, entry: AdmissionEntry, chunk: GenChunk) -> GenChunk | None:
-        """Counts a chunk and returns it as its client sees it; None for the end of a request that goes on later. The
-        text that the engine held back comes again then.
+        """Counts a chunk and returns it as the client gets it. Returns None for the last chunk of a preempted request,
+        which continues later; text that the engine held back comes then.
         """
         self._count_direct(entry)
         if entry in self._preempting and chunk.finish_reason == "abort":
@@ -315,11 +322,14 @@ class FairAdmission:
         self._queue.charge(request.team, count, weight=request.weight, priority=entry.priority)
 
     def _victims(self, head: AdmissionEntry, places: int, kv_tokens: int) -> list[AdmissionEntry]:
-        """Returns the requests to take out of the engine so that `head` starts at once; none if that is not due.
+        """Returns the requests to take out of the engine so that `head` can start at once; none if `head` has no right
+        to that.
 
-        Less urgent ones may always be taken out, others if `head` is of a team with less than half of its share, and
-        theirs still has more than that afterwards. First go those that have no token yet, the newest first, which may
-        still wait in the engine; then those with the fewest tokens to compute again.
+        Less urgent requests may always be taken out. Others may be if the team of `head` holds less than half of its
+        share, and if their own team afterwards still holds at least as many places for its weight. The least urgent go
+        first, then those of the team with the most places for its weight. Among these go first the ones without a
+        token, newest first, because they may still wait in the engine; then those with the fewest tokens to compute
+        again.
         """
         if "resume" not in self._info.features:
             return []

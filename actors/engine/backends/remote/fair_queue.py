@@ -1,10 +1,10 @@
-"""Fair sharing among teams of what an engine has no room for yet.
+"""A queue that shares an engine fairly among teams.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) over tokens: each team has its own queue, and the team
 whose next request has the earliest virtual start goes first. Tokens are charged as they are served, as in the virtual
 token counter (Sheng et al., OSDI 2024), because nobody knows the length of an answer before its end. A team that asks
 for little starts at the present virtual time, and so waits for at most one request of each other team, however many
-these have queued. Within a team the order is that of a DeadlineQueue.
+requests the other teams have queued. Within a team the order is that of a DeadlineQueue.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ T = TypeVar("T")
 @dataclass(eq=False, slots=True)
 class _Entry(Generic[T]):
     number: int
-    """The number of its arrival, which decides between equal starts."""
+    """Its arrival number, which decides between equal virtual starts."""
     length: float
-    """Its virtual length."""
+    """Its virtual length: tokens divided by its team's weight."""
     request: T
 
 
 @dataclass(slots=True)
 class _Team(Generic[T]):
     finish: float = 0.0
-    """The virtual time at which all that it was served is paid for."""
+    """The virtual time at which the tokens served to the team are paid for."""
     start: float = 0.0
     """The virtual start of its next request."""
     waiting: DeadlineQueue[_Entry[T]] = field(default_factory=DeadlineQueue)
 
 
 class FairQueue(Generic[T]):
-    """Requests of many teams. The lowest priority value goes first; teams share what is served at each priority.
+    """The waiting requests of many teams. The lowest priority value goes first; at each priority the teams share the
+    served tokens by weight.
 
-    `now_s` is the time on the clock of the due times; without it no request counts as late.
+    `now_s` is the present time on the clock of `due_s`; without it no request counts as late.
     """
 
     def __init__(self) -> None:
@@ -61,10 +62,10 @@ class FairQueue(Generic[T]):
         due_s: float = math.inf,
         needs_s: float = 0.0,
     ) -> None:
-        """Queues a request that costs this many tokens at once. A team of twice the weight gets twice as many.
+        """Queues a request whose start costs its team `tokens`. A team of twice the weight gets twice as many tokens.
 
-        A request that comes `again`, because it lost its place, goes before the others of its team. `due_s` and
-        `needs_s` order a team's requests (see DeadlineQueue).
+        A request that comes `again`, because it lost its place in the engine, goes before the others of its team.
+        `due_s` and `needs_s` order a team's requests (see DeadlineQueue).
         """
         self._pushed += 1
         queue = self._levels.setdefault(priority, _Level()).enter(team)
@@ -97,13 +98,13 @@ class FairQueue(Generic[T]):
             level.charge(team, tokens / weight)
 
     def _forget_empty(self, priority: int) -> None:
-        """Forgets what teams owe each other once nobody waits any more."""
+        """Deletes the teams' virtual times at a priority once no request of it waits."""
         if not self._levels[priority].length:
             del self._levels[priority]
 
 
 class _Level(Generic[T]):
-    """The requests of one priority."""
+    """The waiting requests of one priority."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -111,7 +112,7 @@ class _Level(Generic[T]):
         self._now = 0.0
 
     def enter(self, team: str) -> _Team[T]:
-        """Returns the queue of a team, which gets one more request."""
+        """Counts one more request of a team and returns the team's queue, to which the caller adds the request."""
         queue = self._teams.setdefault(team, _Team())
         self.length += 1
         if not queue.waiting:

@@ -1,7 +1,8 @@
-"""Prefill in one engine process and decode in another: the second asks the first for the prompt's KV and goes on.
+"""Prefill in one engine process and decode in another: the second asks the first for the prompt's KV and continues from
+there.
 
-The KV goes from process to process, past the gateway, which only says where to ask. Whatever goes wrong there, a lost
-process, other weights or no room, costs the time that it took: the prompt is computed here then.
+The KV goes directly from process to process; the gateway only names the process to ask. A failure there, such as a lost
+process, other weights or lack of memory, costs only the time that it took: the prompt is then computed here.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from raytide.core.errors import RaytideError
 _log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 8
-"""Requests whose KV is on its way, so that its memory is bounded."""
+"""The most requests whose KV is in transit at once, so that its memory is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class PrefillPeer:
 async def prefill(
     engine: Engine, admission: FairAdmission, request: GenRequest
 ) -> tuple[list[GenChunk], KvHandle | None]:
-    """Computes a request up to its first token, takes it out of the engine, and returns what it has said and its KV;
-    None in place of that when the request has ended here.
+    """Computes a request up to its first token, and takes it out of the engine. Returns the chunks so far and the KV.
+    The KV is None when the request has ended here.
     """
     chunks: list[GenChunk] = []
     handle = None
@@ -63,7 +64,7 @@ async def _exported(engine: Engine, request_id: str) -> KvHandle | None:
 
 
 class HandoverEngine:
-    """Continues requests that peers have begun, and passes all others to its engine."""
+    """Continues requests that peers have begun, and passes all others to its own engine."""
 
     def __init__(self, engine: Engine, direct: DirectOutput) -> None:
         self._engine, self._direct = engine, direct
@@ -74,11 +75,11 @@ class HandoverEngine:
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
 
     def assign(self, request_id: str, peer: PrefillPeer) -> None:
-        """Lets a request that comes to `generate` next begin at a peer."""
+        """Makes the request with this id begin at a peer when it comes to `generate`."""
         self._assigned[request_id] = peer
 
     def forget(self, request_id: str) -> None:
-        """Ends an assignment, whether or not the request came."""
+        """Removes the assignment of a request, if `generate` has not used it."""
         self._assigned.pop(request_id, None)
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
@@ -131,7 +132,7 @@ class HandoverEngine:
                 yield chunk
 
     async def _ask(self, peer: PrefillPeer, request: GenRequest) -> tuple[list[GenChunk], KvHandle | None]:
-        """Returns the begin of a request and its KV; nothing if the peer has failed."""
+        """Returns the first chunks of a request and its KV; no chunks and None if the peer has failed."""
         try:
             async with self._slots:
                 chunks, packed = await (await self._connected(peer)).prefill(request)

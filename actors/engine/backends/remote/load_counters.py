@@ -8,7 +8,7 @@ from raytide.actors.engine.types import EngineStats
 
 
 class LoadCounters:
-    """Totals since the start. Requests without a first token after `slo_ttft_s`, and refused ones, are late."""
+    """Totals since the start. Refused requests, and those without a first token within `slo_ttft_s`, count as late."""
 
     def __init__(self, slo_ttft_s: float | None) -> None:
         self._slo_ttft_s = slo_ttft_s or float("inf")
@@ -18,11 +18,15 @@ class LoadCounters:
 
     @property
     def pending_tokens(self) -> int:
-        """The tokens that are still to be computed for first tokens, without those of late requests, which go last."""
+        """The uncached prompt tokens of requests that wait for their first token. Late requests are left out, since
+        they go last.
+        """
         return sum(request.new_tokens for request in self._unanswered if not request.is_late)
 
     def track(self, waited_s: float, new_tokens: int = 0) -> TrackedRequest:
-        """Counts a request that has waited elsewhere for `waited_s`, with so many tokens that are not cached."""
+        """Counts a request that has waited elsewhere for `waited_s` and has `new_tokens` prompt tokens that are not
+        cached.
+        """
         self._requests += 1
         request = TrackedRequest(self, time.perf_counter() - waited_s, new_tokens)
         self._unanswered.add(request)
@@ -45,7 +49,9 @@ class LoadCounters:
             self._late += 1
 
     def load(self, stats: EngineStats) -> dict[str, float]:
-        """Returns the numbers by the names of `raytide.core.objects.endpoint_load.ReplicaLoad` and `Counters`."""
+        """Returns the engine's load and the totals, under the names of `ReplicaLoad` and `Counters` in
+        `raytide.core.objects.endpoint_load`.
+        """
         for request in self._unanswered:
             self._count_if_late(request, is_refused=False)
         return {
@@ -69,20 +75,20 @@ class TrackedRequest:
         self._counters, self._began_s, self.new_tokens = counters, began_s, new_tokens
         self._is_counted = False
         self.is_late = False
-        """True once it has been counted as late."""
+        """True once the request has been counted as late."""
 
     @property
     def waited_s(self) -> float:
         return time.perf_counter() - self._began_s
 
     def first_chunk(self) -> None:
-        """Counts the first of a request's chunks; later ones change nothing."""
+        """Counts the request's first chunk. Later calls change nothing."""
         if not self._is_counted:
             self._is_counted = True
             self._counters.first_token(self)
 
     def end(self, *, is_refused: bool) -> None:
-        """Counts a request that ended without its last chunk."""
+        """Counts a request that ended without any chunk. Does nothing if a chunk was counted."""
         if not self._is_counted:
             self._is_counted = True
             self._counters.unanswered(self, is_refused=is_refused)

@@ -1,4 +1,4 @@
-"""Serves an engine to other processes: one connection for each client process, many requests on each."""
+"""Serves an engine to other processes: each client process has one connection, which carries many requests."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 _OPEN_TIMEOUT_S = 5.0
 _MAX_PREFIXES = 1024
-"""Prefixes that one client learns of with one status; the oldest are left out."""
+"""The most prefixes in one status to a client; the oldest are left out."""
 _PART_BYTES = 1 << 20
 _MAX_UNSENT_BYTES = 64 << 20
-"""A client that leaves more unread loses its connection, and its requests end."""
+"""A client that leaves more bytes than this unread loses its connection, and its requests end."""
 
 
 _CALLS: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -88,7 +88,9 @@ class EngineServer:
         return port
 
     async def drain(self, timeout_s: float) -> bool:
-        """Tells clients to send no more requests and waits for those that run; returns whether all ended in time."""
+        """Tells clients to send no more requests and waits for those that run; returns whether all of them ended in
+        time.
+        """
         self.is_draining = True
         await self._report_once()
         deadline_s = time.monotonic() + timeout_s
@@ -114,12 +116,16 @@ class EngineServer:
         self._connections.discard(connection)
 
     def add_news(self) -> None:
-        """Lets the other clients hear of a new request soon: until then they would choose this replica too."""
+        """Sends the other clients a status soon after a new request; until they have it, they too would choose this
+        replica.
+        """
         if len(self._connections) > 1:
             self._has_news.set()
 
     def add_prefix(self, sender: _Connection, prefix: bytes) -> None:
-        """Notes a prefix for the other clients, which will find it in the cache."""
+        """Adds a prefix to the next status of all clients but the sender, since their requests will find it in the
+        cache.
+        """
         for connection in self._connections:
             if connection.is_open and connection is not sender:
                 connection.prefixes.append(prefix)
@@ -134,7 +140,7 @@ class EngineServer:
         return [Kind.STATUS, wire.pack_stats(stats), load, problem, self.is_draining, self.counters.pending_tokens]
 
     async def stats(self) -> EngineStats:
-        """Returns the engine's statistics, with the requests that wait in front of it."""
+        """Returns the engine's statistics, including the requests that wait for admission in front of it."""
         stats = await self.engine.stats()
         return replace(stats, waiting=stats.waiting + self.admission.waiting)
 
@@ -157,7 +163,7 @@ class EngineServer:
 
 
 class _Connection(asyncio.Protocol):
-    """One client process."""
+    """The connection of one client process."""
 
     def __init__(self, server: EngineServer) -> None:
         self.prefixes: deque[bytes] = deque(maxlen=_MAX_PREFIXES)
@@ -176,12 +182,12 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._opening: asyncio.TimerHandle
         self._writing = threading.Lock()
-        """Held by whoever writes. The three that follow are read and changed under it."""
+        """A writer holds this lock. It protects the three fields that follow."""
         self._socket: socket.socket | None = None
         self._is_waiting = False
-        """True while the transport holds what the client has not read."""
+        """True while the transport holds bytes that the client has not read."""
         self._cut_off = b""
-        """The end of a message whose begin another thread has sent."""
+        """The unsent end of a message whose first bytes another thread has sent."""
         self._is_writable = asyncio.Event()
         self._is_writable.set()
 
@@ -234,7 +240,9 @@ class _Connection(asyncio.Protocol):
             self._transport.write(cut_off + packed)
 
     def send_now(self, packed: bytes) -> bool:
-        """Sends from another thread than the event loop's. Returns False while anything waits to be sent."""
+        """Sends a message from a thread other than the event loop's. Returns False, without sending, while earlier
+        bytes wait.
+        """
         with self._writing:
             if self._socket is None or self._is_waiting or self._cut_off:
                 return False
@@ -279,7 +287,7 @@ class _Connection(asyncio.Protocol):
         self.write(wire.pack(await self._server.status()))
 
     def _cancel(self, key: int) -> None:
-        """Ends a call or a generation, and says so once it has left the engine."""
+        """Ends a call or a generation, and sends the client a RESULT once it has left the engine."""
         if (task := self._tasks.get(key)) is None:
             self.write(wire.pack([Kind.RESULT, key, None]))
         else:
@@ -309,7 +317,7 @@ class _Connection(asyncio.Protocol):
             self.write(wire.pack([Kind.ERROR, key, wire.pack_error(error)]))
 
     async def _prefill(self, key: int, packed: Mapping[str, Any]) -> list[Any]:
-        """Computes a prompt for another engine's process: sends its KV, and returns the chunks so far."""
+        """Computes a prompt for another engine's process: sends it the KV, and returns the packed chunks so far."""
         tracked = self._server.counters.track(0.0)
         chunks, handle = await prefill(self._server.engine, self._server.admission, _request(packed))
         tracked.first_chunk()
@@ -357,7 +365,7 @@ class _Connection(asyncio.Protocol):
                     self._server.handover.forget(request.request_id)
 
     def _add(self, stream: DirectStream, chunk: GenChunk) -> None:
-        """Adds a chunk to the message of this step, which is sent once all of its chunks are there."""
+        """Adds a chunk to the message of this step, which is sent once all of the step's chunks are in it."""
         if not self._chunks:
             self._loop.call_soon(self._flush)
         self._chunks.append([stream.key, wire.pack_chunk(chunk)])

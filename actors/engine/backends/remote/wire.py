@@ -1,7 +1,7 @@
-"""The messages between an engine's process and those who use it, as msgpack arrays whose first item is the kind.
+"""The messages between an engine's process and its clients, as msgpack arrays whose first item is the kind.
 
-One connection carries many requests. The output of one step of the engine for all of them is one message, so that
-neither side's interpreter pays for each token. Nothing is pickled: the two sides need not trust each other's code.
+One connection carries many requests. The output of one engine step for all of them is one message, so that neither
+side's interpreter has work for each single token. Nothing is pickled: neither side has to trust code from the other.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MAX_MESSAGE_BYTES = 64 << 20
 """A larger message, or as many unread bytes, end the connection."""
 STATUS_PERIOD_S = 0.25
 NEWS_PERIOD_S = 0.02
-"""The least time between two statuses, where a client's request is news to the other clients."""
+"""The shortest time between two statuses that are sent because of another client's new request."""
 
 
 class Kind(IntEnum):
-    """The first item of a message; the comment shows the others."""
+    """The first item of a message; the comment of each kind lists the other items."""
 
     OPEN = 0  # version, secret: the client's first message
     HELLO = 1  # the engine's description: the answer
@@ -64,7 +64,7 @@ def pack(message: Sequence[object]) -> bytes:
 
 
 def unpacker() -> msgpack.Unpacker:
-    """Returns a parser of a stream of messages: feed it bytes, and iterate over what is complete."""
+    """Returns a parser for a stream of messages: feed it bytes, and iterate over it to get the complete messages."""
     return msgpack.Unpacker(raw=False, use_list=True, max_buffer_size=MAX_MESSAGE_BYTES, strict_map_key=False)
 
 
@@ -79,7 +79,7 @@ def pack_request(request: GenRequest) -> dict[str, Any]:
 
 
 def unpack_request(packed: Mapping[str, Any]) -> GenRequest:
-    """Raises UsageError for parameters out of their range, TypeError for unknown ones."""
+    """Returns the request. Raises UsageError for parameters out of range, TypeError for unknown ones."""
     sampling = dict(packed["sampling"])
     if structured := sampling.pop("structured", None):
         kind, spec = structured
@@ -90,7 +90,7 @@ def unpack_request(packed: Mapping[str, Any]) -> GenRequest:
 
 
 def pack_chunk(chunk: GenChunk) -> list[Any]:
-    """Returns the chunk's fields in order, without those at the end that are not set."""
+    """Returns the chunk's fields in order, without unset fields at the end."""
     usage, timing, marks, prompt = chunk.usage, chunk.timing, chunk.logprobs, chunk.prompt_logprobs
     packed: list[Any] = [chunk.index, chunk.token_ids, chunk.text]
     if chunk.finish_reason or marks is not None or prompt is not None:
@@ -124,7 +124,9 @@ def unpack_chunk(request_id: str, packed: Sequence[Any]) -> GenChunk:
 
 
 def pack_info(info: EngineInfo) -> dict[str, Any]:
-    """Returns the description of an engine as its clients see it: KV travels between processes, not through them."""
+    """Returns an engine's description for its clients. The feature "kv_transfer" becomes "handover": KV goes directly
+    between engine processes and never through a client.
+    """
     handover = {"handover"} if "kv_transfer" in info.features else set[str]()
     return {**asdict(info), "features": sorted(info.features - {"kv_transfer"} | handover)}
 
@@ -171,7 +173,7 @@ def unpack_tools(packed: str) -> list[dict[str, Any]]:
 
 
 def pack_options(options: PromptOptions) -> str:
-    """Returns a prompt's options as JSON text, for the same reason."""
+    """Returns a prompt's options as JSON text, for the reason that `pack_tools` gives."""
     return json.dumps({"template_kwargs": options.template_kwargs, "ending": options.ending})
 
 

@@ -1,1 +1,1 @@
-"""vLLM behind raytide's engine interface; it is probed by signature, never by version."""
+"""vLLM behind raytide's engine interface. Its abilities are detected from signatures, never from its version."""

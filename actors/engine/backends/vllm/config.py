@@ -76,9 +76,9 @@ def engine_arguments(config: VllmConfig, known: Collection[str], is_cpu: bool) -
 
 
 def _on_cpu(config: VllmConfig) -> dict[str, Any]:
-    """Returns arguments for CPUs. vLLM's compiler gains nothing there and compiles while the first requests wait. A
-    prompt in chunks with a seed kills its core there ("CPU Generator does not use offset"), so a step must hold the
-    longest prompt.
+    """Returns arguments for CPUs. vLLM's compiler gains nothing there, and the first requests would wait for it. A
+    prompt that is computed in chunks with a seed kills vLLM's core there ("CPU Generator does not use offset"), so a
+    step must hold the longest prompt.
     """
     budget = config.max_model_len and max(config.max_batch_tokens or _BATCH_TOKENS, config.max_model_len)
     arguments = {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": budget}
@@ -87,8 +87,8 @@ def _on_cpu(config: VllmConfig) -> dict[str, Any]:
 
 @contextmanager
 def environment(config: VllmConfig, threads: int) -> Iterator[None]:
-    """Sets the environment that vLLM reads while it starts, except variables that the user has set. It is restored
-    afterwards: vLLM itself sets LD_PRELOAD, which no other child may inherit.
+    """Sets the environment variables that vLLM reads while it starts, except those that the user has set. Restores the
+    environment afterwards: vLLM itself sets LD_PRELOAD, which no other child process may inherit.
     """
     wanted = {
         "DO_NOT_TRACK": "1",

@@ -1,7 +1,7 @@
 """vLLM behind the `Engine` protocol: token ids in and out, with raytide's own tokenizer and stop strings.
 
-vLLM's core runs in a process of its own, as its AsyncLLM requires; this module admits, counts and streams. That process
-ends with `shutdown`, and with this one.
+vLLM's core runs in a separate process, as its AsyncLLM requires; this module admits, counts and streams requests. The
+core's process ends at `shutdown`, or when this process ends.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Live:
 
     @property
     def first(self) -> SampleOutput:
-        """The first sample that runs here."""
+        """The first sample that this engine runs: samples that had ended before a resume are skipped."""
         return next(each for each in self.samples if not each.had_ended)
 
     @property
@@ -73,7 +73,8 @@ class _Live:
 class VllmEngine(Engine):
     """vLLM behind the `Engine` protocol.
 
-    Use it from the event loop that called `start`. `launch` starts vLLM; tests share one.
+    Use it from the event loop that called `start`. `launch` is the function that starts vLLM; tests give one that
+    shares a running vLLM.
     """
 
     backend = "vllm"
@@ -269,8 +270,8 @@ class VllmEngine(Engine):
         return core
 
     async def _warm_up(self, core: VllmCore) -> None:
-        """Generates one token, since a model that vLLM cannot compute (an unsupported head size, say) kills its core
-        only at the first request.
+        """Generates one token, because a model that vLLM cannot compute (such as one with an unsupported head size)
+        kills its core only at the first request.
         """
         params = core.modules["sampling_params"].SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         try:
@@ -333,8 +334,8 @@ class VllmEngine(Engine):
 
 
 def _last(chunk: GenChunk, live: _Live) -> GenChunk:
-    """Returns the request's last chunk with the usage of all samples, and cached tokens and times of the first one that
-    ran.
+    """Returns the request's last chunk with the usage of all samples. Its cached tokens and times are those of the
+    first sample that ran here.
     """
     count = sum(each.num_tokens for each in live.samples)
     usage = TokenUsage(len(live.prompt), count, live.first.num_cached)
@@ -345,7 +346,9 @@ T = TypeVar("T")
 
 
 async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Merges streams in order of arrival. Ends when all have ended, or with the first error. Closing it closes them."""
+    """Yields the items of all streams in order of arrival. It ends when all have ended, or with the first error.
+    Closing it closes the streams.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for item in only:

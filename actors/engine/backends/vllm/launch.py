@@ -69,7 +69,7 @@ class StepRecorder:
 
 @dataclass(frozen=True, slots=True)
 class VllmCore:
-    """A running vLLM with its modules and properties."""
+    """A running vLLM with its Python modules and detected features."""
 
     llm: Any
     recorder: StepRecorder
@@ -85,7 +85,7 @@ class VllmCore:
         return bool(self.llm.errored)
 
     def shutdown(self) -> None:
-        """Stops vLLM's process; blocks. Its own cleanup would take many seconds."""
+        """Stops vLLM's process; blocks. It skips vLLM's own cleanup, which would take many seconds."""
         if "timeout" in _parameters(self.llm, "shutdown"):
             self.llm.shutdown(timeout=_GRACE_S)
         else:
@@ -93,7 +93,9 @@ class VllmCore:
 
 
 def launch(config: VllmConfig) -> VllmCore:
-    """Starts vLLM; blocks while it loads the model. Raises ConfigError for what the user can fix, else EngineError."""
+    """Starts vLLM and returns it; blocks while the model loads. Raises ConfigError for problems that the user can fix,
+    else EngineError.
+    """
     import torch
 
     with environment(config, threads=torch.get_num_threads()):
@@ -157,7 +159,7 @@ def _features(llm: Any, config: VllmConfig, modules: Mapping[str, Any]) -> froze
 
 
 def _reads_weights(config: VllmConfig) -> bool:
-    """Returns whether vLLM's workers can read plain safetensors once more, in place of what they have."""
+    """Returns whether vLLM's workers can later replace their weights by reading plain safetensors again."""
     is_plain = config.vllm.get("load_format", "auto") in ("auto", "safetensors") and not config.vllm.get("quantization")
     return is_plain and any(Path(config.model_dir).glob("*.safetensors"))
 
@@ -202,6 +204,6 @@ def _check_device(device: str, actual: str) -> None:
 
 
 def _first(error: BaseException) -> str:
-    """Returns one line of an error: vLLM's messages can be pages."""
+    """Returns an error's type and first three lines as one line, since vLLM's messages can be pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:3])[:400]}"

@@ -30,7 +30,9 @@ class SampleOutput:
             self._replay(request.resume[index])
 
     def _replay(self, done: SampleProgress) -> None:
-        """Follows the tokens that another engine has streamed with their text. Raises UsageError if they have ended."""
+        """Continues behind the tokens that another engine has streamed with their text. Raises UsageError if the tokens
+        complete the output although `done` has no finish reason.
+        """
         self.num_tokens, self.finish_reason = len(done.token_ids), done.finish_reason
         self.had_ended = done.finish_reason is not None
         if not self.had_ended:
@@ -39,7 +41,7 @@ class SampleOutput:
             check_progress(self._request, self.index, is_over=self._stops.stopped)
 
     def take(self, output: Any) -> GenChunk:
-        """Returns the chunk for one of vLLM's outputs, a delta of one or more tokens."""
+        """Returns the chunk for one of vLLM's outputs, which has one or more new tokens."""
         part = output.outputs[0]
         tokens, reason = list(part.token_ids), self._reason(part.finish_reason)
         text = ""
@@ -89,7 +91,7 @@ class SampleOutput:
 
 
 def _timing(metrics: Any) -> Timing | None:
-    """Returns the times between the moments that vLLM's core recorded; 0 for those not reached."""
+    """Returns the times between the moments that vLLM's core recorded; 0 for phases that were not reached."""
     if metrics is None:
         return None
     moments = [metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]

@@ -1,4 +1,4 @@
-"""Translates requests, sampling parameters and log probabilities between raytide and vLLM, and vLLM's errors."""
+"""Translates requests and sampling parameters into vLLM's, and vLLM's log probabilities and errors into raytide's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from raytide.core.errors import EngineDeadError, EngineError, RaytideError, Usag
 
 
 def sample_id(request_id: str, index: int) -> str:
-    """Returns the id of a sample: vLLM cannot end one sample of several, so each is a request of its own."""
+    """Returns the id of a sample. Each sample is a vLLM request of its own, because vLLM cannot end one of several
+    samples.
+    """
     return f"{request_id}#{index}"
 
 
@@ -44,14 +46,16 @@ def call(
 
 
 def rest_of(params: SamplingParams, num_tokens: int) -> SamplingParams:
-    """Returns the sampling parameters for what follows the first tokens of an output."""
+    """Returns the sampling parameters for the rest of an output after its first `num_tokens` tokens."""
     max_tokens = None if params.max_tokens is None else params.max_tokens - num_tokens
     min_tokens = max(0, params.min_tokens - num_tokens)
     return replace(params, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=None)
 
 
 def check_resumable(request: GenRequest) -> None:
-    """Raises UsageError for a resumed request with an option whose state vLLM has only for tokens of its own."""
+    """Raises UsageError for a resumed request with an option such as penalties or a seed, whose state vLLM builds only
+    from tokens that it generated itself.
+    """
     params = request.sampling
     asked = {
         "seed": params.seed is not None and not params.is_greedy,
@@ -69,7 +73,9 @@ def check_resumable(request: GenRequest) -> None:
 
 
 def tokens_prompt(core: VllmCore, prompt: list[int], cache_salt: str) -> Any:
-    """Returns a prompt, in rendered form where this vLLM has one, which saves a hop through a thread."""
+    """Returns vLLM's prompt object for these tokens; already rendered where this vLLM supports that, which saves a
+    thread switch.
+    """
     inputs = core.modules["inputs"]
     salt = {"cache_salt": cache_salt} if cache_salt else {}
     if hasattr(inputs, "tokens_input"):
@@ -78,7 +84,7 @@ def tokens_prompt(core: VllmCore, prompt: list[int], cache_salt: str) -> Any:
 
 
 def translated(core: VllmCore, request_id: str, error: Exception) -> RaytideError:
-    """Returns vLLM's error for a request as an error of the protocol."""
+    """Returns the raytide error for an error that vLLM raised for a request."""
     if isinstance(error, RaytideError):
         return error
     if core.is_dead:
@@ -99,10 +105,11 @@ def died(consequence: str) -> EngineDeadError:
 def sampling_fields(
     params: SamplingParams, *, index: int, room: int, end_ids: Collection[int], vocab_size: int
 ) -> dict[str, Any]:
-    """Returns the fields of vLLM's SamplingParams for one sample of a request. `room`: tokens left in the context.
+    """Returns the fields of vLLM's SamplingParams for one sample of a request. `room` is the number of tokens left in
+    the context.
 
-    The model's end tokens are passed as stop tokens, so that vLLM needs no tokenizer for them. Text and stop strings
-    are raytide's.
+    The model's end tokens are passed as stop tokens, so that vLLM needs no tokenizer to know them. raytide makes the
+    text and applies the stop strings.
     """
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(end_ids))
     fields: dict[str, Any] = {
@@ -139,7 +146,7 @@ def structured_fields(structured: Structured) -> dict[str, Any]:
 
 
 def token_logprobs(entry: Mapping[int, Any], token: int, count: int) -> TokenLogprobs:
-    """Translates one position of vLLM's log probabilities: a map of the token itself and the most likely ones."""
+    """Translates vLLM's log probabilities at one position: a map with the chosen token and the most likely ones."""
     best = sorted((each.rank, token_id, each.logprob) for token_id, each in entry.items() if each.rank <= count)
     chosen = entry[token]
     return TokenLogprobs(

@@ -1,5 +1,6 @@
-"""Checks torchvision, torchaudio and torchcodec, which vLLM requires: CUDA builds of them beside a CPU torch break vLLM
-and transformers."""
+"""Checks torchvision, torchaudio and torchcodec, which vLLM requires: CUDA builds of these packages beside a CPU build
+of torch break vLLM and transformers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def installed_version(package: str) -> str | None:
 
 
 def broken_torch_packages() -> list[str]:
-    """Returns the packages that are installed but cannot be imported. Each takes seconds, in a process of its own."""
+    """Returns the packages that are installed but cannot be imported. Each is tested in a new process, which takes
+    seconds.
+    """
     return [name for name in COMPANIONS if installed_version(name) is not None and not imports(name)]
 
 
@@ -33,5 +36,5 @@ def imports(module: str) -> bool:
 
 
 def removal(names: Iterable[str]) -> str:
-    """Returns the command that removes these packages, which raytide itself does not need."""
+    """Returns the shell command that removes these packages, which raytide itself does not need."""
     return f"{sys.executable} -m pip uninstall -y {' '.join(names)}"

@@ -1,4 +1,6 @@
-"""Exchanges the weights of a running vLLM in place: its workers read a directory, and running requests begin again."""
+"""Exchanges the weights of a running vLLM in place: its workers read a directory, and the KV of running requests is
+computed again.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,20 @@ from raytide.core.errors import ConfigError, ConflictError, DataError, EngineErr
 
 
 class ServedWeights:
-    """The weights that a vLLM core computes with. Use it from the event loop of the engine."""
+    """The present weights of a vLLM core. Use it from the event loop of the engine."""
 
     def __init__(self, core: VllmCore, model_dir: Path) -> None:
         self._core, self._model_dir = core, model_dir
         self.version = content_digest(model_dir) if any(model_dir.glob("*.safetensors")) else ""
-        """Empty for files that nothing can be exchanged for."""
+        """Empty for files without safetensors, whose weights cannot be exchanged."""
         self._swapping = asyncio.Lock()
 
     async def swap(self, source: str, version: str | None, *, stays_paused: bool) -> str:
         """Serves the weights of another directory from the next step on; returns their version.
 
-        vLLM writes them over those that it has: it pauses meanwhile, and computes the tokens of running requests so far
-        again. Raises ConflictError for another architecture, DataError for files that cannot be read: then, and where
-        vLLM fails to read them, it keeps the weights that it has.
+        vLLM overwrites its weights in place: it pauses meanwhile, and afterwards computes the KV of running requests
+        again. Raises ConflictError for another architecture, DataError for unreadable files, EngineError where vLLM
+        fails to read them. After an error the old weights are served.
         """
         model_dir = Path(source)
         found = await asyncio.to_thread(_checked, model_dir, self._model_dir)
@@ -55,7 +57,9 @@ class ServedWeights:
 
 
 def _checked(theirs: Path, ours: Path) -> str:
-    """Returns the digest of weights of the same form as ours."""
+    """Returns the digest of the new weights. Raises ConflictError unless their architecture and tensors match the
+    present ones, DataError if they cannot be read.
+    """
     found = content_digest(theirs)
     try:
         differs = _shapes(theirs) != _shapes(ours)
@@ -71,7 +75,7 @@ def _checked(theirs: Path, ours: Path) -> str:
 
 
 def _shapes(model_dir: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Returns the type and shape of each tensor by name."""
+    """Returns the dtype and shape of each tensor by name."""
     found = {}
     for path in sorted(model_dir.glob("*.safetensors")):
         with safe_open(path, framework="numpy") as file:

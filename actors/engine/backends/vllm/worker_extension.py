@@ -1,5 +1,5 @@
-"""raytide's extension of vLLM's worker: its process ends when its parent is killed. Runs inside vLLM's process, and
-imports nothing of raytide.
+"""raytide's extension of vLLM's worker, which ends the worker's process when its parent is killed. It runs inside
+vLLM's process and imports nothing of raytide.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import threading
 class EndsWithParent:
     """Ends vLLM's worker when its parent process ends.
 
-    Mixed into vLLM's worker by its `worker_extension_cls`.
+    vLLM mixes this class into its worker, as the option `worker_extension_cls` says.
     """
 
     def end_with_parent(self) -> None:
-        """Kills this process when its parent ends: vLLM's core would outlive a killed parent, with all its memory."""
+        """Makes the kernel kill this process when its parent ends: otherwise vLLM's core would outlive a killed parent,
+        with all its memory.
+        """
         parent = multiprocessing.parent_process()
         assert parent is not None
 

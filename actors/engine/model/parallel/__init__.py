@@ -1,1 +1,3 @@
-"""One model computed by several processes, each with some of the layers or a part of their heads and columns."""
+"""One model that several processes compute together, each with some of the layers, or with a part of the heads and
+columns of each layer.
+"""

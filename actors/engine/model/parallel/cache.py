@@ -1,5 +1,6 @@
-"""The KV of a group: every member has its layers' and heads' part of the same blocks. Blocks that leave the engine are
-whole."""
+"""The KV of a group. Every member holds the part of each block that belongs to its layers and heads; blocks that leave
+the engine are assembled from all members' parts.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +24,30 @@ Tensor = torch.Tensor
 
 
 class MemberCache(KvCache):
-    """One member's part."""
+    """One member's part of the KV cache."""
 
     def __init__(self, group: Collectives, num_blocks: int, num_host_blocks: int) -> None:
         super().__init__(num_blocks, num_host_blocks)
         self._group = group
 
     def send_blocks(self, blocks: Items[int], sizes: list[int]) -> list[Tensor]:
-        """Sends the blocks of all its layers to the leader; returns those of all members, of these sizes, there."""
+        """Sends this member's part of the blocks to the leader. On the leader, returns the parts of all members;
+        `sizes` are their bytes by rank.
+        """
         own = np.concatenate(KvCache.read(self, blocks))
         return self._group.gather_bytes(torch.from_numpy(own), sizes)
 
     def receive_blocks(self, blocks: Items[int], parts: list[Tensor]) -> None:
-        """Writes the blocks that the leader sends; on the leader, `parts` has those of all members."""
+        """Writes this member's part of the blocks, which the leader sends. On the leader, `parts` has the parts of all
+        members.
+        """
         sizes = [kv.nbytes // self.num_blocks * len(blocks) for kv in self.layers]
         own = self._group.scatter_bytes(parts, sum(sizes)).numpy()
         KvCache.write(self, blocks, np.split(own, np.cumsum(sizes)[:-1]))
 
 
 class LeaderCache(MemberCache):
-    """The leader's part. Its calls make the other members do the same with theirs."""
+    """The leader's part of the KV cache. Each of its calls makes the other members do the same with their parts."""
 
     def __init__(
         self, leader: GroupLeader, group: Collectives, arch: Architecture, num_blocks: int, num_host_blocks: int
@@ -73,7 +78,7 @@ class LeaderCache(MemberCache):
             super().zero_blocks(blocks)
 
     def read(self, blocks: Items[int]) -> tuple[Bytes, ...]:
-        """Returns each layer's blocks with the heads of all members."""
+        """Returns for each layer the content of these blocks, with the heads of all members."""
         rows = list(blocks)
         if not rows or not self.layers:
             return super().read(rows)
@@ -108,5 +113,5 @@ class LeaderCache(MemberCache):
 
     @property
     def _head_bytes(self) -> int:
-        """The bytes of one head of one position."""
+        """The bytes of one head at one position."""
         return self.layers[0].shape[-1] * self.layers[0].element_size()

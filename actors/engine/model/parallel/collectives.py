@@ -1,7 +1,8 @@
-"""The sums and gathers among the members of one model, and the steps' way from stage to stage: gloo on CPUs, NCCL on
-GPUs.
+"""The sums and gathers among the members of one model, and the transfers from one pipeline stage to the next: gloo on
+CPUs, NCCL on GPUs.
 
-The group is no global one of torch.distributed, so that a process may hold several engines, or a trainer beside one.
+The group is not the global one of torch.distributed, so that a process may hold several engines, or a trainer beside
+one.
 """
 
 from __future__ import annotations
@@ -21,15 +22,19 @@ Tensor = torch.Tensor
 
 _JOIN_TIMEOUT = timedelta(seconds=60)
 _HANG_TIMEOUT = timedelta(seconds=30)
-"""For a member that hangs; one that ends is noticed at once. It is below the time after which a replica without
-progress is replaced, so that the group ends its members itself."""
+"""The timeout for a member that hangs; one that ends is noticed at once. It is shorter than the time after which a
+replica without progress is replaced, so that the group ends its members itself.
+"""
 _STAGE_TIMEOUT = timedelta(seconds=600)
-"""For a stage that waits for those before it, which may compute a long prompt. A replica that hangs is replaced before
-that."""
+"""The timeout for a stage that waits for earlier stages, which may compute a long prompt. A replica that hangs is
+replaced sooner than that.
+"""
 
 
 def open_store(host: str) -> TCPStore:
-    """Opens the rendezvous of a group on a free port of this address alone. It lives as long as the object."""
+    """Opens the rendezvous store of a group on a free port of `host`, and listens on no other address. It lives as long
+    as the returned object.
+    """
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
     return TCPStore(
@@ -47,7 +52,7 @@ def connect_store(host: str, port: int) -> TCPStore:
 
 
 class Collectives:
-    """One member's end of the group. `ordered` sums by rank, with the same bits in every batch."""
+    """One member's end of the group. With `ordered`, sums add by rank, so that a batch does not change their bits."""
 
     def __init__(
         self, store: Store, shard: ModelShard, device: torch.device, *, own_host: str, ordered: bool = False
@@ -72,7 +77,7 @@ class Collectives:
         return dist.ProcessGroupGloo(store, rank, size, gloo)
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Returns the sum over the stage's members, which may be written in place."""
+        """Returns the sum of `partial` over the stage's members. It may overwrite `partial`."""
         if not partial.numel() or self.shard.size == 1:
             return partial
         partial = partial.contiguous()
@@ -87,7 +92,9 @@ class Collectives:
         return total
 
     def gather_vocabulary(self, own_RV: Tensor, arch: Architecture) -> Tensor:
-        """Returns all columns of the first stage's logits on the leader; elsewhere, the own ones."""
+        """Returns on the leader the logits with the columns of all members of the first stage; on other members their
+        own columns.
+        """
         shard, rows = self.shard, own_RV.shape[0]
         if not rows:
             return own_RV.new_empty(0, arch.vocab_size)
@@ -108,17 +115,19 @@ class Collectives:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def send_on(self, x_TN: Tensor, delta_TN: Tensor) -> None:
-        """Sends what a layer left to the next stage."""
+        """Sends the residual stream, and the tensor still to be added to it, to the next stage."""
         self._send(torch.stack((x_TN, delta_TN)), self.shard.group_rank + self.shard.size)
 
     def receive_from_before(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what the stage before this one sends, in the width and dtype of `like`."""
+        """Returns what the previous stage has sent: the residual stream and the tensor to be added to it, in the width
+        and dtype of `like`.
+        """
         both_2TN = like.new_empty(2, tokens, like.shape[-1])
         x_TN, delta_TN = self._receive(both_2TN, self.shard.group_rank - self.shard.size)
         return x_TN, delta_TN
 
     def send_back(self, hidden_RN: Tensor) -> None:
-        """Sends the last stage's hidden states to the first, which has the head."""
+        """Sends the last stage's hidden states to the first stage, which has the head."""
         if len(hidden_RN):
             self._send(hidden_RN.contiguous(), self.shard.rank)
 
@@ -128,7 +137,7 @@ class Collectives:
         return self._receive(hidden_RN, last) if rows else hidden_RN
 
     def gather_bytes(self, own: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Returns all members' bytes by rank, of these sizes, on the leader; elsewhere, nothing."""
+        """Returns on the leader the bytes of all members by rank, of these sizes; an empty list elsewhere."""
         if self.shard.group_rank:
             self._send(own.to(self._device), 0)
             return []
@@ -136,7 +145,9 @@ class Collectives:
         return [own, *(each.cpu() for each in others)]
 
     def scatter_bytes(self, parts: list[Tensor], size: int) -> Tensor:
-        """Returns this member's part of those that the leader gives, by rank."""
+        """Returns this member's part of the bytes that the leader sends; on the leader, `parts` has those of all
+        members by rank.
+        """
         if self.shard.group_rank:
             return self._receive(self._bytes(size), 0).cpu()
         for rank, part in enumerate(parts[1:], 1):

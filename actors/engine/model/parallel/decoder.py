@@ -1,8 +1,8 @@
 """A member's part of the decoder: the same forward pass over fewer layers, or over fewer heads and columns with sums
 over the members that share them.
 
-Between two stages goes the residual stream with what is to be added to it, so that a pipeline computes what one process
-does, to the bit.
+A stage sends the next one the residual stream and, separately, the tensor to be added to it, so that a pipeline
+computes the same bits as one process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """The model and its operators, for all members. `arch` is the whole model's; `ops` are the member's own."""
+    """Everything that describes the computation and is the same for all members, except `ops` and `device`, which are
+    each member's own. `arch` is the whole model's architecture.
+    """
 
     arch: Architecture
     ops: Ops
@@ -39,7 +41,7 @@ class Computation:
 
 
 class ShardedDecoder(PagedDecoder):
-    """Computes on one member. All members must make the same calls; the leader alone gets whole logits."""
+    """One member's part of the forward pass. All members must make the same calls; only the leader gets all logits."""
 
     def __init__(self, computation: Computation, model_dir: Path, group: Collectives) -> None:
         arch, options, shard = computation.arch, computation.quantized, group.shard
@@ -77,7 +79,7 @@ class ShardedDecoder(PagedDecoder):
         return hidden_RN
 
     def _look_up(self, ids_T: Tensor) -> Tensor:
-        """Returns the embeddings of tokens, of which each member has some."""
+        """Returns the embeddings of tokens. Each member has some rows of the embedding, so it sums over the members."""
         is_elsewhere = (ids_T < self._first_row) | (ids_T >= self._end_row)
         own_TN = self._embedding[(ids_T - self._first_row).masked_fill(is_elsewhere, 0)]
         return self._group.sum(own_TN.masked_fill(is_elsewhere[:, None], 0.0))

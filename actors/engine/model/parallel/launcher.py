@@ -14,7 +14,9 @@ _END_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """The address at which the leader of `size` members expects the others, and the secret that they show."""
+    """The address at which the leader of a group of `size` members waits for the others, and the secret with which they
+    authenticate.
+    """
 
     host: str
     port: int
@@ -23,8 +25,10 @@ class Invitation:
 
 
 class LocalMembers:
-    """Members as processes of this machine, `local_size` in all. `host` is its address, `model_dir` its copy of the
-    model if that is in another place than the leader's; `invite` gets the invitation for members on other machines."""
+    """Members as processes of this machine, which runs `local_size` members in all. `host` is the machine's address.
+    `model_dir` is its copy of the model, if the path differs from the leader's. `invite` gets the invitation for
+    members on other machines.
+    """
 
     def __init__(
         self,
@@ -41,7 +45,7 @@ class LocalMembers:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def launch(self, invitation: Invitation) -> None:
-        """Starts them; they connect by themselves."""
+        """Starts the members; they connect to the leader by themselves."""
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
         for rank in self._ranks:
             process = subprocess.Popen(  # nosec B603
@@ -65,14 +69,14 @@ class LocalMembers:
             self._invite(invitation)
 
     def problem(self) -> str | None:
-        """Returns why one of them cannot come, or None."""
+        """Returns why one of the members cannot connect, None if all can."""
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"member {rank} ended with code {code} during its start"
         return None
 
     def stop(self) -> None:
-        """Ends those that are still there, and waits for their end."""
+        """Ends the members that still run, and waits for their end."""
         for process in self._processes.values():
             assert process.stdin is not None
             process.stdin.close()

@@ -1,5 +1,5 @@
-"""The leader of the members that compute one model: it alone has requests, the schedule and the metadata of the cache,
-and tells the others what to compute in each step.
+"""The leader of the members that compute one model. Only the leader has requests, the schedule and the cache's
+metadata; it tells the others what to compute in each step.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ from raytide.core.errors import ConflictError, EngineDeadError, EngineError, fro
 Tensor = torch.Tensor
 
 _COME_S = 180.0
-"""The time in which all members must connect: they import torch first, on nodes that may be cold."""
+"""The seconds within which all members must connect: they import torch first, on nodes that may be cold."""
 _NOTICE_S = 1.0
-"""The time that a failed step waits for the watch to tell which member has gone."""
+"""The seconds for which a failed step waits for the watch thread to report which member has ended."""
 
 
 class GroupLeader:
-    """Forms the group, and gives orders to its other members. The end of one is the end of all.
+    """Forms the group, and gives orders to its other members. When one member ends, the whole group ends.
 
-    The group has `stages` of the layers, each with as many members that share its heads.
+    The layers are divided into `stages` pipeline stages. The members are divided equally among these, and those of a
+    stage share its heads.
     """
 
     def __init__(self, computation: Computation, size: int, launcher: LocalMembers, *, stages: int = 1) -> None:
         self._computation, self._launcher = computation, launcher
         self.death: EngineDeadError | None = None
-        """The error of a group that has lost a member."""
+        """The error that a call raises once the group has lost a member or is closed; None before."""
         self._has_ended = threading.Event()
         self._asking = threading.Lock()
         self._loads = self._adapter_loads = 0
@@ -92,7 +93,9 @@ class GroupLeader:
         watch([link.fileno() for link in links], lambda index: _notice(this, links[index].rank))
 
     def load(self, model_dir: Path) -> LeaderDecoder:
-        """Reads weights on all members beside the present ones; thread-safe. Raises the first error of them."""
+        """Reads weights on all members; the present ones stay in use. Thread-safe. Raises the first error of any
+        member.
+        """
         with self._asking:
             self._loads += 1
             number = self._loads
@@ -106,8 +109,9 @@ class GroupLeader:
             return model
 
     def load_adapter(self, path: Path) -> Adapter:
-        """Reads an adapter on all members; between two steps. Raises the first error of them, and ConflictError while
-        weights are being loaded."""
+        """Reads an adapter on all members. Call it between two steps. Raises the first error of any member, and
+        ConflictError while weights are being loaded.
+        """
         if not self._asking.acquire(blocking=False):
             raise ConflictError("weights are being loaded.", hint="Load the adapter when they are there.")
         try:
@@ -130,11 +134,11 @@ class GroupLeader:
             self._asking.release()
 
     def drop_adapter(self, adapter: Adapter) -> None:
-        """Lets all members forget an adapter that no sequence uses any more."""
+        """Makes all members drop an adapter that no sequence uses any more."""
         self._order(drop_adapter=adapter.number)
 
     def use(self, model: PagedDecoder) -> None:
-        """Lets all members compute with these weights from the next step on."""
+        """Makes all members compute with these weights from the next step on."""
         assert isinstance(model, LeaderDecoder)
         self._order(use=model.number)
 
@@ -153,14 +157,14 @@ class GroupLeader:
         self._finish()
 
     def order(self, **command: Any) -> None:
-        """Sends a command of one key to all members, which follow orders one after the other."""
+        """Sends a command of one key to all members. Each member executes its orders one after the other."""
         if self.death is not None:
             raise self.death
         self._order(**command)
 
     @contextmanager
     def step(self, packed: Ints) -> Iterator[None]:
-        """Lets all members compute a step while the caller does."""
+        """Makes all members compute a step; the caller computes its own part inside the context."""
         with self.together():
             for link in self._links:
                 link.send_step(packed)
@@ -168,7 +172,9 @@ class GroupLeader:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Ends the group if the leader's part of what all do fails: members may have stopped at different places."""
+        """A context for work that all members do together. If the leader's part fails, it ends the group, because
+        members may have stopped at different places.
+        """
         if self.death is not None:
             raise self.death
         with _interrupt_deferred():
@@ -178,7 +184,7 @@ class GroupLeader:
                 raise self._failed(error) from error
 
     def holds(self, layers: list[Tensor]) -> bool:
-        """Returns whether these are the engine's KV."""
+        """Returns whether these tensors are the engine's KV cache."""
         return layers is self._cache.layers
 
     def notice_end(self, rank: int) -> None:
@@ -195,7 +201,9 @@ class GroupLeader:
                     raise self._failed(error) from None
 
     def _raise_refusal(self, own: BaseException | None = None) -> None:
-        """Waits for all members' answers to the last order. Raises the first error, `own` before theirs."""
+        """Waits for all members' answers to the last order. Raises the first error: `own`, which is the leader's, comes
+        before those of the members.
+        """
         with _interrupt_deferred():
             errors = [own, *[self._answer(link) for link in self._links]]
         for error in errors:
@@ -211,7 +219,7 @@ class GroupLeader:
         return from_json(answer["error"]) if "error" in answer else None
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Returns the error with which the group ends, and ends the other members."""
+        """Ends the other members, and returns the error with which the group ends."""
         self._has_ended.wait(_NOTICE_S)
         if self.death is None:
             self.death = EngineDeadError(
@@ -242,21 +250,23 @@ class LeaderDecoder(ShardedDecoder):
             return super().hidden(step, cache)
 
     def head(self, hidden_RN: Tensor) -> Tensor:
-        """Returns the logits of the first hidden states that the last call of `hidden` returned, for a model that
-        generates; of any, for one that classifies."""
+        """Returns logits. For a model that generates, `hidden_RN` must be the first rows that the last call of `hidden`
+        returned; for one that classifies, it may be any rows.
+        """
         if not self.arch.num_labels:
             self._leader.order(head=len(hidden_RN))
         return super().head(hidden_RN)
 
     def _step(self, step: StepInputs, cache: list[Tensor], *, wants_logits: bool) -> AbstractContextManager[None]:
-        """A context in which all members compute the step. A cache for one pass, which is not the engine's, is made by
-        each of them."""
+        """A context in which all members compute the step. If `cache` is not the engine's, each member makes a cache of
+        the same size for this pass.
+        """
         own_blocks = 0 if self._leader.holds(cache) else cache[0].shape[1] // step.batch.block_size
         return self._leader.step(pack_step(step, own_blocks=own_blocks, wants_logits=wants_logits))
 
 
 def _accept(listening: socket.socket, secret: str, size: int, launcher: LocalMembers) -> list[MemberLink]:
-    """Returns the connections of all other members by rank. Raises EngineError when one does not come."""
+    """Returns the connections of the other members by rank. Raises EngineError when one does not connect in time."""
     links: dict[int, MemberLink] = {}
     deadline_s = time.monotonic() + _COME_S
     listening.settimeout(0.2)
@@ -287,7 +297,9 @@ def _accept(listening: socket.socket, secret: str, size: int, launcher: LocalMem
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Holds Ctrl-C back until the members have done the same; Python raises it in the main thread alone."""
+    """Delays Ctrl-C until the end of the block, so that the members have done the same as the leader. It has an effect
+    only in the main thread, where Python raises it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

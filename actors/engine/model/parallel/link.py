@@ -1,7 +1,8 @@
-"""The connection between the leader and a member: orders one way, answers the other.
+"""The connection between the leader and a member: orders go one way, answers the other.
 
-Each side proves that it knows the secret. Nothing is pickled: a step is an array of integers, all else is JSON. A watch
-thread notices the end of the other side at once, also while this one computes; TCP keepalive finds lost machines.
+Each side proves that it knows the secret. Nothing is pickled: a step is an array of integers, all other messages are
+JSON. A watch thread notices the end of the other side at once, also while this side computes; TCP keepalive finds lost
+machines.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _KEEPALIVE_S, _KEEPALIVE_COUNT = 5, 4
 
 
 class MemberLink:
-    """One end of an authenticated connection. Any thread may send; one at a time receives."""
+    """One end of an authenticated connection. Any thread may send; only one thread at a time may receive."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self._socket, self.rank = connection, rank
@@ -43,7 +44,7 @@ class MemberLink:
 
     @classmethod
     def accept(cls, connection: socket.socket, secret: str) -> MemberLink:
-        """Answers a member that connects. Raises OSError or ValueError for anybody else."""
+        """Authenticates a member that connects, and returns its link. Raises OSError or ValueError for anybody else."""
         _prepare(connection)
         nonce = secrets.token_bytes(_NONCE)
         connection.sendall(nonce)
@@ -57,7 +58,9 @@ class MemberLink:
 
     @classmethod
     def connect(cls, host: str, port: int, secret: str, rank: int) -> MemberLink:
-        """Connects to the leader. Raises OSError, or ValueError if it does not know the secret."""
+        """Connects to the leader and returns the link. Raises OSError, or ValueError if the leader does not know the
+        secret.
+        """
         connection = socket.create_connection((host, port), _HANDSHAKE_S)
         _prepare(connection)
         nonce, own = _receive_exactly(connection, _NONCE), secrets.token_bytes(_NONCE)
@@ -102,7 +105,7 @@ class MemberLink:
 
 
 def watch(descriptors: Sequence[int], ended: Callable[[int], None]) -> None:
-    """Calls `ended` from a thread of its own, once, with the index of a socket or pipe whose other side has gone."""
+    """Starts a thread that calls `ended` once, with the index of the first socket or pipe whose other side closes."""
     poll = select.poll()
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLRDHUP)  # errors and hang-ups are always reported
@@ -115,8 +118,10 @@ def watch(descriptors: Sequence[int], ended: Callable[[int], None]) -> None:
 
 
 def pack_step(step: StepInputs, *, own_blocks: int, wants_logits: bool) -> Ints:
-    """Returns the inputs of a forward pass as integers. `own_blocks`: the size of a cache for this pass alone; 0 for
-    the engine's. Of adapters there are the numbers, and the rows that have them, from and to."""
+    """Returns the inputs of a forward pass as an array of integers. `own_blocks` is the number of blocks of a cache for
+    this pass alone, 0 for the engine's cache. An adapter appears as its number, its first row and the row after its
+    last.
+    """
     batch = step.batch
     spans = [] if step.loras is None else [(each.number, first, end) for each, first, end in step.loras.spans]
     tables_BM = batch.block_tables_BM.cpu().numpy()
@@ -132,7 +137,7 @@ def pack_step(step: StepInputs, *, own_blocks: int, wants_logits: bool) -> Ints:
 
 
 class StepArrays:
-    """A step that `pack_step` has packed, its inputs as tensors on a device, except for the adapters' rows."""
+    """The inputs that `pack_step` has packed, as tensors on a device; the adapters' rows stay numbers."""
 
     def __init__(self, packed: Ints, device: torch.device) -> None:
         tokens, rows, sequences, width, block_size, self.own_blocks, wants_logits, spans = packed[:8].tolist()

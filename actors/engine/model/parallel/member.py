@@ -1,7 +1,7 @@
 """A member other than the leader: `python -m raytide.actors.engine.model.parallel.member`.
 
-It reads its invitation as a line of JSON from stdin and follows the leader's orders. It ends when the leader or the
-process that started it has gone.
+It reads its invitation as a line of JSON from stdin and executes the leader's orders. It ends when the leader, or the
+process that started it, has gone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class GroupMember:
-    """Holds this member's weights and KV, and follows orders."""
+    """Holds this member's weights and KV, and executes the leader's orders."""
 
     def __init__(self, link: MemberLink, invitation: dict[str, Any]) -> None:
         self._link, self._invitation = link, invitation
@@ -52,7 +52,7 @@ class GroupMember:
         self._hidden_RN: torch.Tensor
 
     def follow(self) -> None:
-        """Follows orders until the leader has gone."""
+        """Executes orders until the leader has gone."""
         while True:
             try:
                 message = self._link.receive()
@@ -65,7 +65,9 @@ class GroupMember:
                 self._compute(StepArrays(message, self._device))
 
     def _order_prepare(self, terms: dict[str, Any]) -> None:
-        """Builds the operators, which may take minutes on a new machine, before the others wait for this member."""
+        """Builds the operators before the group forms and others wait for this member: that may take minutes on a new
+        machine.
+        """
         name = f"cuda:{self._invitation['local_rank']}" if terms["device"] == "cuda" else terms["device"]
 
         def prepare() -> None:
@@ -89,7 +91,7 @@ class GroupMember:
         )
 
     def _order_load(self, order: dict[str, Any]) -> None:
-        """Loads beside the steps, which go on."""
+        """Loads weights in a thread, while steps go on."""
         number, digest = order["number"], order["digest"]
         # The first is the replica's own, of which this machine may have a copy elsewhere.
         own = self._invitation["model_dir"] if number == 1 else ""
@@ -128,7 +130,7 @@ class GroupMember:
         self._adapters.pop(number, None)
 
     def _answer(self, what: str, work: Callable[[], None]) -> None:
-        """Does what the leader waits for, and sends it an error if there is one."""
+        """Does work for which the leader waits, and sends the leader its end or its error."""
         try:
             work()
         except RaytideError as error:

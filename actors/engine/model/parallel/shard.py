@@ -1,4 +1,6 @@
-"""One member's part of a model: its layers, and of these its heads, feed-forward columns and rows of the vocabulary."""
+"""One member's part of a model: its layers, and in each layer its heads, feed-forward columns and rows of the
+vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ModuleCut:
-    """The part of a linear module that one member has: ranges of its `full` outputs, or one range of its inputs."""
+    """The part of a linear module that one member has: `ranges` of its `full` outputs, or with `by_input` one range of
+    its `full` inputs.
+    """
 
     full: int
     ranges: tuple[Range, ...]
@@ -22,8 +26,9 @@ class ModuleCut:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """GroupMember `rank` of the `size` that share each layer of pipeline stage `stage`. KV heads that are fewer than
-    members are held by several of them."""
+    """Member `rank` of the `size` members that share each layer of pipeline stage `stage`. If there are fewer KV heads
+    than members, several members hold the same head.
+    """
 
     rank: int
     size: int
@@ -32,7 +37,7 @@ class ModelShard:
 
     @classmethod
     def of_group(cls, stages: int, size: int) -> list[ModelShard]:
-        """Returns all members by their rank in the group: those of a stage follow each other."""
+        """Returns the shards of all members by rank in the group: the members of a stage have consecutive ranks."""
         return [cls(rank, size, stage, stages) for stage in range(stages) for rank in range(size)]
 
     @property
@@ -44,11 +49,13 @@ class ModelShard:
         return self.stages * self.size
 
     def layers(self, arch: Architecture) -> range:
-        """Returns the layers of this member's stage; stages differ by one layer at most."""
+        """Returns the layers of this member's stage; the sizes of stages differ by at most one layer."""
         return range(*(edge * arch.num_layers // self.stages for edge in (self.stage, self.stage + 1)))
 
     def part(self, count: int) -> Range:
-        """Returns this member's share of so many columns or rows, from and to; shares differ by one at most."""
+        """Returns the first of this member's `count` columns or rows, and the one after its last; the sizes of shares
+        differ by at most one.
+        """
         return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
     def kv_heads(self, arch: Architecture) -> Range:
@@ -56,7 +63,9 @@ class ModelShard:
         return first, first + max(1, arch.num_kv_heads // self.size)
 
     def architecture(self, arch: Architecture) -> Architecture:
-        """Returns what this member computes. Raises ConfigError when heads cannot be divided so."""
+        """Returns the architecture of this member's part. Raises ConfigError when the heads cannot be divided among the
+        members.
+        """
         check_divides(arch, self.size, self.stages)
 
         def own(count: int) -> int:
@@ -76,10 +85,10 @@ class ModelShard:
 
 
 def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, ModuleCut]:
-    """Returns what a member has of a layer's linear modules, by their paths in the layer.
+    """Returns the parts of a layer's linear modules that a member has, by the modules' paths in the layer.
 
-    Projections into heads and feed-forward columns are cut by output, those out of them by input (Shoeybi et al. 2019),
-    so that a layer's two sums are all that members exchange.
+    Projections into heads and feed-forward columns are cut by output, projections out of them by input (Shoeybi et al.
+    2019), so that members exchange only two sums per layer.
     """
     dim = arch.head_dim
     heads = _scaled(shard.part(arch.num_heads), dim)
@@ -105,7 +114,9 @@ def linear_cuts(arch: Architecture, index: int, shard: ModelShard) -> dict[str, 
 
 
 def behind_one_another(parts: list[tuple[int, Range]]) -> tuple[Range, ...]:
-    """Returns the ranges of parts that the file stores as one tensor; each part has its size and range."""
+    """Returns the ranges, in a tensor that the file stores for several parts, of each part's own range; `parts` has
+    each part's size and range.
+    """
     ranges, start = list[Range](), 0
     for size, (first, end) in parts:
         ranges.append((start + first, start + end))
@@ -118,7 +129,7 @@ def _scaled(by: Range, size: int) -> Range:
 
 
 def check_divides(arch: Architecture, size: int, stages: int = 1) -> None:
-    """Raises ConfigError unless so many members can share the heads, and so many stages the layers."""
+    """Raises ConfigError unless `size` members can share the heads, and `stages` stages the layers."""
     if size * stages > 1 and arch.vision is not None:
         raise ConfigError(
             "a model that reads images runs in one process.", hint="Leave tensor_parallel and pipeline_parallel out."

@@ -1,5 +1,5 @@
-"""One member's weights, cut as `shard.py` says. It reads its part alone, of quantized modules too; from GGUF files
-all inputs of its outputs.
+"""One member's weights, cut as `shard.py` says. It reads only its own part of the files, of quantized modules too. From
+GGUF files it reads whole rows: all inputs of its outputs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """The ranges of a tensor's dimension `dim`, of `full` entries, that one member reads; none: zeros of the local
-    shape."""
+    """The ranges that one member reads of a tensor's dimension `dim`, which has `full` entries. Without ranges the
+    member gets zeros of the local shape.
+    """
 
     dim: int
     full: int
@@ -34,9 +35,9 @@ class _Cut:
 
 
 class ShardedWeights:
-    """One member's weights, by the names and with the shapes of its own architecture.
+    """One member's weights, with the file's names and the shapes of the member's own architecture.
 
-    Where quantized linears have int8 inputs, these are rounded in groups that must not be cut either.
+    Where quantized linears have int8 inputs, these are rounded in groups, which a cut must not divide either.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class ShardedWeights:
         return name in self._weights
 
     def get(self, name: str, *shape: int) -> Tensor:
-        """Returns this member's part, whose shape is given. DataError if the whole has another than implied."""
+        """Returns this member's part of a tensor; `shape` is the part's shape. DataError if the whole tensor has
+        another shape than that implies.
+        """
         cut = self._cuts.get(name)
         if cut is None:
             return self._weights.get(name, *shape)
@@ -77,7 +80,9 @@ class ShardedWeights:
         return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
 
     def quantized(self, module: str, rows: int, columns: int) -> QuantizedWeight | None:
-        """Returns this member's part of a quantized module. Raises ConfigError if that would cut a group of inputs."""
+        """Returns this member's part of a quantized module; `rows` and `columns` are the part's. Raises ConfigError if
+        it would cut a group of inputs.
+        """
         cut = self._modules.get(module)
         if cut is None:
             return self._weights.quantized(module, rows, columns)
@@ -153,8 +158,9 @@ class ShardedWeights:
 
 
 class AdapterShard:
-    """One member's part of LoRA adapters: cut as the modules are, with a sum of its own where inputs are cut. `arch` is
-    what the member computes, `layers` are those of its stage."""
+    """One member's part of LoRA adapters. They are cut as the modules are; where inputs are cut, A's product is summed
+    over the members. `arch` is the architecture of the member's part, `layers` are the layers of its stage.
+    """
 
     def __init__(self, arch: Architecture, group: Collectives) -> None:
         shard, names = group.shard, NAMES[arch.names]
@@ -166,7 +172,7 @@ class AdapterShard:
         }
 
     def cut(self, module: str, a_RN: Tensor, b_MR: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns this member's columns of A, or rows of B."""
+        """Returns A and B, with A cut to this member's columns or B to its rows."""
         cut = self._cuts[module]
         if not cut.by_input:
             return a_RN, torch.cat([b_MR[first:end] for first, end in cut.ranges])
@@ -174,5 +180,5 @@ class AdapterShard:
         return a_RN[:, first:end].contiguous(), b_MR
 
     def sum(self, partial_TR: Tensor) -> Tensor:
-        """Returns A's product with the whole input, from its products with the parts."""
+        """Returns A's product with the whole input: the sum of the members' products with their parts."""
         return self._group.sum(partial_TR)

@@ -1,1 +1,1 @@
-"""Images in: their pixels as a vision tower wants them, and the features that stand for them in a prompt."""
+"""Image inputs: pixels in the form that a vision tower reads, and the vectors that stand for an image in a prompt."""

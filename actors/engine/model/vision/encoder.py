@@ -20,19 +20,21 @@ from raytide.actors.models.quantized.model_weights import ModelWeights
 Tensor = torch.Tensor
 
 _MOST_KEPT_BYTES = 256 << 20
-"""The features of images seen lately: a chunk of a prompt after the first, or the same image again, finds them."""
+"""The most bytes of kept features of recent images. They serve later chunks of the same prompt, and the same image
+again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """The rows of a step's flat batch that stand for images, and their vectors in place of an embedding."""
+    """The rows of a step's flat batch that stand for images, and the vectors that replace their embeddings."""
 
     rows_T: Tensor
     features_TN: Tensor
 
 
 class VisionEncoder:
-    """The weights of tower and projector. Raises DataError for missing ones."""
+    """The weights and the computation of the tower and the projector. Raises DataError for missing weights."""
 
     def __init__(self, spec: VisionSpec, hidden_size: int, weights: ModelWeights) -> None:
         self._spec, self._weights = spec, weights
@@ -84,7 +86,7 @@ class VisionEncoder:
         return F.linear(_ACTIVATIONS[spec.projector_activation](F.linear(features, *first)), *second)
 
     def rows(self, chunks: Items[ScheduledChunk]) -> ImageRows | None:
-        """Returns the rows of a step that stand for images; None without any."""
+        """Returns the rows of a step that stand for images; None if there are none."""
         rows, parts, offset = list[int](), list[Tensor](), 0
         for chunk in chunks:
             for span in chunk.seq.images:

@@ -1,6 +1,7 @@
 """Turns an image file into the pixels that a vision tower reads, as the model directory's image processor says.
 
-Files come from strangers: their kind, bytes and pixels have limits that are checked before anything is decoded.
+Files come from strangers: their format, bytes and number of pixels are checked against limits before anything is
+decoded.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ _HINT = f"Send {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]} of at most {MAX_IMAG
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """The pixels [3, S, S] of an image. Images of equal pixels have the same digest."""
+    """The pixels [3, S, S] of an image. Images with equal pixels have the same digest."""
 
     pixels: Pixels
     digest: bytes
 
 
 class ImageProcessor:
-    """Resizes, crops and scales images as transformers does for the model."""
+    """Resizes, crops and scales images as transformers does for the same model."""
 
     def __init__(self, model_dir: Path, spec: VisionSpec) -> None:
-        """Raises ConfigError for a step that is not supported."""
+        """Raises ConfigError for an image processor with a step that is not supported."""
         self.spec, is_clip = spec, spec.kind == "clip"
         fields, self._size = _processor_fields(model_dir), spec.image_size
         if fields.flag("do_pad", False):
@@ -59,7 +60,7 @@ class ImageProcessor:
             )
 
     def prepare(self, data: bytes, index: int = 0) -> PreparedImage:
-        """Returns an image's pixels. Raises UsageError for what is no image, or too large."""
+        """Returns an image's pixels. Raises UsageError for data that is no image, or an image that is too large."""
         pixels = self._scaled(self._resized(_decoded(data, f"image {index}")))
         return PreparedImage(pixels, blake2b(pixels.tobytes(), digest_size=16).digest())
 
@@ -80,7 +81,7 @@ class ImageProcessor:
 
 
 def _decoded(data: bytes, who: str) -> Any:
-    """Returns the upright image in RGB."""
+    """Returns the image in RGB, rotated upright as its EXIF data says."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -104,7 +105,9 @@ def _decoded(data: bytes, who: str) -> Any:
 
 
 _MOST_RATIO = 200
-"""The longer side by the shorter one, as it is resized with it."""
+"""The largest ratio of an image's longer side to its shorter one. Resizing keeps the ratio, so that a longer image
+would take too much memory.
+"""
 
 
 def _processor_fields(model_dir: Path) -> Fields:

@@ -1,1 +1,3 @@
-"""Guesses at next tokens, verified in the step that computes them: where from, how many, and whether at all."""
+"""Guesses next tokens, which are verified in the step that computes them. It decides from which source, how many, and
+whether any guess pays.
+"""

@@ -1,5 +1,5 @@
-"""Earlier answers, in which a new one is looked up. They are kept by the salt of the prefix cache: a tenant must not
-learn from the speed of its own answers what another's were.
+"""Earlier answers, in which the end of a new answer is looked up to guess how it continues. They are kept separately
+for each salt of the prefix cache: a tenant must not learn other tenants' answers from the speed of its own.
 """
 
 from __future__ import annotations
@@ -11,35 +11,37 @@ from raytide.actors.engine.scheduler.speculation.suffix_index import MIN_MATCH, 
 from raytide.actors.engine.sequence import Sequence
 
 _MOST_TOKENS = 1 << 17
-"""Tokens of all salts together; a token takes about 100 bytes."""
+"""The most tokens of all salts together; a token takes about 100 bytes."""
 _GENERATION_TOKENS = 1 << 14
 
 Source = Literal["ngram", "answers", "model"]
-"""The request's own prompt and output, earlier answers under its salt, or the draft model."""
+"""The source of a guess: the request's own prompt and output, earlier answers under its salt, or the draft model."""
 SOURCES: tuple[Source, ...] = ("ngram", "answers", "model")
 
 _CLASSES = 8
 _KEPT = 0.98
-"""An observation weighs half after 34 others of its kind."""
+"""The decay of older counts: after 34 further observations of its kind, an observation has half its weight."""
 _LOOKUP_PRIORS = (0.25, 0.25, 0.25, 0.4, 0.6, 0.75, 0.75, 0.75)
-"""The share that is assumed before guesses were seen, by class of length: a long match says more than a short one."""
+"""The share of right guesses that is assumed at first, by class of match length: a long match is more reliable."""
 _MODEL_PRIOR = 0.7
 _PRIOR_WEIGHT = 4.0
 
 
 def cell_of(source: Source, length: int) -> int:
-    """Returns the index of a kind of guess: lengths up to 4, 8, 16, 32 and above; for a model each position."""
+    """Returns the index under which guesses of a kind are counted: for lookups by the match's length (up to 4, 8, 16,
+    32 and so on), for the draft model by the position in the draft.
+    """
     if source == "model":
         return 2 * _CLASSES + min(length, _CLASSES - 1)
     return (_CLASSES if source == "answers" else 0) + min((length - 1).bit_length(), _CLASSES - 1)
 
 
 class Acceptance:
-    """Decayed counts of guesses and right ones, by their source and the length of the match that they come from.
+    """Decayed counts of guesses and of right guesses, by their source and the length of the match that they come from.
 
-    A guess is a single token, so whether it would have been right is known as soon as the token is there, computed
-    along or not: what is never tried is learned about all the same. The second token of a draft counts as a guess whose
-    match is longer by one, and so on; that is the condition under which it is looked at.
+    A guess is a single token. Whether it is right is known as soon as the next token is there, even if the guess was
+    not verified in a step; so guesses that are never tried are learned about too. The second token of a draft counts as
+    a guess from a match that is longer by one, and so on, because it matters only if the tokens before it are right.
     """
 
     def __init__(self) -> None:
@@ -51,22 +53,24 @@ class Acceptance:
         self._all[cell] = _KEPT * self._all[cell] + 1.0
 
     def relax(self, kept: float) -> None:
-        """Forgets a part of what is known about the draft model, so that one that was given up is tried again."""
+        """Multiplies the draft model's counts by `kept`, so that a draft model that was given up is tried again."""
         for cell in range(2 * _CLASSES, 3 * _CLASSES):
             self._right[cell] *= kept
             self._all[cell] *= kept
 
     def share(self, cell: int, prior: float | None = None, weight: float = _PRIOR_WEIGHT) -> float:
-        """Returns the share of right guesses, beside `weight` guesses of which the share `prior` was right."""
+        """Returns the estimated share of right guesses: the counted ones together with `weight` assumed ones, of which
+        the share `prior` is right.
+        """
         if prior is None:
             prior = _MODEL_PRIOR if cell >= 2 * _CLASSES else _LOOKUP_PRIORS[cell % _CLASSES]
         return (self._right[cell] + weight * prior) / (self._all[cell] + weight)
 
 
 class AnswerHistory:
-    """The latest answers under one salt, and how often guesses were right there.
+    """The latest answers under one salt, and how often guesses from them were right.
 
-    Two generations of answers: when the younger is full, it becomes the older, whose place is free again at once.
+    There are two generations of answers: when the younger is full, it replaces the older, which is dropped as a whole.
     """
 
     def __init__(self) -> None:
@@ -78,14 +82,14 @@ class AnswerHistory:
         return len(self._young.tokens) + len(self._old.tokens)
 
     def find(self, text: list[int]) -> Match | None:
-        """Returns the longest match of the end of a text; among equals the latest."""
+        """Returns the longest match for the end of a text; of equally long ones the latest."""
         young, old = self._young.find(text), self._old.find(text)
         if young is None or old is None:
             return young or old
         return old if old.length > young.length else young
 
     def add(self, seq: Sequence) -> None:
-        """Adds the output of a sequence that has ended, behind the prompt's last tokens."""
+        """Adds the output of an ended sequence, preceded by the last tokens of its prompt."""
         first = max(0, seq.prompt_len - MIN_MATCH, len(seq.tokens) - _GENERATION_TOKENS)
         if len(self._young.tokens) + len(seq.tokens) - first > _GENERATION_TOKENS:
             self._young, self._old = SuffixIndex([]), self._young
@@ -94,7 +98,7 @@ class AnswerHistory:
 
 
 class AnswerHistories:
-    """The histories of the salts that were used last."""
+    """The answer histories of the most recently used salts."""
 
     def __init__(self, most_tokens: int = _MOST_TOKENS) -> None:
         self._by_salt: OrderedDict[bytes, AnswerHistory] = OrderedDict()
@@ -102,7 +106,7 @@ class AnswerHistories:
         self._num_tokens = 0
 
     def of(self, salt: bytes) -> AnswerHistory:
-        """Returns a salt's history, which may be a new one."""
+        """Returns the history of a salt; creates one if there is none."""
         history = self._by_salt.get(salt)
         if history is None:
             history = self._by_salt[salt] = AnswerHistory()
@@ -119,7 +123,9 @@ class AnswerHistories:
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Forgets the histories that were not used for the longest time; an empty one counts as a few tokens."""
+        """Drops the least recently used histories that exceed the limit; each history counts as 64 tokens more than it
+        has.
+        """
         while len(self._by_salt) > 1 and self._num_tokens + 64 * len(self._by_salt) > self._most_tokens:
             _, dropped = self._by_salt.popitem(last=False)
             self._num_tokens -= dropped.num_tokens

@@ -1,7 +1,8 @@
-"""Decides in each step how many tokens to guess for whom.
+"""Decides in each step for which sequences to guess how many tokens.
 
-One rule: a guess is computed along if that lowers the expected time per token, by what rows cost here and by how often
-such guesses were right. So it adapts to the model, the device, the load and the text, and stops by itself.
+One rule: a guess is verified if that lowers the expected time per token, given what a row costs here and how often such
+guesses were right. So it adapts to the model, the device, the load and the text, and stops by itself where guesses do
+not pay.
 """
 
 from __future__ import annotations
@@ -33,19 +34,23 @@ _log = logging.getLogger(__name__)
 
 MAX_DRAFT = 16
 _LEAST_GAIN = 0.03
-"""The share of the time per token that guesses must save."""
+"""Guesses must save at least this share of the time per token."""
 _LEAST_SURVIVAL = 0.05
 _HISTORY_WEIGHT = 8.0
-"""The guesses of a request as many as which those under its salt count."""
+"""The statistics under a request's salt weigh as much as this many guesses of the request itself."""
 _PATIENCE, _EVERY, _MANY = 8, 4, 8
-"""After this many steps without a draft, each fourth step of so many decodes looks for one: lookups add up there."""
+"""After _PATIENCE steps without a draft, a step with _MANY decodes or more looks for drafts only every _EVERY-th time,
+because lookups for so many take long.
+"""
 _MODEL_DRAFT = 8
 _MOST_CATCH_UP = 4
-"""Tokens that a draft model has to catch up with, for each token that the sequence may still get."""
+"""The draft model guesses for a sequence only if it has to catch up with at most this many tokens for each token that
+the sequence may still get.
+"""
 _MODEL_KEPT = 0.9
-"""The share of what is known about the draft model that a new request starts from."""
+"""The share of the draft model's counts that each new request keeps."""
 _INDEXED_TOKENS = 1 << 15
-"""The last tokens of a prompt that are searched; a token takes about 100 bytes."""
+"""The number of a prompt's last tokens that are indexed for lookups; a token takes about 100 bytes."""
 
 
 @dataclass(slots=True)
@@ -58,7 +63,7 @@ class _Proposal:
 
 
 class _Guesser:
-    """The guesses for one sequence, and how right they were."""
+    """The guesses for one sequence, and how often they were right."""
 
     def __init__(self, seq: Sequence, sources: Collection[Source], history: AnswerHistory) -> None:
         self._history = history
@@ -69,7 +74,9 @@ class _Guesser:
         self.model_draft: list[int] = []  # of the last step
 
     def update(self, seq: Sequence) -> None:
-        """Scores the guesses by the tokens that the sequence has gained, and looks up those that were wrong."""
+        """Compares the guesses with the sequence's new tokens and counts the right ones. After a wrong guess it looks
+        for a new match.
+        """
         for token in seq.tokens[self._known :]:
             for source, match in self._matches.items():
                 if match is not None:
@@ -94,7 +101,7 @@ class _Guesser:
         self._history.acceptance.record(cell, is_right)
 
     def proposal(self, most: int) -> _Proposal | None:
-        """Returns the draft of at most so many tokens that promises the most right ones."""
+        """Returns the draft of at most `most` tokens with the most expected right ones; None without a match."""
         best: _Proposal | None = None
         for source, match in self._matches.items():
             if match is not None and (draft := match.draft(most)):
@@ -105,7 +112,9 @@ class _Guesser:
         return best
 
     def survival(self, source: Source, length: int, count: int) -> list[float]:
-        """Returns the probability that the first 1, 2... guesses are all right, for as long as it is worth a look."""
+        """Returns the probabilities that the first guess, the first two guesses, and so on, are all right; it stops
+        where they become too small to be worth a try.
+        """
         survival, alive, last_cell, share = list[float](), 1.0, -1, 0.0
         for at in range(count):
             cell = cell_of(source, length + at)
@@ -120,10 +129,10 @@ class _Guesser:
 
 
 class Speculator:
-    """Drafts tokens for decoding sequences, and counts by source what came of it.
+    """Drafts tokens for decoding sequences, and counts drafts and right guesses by source.
 
-    `allowed(seq, draft)` returns how many of a draft's first tokens a sequence's grammar allows. Sequences for which
-    nothing is looked up are left to the draft model, if there is one.
+    `allowed(seq, draft)` returns how many of a draft's first tokens a sequence's grammar allows. Sequences for which no
+    lookup is used are left to the draft model, if there is one.
     """
 
     def __init__(
@@ -151,7 +160,7 @@ class Speculator:
         cost: StepCost,
         model: DraftModel | None,
     ) -> Speculator | None:
-        """Returns what drafts tokens, as the engine's option `speculation` says; None if it is off."""
+        """Returns the speculator for the engine's option `speculation`; None if it is off."""
         if option == "off":
             return None
         sources: tuple[Source, ...] = ("ngram",) if option == "ngram" else ("ngram", "answers")
@@ -196,8 +205,8 @@ class Speculator:
             self._fruitless = 0
 
     def observe(self, plan: StepPlan, accepted: Callable[[str], int]) -> None:
-        """Learns from a step that has been computed. `accepted(seq_id)` returns how many of a sequence's draft tokens
-        were right.
+        """Counts the drafts of a computed step. `accepted(seq_id)` returns how many of a sequence's draft tokens were
+        right.
         """
         for chunk in plan.chunks:
             if chunk.draft and (source := self._drafted.get(chunk.seq.seq_id)) is not None:
@@ -207,7 +216,9 @@ class Speculator:
                 counts[2] += accepted(chunk.seq.seq_id)
 
     def forget(self, seq: Sequence) -> None:
-        """Ends the guesses for a sequence, whose output later ones under its salt may repeat."""
+        """Ends the guesses for a sequence, and keeps its output as a source of guesses for later sequences under its
+        salt.
+        """
         self._guessers.pop(seq.seq_id, None)
         if "answers" in self._sources and seq.output_len:
             self._histories.add(seq)
@@ -221,8 +232,8 @@ class Speculator:
         budget: int,
         reserve: Callable[[Sequence, int], int],
     ) -> None:
-        """Lets the draft model guess for these decodes, as far as that lowers the time per token further. `likely` has
-        the probabilities of the step's other guesses.
+        """Lets the draft model guess for these decodes, as many tokens as lower the time per token further. `likely`
+        has the probabilities that the step's other guesses are right.
         """
         model = self._model
         assert model is not None
@@ -279,13 +290,17 @@ class Speculator:
         return proposal
 
     def _may_pay(self, num_tokens: int, decodes: int, most: int) -> bool:
-        """Returns whether guesses that are all right would pay. If not, as when rows fill the machine, none is made."""
+        """Returns whether guesses would pay even if all of them were right. If not, for instance because more rows
+        would slow the step too much, no guess is made.
+        """
         enough = self._enough(decodes)
         counts = {min(count, most) for count in (1, 4, decodes, 4 * decodes, most)}
         return any(self._time_per_token(num_tokens, decodes, count, count) < enough for count in counts)
 
     def _best_count(self, slots: list[tuple[float, int]], num_tokens: int, decodes: int) -> int:
-        """Returns how many of the slots, the likeliest first, give the least time per token; 0 without a gain."""
+        """Returns how many of the slots, starting with the likeliest, give the lowest time per token; 0 if none lowers
+        it enough.
+        """
         best, best_count, right = self._enough(decodes), 0, 0.0
         stride = 1 + decodes // 8
         for count, (survival, _) in enumerate(slots, 1):
@@ -297,12 +312,12 @@ class Speculator:
         return best_count
 
     def _enough(self, decodes: int) -> float:
-        """Returns the time per token that guesses must be below."""
+        """Returns the time per token below which guesses pay."""
         return (1 - _LEAST_GAIN) * self._cost.seconds(decodes) / decodes
 
     def _time_per_token(self, num_tokens: int, decodes: int, count: int, right: float) -> float:
-        """Returns the expected seconds for a token with `count` guesses more, `right` of them right. The prompts' part
-        of the step is left out: they are computed anyway.
+        """Returns the expected seconds per token with `count` more guesses, of which `right` are right. The prompts'
+        part of the step is left out, because it is computed anyway.
         """
         cost = self._cost
         more_s = cost.seconds(num_tokens + count) - cost.seconds(num_tokens)

@@ -1,5 +1,5 @@
-"""Finds where the last tokens of a text have occurred before: chains of equal trigrams, as LZ77's compressors keep them
-(RFC 1951, section 4).
+"""Finds earlier occurrences of the last tokens of a text, by chains of positions with equal trigrams, as LZ77
+compressors keep them (RFC 1951, section 4).
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_MATCH = 3
-"""The tokens that a trigram has; shorter matches are not looked for."""
+"""The number of tokens in a trigram; shorter matches are not found."""
 MAX_MATCH = 64
 SEPARATOR = (1 << 21) - 1
 """Stands between texts of one index. It is no token: vocabularies are smaller."""
@@ -20,14 +20,16 @@ _TRIGRAM = (1 << 3 * _BITS) - 1
 
 @dataclass(slots=True)
 class Match:
-    """The last `length` tokens of a text also stand before `at` in `tokens`; what follows there is the guess."""
+    """A match: the last `length` tokens of a text also stand before position `at` in `tokens`. The tokens from `at` on
+    are the guess.
+    """
 
     tokens: list[int]
     at: int
     length: int
 
     def follow(self, token: int) -> bool:
-        """Moves behind a new token of the text. Returns False if that was not the one guessed."""
+        """Extends the match by a new token of the text. Returns False if the guess was another token."""
         if self.at >= len(self.tokens) or self.tokens[self.at] != token:
             return False
         self.at += 1
@@ -35,7 +37,9 @@ class Match:
         return True
 
     def draft(self, count: int) -> list[int]:
-        """Returns up to `count` tokens. A text that matches its own end repeats itself, as in LZ77."""
+        """Returns up to `count` tokens as a guess. If the match reaches the end of `tokens`, its continuation repeats
+        itself, as in LZ77.
+        """
         draft = self.tokens[self.at : self.at + count]
         if SEPARATOR in draft:
             return draft[: draft.index(SEPARATOR)]
@@ -46,9 +50,10 @@ class Match:
 
 
 class SuffixIndex:
-    """An index over a list of tokens that grows at its end; the last token is not a guess yet, so it is left out.
+    """An index of the trigrams in a list of tokens that grows at its end. The list's last token is left out, because no
+    token follows it that could be a guess.
 
-    A token takes about 100 bytes and a third of a microsecond. With `start`, what is before it is not indexed.
+    An indexed token takes about 100 bytes and a third of a microsecond. Tokens before `start` are not indexed.
     """
 
     def __init__(self, tokens: list[int], start: int = 0) -> None:
@@ -59,7 +64,7 @@ class SuffixIndex:
         self._key, self._keyed = 0, start
 
     def extend(self) -> None:
-        """Indexes the tokens that the list has gained."""
+        """Indexes the tokens that were added to the list since the last call."""
         tokens, latest, before, key, first = self.tokens, self._latest, self._before, self._key, self._start + MIN_MATCH
         for at in range(self._keyed, len(tokens) - 1):
             key = (key << _BITS | tokens[at]) & _TRIGRAM
@@ -69,7 +74,9 @@ class SuffixIndex:
         self._key, self._keyed = key, max(self._keyed, len(tokens) - 1)
 
     def find(self, text: list[int]) -> Match | None:
-        """Returns the longest of the latest matches of the end of a text; among equals the latest."""
+        """Returns the longest match for the end of a text among the latest few; of equally long ones the latest. None
+        without one.
+        """
         if len(text) < MIN_MATCH:
             return None
         at = self._latest.get((text[-3] << _BITS | text[-2]) << _BITS | text[-1], -1)

@@ -1,4 +1,4 @@
-"""The architecture of a GGUF file, as the `config.json` that the same model has on Hugging Face."""
+"""Reads the architecture of a GGUF file, as the `config.json` that the same model has on Hugging Face."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from raytide.core.bounds import shortened
 from raytide.core.errors import ConfigError
 
 _ROPE_FACTORS = "rope_freqs.weight"
-"""A tensor of divisors of each frequency, by which files of Llama 3.1 scale their rotation."""
+"""The name of a tensor with a divisor for each frequency, with which files of Llama 3.1 scale their rotation."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """The differences of an architecture's files: `permutes` is true where pairs of a rotation lie side by side."""
+    """The properties of an architecture's GGUF files. `permutes` is True if they store the two numbers of a rotated
+    pair side by side.
+    """
 
     architecture: str
     permutes: bool = False
@@ -31,7 +33,7 @@ FAMILIES = {
 
 
 def family_of(file: GgufFile) -> GgufFamily:
-    """Returns the family. ConfigError if it is not supported."""
+    """Returns the family of a GGUF file. Raises ConfigError if it is not supported."""
     name = file.text("general.architecture")
     if name not in FAMILIES:
         raise ConfigError(
@@ -48,7 +50,7 @@ def family_of(file: GgufFile) -> GgufFamily:
 
 
 def gguf_config(file: GgufFile) -> dict[str, object]:
-    """Returns the fields of a `config.json`, which `families.py` checks as those of a directory."""
+    """Returns the fields of the equivalent `config.json`. `families.py` checks them like those of a directory."""
     family, name = family_of(file), file.text("general.architecture")
 
     def number(field: str, default: float | None = None) -> int | float:
@@ -91,7 +93,7 @@ def gguf_config(file: GgufFile) -> dict[str, object]:
 
 
 def end_token_ids(file: GgufFile) -> list[int]:
-    """Returns the tokens that end an answer: of a text, of a turn, and of a message with calls of tools."""
+    """Returns the tokens that end an answer: those that end a text, a turn, and a message with tool calls."""
     fields = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]
     return list(dict.fromkeys(int(file.number(field)) for field in fields if field in file))
 

@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file (versions 2 and 3, little endian): its fields, and where each tensor lies.
+"""Reads the header of a GGUF file (versions 2 and 3, little endian): its fields, and the place of each tensor.
 
-A file may come from a stranger. Every count is checked against the bytes that are there before anything of its size is
-allocated, and texts are decoded when they are asked for.
+A file may come from a stranger. Every count is checked against the bytes that are there before memory of its size is
+allocated, and texts are decoded only when they are asked for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raytide.core.errors import ConfigError, DataError
 from raytide.core.io.private_paths import safe_opener
 
 MOST_HEADER_BYTES = 128 << 20
-"""The size of the part before the tensors. A vocabulary of 262,144 tokens has 20 MB."""
+"""The most bytes before the tensors. A vocabulary of 262,144 tokens has 20 MB."""
 _MOST_FIELDS, _MOST_TENSORS, _MOST_TEXTS, _MOST_NAME_BYTES = 1 << 12, 1 << 17, 1 << 21, 1 << 10
 _MOST_DIMENSIONS = 4
 _AGAIN = "Download or convert the model again."
@@ -36,7 +36,7 @@ BLOCK_FORMATS = {
     "Q4_K": (256, 144),
     "Q6_K": (256, 210),
 }
-"""The formats that are read: the numbers in a block, and its bytes."""
+"""The formats that are read, each with the number of values in a block, and the block's bytes."""
 _NAMES = {
     0: "F32",
     1: "F16",
@@ -81,19 +81,19 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """A list of texts that nobody has decoded yet."""
+    """A list of texts that are not decoded yet: its place in the file and its length."""
 
     start: int
     count: int
 
 
 def is_gguf(model: str | Path) -> bool:
-    """Returns whether a model's path is that of a GGUF file; all others are directories."""
+    """Returns whether a model's path names a GGUF file; all other models are directories."""
     return Path(model).suffix == ".gguf"
 
 
 class GgufFile:
-    """An open file. Raises DataError if it is unreadable or damaged, ConfigError for what is not supported."""
+    """An open GGUF file. Raises DataError if it is unreadable or damaged, ConfigError if it is not supported."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -103,7 +103,7 @@ class GgufFile:
         except (OSError, ValueError) as error:
             raise DataError(f"cannot read {path}: {error}.", hint="Point at a GGUF file.") from None
         self.header_bytes = 0
-        """The bytes of the header, as far as it is read."""
+        """The bytes of the header that are read so far."""
         self._texts_left = _MOST_TEXTS
         tensors, fields = self._counts()
         self._fields = dict[str, object]()

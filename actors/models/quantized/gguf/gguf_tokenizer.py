@@ -1,7 +1,8 @@
-"""The tokenizer of a GGUF file, as the `tokenizer.json` that the same model has on Hugging Face.
+"""Reads the tokenizer of a GGUF file, as the `tokenizer.json` that the same model has on Hugging Face.
 
-A file holds vocabulary and merges, and names how texts are split before: its expressions are those of llama.cpp's
-`llama-vocab.cpp`. A name that is not known here is refused, because other splits give other tokens.
+A file holds vocabulary and merges, and the name of the regular expression by which texts are split before; the
+expressions are those of llama.cpp's `llama-vocab.cpp`. An unknown name is refused, because another split gives other
+tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from raytide.core.errors import ConfigError, DataError
 Json = dict[str, Any]
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""Kinds of tokens that are found in a text before it is split."""
+"""The kinds of tokens that are recognized in a text before it is split."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _bytes(*, splits: bool) -> Json:
-    """Returns the mapping of bytes to characters; with `splits` GPT-2's expression comes first."""
+    """Returns the pre-tokenizer that maps bytes to characters; with `splits` it first splits by GPT-2's expression."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": splits}
 
 
@@ -55,7 +56,9 @@ _SPLITS: Mapping[str, Json] = {
 
 
 def tokenizer_json(file: GgufFile) -> bytes:
-    """Returns the file's tokenizer. ConfigError for a kind that is not supported, DataError if it is damaged."""
+    """Returns the file's tokenizer as JSON. Raises ConfigError for a kind that is not supported, DataError if it is
+    damaged.
+    """
     kind, splits = file.text("tokenizer.ggml.model"), file.text("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or splits not in _SPLITS:
         raise ConfigError(
@@ -132,7 +135,9 @@ def _token_id(file: GgufFile, name: str, count: int) -> int | None:
 
 
 def _post_processor(file: GgufFile, tokens: list[str]) -> Json | None:
-    """Returns what puts the beginning-of-text token before a text, if the file asks for it."""
+    """Returns the post-processor that puts the beginning-of-text token before a text; None if the file does not ask for
+    it.
+    """
     index = _token_id(file, "bos", len(tokens))
     if index is None or not file.flag("tokenizer.ggml.add_bos_token", False):
         return None

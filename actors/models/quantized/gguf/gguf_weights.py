@@ -1,4 +1,4 @@
-"""The weights of a GGUF file under the names of Hugging Face directories."""
+"""Reads the weights of a GGUF file under the names of Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GgufWeights:
         return self._outputs(name, shape, (0, shape[0]))
 
     def block(self, name: str, shape: Sequence[int], where: tuple[slice, ...]) -> Tensor:
-        """Reads the rows of the block, and all of each."""
+        """Returns the block. It reads the whole rows that the block belongs to."""
         rows, *others = where
         return self._outputs(name, tuple(shape), (rows.start, rows.stop))[(slice(None), *others)].clone()
 
@@ -69,7 +69,7 @@ class GgufWeights:
         return self._quantized_outputs(module, rows, columns, (0, rows))
 
     def _outputs(self, name: str, shape: tuple[int, ...], outputs: Range) -> Tensor:
-        """Returns some rows of a tensor, dequantized."""
+        """Returns the rows `outputs` of a tensor, dequantized if necessary."""
         tensor = self._tensor(name, shape)
         if is_float(tensor.format):
             rows = self._rows_of(name, tensor, outputs)
@@ -95,7 +95,7 @@ class GgufWeights:
         return _moved(weight, self._device)
 
     def quantized_block(self, module: str, rows: int, columns: int, block: Block) -> QuantizedWeight | None:
-        """Reads the rows of the block, and all of each."""
+        """Returns the block. It reads the whole rows that the block belongs to."""
         own = self._quantized_outputs(module, rows, columns, block.outputs)
         if own is None or block.inputs == (0, columns):
             return own
@@ -129,7 +129,7 @@ class GgufWeights:
         return tensor
 
     def _rows_of(self, name: str, tensor: GgufTensor, outputs: Range) -> Tensor:
-        """Returns the bytes of rows in the order of Hugging Face, [rows, bytes]."""
+        """Returns the bytes [rows, bytes] of the rows `outputs`, counted in Hugging Face's order."""
         order = self._rows(name, tensor.shape[0])
         if order is None:
             return self._raw(tensor, outputs)
@@ -138,7 +138,7 @@ class GgufWeights:
         return self._raw(tensor, (first, int(own.max()) + 1))[own - first]
 
     def _raw(self, tensor: GgufTensor, rows: Range) -> Tensor:
-        """Returns the bytes of rows of a tensor, copied: the file is read-only memory, whose pages are given back."""
+        """Returns a copy of the bytes of a tensor's rows, and releases the pages of the mapped file."""
         data, row_bytes = self._file.data, tensor.bytes // tensor.shape[0]
         start, end = (tensor.start + row * row_bytes for row in rows)
         raw = torch.frombuffer(bytearray(data[start:end]), dtype=torch.uint8).view(-1, row_bytes)
@@ -147,8 +147,9 @@ class GgufWeights:
         return raw
 
     def _rows(self, name: str, rows: int) -> Tensor | None:
-        """Returns the file's rows in the order of Hugging Face. Llama's files have the two numbers that a rotation
-        turns side by side in each query and key head; Hugging Face has them half a head apart.
+        """Returns the file's row for each row in Hugging Face's order; None if both orders are the same. In query and
+        key heads, Llama's files store the two numbers of a rotated pair side by side; Hugging Face stores them half a
+        head apart.
         """
         heads = self._heads if ".q_proj." in name else self._kv_heads if ".k_proj." in name else 0
         if not self._permutes or not heads or rows % (2 * heads):
@@ -162,7 +163,7 @@ class GgufWeights:
 
 
 def _gguf_name(name: str) -> str:
-    """Returns a tensor's name in GGUF; the name itself, which no file has, for those that it does not know."""
+    """Returns a tensor's name in GGUF. If GGUF has no such tensor, it returns `name`, which no file contains."""
     module, _, suffix = name.rpartition(".")
     if module in _MODULES:
         return f"{_MODULES[module]}.{suffix}"
@@ -185,34 +186,36 @@ def is_float(form: str) -> bool:
 
 
 def as_floats(raw: Tensor, form: str, shape: tuple[int, ...]) -> Tensor:
-    """Returns a tensor of bytes as the floats that it holds, in their own dtype."""
+    """Returns bytes reinterpreted as the floats that they hold, in their own dtype."""
     return raw.view(_FLOATS[form]).view(shape)
 
 
 # GGUF's block formats as codes, scales and offsets. Layouts: `ggml-quants.c` of llama.cpp.
 def as_quantized(blocks_NBb: Tensor, form: str) -> QuantizedWeight:
-    """Returns a weight of rows of blocks, each of some bytes: [N, B, bytes]."""
+    """Returns the weight that blocks [N, B, bytes] hold: each of N rows has B blocks of a format."""
     return _READERS[form](blocks_NBb)
 
 
 def _q8_0(blocks_NBb: Tensor) -> QuantizedWeight:
-    """A scale and 32 codes."""
+    """Reads blocks of a scale and 32 codes."""
     return QuantizedWeight(8, blocks_NBb[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks_NBb, 0))
 
 
 def _q4_0(blocks_NBb: Tensor) -> QuantizedWeight:
-    """A scale and 32 codes minus 8: the low nibbles are the first 16."""
+    """Reads blocks of a scale and 32 codes, which are stored plus 8; the first 16 are in the low nibbles."""
     return QuantizedWeight(4, _nibbles(blocks_NBb[..., 2:]), _half(blocks_NBb, 0))
 
 
 def _q4_1(blocks_NBb: Tensor) -> QuantizedWeight:
-    """A scale, a least value, and 32 codes."""
+    """Reads blocks of a scale, a smallest value, and 32 codes."""
     scales, least = _half(blocks_NBb, 0), _half(blocks_NBb, 2)
     return QuantizedWeight(4, _nibbles(blocks_NBb[..., 4:]), scales, least + 8 * scales)
 
 
 def _q4_k(blocks_NBb: Tensor) -> QuantizedWeight:
-    """Eight groups of 32 codes, with scales and least values of 6 bits, and a scale for each of both."""
+    """Reads blocks of eight groups of 32 codes. Each group has a scale and a smallest value of 6 bits; the block has
+    one scale for the former and one for the latter.
+    """
     scale, least = _half(blocks_NBb, 0)[..., None], _half(blocks_NBb, 2)[..., None]
     low, high, rest = blocks_NBb[..., 4:8], blocks_NBb[..., 8:12], blocks_NBb[..., 12:16]
     scales = scale * torch.cat((low & 63, (rest & 15) | (low >> 6 << 4)), -1)
@@ -222,7 +225,9 @@ def _q4_k(blocks_NBb: Tensor) -> QuantizedWeight:
 
 
 def _q6_k(blocks_NBb: Tensor) -> QuantizedWeight:
-    """Sixteen groups of 16 codes minus 32, with scales of 8 bits. A code's upper 2 bits lie apart from its lower 4."""
+    """Reads blocks of sixteen groups of 16 codes, stored plus 32, with scales of 8 bits. The upper 2 bits of a code are
+    stored apart from its lower 4.
+    """
     lower = blocks_NBb[..., :128].unflatten(2, (2, 2, 32))  # two halves of 128 codes, 2 x 32 bytes each
     upper = blocks_NBb[..., 128:192].unflatten(2, (2, 1, 32))
     nibbles = torch.cat((lower & 15, lower >> 4), 3)  # [N, B, 2, 4, 32]
@@ -233,12 +238,12 @@ def _q6_k(blocks_NBb: Tensor) -> QuantizedWeight:
 
 
 def _half(blocks_NBb: Tensor, at: int) -> Tensor:
-    """Returns the float16 at a byte of each block, in float32 [N, B]."""
+    """Returns the float16 at byte `at` of each block, in float32 [N, B]."""
     return blocks_NBb[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).float()
 
 
 def _nibbles(bytes_NBb: Tensor) -> Tensor:
-    """Returns codes minus 8 as int8 [N, K]: in each block all low nibbles, then all high ones."""
+    """Returns 4-bit codes minus 8 as int8 [N, K]; of each block first all low nibbles, then all high ones."""
     codes = torch.cat((bytes_NBb & 15, bytes_NBb >> 4), -1).to(torch.int8)
     return codes.sub_(8).flatten(1)
 

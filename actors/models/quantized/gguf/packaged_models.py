@@ -1,4 +1,4 @@
-"""Models that a Python package holds as a GGUF file, by the names under which they are served."""
+"""Models that a Python package contains as a GGUF file, by the names under which they are served."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PACKAGED_MODELS = {
 
 
 def packaged_path(name: str) -> str | None:
-    """Returns the file of a packaged model on this machine, None for any other name. `./smollm2` is a path.
+    """Returns the path of a packaged model's file on this machine; None for any other name. `./smollm2` is a path, not
+    a packaged model's name.
 
     Raises ConfigError if the package is not installed.
     """
