@@ -63,7 +63,9 @@ _PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def sampling_of(request: GenerationRequest, forced: Structured | None = None) -> SamplingParams:
-    """Returns the sampling parameters. `forced` is the constraint of a tool call that the request requires."""
+    """Returns the sampling parameters of a request. `forced` is the constraint of a tool call that the request
+    requires.
+    """
     refuse_unknown(request)
     defaults = SamplingParams()
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
@@ -125,7 +127,9 @@ def _constraint(request: GenerationRequest, forced: Structured | None) -> Struct
 
 
 def refuse_missing(body: GenerationRequest, request: GenRequest, features: Collection[Feature]) -> None:
-    """Raises ApiError (400), with the name of the field in `body`, for a feature that the engine lacks."""
+    """Raises ApiError (400) if the request needs a feature that the engine lacks. The error names the field of
+    `body`.
+    """
     for feature in required_features(request):
         if feature not in features:
             field = _field_of(feature, body, request.sampling)
@@ -159,7 +163,9 @@ def _max_tokens(request: GenerationRequest) -> int | None:
 
 
 def refuse_unknown(request: BaseModel) -> None:
-    """Raises ApiError (400) for a field that the request's model does not have and that would change the answer."""
+    """Raises ApiError (400) for a field that the request's pydantic model does not have, unless it cannot change the
+    answer.
+    """
     for name, value in (request.model_extra or {}).items():
         if value is None or name in NO_EFFECT:
             continue
@@ -170,8 +176,8 @@ def refuse_unknown(request: BaseModel) -> None:
 
 
 def messages_of(messages: Sequence[ChatMessage], *, sees_images: bool = False) -> list[Message]:
-    """Joins text parts, and refuses other parts by name: images too, unless the model `sees_images`. "developer" is
-    OpenAI's newer name for "system".
+    """Returns the messages, the text parts of each joined. Refuses other parts by name, including images unless the
+    model `sees_images`. "developer" is OpenAI's newer name for "system".
     """
     return [
         Message(
@@ -207,7 +213,9 @@ def _text(message: ChatMessage, index: int, *, sees_images: bool) -> str:
 
 
 def _parts(message: ChatMessage) -> tuple[str | None, ...]:
-    """Returns a message's texts and for each image None; nothing if it has no image."""
+    """Returns a message's parts in order: the text of a text part, None for an image. Empty for a message without
+    images.
+    """
     if not isinstance(message.content, list) or all(part.type == "text" for part in message.content):
         return ()
     return tuple(None if part.type == "image_url" else part.text for part in message.content)

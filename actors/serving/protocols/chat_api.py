@@ -23,7 +23,9 @@ B = TypeVar("B", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class ChatApi(Generic[B]):
-    """One such API. Errors of a chat get the names that its fields have there by `renamed`."""
+    """An API whose requests are translated into chats. `renamed` changes the fields named in a chat's error to this
+    API's fields.
+    """
 
     name: str
     chat_request: Callable[[B], ChatRequest]
@@ -38,7 +40,7 @@ class ChatApi(Generic[B]):
         writer_of: Callable[[GenerationStream], ResponseWriter],
         keep: Callable[[], Awaitable[None]] | None = None,
     ) -> Response:
-        """Returns the answer to a request, as `writer_of` its generation writes it; see `respond`."""
+        """Returns the response to a request. `writer_of` and `keep` are those of `respond`."""
         await models.server(model, request)  # an unknown model is the first problem to name
         chat = self._chat_of(body)
 
@@ -51,7 +53,7 @@ class ChatApi(Generic[B]):
         return await models.answer(model, request, chat, answered)
 
     async def count_tokens(self, models: Models, api: str, model: str, body: B, request: Request) -> int:
-        """Returns the number of a prompt's tokens; metrics count the request for `api`."""
+        """Returns the number of tokens of a request's prompt. Metrics count the request under `api`."""
         await models.server(model, request)
 
         async def counted(server: Server, chat: ChatRequest, _: RequestCaller) -> int:

@@ -1,1 +1,3 @@
-"""Tool calls: how models write them, the calls in a model's output, and the constraint that makes every call parse."""
+"""Tool calls: the syntaxes of models, a parser of calls in a model's output, and the constraint that makes every call
+parse.
+"""

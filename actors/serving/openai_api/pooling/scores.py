@@ -136,7 +136,7 @@ async def _scores(
     caller: RequestCaller,
     fields: tuple[str, str],
 ) -> tuple[list[float], int, Method]:
-    """Returns the score of each pair, the tokens that were computed, and the method."""
+    """Returns the score of each pair, the number of tokens that were computed, and the method."""
     cut = Truncation.of(request, server.info.max_model_len, side="right")
     if "classification" in server.info.features:
         if server.info.num_labels != 1:
