@@ -55,9 +55,7 @@ class RequestTrace:
         }
 
     def export(self, tracer: Tracer, path: str, status: int, ended_s: float) -> None:
-        """Exports the request's span, with a child span for each phase in the engine. `status` is 0 if the client
-        left.
-        """
+        """Exports the request's span and one for each phase in the engine. `status` is 0 if the client left."""
         operation = _OPERATIONS.get(path, "request")
         attributes: Attributes = {
             "gen_ai.operation.name": operation,

@@ -127,9 +127,7 @@ def _constraint(request: GenerationRequest, forced: Structured | None) -> Struct
 
 
 def refuse_missing(body: GenerationRequest, request: GenRequest, features: Collection[Feature]) -> None:
-    """Raises ApiError (400) if the request needs a feature that the engine lacks. The error names the field of
-    `body`.
-    """
+    """Raises ApiError (400) if the request needs a feature that the engine lacks, and names the field of `body`."""
     for feature in required_features(request):
         if feature not in features:
             field = _field_of(feature, body, request.sampling)

@@ -222,9 +222,7 @@ async def _events(
     texts: TextPool,
     keep: Callable[[], Awaitable[None]] | None,
 ) -> AsyncIterator[bytes]:
-    """Yields the body of a stream: the writer's events for each batch of deltas, then the closing events or an
-    error.
-    """
+    """Yields the body of a stream: the writer's events for each batch of deltas, then its end or an error."""
     try:
         batch, head = first, writer.opening(len(reading.choices))
         while batch:

@@ -165,8 +165,8 @@ class Server:
         return GenerationStream(self.engine, asked, echoes, use, grant)
 
     async def chat_prompt(self, request: ChatRequest, use: ToolUse | None = None) -> ChatPrompt:
-        """Returns the prompt of a chat. It is not checked against the context's length, and may be longer. `use` is the
-        use of the chat's tools, if the caller has computed it already.
+        """Returns the prompt of a chat. It may exceed the context: engines cut a longer prompt to a little more than
+        that. `use` is the use of the chat's tools, if the caller has computed it already.
         """
         use = use or tool_use_of(request, self.info.chat)
         messages = messages_of(request.messages, sees_images="images" in self.info.features)
@@ -299,9 +299,7 @@ def _check_size(sampling: SamplingParams, prompts: list[list[int]]) -> None:
 
 
 def prompt_options(request: ChatRequest) -> PromptOptions:
-    """Returns the options of a chat's prompt. Raises ApiError (400) for fields that exclude each other, as vLLM
-    does.
-    """
+    """Returns the options of a chat's prompt. Raises ApiError (400) for fields that exclude each other, as in vLLM."""
     kwargs = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)

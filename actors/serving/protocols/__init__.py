@@ -1,3 +1,3 @@
-"""The APIs other than OpenAI's completions and chat: Responses, Messages, tokens. Each request becomes a chat
-request.
+"""The APIs other than OpenAI's completions and chat, each translated into a chat request: Responses, Messages,
+tokens.
 """

@@ -139,9 +139,7 @@ class ServeControl:
         return call_with_timeout(LIST_TIMEOUT_S, what, lambda: _applications(LIST_TIMEOUT_S))
 
     def delete(self, name: str, *, is_there: bool) -> None:
-        """Deletes an endpoint's records and, if `is_there`, its Serve application; its replicas finish their
-        requests.
-        """
+        """Deletes an endpoint's records and, if `is_there`, its Serve application. Replicas finish their requests."""
 
         def call() -> None:
             from ray import serve

@@ -45,9 +45,7 @@ def spec_key(endpoint: str) -> bytes:
 
 
 def replica_key(endpoint: str, replica: str) -> bytes:
-    """Returns the key of a replica's address. If a replica is killed, its key remains until the controller deletes
-    it.
-    """
+    """Returns the key of a replica's address. The controller deletes the key of a replica that was killed."""
     return replica_prefix(endpoint) + replica.encode()
 
 

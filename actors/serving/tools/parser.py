@@ -58,9 +58,7 @@ _GROUP_MARKERS = tuple(
 
 
 def syntax_of(chat_format: str) -> ToolSyntax:
-    """Returns the call syntax of models with such a chat template; Hermes's for models without a syntax of their
-    own.
-    """
+    """Returns the call syntax of models with such a chat template; Hermes's if they have none of their own."""
     return _SYNTAXES.get(chat_format, _SYNTAXES["hermes"])
 
 

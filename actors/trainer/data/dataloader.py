@@ -39,7 +39,7 @@ class RankBatch(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """The sequences of one step that a rank has; one padding sequence if it has none."""
+    """The sequences of one step that a rank computes; one padding sequence if there are none."""
 
     ids: Ids
     inputs: Ids
@@ -61,9 +61,10 @@ class DataLoader:
         self._rows = Prefetch(self._read, spec.steps)
 
     def next_batch(self, step: int, size: int) -> RankBatch:
-        """Returns this rank's part of a step, in microbatches of `size`.
+        """Returns this rank's part of a step, in microbatches of up to `size` sequences.
 
-        A rank with fewer sequences is padded with ignored ones. In a pipeline all microbatches have the same shape.
+        A rank with fewer sequences than others gets padding that is ignored. In a pipeline all microbatches have the
+        same shape.
         """
         read = self._rows.get(step)
         ids, inputs, targets, documents = read
@@ -100,7 +101,7 @@ class DataLoader:
         return _Read(ids, inputs, targets, documents)
 
     def _fetch_ahead(self, step: int) -> None:
-        """Starts fetching the shards of `step` and of those after it."""
+        """Starts fetching the shards of `step` and of the steps after it."""
         if self._spec.stream is not None:
             until = min(step + 1 + self._spec.stream.ahead, self._spec.steps)
             for later in range(max(step, min(self._fetched, until)), until):
@@ -143,7 +144,7 @@ class Prefetch(Generic[T]):
 
 
 def _check_tokens(spec: TrainSpec, vocab_size: int) -> None:
-    """Raises ConfigError if augmentation puts in tokens that the vocabulary does not have."""
+    """Raises ConfigError if augmentation inserts a token that is not in the vocabulary."""
     wrong = [token for token in (spec.augment.tokens if spec.augment else ()) if token >= vocab_size]
     if wrong:
         raise ConfigError(

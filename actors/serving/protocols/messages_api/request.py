@@ -234,9 +234,7 @@ def system_text(system: Content | None) -> str:
 
 
 def turns_of(turns: Iterable[tuple[str, Content]]) -> list[Item]:
-    """Returns the messages of a chat. Raises ApiError (400), with the block's place, for a block that cannot be
-    read.
-    """
+    """Returns the messages of a chat. Raises ApiError (400), with its place, for a block that cannot be read."""
     messages: list[Item] = []
     for index, (role, content) in enumerate(turns):
         where = f"messages[{index}].content"

@@ -117,9 +117,7 @@ def add_responses_routes(app: FastAPI, models: Models, store: ResponseStore) -> 
         return InputItems(data=data, first_id=first, last_id=last, has_more=len(items) > limit)
 
     async def _stored(response_id: str, request: Request) -> StoredResponse | None:
-        """Returns a stored response of the caller's team, or None if there is none or the caller may not use its
-        model.
-        """
+        """Returns a stored response of the caller's team, if the caller may use the response's model; else None."""
         caller = caller_of(request.scope)
         if not RESPONSE_ID.fullmatch(response_id):
             return None
