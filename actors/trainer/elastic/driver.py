@@ -202,9 +202,7 @@ class _Driver:
         self.record.event("oom", generation=self.generation, why=why, micro_batch=half, was=before)
 
     def _grow_micro_batch(self) -> None:
-        """Let a halved microbatch grow again. Done when the gang forms anyway, since a change needs a new
-        generation.
-        """
+        """Let a halved microbatch grow again. Called when the gang forms, since a change needs a new generation."""
         wanted = self._first_micro_batch()
         before = self.micro_batch.bound(wanted)
         if self.micro_batch.grow(wanted, len(self.workers)):

@@ -75,9 +75,7 @@ class HeartbeatMonitor:
         self._timed_out_at_s: float | None = None
 
     def poll(self, ranks: Iterable[int]) -> list[WorkerStatus]:
-        """Returns the statuses that have arrived since the last call, and starts polling those of `ranks` that are
-        due.
-        """
+        """Returns the statuses that have arrived since the last call, and polls those of `ranks` that are due."""
         now = time.monotonic()
         for rank in ranks:
             if rank not in self._pending and now >= self._next_s[rank]:
@@ -190,9 +188,7 @@ class GenerationRunner:
                 self._heartbeats.on_collective_timeout()
 
     def _follow_lease(self) -> None:
-        """Follow the lease: a lost member ends the generation; a member that leaves or joins causes a planned
-        change.
-        """
+        """Follow the lease: lost members end the generation; members that leave or join cause a planned change."""
         lease = self.watch.latest()
         if lease is None:
             return
@@ -212,9 +208,7 @@ class GenerationRunner:
             self.workers[0].call("pause", self.number, how)
 
     def _planned_change(self, lease: Lease) -> tuple[StopRequest, str] | None:
-        """Returns how ranks should stop for a planned change of the gang, and the reason; None if no change is
-        needed.
-        """
+        """Returns how ranks should stop for a planned change of the gang, and why; None if none is needed."""
         leaving = [worker for worker in self.workers if worker.member.state is MemberState.LEAVING]
         if leaving:
             return self._stop_for_notice(leaving), f"{leaving[0].host} leaves soon"

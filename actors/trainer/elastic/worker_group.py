@@ -131,9 +131,7 @@ class WorkerGroup:
         return failed
 
     def assign(self, shape: Shape, current: Collection[WorkerHandle] = ()) -> list[WorkerHandle]:
-        """Returns the workers of the next generation in rank order. They are ready, and their members are not
-        leaving.
-        """
+        """Returns the workers of the next generation in rank order: ready ones whose members are not leaving."""
         candidates = [
             worker for worker in self._workers.values() if worker.is_ready and worker.member.state is MemberState.READY
         ]

@@ -234,8 +234,8 @@ class AtomicDirectory:
             self._fail(error)
 
     def publish(self, commit: Callable[[], AbstractContextManager[None]] = nullcontext) -> RaytideError | None:
-        """Replace the target, inside `commit`. Returns the error of any write so far, or None; after an error the
-        target is unchanged.
+        """Replace the target, inside `commit`. Returns the first error, or None. After an error the target is unchanged
+        or, if an upload broke off, has no config.
         """
         try:
             with commit():
@@ -259,7 +259,7 @@ class AtomicDirectory:
         folder.rename(target)
 
     def _upload(self, folder: Path) -> None:
-        """Upload the files. Object stores cannot rename, so the config comes last: without it, a directory is no
+        """Upload the files, the config last: object stores cannot rename, and a directory without config is no
         model.
         """
         from raytide.core.io.storage import open_url

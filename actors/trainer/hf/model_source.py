@@ -48,9 +48,7 @@ def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
 
 
 def refuse_quantized(config: Mapping[str, object], where: str) -> None:
-    """Raises ConfigError for a model with quantized weights, which can neither be trained nor have adapters merged
-    in.
-    """
+    """Raises ConfigError for a model with quantized weights, which cannot be trained or merged with adapters."""
     if read_quantization(config, where) is not None:
         raise ConfigError(
             f"{where}: quantized weights cannot be trained.", hint="Train the model that they were made from."

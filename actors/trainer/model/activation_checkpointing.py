@@ -41,9 +41,7 @@ def checkpoint_layer(layer: nn.Module, memory: MemorySpec) -> None:
 
 
 def compile_layer(layer: nn.Module, memory: MemorySpec) -> None:
-    """Compile the layer to one graph, with static shapes except for the batch, whose size may change when a run
-    starts.
-    """
+    """Compile the layer to one graph. Shapes are static, but the batch size may change when a run starts."""
     if memory.compile:
         wrap(layer, lambda forward: torch.compile(forward, backend=memory.compile_backend, fullgraph=True))
 

@@ -23,9 +23,7 @@ from raytide.kernels.core import AttentionSpec
 def attend(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec, documents_BS: Tensor | None = None
 ) -> Tensor:
-    """Returns out_BHTC. The queries are at the last T of the keys' S positions; `documents_BS` has each key's
-    document.
-    """
+    """Returns out_BHTC. The T queries are the last of the keys' S positions; `documents_BS` are the keys' documents."""
     same = q_BHTC.shape[2] == k_BKTC.shape[2]
     masked = documents_BS is not None or (spec.window is not None and spec.window < k_BKTC.shape[2])
     if q_BHTC.is_cuda and (masked or spec.softcap is not None):
@@ -71,9 +69,7 @@ def _capped(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec,
 def flex(
     q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec, documents_BS: Tensor | None = None
 ) -> Tensor:
-    """Returns out_BHTC. The queries are at the last T of the keys' S positions; `documents_BS` has each key's
-    document.
-    """
+    """Returns out_BHTC. The T queries are the last of the keys' S positions; `documents_BS` are the keys' documents."""
     run = _compiled_flex() if q_BHTC.is_cuda else cast("Callable[..., Any]", flex_attention)
     shape = q_BHTC.shape[2], k_BKTC.shape[2], spec.window
     out: Tensor = run(

@@ -124,7 +124,7 @@ def check_teacher(spec: DistillSpec, vocab_size: int, seq_len: int) -> None:
 
 
 class _Cache:
-    """A cache with one file per sequence, which has 6 bytes for each of a token's most likely tokens."""
+    """A cache with one file per sequence: 6 bytes for each of the `top_k` most likely tokens at each position."""
 
     def __init__(self, spec: DistillSpec) -> None:
         made_by = f"{content_digest(Path(spec.teacher))}-top{spec.top_k}-t{spec.temperature:g}"

@@ -46,9 +46,7 @@ class FakeQuantizedLinear(nn.Linear):
 def fake_quantized(
     weight_NK: Tensor, bits: int, group: int | None, symmetric: bool, export_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns, in float32, the values of these weights after an export, and a mask of the weights that are not
-    clamped.
-    """
+    """Returns the float32 values that these weights have after an export, and a mask of those not clamped."""
     exported_NK = weight_NK.to(export_dtype).float()
     found = round_integers(exported_NK, bits, group, export_dtype, symmetric=symmetric)
     least, most = code_range(bits)
