@@ -120,9 +120,7 @@ class Trainer:
         self.state = TrainState(self.model_parts, self.optimizer, self.stateful)
 
     def _build_outer(self) -> OuterOptimizer | None:
-        """Returns the outer optimizer, or None if replicas do not train apart. Its state becomes part of the run's
-        state.
-        """
+        """Returns the outer optimizer, whose state becomes part of the run's; None unless replicas train apart."""
         if self.spec.optim.outer is None:
             return None
         outer = OuterOptimizer(self.optimizer, self.spec.optim.outer, self.group.replicas, self.all_reduce)
@@ -130,9 +128,7 @@ class Trainer:
         return outer
 
     def restore(self) -> list[CheckpointError]:
-        """Load the newest state from the members' memory or from storage. Returns the errors of rejected
-        checkpoints.
-        """
+        """Load the newest state from members' memory or from storage. Returns the errors of rejected checkpoints."""
         listing = self.checkpoints.list_checkpoints()
         in_memory = self.snapshots.find_newest() if self.snapshots is not None else 0
         if self.snapshots is not None and in_memory and in_memory >= listing.newest_step:
@@ -175,9 +171,7 @@ class Trainer:
             self.snapshot_step = self.steps_done
 
     def flush(self, *, save: bool = True) -> None:
-        """Copy the state into peers' memory and wait for the copy. Also save it to storage if `save` is set or there is
-        no peer.
-        """
+        """Copy the state to peers' memory and wait; with `save`, or without a peer, also save it to storage."""
         alone = self.snapshots is None or self.group.world == 1
         self.take_snapshot()
         if self.snapshots is not None:
@@ -191,7 +185,7 @@ class Trainer:
             self.wait_for_save()  # peers hold the state
 
     def close(self) -> None:
-        """Abandon saves in flight. Quick and without communication, because the generation may be broken."""
+        """Abandon saves in flight. Quick, without communication, because the generation may be broken."""
         self.checkpoints.close()
         if self.snapshots is not None:
             self.snapshots.close()
@@ -272,9 +266,7 @@ class Trainer:
             self.snapshots.before_update()
 
     def _rebuild(self) -> None:
-        """Move the state into a newly built model, because an interrupted backward pass leaves FSDP's internal state
-        inconsistent.
-        """
+        """Move the state into a new model: an interrupted backward pass leaves FSDP's internal state inconsistent."""
         self._before_update()
         saved = micro_batch.offload_state(self.model_parts, self.optimizer)
         self.model_parts.clear()
@@ -361,9 +353,7 @@ class Trainer:
         )
 
     def _evaluate(self) -> float | None:
-        """Returns the held-out loss if an evaluation follows this step, else None. Its time does not count towards the
-        step.
-        """
+        """Returns the held-out loss if an evaluation is due, else None. The step's duration does not include it."""
         if self._evaluator is None or not self._evaluator.is_due(self.steps_done):
             return None
         loss = self._evaluator.loss(self.compute, self.micro_batch)
@@ -372,7 +362,7 @@ class Trainer:
         return loss
 
     def _reduce(self) -> None:
-        """Unscale the gradients and, if the exchange between replicas is compressed, average them over the replicas."""
+        """Unscale the gradients and, if replicas exchange them compressed, average them over the replicas."""
         named = [named for part in self.model_parts for named in part.named_parameters()]
         grads = [(name, local_shards.local(weight.grad)) for name, weight in named if weight.grad is not None]
         self.loss_scale.unscale([grad for _, grad in grads])
@@ -380,8 +370,8 @@ class Trainer:
             self.all_reduce(grads)
 
     def _judge(self, loss: float, grad_norm: float) -> GuardVerdict:
-        """Returns the guard's verdict. An fp16 overflow is not an anomaly: the loss scale handles it, and the step is
-        skipped.
+        """Returns the guard's verdict. An fp16 overflow is no anomaly: the step is skipped and the loss scale
+        halved.
         """
         if not self.loss_scale.overflowed(loss, grad_norm):
             return self.guard.judge(loss, grad_norm)

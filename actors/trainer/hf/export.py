@@ -259,9 +259,7 @@ class AtomicDirectory:
         folder.rename(target)
 
     def _upload(self, folder: Path) -> None:
-        """Upload the files, the config last: object stores cannot rename, and a directory without config is no
-        model.
-        """
+        """Upload the files, the config last: object stores cannot rename, and without a config nothing is a model."""
         from raytide.core.io.storage import open_url
 
         fs, path = open_url(self._target)

@@ -128,9 +128,7 @@ def read_ahead(tensor: Tensor) -> None:
 
 
 def release(tensor: Tensor) -> None:
-    """Drops a file-mapped tensor from this process' memory; the file keeps its values. Does nothing for other
-    tensors.
-    """
+    """Drops a file-mapped tensor from this process' memory; the file keeps it. Does nothing for other tensors."""
     if (mapped := _MAPS.get(tensor.data_ptr())) is not None:
         mapped.madvise(mmap.MADV_DONTNEED)
 

@@ -133,9 +133,7 @@ def _layer(layer: TransformerBlock, arch: Architecture, rank: int, ranks: int, g
 
 
 def _sum_out(linear: nn.Linear, group: dist.ProcessGroup) -> None:
-    """Change the linear layer to sum its output over the ranks and scatter the sum; the bias is added once,
-    afterwards.
-    """
+    """Make the layer sum its output over the ranks and scatter the sum; the bias is added once, afterwards."""
     bias: list[Tensor | None] = [None]
 
     def without_bias(module: nn.Module, args: Any) -> None:

@@ -50,9 +50,7 @@ class Profiler:
         self._looked_s = -math.inf
 
     def requested_steps(self) -> int:
-        """Returns the number of steps that a request asks to profile, 0 without a request. Only rank 0 looks for
-        one.
-        """
+        """Returns the number of steps that a request asks to profile; 0 without one, and on ranks other than 0."""
         if self.rank or self._running is not None:
             return 0
         if self.folder.store is not None:

@@ -16,9 +16,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 def train_local(spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lambda result: None) -> RunResult:
-    """Run `spec` to its end, resuming from its latest checkpoint. ConflictError while another run writes to
-    `spec.out`.
-    """
+    """Run `spec` to its end, resuming from its latest checkpoint. ConflictError while another run writes to `out`."""
     refuse_packages(spec)
     claim = Claim(spec.places)
     try:
